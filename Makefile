@@ -1,0 +1,46 @@
+# make demo       install, then the main job on the embedded data: a table, and the path of the report
+# make test       install what tests need, then lint, format, types and every test that is not marked slow
+# make test-all   the same, and the slow ones
+# PYTHON=python3.12 make ...   chooses the interpreter that .venv is made with (3.11 or later)
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable
+
+.PHONY: demo test test-all lint install clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.installed-text
+	$(BIN)/guozhuang compare
+
+test: lint
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+install: $(VENV)/.installed-text
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || { echo "make: '$(PYTHON)' was not found. Fix: install Python 3.11 or later (apt install python3 python3-venv), or set PYTHON=/path/to/python3."; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "make: Python 3.11 or later is needed, '$(PYTHON)' is $$($(PYTHON) -V 2>&1). Fix: set PYTHON=python3.11 or later."; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "make: '$(PYTHON)' cannot make virtual environments. Fix: apt install python3-venv."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# A stamp per set of requirements, so that a second run installs nothing.
+$(VENV)/.installed-text: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) '.[text]'
+	@touch $@
+
+$(VENV)/.installed-test: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) '.[text,test]'
+	@touch $@ $(VENV)/.installed-text

@@ -1,0 +1,197 @@
+"""Which gradients travel together: sizes and caps to a layout, and the flat tensor with its views. No communication.
+
+The layout follows PyTorch's DDP (Li et al., 2020, https://arxiv.org/abs/2006.15704): parameters in the order in which their
+gradients become ready, a small first bucket so that communication starts early, then buckets up to a cap. A cap holds:
+a bucket passes it only when a single parameter does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+FIRST_CAP_BYTES = 1 << 20
+DEFAULT_CAP_BYTES = 25 << 20  # chosen by benchmarks/bucket_cap.py; its table stands in benchmarks/README.md
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """What the layout needs to know of one parameter. A sparse gradient has no place in a flat tensor and travels alone."""
+
+    num_elements: int
+    dtype: torch.dtype
+    device: torch.device
+    sparse: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the dense gradient in bytes."""
+        return self.num_elements * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Caps:
+    """Upper bounds of the buckets in bytes, in the order in which they are filled; the last one holds for all that follow."""
+
+    each: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert self.each and all(cap > 0 for cap in self.each), f"bucket caps must be positive: {self.each}"
+
+    def of(self, position: int) -> int:
+        """Return the cap of the ``position``-th bucket in bytes."""
+        return self.each[min(position, len(self.each) - 1)]
+
+    @classmethod
+    def usual(cls, cap_bytes: int = DEFAULT_CAP_BYTES) -> Caps:
+        """Build a first bucket of at most 1 MiB, then ``cap_bytes`` each."""
+        return cls((min(FIRST_CAP_BYTES, cap_bytes), cap_bytes))
+
+
+def assign(slots: Sequence[Slot], order: Iterable[int], caps: Caps) -> list[tuple[int, ...]]:
+    """Group parameters into buckets.
+
+    Args:
+        slots: every parameter, by index.
+        order: the indices in the order in which gradients are expected; each index once.
+        caps: bounds of the buckets; they are counted separately for each (dtype, device).
+
+    Returns:
+        Buckets as tuples of parameter indices, in the order in which they are expected to fill up. All parameters of a
+        bucket share dtype and device; a sparse one is alone.
+    """
+    open_buckets: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    closed_of: dict[tuple[torch.dtype, torch.device], int] = {}
+    finished: list[tuple[int, tuple[int, ...]]] = []  # (position of the last parameter, the bucket)
+    position_of: dict[int, int] = {}
+
+    def close(key: tuple[torch.dtype, torch.device]) -> None:
+        bucket = open_buckets.pop(key)
+        finished.append((position_of[bucket[-1]], tuple(bucket)))
+        sizes[key] = 0
+        closed_of[key] = closed_of.get(key, 0) + 1
+
+    for position, index in enumerate(order):
+        assert index not in position_of, f"parameter {index} stands in the order twice"
+        position_of[index] = position
+        slot = slots[index]
+        if slot.sparse:
+            finished.append((position, (index,)))
+            continue
+        key = (slot.dtype, slot.device)
+        if key in open_buckets and sizes[key] + slot.num_bytes > caps.of(closed_of.get(key, 0)):
+            close(key)
+        open_buckets.setdefault(key, []).append(index)
+        sizes[key] = sizes.get(key, 0) + slot.num_bytes
+    for key in list(open_buckets):
+        close(key)
+    assert len(position_of) == len(slots), f"the order names {len(position_of)} of {len(slots)} parameters"
+    return [bucket for _, bucket in sorted(finished)]
+
+
+class Bucket:
+    """One flat tensor, and the parameters whose gradients are views into it.
+
+    Attributes:
+        index: place in the order of exchanges.
+        is_last: whether no bucket follows.
+        names: names of the parameters, in the order of their views.
+        parameters: the parameters themselves.
+        flat: 1-dimensional, dtype and device of the parameters; empty for a sparse bucket.
+        views: one tensor per parameter, of its shape and memory format, sharing memory with ``flat``.
+        sparse: whether the bucket is a single parameter with sparse gradients.
+    """
+
+    def __init__(
+        self, index: int, is_last: bool, names: Sequence[str], parameters: Sequence[Tensor], sparse: bool = False
+    ) -> None:
+        assert parameters and (not sparse or len(parameters) == 1)
+        self.index = index
+        self.is_last = is_last
+        self.names = tuple(names)
+        self.parameters = tuple(parameters)
+        self.sparse = sparse
+        first = parameters[0]
+        num_elements = 0 if sparse else sum(p.numel() for p in parameters)
+        self.flat = torch.zeros(num_elements, dtype=first.dtype, device=first.device)
+        self.views: tuple[Tensor, ...] = ()
+        if not sparse:
+            offset, views = 0, []
+            for parameter in parameters:
+                views.append(_view_like(parameter, self.flat, offset))
+                offset += parameter.numel()
+            self.views = tuple(views)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of ``flat`` in bytes."""
+        return self.flat.numel() * self.flat.element_size()
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A layout made real: the buckets, and for each parameter its bucket and its view (None for a sparse one)."""
+
+    layout: list[tuple[int, ...]]
+    buckets: list[Bucket]
+    bucket_of: list[int]
+    views: list[Tensor | None]
+
+    @property
+    def dense(self) -> list[Bucket]:
+        """The buckets that travel as flat tensors."""
+        return [bucket for bucket in self.buckets if not bucket.sparse]
+
+
+def place(
+    layout: Sequence[tuple[int, ...]], names: Sequence[str], parameters: Sequence[Tensor], slots: Sequence[Slot]
+) -> Placement:
+    """Allocate the flat tensors of a layout that :func:`assign` made."""
+    buckets, bucket_of = [], [0] * len(parameters)
+    views: list[Tensor | None] = [None] * len(parameters)
+    for b, members in enumerate(layout):
+        members_names, members_parameters = [names[i] for i in members], [parameters[i] for i in members]
+        bucket = Bucket(b, b == len(layout) - 1, members_names, members_parameters, slots[members[0]].sparse)
+        buckets.append(bucket)
+        for i in members:
+            bucket_of[i] = b
+        for i, view in zip(members, bucket.views, strict=False):  # a sparse bucket has none
+            views[i] = view
+    return Placement(list(layout), buckets, bucket_of, views)
+
+
+def _view_like(parameter: Tensor, flat: Tensor, offset: int) -> Tensor:
+    """Return a tensor in ``flat``'s memory from ``offset`` (elements) on, with the shape and memory format of ``parameter``.
+
+    Made by ``set_``, not by slicing: autograd then does not see a view, and in-place calls that it refuses on views
+    (``p.grad.detach_()`` of older training scripts) work.
+    """
+    stride = parameter.stride() if _fills_its_memory(parameter) else _row_major(parameter.shape)
+    empty = torch.empty(0, dtype=flat.dtype, device=flat.device)
+    return empty.set_(flat.untyped_storage(), offset, parameter.shape, stride)
+
+
+def _fills_its_memory(tensor: Tensor) -> bool:
+    """Tell whether the strides are a permutation of a dense layout (channels_last is one, an expanded tensor is not)."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

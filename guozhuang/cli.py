@@ -1,0 +1,72 @@
+"""The command ``guozhuang``: finds the subcommand; the work of each lies in its own module, loaded when it is used."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import sys
+from collections.abc import Callable, Sequence
+
+from guozhuang.errors import UsageError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code.
+
+    Args:
+        argv: the arguments without the program's name; None: those of the process.
+
+    Returns:
+        0 on success, 2 for a command line or input that cannot work, else what the command says. ``--help``,
+        ``--version`` and unknown options end the process as argparse does (``SystemExit``).
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = _COMMANDS.get(arguments[0]) if arguments else None
+    try:
+        if command is not None:
+            return command(arguments[1:])
+        _parser().parse_args(arguments or ["--help"])  # never returns: there is nothing to do without a command
+        return 2
+    except UsageError as error:
+        print(f"guozhuang: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("guozhuang: interrupted", file=sys.stderr)
+        return 130
+
+
+def _run(arguments: Sequence[str]) -> int:
+    from guozhuang import launch
+
+    return launch.main(arguments)
+
+
+def _compare(arguments: Sequence[str]) -> int:
+    from guozhuang.lab import compare
+
+    parser = argparse.ArgumentParser(
+        prog="guozhuang compare", description="Train the same workload under several strategies, side by side."
+    )
+    compare.add_arguments(parser)
+    return compare.run(parser.parse_args(list(arguments)))
+
+
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"compare": _compare, "run": _run}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="guozhuang", description="Train one PyTorch model on many processes, and see which way is best."
+    )
+    parser.add_argument("--version", action="version", version=f"guozhuang {_version()}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands.add_parser("run", help="start the ranks of a training script (takes torchrun's options)")
+    commands.add_parser("compare", help="train the same workload under several strategies, side by side")
+    return parser
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("guozhuang")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed; run from its source)"

@@ -1,0 +1,7 @@
+"""Samplers and loaders: each rank its share, uneven ends by choice, resume in mid-epoch on any number of ranks."""
+
+from guozhuang.data.loader import Loader, loader
+from guozhuang.data.sampler import DistributedSampler
+from guozhuang.data.stream import StridedStream
+
+__all__ = ["DistributedSampler", "Loader", "StridedStream", "loader"]

@@ -1,0 +1,255 @@
+"""How do a rank's samples become batches? ``loader``: torch's DataLoader over a rank's share, resumable mid-epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sized
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from guozhuang.data.progress import Pass, whole_number
+from guozhuang.data.sampler import DistributedSampler, Ends, check_ends, replica
+from guozhuang.data.stream import StridedStream, check_stream
+from guozhuang.errors import UsageError, explain
+
+_WORKER_TIMEOUT_S = 1800.0
+
+
+class _Ranked(Protocol):
+    """What is needed of a ``World``."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
+
+def loader(
+    dataset: Dataset[Any] | Sized,
+    batch_size: int = 1,
+    *,
+    shuffle: bool = True,
+    seed: int = 0,
+    ends: Ends = "pad",
+    num_workers: int = 0,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    rank: int | None = None,
+    num_replicas: int | None = None,
+    world: _Ranked | None = None,
+    drop_last: bool = False,
+    stride_stream: bool = False,
+    **options: Any,
+) -> Loader:
+    """Make the batches of this rank's share of a dataset.
+
+    The k-th batches of n ranks together are the k-th batch of one process with ``n * batch_size``.
+
+    Worker processes are seeded from ``seed``, rank, epoch and worker (torch, numpy's global generator, ``random``):
+    distinct, and the same in every run. With ``persistent_workers`` torch seeds them once, when they start. Random
+    numbers that a worker draws after a resume in mid-epoch are not those of the uninterrupted run; the samples are.
+    Without workers the dataset draws from the process's own generators, which the loader leaves alone: seed those by
+    rank if augmentations shall differ.
+
+    Args:
+        dataset: a map-style dataset with a length, or a list; an ``IterableDataset`` only with ``stride_stream``.
+        batch_size: samples per batch and rank.
+        shuffle: another order each epoch, equal on all ranks.
+        seed: must be equal on all ranks.
+        ends: "pad" (default), "drop" or "uneven" where the samples do not divide by the ranks, as in
+            ``DistributedSampler``. With "uneven", ranks may differ by one sample and so by one batch: train inside
+            ``with model.join():`` of the wrapped model, or the ranks with more wait for the others.
+        num_workers: processes that load; 0 loads in this one.
+        collate_fn: makes a batch of a list of samples. Default: torch's ``default_collate``.
+        rank: default as in ``DistributedSampler``.
+        num_replicas: number of ranks that share; default as in ``DistributedSampler``.
+        world: instead of both; anything with ``rank`` and ``size``, such as what ``init()`` returned.
+        drop_last: drop this rank's last batch if it is smaller than ``batch_size``. It does not concern ``ends``.
+        stride_stream: an ``IterableDataset`` gives its whole stream to everyone who iterates it, so that each rank
+            shall keep every n-th sample; see ``StridedStream``. Needs ``shuffle=False``.
+        options: further arguments of ``torch.utils.data.DataLoader``. ``timeout`` (seconds to wait for a worker's
+            batch; when 0, torch waits for ever) is 1800 by default with workers. ``sampler``, ``batch_sampler``,
+            ``generator`` and ``in_order=False`` are refused, because share, resume and seeds would no longer hold.
+
+    Raises:
+        UsageError: one of these values cannot work; the text names it.
+    """
+    batch_size = whole_number("batch_size", batch_size, least=1)
+    num_workers = whole_number("num_workers", num_workers, least=0)
+    seed = whole_number("seed", seed)
+    chosen_ends = check_ends(ends, drop_last=False)
+    _check_options(options)
+    if world is not None:
+        if rank is not None or num_replicas is not None:
+            fix = "pass either `world` or rank and num_replicas"
+            raise UsageError(explain("`world` and rank or num_replicas were both given", fix=fix))
+        rank, num_replicas = world.rank, world.size
+    num_replicas, rank = replica(num_replicas, rank)
+    if num_workers and "timeout" not in options:
+        options["timeout"] = _WORKER_TIMEOUT_S
+    share: DistributedSampler | StridedStream
+    if isinstance(dataset, IterableDataset):
+        check_stream(stride_stream, shuffle, dataset)
+        share = StridedStream(dataset, num_replicas, rank, batch_size, chosen_ends)
+        options.update(batch_size=batch_size, drop_last=drop_last)
+    elif stride_stream:
+        what = "`stride_stream` is for an IterableDataset"
+        raise UsageError(explain(what, value=type(dataset).__name__, fix="leave it out: this dataset is cut by index"))
+    else:
+        share = DistributedSampler(dataset, num_replicas, rank, shuffle, seed, ends=chosen_ends)
+        options["batch_sampler"] = BatchSampler(share, batch_size, drop_last)
+    generator = torch.Generator()
+    source: Any = share if isinstance(share, StridedStream) else dataset
+    batches: DataLoader[Any] = DataLoader(
+        source, num_workers=num_workers, collate_fn=collate_fn, generator=generator, **options
+    )
+    return Loader(share, batches, batch_size, drop_last, seed)
+
+
+class BatchSampler:
+    """The index lists of the batches of a sampler's current pass; iterating it changes no state."""
+
+    def __init__(self, sampler: DistributedSampler, batch_size: int, drop_last: bool) -> None:
+        self.sampler = sampler
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch on this rank."""
+        return _num_batches(len(self.sampler), self.batch_size, self.drop_last)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield lists of indices; the epoch is fixed here, not at the first list."""
+        return self._batches(self.sampler.epoch, self.sampler.progress.start)
+
+    def _batches(self, epoch: int, start: int) -> Iterator[list[int]]:
+        # Only now are the indices made: torch calls iter() twice when it starts workers, and uses one.
+        batch = []
+        for index in self.sampler.indices(epoch, start):
+            batch.append(index)
+            if len(batch) == self.batch_size:
+                yield batch
+                batch = []
+        if batch and not self.drop_last:
+            yield batch
+
+
+class Loader:
+    """Batches of a rank's share, one pass per ``iter()``; made by ``loader``.
+
+    Epochs advance by the rules of ``DistributedSampler``; what counts as taken are the batches handed to the training
+    loop, not those that workers have fetched ahead, so ``state_dict`` may be called between any two steps.
+
+    Attributes:
+        sampler: the ``DistributedSampler``, or the ``StridedStream`` of an ``IterableDataset``. Its ``state_dict`` is
+            the loader's.
+        batch_sampler: iterable of the index lists of the current pass; None for a stream.
+        dataset: as it was given.
+    """
+
+    def __init__(
+        self,
+        share: DistributedSampler | StridedStream,
+        batches: DataLoader[Any],
+        batch_size: int,
+        drop_last: bool,
+        seed: int,
+    ) -> None:
+        self.sampler = share
+        self.dataset: Any = share.dataset
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.seed = seed
+        self.num_workers: int = batches.num_workers
+        self.persistent_workers: bool = batches.persistent_workers
+        self.collate_fn: Callable[[list[Any]], Any] = batches.collate_fn
+        self.batch_sampler = None if isinstance(share, StridedStream) else batches.batch_sampler
+        self._batches = batches
+        self._run: Pass | None = None
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch on this rank, also in a resumed epoch.
+
+        Raises:
+            TypeError: a stream whose dataset does not tell its length.
+        """
+        return _num_batches(len(self.sampler), self.batch_size, self.drop_last)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin a pass; which epoch it is, is told in ``DistributedSampler``.
+
+        Raises:
+            UsageError: by the iterator, if its persistent workers were given to a newer pass.
+            RuntimeError: by the iterator, if a worker died or took longer than ``timeout`` seconds.
+        """
+        smallest = self.sampler.smallest_share()
+        if smallest is not None and self.drop_last:
+            smallest -= smallest % self.batch_size
+        run = self._run = self.sampler.begin(smallest)
+        generator = self._batches.generator
+        assert generator is not None
+        generator.manual_seed(_worker_seed(self.seed, self.sampler))
+        source = iter(self._batches)
+        return self._hand_out(run, source)
+
+    def _hand_out(self, run: Pass, source: Iterator[Any]) -> Iterator[Any]:
+        shared = self.persistent_workers and self.num_workers > 0
+        while True:
+            if shared and self._run is not run:
+                what = "This iterator ended: a newer one has taken its persistent workers"
+                raise UsageError(explain(what, fix="run one pass at a time, or pass persistent_workers=False"))
+            try:
+                batch = next(source)
+            except StopIteration:
+                break
+            # A smaller last batch counts as a whole one: then ranks whose last batches differ still agree on the state.
+            run.took(self.batch_size)
+            yield batch
+        run.ran_out()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next pass; every rank must choose the same. See ``DistributedSampler``."""
+        self.sampler.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where training stands in the epoch: a few plain values, equal on all ranks that made as many steps.
+
+        Save it after a step, from rank 0 or every rank; with ``ends="uneven"`` from rank 0. Batch size, number of
+        ranks, number of workers and ``ends`` may differ when it is loaded.
+        """
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the sample after the last that was trained on; every rank loads the same state.
+
+        Raises:
+            UsageError: the state is of a dataset of another length, another seed or shuffle, or none of ours.
+        """
+        self.sampler.load_state_dict(state)
+
+
+def _num_batches(num_samples: int, batch_size: int, drop_last: bool) -> int:
+    return num_samples // batch_size if drop_last else -(-num_samples // batch_size)
+
+
+def _worker_seed(seed: int, share: DistributedSampler | StridedStream) -> int:
+    """Seed of the generator from which torch draws the workers' seeds; distinct for each rank of one pass."""
+    progress = share.progress
+    entropy = [seed % 2**64, progress.epoch % 2**64, progress.start]
+    # torch's CPU generator uses 32 bits; the rank is added after mixing, so that no two ranks can collide in them.
+    return (int(np.random.SeedSequence(entropy).generate_state(1)[0]) + share.rank) % 2**32
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    for name in ("sampler", "batch_sampler"):
+        if options.get(name) is not None:
+            what = f"`{name}` was given, but the loader makes the sampler that shares, shuffles and resumes"
+            fix = f"leave it out, or use torch.utils.data.DataLoader(dataset, {name}=...)"
+            raise UsageError(explain(what, value=type(options[name]).__name__, fix=fix))
+    if options.get("generator") is not None:
+        what = "`generator` was given, but shuffle and workers are seeded by `seed`"
+        raise UsageError(explain(what, fix="pass seed=... instead"))
+    if not options.get("in_order", True):
+        what = "`in_order=False` gives batches out of order, so that a state could not say which were used"
+        raise UsageError(explain(what, fix="leave it out"))

@@ -1,0 +1,243 @@
+"""Which samples does this rank train on? ``DistributedSampler``: torch's, and resumable on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sized
+from typing import Any, Literal, cast, get_args
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset, Sampler
+
+from guozhuang.data.progress import Pass, Progress, check_state, whole_number
+from guozhuang.errors import UsageError, explain
+
+Ends = Literal["pad", "drop", "uneven"]
+_CHUNK = 4096  # indices turned into Python ints at a time
+
+
+class DistributedSampler(Sampler[int]):
+    """A rank's share of a map-style dataset; a drop-in for ``torch.utils.data.DistributedSampler``.
+
+    In each epoch all samples stand in one order, equal on all ranks (``torch.randperm`` seeded by ``seed + epoch``, or
+    0, 1, 2, ... without shuffle). Rank r of n takes places r, r + n, r + 2n, ... of it, so the k-th batches of n ranks
+    together are the k-th batch of one process with an n-fold batch size. Indices equal those of torch's sampler.
+
+    **Epochs.** The epoch of a pass is fixed when ``iter()`` is called. The first pass is epoch 0. Unlike torch's, the
+    next ``iter()`` takes the next epoch by itself when ``set_epoch`` was not called in between, provided the last pass
+    was *full*: it ran out, or gave as many samples as the smallest share of any rank. A pass left midway is begun again
+    (same epoch, same order, from where it started), with one warning. Only the newest iterator counts. After
+    ``set_epoch(e)`` the next pass is epoch e from its beginning, as in torch, with one exception: after
+    ``load_state_dict`` of a state of that same epoch e, it is the rest of e (possibly empty) until that rest has run
+    out. Without ``set_epoch``, a loaded state continues its epoch, or begins the next if it was saved after the pass
+    ran out. All ranks must make the same calls; nothing is communicated.
+
+    **Counting.** ``state_dict`` counts what was taken from the newest iterator of this sampler. Under a torch
+    ``DataLoader`` with workers that is more than training has seen, because workers fetch ahead: use ``gz.loader``,
+    which counts the batches it handed out, or tell the number by ``state_dict(num_taken=...)``.
+
+    **Memory.** An iterator holds its share as 4-byte indices (8-byte from 2**31 samples on), and the whole order for
+    the moment in which it cuts the share out; without shuffle it holds nothing. The sampler holds a few numbers.
+
+    Args:
+        dataset: anything with a length, which must not change.
+        num_replicas: number of ranks that share. Default: of ``torch.distributed`` if it is initialised, else 1.
+        rank: 0 to ``num_replicas - 1``. Default: of ``torch.distributed`` if it is initialised, else 0.
+        shuffle: another order each epoch.
+        seed: must be equal on all ranks.
+        drop_last: torch's word for ``ends="drop"``.
+        ends: what to do when the samples (the rest of them, when resumed) do not divide by the ranks. ``"pad"``: at the
+            end of the epoch, samples from the beginning of its order are repeated, so that no rank gets fewer.
+            ``"drop"``: those over are left out. ``"uneven"``: each sample exactly once; the first ranks get one
+            more than the others, so train inside ``join()`` of the wrapped model. Default: "drop" if ``drop_last``,
+            else "pad".
+
+    Attributes:
+        num_samples: samples of a whole epoch on this rank; ``len()`` says the same, also in a resumed epoch.
+        total_size: samples of a whole epoch on all ranks together, repeated ones included.
+
+    Raises:
+        UsageError: a rank that is not below ``num_replicas``, a dataset without length, ``drop_last`` with other ends.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any] | Sized,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        ends: Ends | None = None,
+    ) -> None:
+        self.num_replicas, self.rank = replica(num_replicas, rank)
+        self.ends: Ends = check_ends(ends, drop_last)
+        self.dataset = dataset
+        self.drop_last = self.ends == "drop"
+        self.shuffle = bool(shuffle)
+        self.seed = whole_number("seed", seed)
+        self.progress = Progress(self.num_replicas)
+        self._length = length_of(dataset)
+        self.num_samples = share_size(self._length, self.num_replicas, self.rank, self.ends)
+        evenly = self.ends != "uneven"
+        self.total_size = self.num_samples * self.num_replicas if evenly else self._length
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the newest pass, or the one chosen for the next. Setting it is ``set_epoch``."""
+        return self.progress.epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        """Samples of a whole epoch on this rank."""
+        return self.num_samples
+
+    def __iter__(self) -> Iterator[int]:
+        """Begin a pass; which epoch it is, is told in the class's description."""
+        run = self.begin(self.smallest_share())
+        return _counted(run, self.indices(self.epoch, self.progress.start))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next pass; every rank must choose the same. See the class's description."""
+        self.progress.set_epoch(epoch)
+
+    def smallest_share(self) -> int:
+        """Samples of the newest pass on the rank that gets the fewest."""
+        return share_size(self._length - self.progress.start, self.num_replicas, self.num_replicas - 1, self.ends)
+
+    def begin(self, full_at: int | None) -> Pass:
+        """Begin a pass and return its counter, for a loader that counts for itself what it hands out.
+
+        Args:
+            full_at: samples on this rank with which the last pass counts as full; None: only if it ran out.
+        """
+        return self.progress.begin(full_at)
+
+    def indices(self, epoch: int, start: int = 0) -> Iterator[int]:
+        """This rank's indices of an epoch of which all ranks together have consumed ``start``; changes no state.
+
+        Raises:
+            UsageError: the dataset's length is not what it was when the sampler was made.
+        """
+        if (length := length_of(self.dataset)) != self._length:
+            what = f"The dataset had {self._length} samples when the sampler was made"
+            raise UsageError(explain(what, value=length, rank=self.rank, fix="make a new sampler for the changed data"))
+        num_mine = share_size(length - start, self.num_replicas, self.rank, self.ends)
+        places = range(start + self.rank, start + self.rank + num_mine * self.num_replicas, self.num_replicas)
+        # Only a share's last place can lie beyond the end, and only with "pad": it wraps to the beginning, as torch's.
+        wraps = bool(places) and places[-1] >= length
+        if not self.shuffle:
+            return _walk_range(places[:-1], places[-1] % length) if wraps else iter(places)
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        dtype = torch.int32 if length < 2**31 else torch.int64  # the order does not depend on it
+        order = torch.randperm(length, generator=generator, dtype=dtype)
+        # A copy, so that the whole order is freed here.
+        mine = order[places.start :: self.num_replicas][:num_mine].clone()
+        if wraps:
+            mine = torch.cat([mine, order[places[-1] % length].reshape(1)])
+        assert len(mine) == num_mine
+        return _walk(mine)
+
+    def state_dict(self, *, num_taken: int | None = None) -> dict[str, Any]:
+        """Where the epoch stands: six plain values that fit JSON and any checkpoint; equal on ranks that are in step.
+
+        With ``ends="uneven"`` save the state of rank 0: in the last step the ranks without a sample do not know of it.
+
+        Args:
+            num_taken: samples of this pass that *this rank's* training has used, when they were fetched ahead.
+                Default: those taken from the newest iterator.
+        """
+        progress = self.progress
+        consumed, finished = progress.consumed(), progress.ended
+        if num_taken is not None:
+            # Fetching ahead also runs out ahead, so that the end is not known from here.
+            consumed = progress.start + self.num_replicas * whole_number("num_taken", num_taken, least=0)
+            finished = False
+        # A last batch that is not full was counted as full. What "drop" leaves over is consumed only when all is over.
+        left_over = (self._length - progress.start) % self.num_replicas if self.ends == "drop" else 0
+        consumed = self._length if finished else min(consumed, self._length - left_over)
+        return {"epoch": progress.epoch, "consumed": consumed, "finished": finished, **self._identity()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state saved on any number of ranks, with any ``ends``; every rank loads the same state.
+
+        Raises:
+            UsageError: the state is of a dataset of another length, another seed or shuffle, or none of ours.
+        """
+        self.progress.load(*check_state(state, self._identity(), self.rank))
+
+    def _identity(self) -> dict[str, Any]:
+        return {"seed": self.seed, "shuffle": self.shuffle, "length": self._length}
+
+
+def share_size(num_samples: int, num_replicas: int, rank: int, ends: Ends) -> int:
+    """Samples that a rank gets of ``num_samples``; the last rank's is the smallest share."""
+    if num_samples <= 0:
+        return 0
+    if ends == "pad":
+        return -(-num_samples // num_replicas)
+    if ends == "drop":
+        return num_samples // num_replicas
+    return -(-max(num_samples - rank, 0) // num_replicas)
+
+
+def replica(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
+    """Number of ranks that share and this one's rank, asked of ``torch.distributed`` where not told.
+
+    Raises:
+        UsageError: not a rank below the number of ranks.
+    """
+    known = dist.is_available() and dist.is_initialized()
+    if num_replicas is None:
+        num_replicas = dist.get_world_size() if known else 1
+    if rank is None:
+        rank = dist.get_rank() if known else 0
+    num_replicas = whole_number("num_replicas", num_replicas, least=1)
+    rank = whole_number("rank", rank)
+    if not 0 <= rank < num_replicas:
+        what = f"`rank` is not within 0 to {num_replicas - 1} (num_replicas={num_replicas})"
+        fix = "count ranks from 0 and pass both rank and num_replicas, or initialise torch.distributed and pass neither"
+        raise UsageError(explain(what, value=rank, fix=fix))
+    return num_replicas, rank
+
+
+def check_ends(ends: str | None, drop_last: bool) -> Ends:
+    """Return the choice of ends, or raise ``UsageError``."""
+    if ends is None:
+        return "drop" if drop_last else "pad"
+    if ends not in get_args(Ends):
+        raise UsageError(explain("`ends` is not known", value=ends, fix='pass "pad", "drop" or "uneven"'))
+    if drop_last and ends != "drop":
+        raise UsageError(explain('`drop_last=True` means ends="drop"', value=ends, fix="pass one of the two"))
+    return cast(Ends, ends)
+
+
+def length_of(dataset: object) -> int:
+    """Return the dataset's length, or raise ``UsageError`` if it has none."""
+    try:
+        return len(cast(Sized, dataset))
+    except (TypeError, NotImplementedError):
+        what = "The dataset has no length, so it cannot be cut in shares by index"
+        fix = "give it __len__, or for an IterableDataset see `stride_stream` of guozhuang.loader"
+        raise UsageError(explain(what, value=type(dataset).__name__, fix=fix)) from None
+
+
+def _counted(run: Pass, indices: Iterator[int]) -> Iterator[int]:
+    for index in indices:
+        run.took(1)
+        yield index
+    run.ran_out()
+
+
+def _walk(mine: torch.Tensor) -> Iterator[int]:
+    for first in range(0, len(mine), _CHUNK):
+        yield from mine[first : first + _CHUNK].tolist()
+
+
+def _walk_range(places: range, last: int) -> Iterator[int]:
+    yield from places
+    yield last

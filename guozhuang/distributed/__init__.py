@@ -1,0 +1,5 @@
+"""``DistributedDataParallel``: every rank holds the model, gradients are made equal while backward runs."""
+
+from .module import DistributedDataParallel
+
+__all__ = ["DistributedDataParallel"]

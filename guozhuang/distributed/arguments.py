@@ -1,0 +1,133 @@
+"""What the arguments of ``DistributedDataParallel`` mean together: checked once, before anything is communicated."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..buckets import Caps
+from ..errors import UsageError, explain
+
+_MIB = 1 << 20
+
+
+def choose_group(process_group: dist.ProcessGroup | None, device_mesh: Any, module: nn.Module) -> dist.ProcessGroup:
+    """Return the group to communicate over: the one given, that of a 1-dimensional mesh, or the default one.
+
+    Raises:
+        RuntimeError: both were given, or a mesh of more axes, or there is no default group (as PyTorch raises).
+    """
+    if process_group is not None and device_mesh is not None:
+        raise RuntimeError(explain("both process_group and device_mesh were given", fix="give one of them"))
+    if device_mesh is None:
+        chosen = process_group if process_group is not None else dist.group.WORLD
+        if chosen is None:
+            raise RuntimeError(
+                explain("there is no process group yet", fix="call guozhuang.init() before DistributedDataParallel")
+            )
+        return chosen
+    if device_mesh.ndim != 1:
+        raise RuntimeError(explain("the device mesh must have one axis", value=device_mesh, fix='slice it: mesh["dp"]'))
+    if (
+        device_mesh._get_root_mesh() != device_mesh
+    ):  # a slice of a larger mesh: parameters may be DTensors of another axis
+        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+        _pre_dp_module_transform(module)
+    of_mesh: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
+    return of_mesh
+
+
+def bucket_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> Caps:
+    """Return the bounds of the buckets. The list, if given, wins; its last entry holds for all further buckets.
+
+    Raises:
+        UsageError: a cap is not positive.
+    """
+    given = list(bucket_cap_mb_list or ()) or ([] if bucket_cap_mb is None else [bucket_cap_mb])
+    for cap in given:
+        if not cap > 0:
+            raise UsageError(explain("a bucket cap must be a positive number of MiB", value=cap))
+    if bucket_cap_mb_list:
+        return Caps(tuple(max(int(cap * _MIB), 1) for cap in bucket_cap_mb_list))
+    return Caps.usual() if bucket_cap_mb is None else Caps.usual(max(int(bucket_cap_mb * _MIB), 1))
+
+
+def sync_choices(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
+    """Return whether buffers are made equal before each forward, and whether at the start.
+
+    ``broadcast_buffers`` is PyTorch's older name: as False it also leaves out the start.
+    """
+    if forward_sync_buffers is not None:
+        if broadcast_buffers is not None:
+            warnings.warn(
+                "broadcast_buffers is deprecated and has no effect beside forward_sync_buffers",
+                FutureWarning,
+                stacklevel=3,
+            )
+        return forward_sync_buffers, True
+    if broadcast_buffers is not None:
+        warnings.warn(
+            "broadcast_buffers is deprecated; use forward_sync_buffers, which always makes buffers equal at the start",
+            FutureWarning,
+            stacklevel=3,
+        )
+        return broadcast_buffers, broadcast_buffers
+    return True, True
+
+
+def choose_devices(
+    parameters: Sequence[nn.Parameter], device_ids: Sequence[Any] | None, output_device: Any
+) -> tuple[list[int] | None, int | None]:
+    """Return the accelerator's index for inputs and outputs, (None, None) for CPU modules and modules on several devices.
+
+    Raises:
+        UsageError: more than one device id, parameters on devices of several types, or ids where they have no meaning.
+        RuntimeError: a parameter has no shape yet (a lazy module that saw no input).
+    """
+    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in parameters):
+        raise RuntimeError(
+            explain(
+                "the module has uninitialized parameters",
+                fix="run one forward before wrapping, so that shapes are known",
+            )
+        )
+    if device_ids is not None and len(device_ids) > 1:
+        raise UsageError(
+            explain("device_ids may hold one device", value=list(device_ids), fix="start one process per device")
+        )
+    devices = {p.device for p in parameters}
+    types = {device.type for device in devices}
+    if len(types) > 1:
+        raise UsageError(
+            explain("the module's parameters are on devices of several types", value=sorted(map(str, devices)))
+        )
+    if not device_ids or types == {"cpu"} or len(devices) > 1:
+        if device_ids or output_device:
+            raise UsageError(
+                explain(
+                    "device_ids and output_device are for a module that is whole on one accelerator; its parameters are on "
+                    f"{sorted(map(str, devices))}",
+                    value=(device_ids, output_device),
+                    fix="leave both out",
+                )
+            )
+        return None, None
+    index = torch.device(device_ids[0]).index if not isinstance(device_ids[0], int) else device_ids[0]
+    out = output_device if output_device is not None else index
+    return [index], out if isinstance(out, int) else torch.device(out).index
+
+
+def sparse_names(module: nn.Module) -> frozenset[str]:
+    """Return the names of parameters whose gradients are sparse: those of modules with ``sparse=True`` (Embedding)."""
+    return frozenset(
+        f"{prefix}.{name}" if prefix else name
+        for prefix, part in module.named_modules()
+        if getattr(part, "sparse", False) is True
+        for name, _ in part.named_parameters(recurse=False)
+    )

@@ -1,0 +1,75 @@
+"""Ranks with fewer batches than others: what a rank that has run out does while the others go on.
+
+Built on ``torch.distributed.algorithms.join``, whose context drives the hook below; it therefore works together with other
+joinable objects (ZeroRedundancyOptimizer). Every collective that an active rank issues in a step has its twin here, in the same
+order.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import JoinHook
+
+from .equal_start import broadcast_tensors, state_of
+
+if TYPE_CHECKING:
+    from .module import DistributedDataParallel
+
+
+class ShadowSteps(JoinHook):
+    """Shadows the steps of the ranks that still have data.
+
+    Args:
+        ddp: the wrapper of this rank.
+        divide_by_initial_world_size: divide by all ranks of the group, not by those that still have data.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, divide_by_initial_world_size: bool) -> None:
+        super().__init__()
+        self._ddp = ddp
+        ddp.divide_by_initial_world_size = divide_by_initial_world_size
+
+    def main_hook(self) -> None:
+        """Take part in one step of the others, with zeros."""
+        ddp = self._ddp
+        reducer = ddp.reducer
+        if reducer is not None:
+            reducer.before_forward()
+        if ddp.will_sync_module_buffers():
+            sync_buffers(ddp, joined=True)
+        anyone_synchronizes = tell_synchronization(ddp, False)
+        ddp.require_forward_param_sync = anyone_synchronizes
+        if anyone_synchronizes and reducer is not None:
+            reducer.shadow()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Take over the model of a rank that had most data."""
+        ddp = self._ddp
+        source = _common_rank(ddp, is_last_joiner)
+        state = state_of(ddp.module, ddp.ignored, buffers=ddp.forward_sync_buffers)
+        broadcast_tensors([tensor for _, tensor in state], ddp.process_group, source)
+
+
+def sync_buffers(ddp: DistributedDataParallel, joined: bool) -> None:
+    """Broadcast the buffers from the highest rank that still has data. Every rank of a join context must call it."""
+    source = _common_rank(ddp, not joined)
+    broadcast_tensors(ddp.modules_buffers, ddp.process_group, source)
+
+
+def tell_synchronization(ddp: DistributedDataParallel, synchronizes: bool) -> bool:
+    """Return whether any rank exchanges gradients in this step (none does inside ``no_sync``)."""
+    flag = torch.tensor([float(synchronizes)], device=ddp.device)
+    dist.all_reduce(flag, group=ddp.process_group)
+    return bool(flag.item())
+
+
+def _common_rank(ddp: DistributedDataParallel, candidate: bool) -> int:
+    """Return the highest rank within the group that is a candidate."""
+    rank = torch.tensor([ddp.process_group.rank() if candidate else -1], device=ddp.device)
+    dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=ddp.process_group)
+    chosen = int(rank.item())
+    assert chosen >= 0, "no rank was a candidate"
+    return chosen

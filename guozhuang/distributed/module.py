@@ -1,0 +1,419 @@
+"""``DistributedDataParallel``, a drop-in for ``torch.nn.parallel.DistributedDataParallel``.
+
+The wrapper decides; the work lies elsewhere: ``arguments`` (what options mean), ``equal_start`` (ranks begin equal),
+``reducer`` (backward), ``exchange`` (what is sent), ``joining`` (uneven inputs), ``delayed`` and ``precision`` (rarer options).
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.distributed import GradBucket
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.utils import _to_kwargs
+from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
+
+from ..errors import UsageError, explain
+from ..exchange import AllReduce, CommHook, GradientExchange
+from ..exchange.cast import Cast
+from ..exchange.comm_hook import Hook
+from ..reducer import Options, Reducer
+from ..sync_batch_norm import use_on_cpu
+from ..timeline import Timeline
+from .arguments import bucket_caps, choose_devices, choose_group, sparse_names, sync_choices
+from .delayed import DelayedGradients
+from .equal_start import broadcast_tensors, describe, state_of, verify_equal_layout
+from .joining import ShadowSteps, sync_buffers, tell_synchronization
+from .outputs import tensors_with_graph
+from .precision import MixedPrecision, Precision
+
+
+class DistributedDataParallel(nn.Module, Joinable):
+    """Keeps the replicas of a module on all ranks equal: gradients are averaged while backward runs.
+
+    Arguments and methods are those of ``torch.nn.parallel.DistributedDataParallel`` of torch 2.13. Every rank of the group must
+    construct it at the same point, and call forward and backward equally often (or use :meth:`join`). What differs:
+
+    - Gradients are views into the buckets whatever ``gradient_as_bucket_view`` says, since that saves a copy and half the
+      memory; ``p.grad.detach_()`` works on them. A reference to ``p.grad`` that is kept across steps sees later values.
+    - Several backwards per forward are each synchronized. ``backward(create_graph=True)`` gives the synchronized value, and a
+      function of it that is equal on all ranks can be differentiated again.
+    - A parameter without a gradient raises on the rank that has it at its next forward, naming parameters and ranks.
+    - SyncBatchNorm works on CPU; ``torch.nn.SyncBatchNorm`` parts of a CPU module are replaced.
+    - PyTorch's communication hooks of several rounds (PowerSGD) work over gloo; bf16 hooks work on CPU.
+
+    Args:
+        module: the module, equal on all ranks in names, shapes and dtypes of its parameters. Its parameters may lie on several
+            devices of one type.
+        device_ids: one accelerator index to which inputs are moved; None for CPU modules and modules on several devices.
+        output_device: kept for :meth:`gather`; ``device_ids[0]`` by default.
+        dim: dimension along which :meth:`scatter` and :meth:`gather` cut and join.
+        broadcast_buffers: deprecated name of ``forward_sync_buffers``; as False it also leaves out the start.
+        init_sync: compare ranks and broadcast rank 0's parameters and buffers at construction.
+        process_group: the ranks; all by default.
+        bucket_cap_mb: bound of a bucket in MiB. The first one is at most 1 MiB.
+        find_unused_parameters: parameters may get no gradient; ranks agree after each backward (one small all-reduce).
+        check_reduction: deprecated in PyTorch, checked always; warns.
+        gradient_as_bucket_view: see above.
+        static_graph: every step is alike; unused parameters are agreed on once, and parameters in several re-entrant
+            checkpoints keep their overlap.
+        delay_all_reduce_named_params: (name, parameter) pairs exchanged together once ``param_to_hook_all_reduce`` has its
+            gradient.
+        param_to_hook_all_reduce: see above; both or none.
+        mixed_precision: object with ``param_dtype``, ``reduce_dtype``, ``buffer_dtype`` (PyTorch's ``_MixedPrecision``).
+        device_mesh: a mesh of one axis in place of ``process_group``.
+        skip_all_reduce_unused_params: do not send buckets of which nothing was used; all ranks must use the same parameters.
+        bucket_cap_mb_list: bounds of the buckets one by one in MiB; the last one holds for the rest.
+        batched_grad_copy: copy a bucket's gradients with one call when it is full.
+        forward_sync_buffers: broadcast rank 0's buffers before each forward (default True).
+
+    Raises:
+        UsageError: arguments that cannot work (a ValueError).
+        MismatchError: ranks hold different models; on every rank, with a table.
+        RuntimeError: no parameter requires a gradient; no process group; arguments PyTorch refuses with RuntimeError.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[Any] | None = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
+        mixed_precision: MixedPrecision | None = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+    ) -> None:
+        super().__init__()
+        Joinable.__init__(self)
+        if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
+            raise UsageError(
+                explain(
+                    "delay_all_reduce_named_params and param_to_hook_all_reduce belong together",
+                    fix="give both or none",
+                )
+            )
+        if check_reduction:
+            warnings.warn("check_reduction is deprecated: reductions are always checked", FutureWarning, stacklevel=2)
+        self.process_group = choose_group(process_group, device_mesh, module)
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+        delayed = list(delay_all_reduce_named_params or ())
+        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ())) | {name for name, _ in delayed}
+        self.parameters_to_ignore = ignored
+        handled = [p for name, p in module.named_parameters() if name not in ignored]
+        if not any(p.requires_grad for p in [*handled, *(p for _, p in delayed)]):
+            raise RuntimeError(
+                explain(
+                    "no parameter of the module requires a gradient",
+                    fix="use the module as it is; there is nothing to average",
+                )
+            )
+        everything = handled or [p for _, p in delayed]
+        self.device_ids, self.output_device = choose_devices(everything, device_ids, output_device)
+        self.device = everything[0].device
+        self.device_type = self.device.type
+        self.is_multi_device_module = len({p.device for p in everything}) > 1
+        self.dim = dim
+        self.module = use_on_cpu(module) if self.device_type == "cpu" else module
+        self.forward_sync_buffers, init_sync_buffers = sync_choices(broadcast_buffers, forward_sync_buffers)
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.batched_grad_copy = batched_grad_copy
+        self.static_graph = static_graph
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.mixed_precision = mixed_precision
+        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+        self.divide_by_initial_world_size = True
+        self._caps = bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
+        self._delayed_names = [name for name, _ in delayed]
+        self._trigger = param_to_hook_all_reduce
+        self._comm_hook: tuple[Hook, object] | None = None
+        self._precision: Precision | None = None
+        if mixed_precision is not None:
+            m = mixed_precision
+            self._precision = Precision(m.param_dtype, m.reduce_dtype, m.buffer_dtype, self.ignored)
+        if init_sync:
+            self._make_equal(init_sync_buffers)
+        if self._precision is not None:
+            self._precision.cast_buffers(self.module)
+        self._connect()
+
+    # ---- start and pickling ---------------------------------------------------------------------------------------------
+
+    @property
+    def ignored(self) -> frozenset[str]:
+        """Names of parameters and buffers that are left alone."""
+        return frozenset(self.parameters_to_ignore)
+
+    def _make_equal(self, buffers: bool) -> None:
+        ignored = self.ignored - set(self._delayed_names)
+        state = state_of(self.module, ignored, buffers)
+        verify_equal_layout(self.process_group, [self._options_line(), *describe(state)])
+        broadcast_tensors([tensor for _, tensor in state], self.process_group, source=0)
+
+    def _options_line(self) -> str:
+        names = ("find_unused_parameters", "static_graph", "forward_sync_buffers", "skip_all_reduce_unused_params")
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names) + f", bucket caps {self._caps.each} bytes"
+
+    def _connect(self) -> None:
+        """Make what holds communication state: the reducer, the delayed gradients."""
+        named = [(name, p) for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore]
+        by_name = dict(self.module.named_parameters())
+        self._delayed: DelayedGradients | None = None
+        if self._delayed_names:
+            assert self._trigger is not None
+            pairs = [(name, by_name[name]) for name in self._delayed_names]
+            self._delayed = DelayedGradients(
+                pairs, self._trigger, self.process_group, lambda: self.require_backward_grad_sync
+            )
+        self.reducer: Reducer | None = None
+        if any(p.requires_grad for _, p in named):
+            options = Options(
+                find_unused=self.find_unused_parameters,
+                static_graph=self.static_graph,
+                skip_unused=self.skip_all_reduce_unused_params,
+                batched_copy=self.batched_grad_copy,
+                serial=any(isinstance(part, nn.SyncBatchNorm) for part in self.module.modules()),
+            )
+            sparse = sparse_names(self.module)
+            self.reducer = Reducer(named, sparse, self.process_group, self._exchange(), self._caps, options)
+
+    def _exchange(self) -> GradientExchange[Any]:
+        if self._comm_hook is not None:
+            return CommHook(*self._comm_hook)
+        wire = None if self._precision is None else self._precision.wire_dtype
+        return AllReduce() if wire is None else Cast(wire, AllReduce())
+
+    def __getstate__(self) -> dict[str, Any]:
+        if not dist.is_initialized() or self.process_group is not dist.group.WORLD:
+            raise RuntimeError(
+                explain(
+                    "a DistributedDataParallel can be pickled only if it uses the default group",
+                    fix="pickle its .module",
+                )
+            )
+        left_out = {"process_group", "reducer", "_delayed"}
+        return {key: value for key, value in self.__dict__.items() if key not in left_out}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Rebuild on the default group of the process that loads; every rank must load."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.process_group = choose_group(None, None, self.module)
+        self._connect()
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """PyTorch's older name of ``forward_sync_buffers``."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    @property
+    def modules_buffers(self) -> list[Tensor]:
+        """The buffers that are kept equal, as the module holds them now."""
+        return [b for name, b in self.module.named_buffers() if name not in self.parameters_to_ignore]
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """Where buckets and exchanges are recorded; None for nowhere."""
+        return None if self.reducer is None else self.reducer.timeline
+
+    @timeline.setter
+    def timeline(self, timeline: Timeline | None) -> None:
+        if self.reducer is not None:
+            self.reducer.timeline = timeline
+
+    # ---- a step -----------------------------------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Call the module. With gradients enabled, the backward that follows averages gradients over all ranks."""
+        inputs, kwargs = self._before_forward(inputs, kwargs)
+        if self._precision is None:
+            outputs = self.module(*inputs, **kwargs)
+        else:
+            outputs = self._precision.run(self.module, inputs, kwargs)
+        self._after_forward(outputs)
+        return outputs
+
+    @_disable_dynamo(recursive=False)
+    def _before_forward(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if torch.is_grad_enabled() and self.reducer is not None:
+            self.reducer.synchronize = self.require_backward_grad_sync
+            if self.reducer.before_forward():
+                lines = describe(zip(self.reducer.names, self.reducer.parameters, strict=True))
+                verify_equal_layout(self.process_group, lines)
+        work = Join.notify_join_context(self)
+        if self.reducer is not None:
+            self.reducer.num_active_ranks = self.process_group.size()
+            if work is not None and not self.divide_by_initial_world_size:
+                work.wait()
+                self.reducer.num_active_ranks = int(work.result()[0].item())
+        if self.will_sync_module_buffers():
+            if self._join_config.enable:
+                sync_buffers(self, joined=False)
+            else:
+                broadcast_tensors(self.modules_buffers, self.process_group, source=0)
+        if self._join_config.enable:
+            tell_synchronization(self, self.require_backward_grad_sync)
+        if self.device_ids:
+            moved, moved_kwargs = _to_kwargs(inputs, kwargs, torch.device(self.device_type, self.device_ids[0]), False)
+            return moved[0], moved_kwargs[0]
+        return inputs, kwargs
+
+    @_disable_dynamo(recursive=False)
+    def _after_forward(self, outputs: Any) -> None:
+        synchronizes = torch.is_grad_enabled() and self.require_backward_grad_sync
+        self.require_forward_param_sync = synchronizes
+        if synchronizes and self.reducer is not None:
+            self.reducer.watch(tensors_with_graph(outputs))
+
+    def will_sync_module_buffers(self) -> bool:
+        """Tell whether the next forward begins with a broadcast of the buffers."""
+        return self.require_forward_param_sync and self.forward_sync_buffers and bool(self.modules_buffers)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep gradients local: backwards whose forward ran inside accumulate, and the next one outside sends the sum.
+
+        The average over N micro-batches inside and one outside equals that of one batch N+1 times as large when each loss is
+        divided by N+1.
+        """
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def register_comm_hook(self, state: object, hook: Hook) -> None:
+        """Let ``hook(state, bucket) -> Future[Tensor]`` exchange the buckets. Every rank must call it, before any backward.
+
+        The bucket has the methods of ``torch.distributed.GradBucket``; gradients are not divided by the number of ranks.
+        Buckets are laid out anew once, after the first backward. Hooks run one bucket after another, in the same order on every
+        rank, also those that chain collectives.
+
+        Raises:
+            TypeError: ``hook`` cannot be called, or has no parameter ``bucket``.
+            UsageError: its annotations are not a hook's.
+            RuntimeError: a hook was registered before, or gradients have been exchanged already.
+        """
+        _check_hook(hook)
+        if self._comm_hook is not None:
+            raise RuntimeError(explain("a communication hook can be registered only once", value=hook))
+        if self.mixed_precision is not None:
+            raise RuntimeError(explain("mixed_precision has a communication hook of its own", fix="use one of the two"))
+        if self.reducer is not None and self.reducer.step > 0:
+            raise RuntimeError(explain("a communication hook must be registered before the first backward", value=hook))
+        self._comm_hook = (hook, state)
+        if self.reducer is not None:
+            self.reducer.use(self._exchange())
+
+    # ---- uneven inputs ------------------------------------------------------------------------------------------------------
+
+    def join(
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
+    ) -> Join:
+        """Return a context for loops in which ranks have different numbers of batches. Every rank must enter it.
+
+        Args:
+            divide_by_initial_world_size: True: every sample weighs the same, sums are divided by all ranks; False: they are
+                divided by the ranks that still have data.
+            enable: False makes it do nothing.
+            throw_on_early_termination: raise RuntimeError on every rank as soon as one has no more data.
+        """
+        return Join(
+            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
+        )
+
+    def join_hook(self, **kwargs: Any) -> ShadowSteps:
+        """Return what this rank does when it has no more data; called by ``torch.distributed.algorithms.Join``."""
+        return ShadowSteps(self, kwargs.get("divide_by_initial_world_size", True))
+
+    @property
+    def join_device(self) -> torch.device:
+        """Device for the collectives of a join context."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """Group for the collectives of a join context."""
+        return self.process_group
+
+    # ---- the rest of PyTorch's surface ---------------------------------------------------------------------------------------
+
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[Any]) -> Any:
+        """Cut inputs along ``dim`` for several accelerators, as PyTorch's method does."""
+        return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
+
+    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
+        """Move inputs to an accelerator, as PyTorch's method does."""
+        return _to_kwargs(inputs, kwargs, torch.device(self.device_type, device_id), False)
+
+    def gather(self, outputs: Any, output_device: Any) -> Any:
+        """Join outputs along ``dim`` on one accelerator, as PyTorch's method does."""
+        return gather(outputs, output_device, dim=self.dim)
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
+    ) -> None:
+        """Name parameters and buffers of a bare module that a wrapper made later leaves alone."""
+        names = list(params_and_buffers_to_ignore)
+        module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
+        tensors: Mapping[str, Any] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        for name in names:
+            if name in tensors:
+                tensors[name]._ddp_ignored = True  # what other parts of PyTorch look for
+
+    def _set_static_graph(self) -> None:
+        """Declare, before the first backward, that every step is alike."""
+        if self.static_graph:
+            warnings.warn("static_graph was set already", stacklevel=2)
+            return
+        self.static_graph = True
+        if self.reducer is not None:
+            self.reducer.close()
+        self._connect()
+
+
+def _check_hook(hook: Hook) -> None:
+    if not callable(hook):
+        raise TypeError(explain("a communication hook must be callable", value=hook))
+    signature = inspect.signature(hook)
+    if "bucket" not in signature.parameters:
+        raise TypeError(explain("a communication hook takes (state, bucket)", value=str(signature)))
+    annotation = signature.parameters["bucket"].annotation
+    if annotation not in (inspect.Parameter.empty, GradBucket, "dist.GradBucket", "GradBucket"):
+        raise UsageError(
+            explain("the parameter bucket of a communication hook must be a dist.GradBucket", value=annotation)
+        )
+    returned = signature.return_annotation
+    futures = (torch.futures.Future[Tensor], "torch.futures.Future[torch.Tensor]", "Future[Tensor]")
+    if returned is not inspect.Signature.empty and returned not in futures and "Future" not in str(returned):
+        raise UsageError(explain("a communication hook must return torch.futures.Future[torch.Tensor]", value=returned))

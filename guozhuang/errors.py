@@ -1,0 +1,59 @@
+"""The exceptions users meet, and the one formatter behind their texts: what was wrong, the value, the rank, what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+_ABSENT = object()
+
+
+def explain(what: str, *, value: object = _ABSENT, rank: int | None = None, fix: str = "") -> str:
+    """Compose the text of an exception.
+
+    Args:
+        what: what was wrong, a sentence without its full stop.
+        value: the value that was wrong; shown by ``repr``. Leave it out where there is none.
+        rank: the rank that noticed; leave it out where every process would notice the same.
+        fix: what to do about it, in the imperative.
+
+    Returns:
+        ``[rank 3] what (got 'value'). Fix: what to do.``
+    """
+    text = f"[rank {rank}] {what}" if rank is not None else what
+    if value is not _ABSENT:
+        text += f" (got {value!r})"
+    text = text.rstrip(".") + "."
+    if fix:
+        text += f" Fix: {fix.rstrip('.')}."
+    return text
+
+
+def rank_table(heading: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Lay out a plain-text table with a line per rank, for errors that compare ranks.
+
+    Args:
+        heading: the names of the columns.
+        rows: one sequence per line, as long as ``heading``; cells are shown by ``str``.
+    """
+    cells = [[str(c) for c in heading], *([str(c) for c in row] for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(heading))]
+    return "\n".join("  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells)
+
+
+class UsageError(ValueError):
+    """A value, an option or an environment that cannot work; the text names it and says what to do."""
+
+
+class MismatchError(ValueError, RuntimeError):
+    """Ranks disagree on something that must be equal; raised on every rank, with a table of a line per rank.
+
+    Also a ``RuntimeError``, because that is what ``torch.nn.parallel.DistributedDataParallel`` raises here.
+    """
+
+
+class UnusedParameterError(RuntimeError):
+    """A parameter got no gradient in the last backward although none was expected to be unused."""
+
+
+class WorldError(RuntimeError):
+    """Processes could not find or hear each other: a lost rank, a wait that ran out."""

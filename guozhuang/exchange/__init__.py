@@ -1,0 +1,7 @@
+"""What crosses the wire: the interface in ``base``, then one file per method."""
+
+from .allreduce import AllReduce
+from .base import Done, GradientExchange, Work
+from .comm_hook import CommHook
+
+__all__ = ["AllReduce", "CommHook", "Done", "GradientExchange", "Work"]

@@ -1,0 +1,42 @@
+"""Mean of the gradients over all ranks, by one all-reduce per bucket.
+
+Formula: g = sum over ranks r of (g_r / n). Dividing before summing keeps fp16 from overflowing as long as the mean fits.
+Error: that of n additions in the gradient's dtype. Every rank gets what the group's all-reduce gives; with gloo's ring all
+ranks hold the same bits.
+Source: ring all-reduce, Patarasuk and Yuan 2009, https://doi.org/10.1016/j.jpdc.2008.09.002 (2 (n-1)/n of the data per rank).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from ..buckets import Bucket
+from .base import Done, GradientExchange, Work
+
+
+@dataclass(frozen=True)
+class AllReduce(GradientExchange[dist.ProcessGroup]):
+    """The exact exchange. Its state is the group."""
+
+    def input_scale(self, world_size: int) -> float:
+        """Return ``1 / world_size``."""
+        return 1.0 / world_size
+
+    def prepare(self, buckets: Sequence[Bucket], group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """Return the group; nothing else is remembered."""
+        return group
+
+    def start(self, bucket: Bucket, state: dist.ProcessGroup, step: int) -> Work:
+        """Sum ``bucket.flat`` over the group, in place."""
+        if state.size() == 1:
+            return Done()
+        work: dist.Work | None = dist.all_reduce(bucket.flat, op=dist.ReduceOp.SUM, group=state, async_op=True)
+        assert work is not None, "this process is not a member of the group"
+        return work
+
+    def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> int:
+        """Return the bytes of a ring: each rank sends 2 (n-1) parts of 1/n."""
+        return 2 * (world_size - 1) * num_elements * element_bytes // world_size

@@ -1,0 +1,78 @@
+"""The interface between the reducer and a method of exchanging gradients.
+
+Hyper-parameters are fields of a frozen dataclass; what changes while training is the state that ``prepare`` returns and the
+caller keeps. One method object therefore serves any number of models, and a checkpoint of a method is its state.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
+
+import torch.distributed as dist
+
+from ..buckets import Bucket
+
+State = TypeVar("State")
+
+
+class Work(Protocol):
+    """An exchange under way. ``torch.distributed.Work`` is one."""
+
+    def wait(self) -> object:
+        """Return when the result stands in ``bucket.flat``; raise what went wrong."""
+        ...
+
+    def is_completed(self) -> bool:
+        """Tell, without waiting, whether all collectives of the bucket have ended."""
+        ...
+
+
+class Done:
+    """The work of an exchange that had nothing to send."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+    def is_completed(self) -> bool:
+        """Return True."""
+        return True
+
+
+class GradientExchange(ABC, Generic[State]):
+    """What is done with a full bucket while backward is still running.
+
+    Every rank calls every method in the same order: the reducer starts bucket 0, 1, 2, ... on all ranks.
+    """
+
+    @property
+    def one_round(self) -> bool:
+        """Whether all collectives of a bucket are issued inside :meth:`start`.
+
+        Where they are not, the reducer lets a bucket end before it starts the next one, so that the later rounds of one
+        bucket and the first round of another cannot change places between ranks.
+        """
+        return True
+
+    def input_scale(self, world_size: int) -> float:
+        """Return the factor that :meth:`start` expects on the gradients; the reducer applies it as it copies them in."""
+        return 1.0
+
+    @abstractmethod
+    def prepare(self, buckets: Sequence[Bucket], group: dist.ProcessGroup) -> State:
+        """Make the state for these buckets. Called again, with new buckets, when the layout changes."""
+
+    @abstractmethod
+    def start(self, bucket: Bucket, state: State, step: int) -> Work:
+        """Begin to exchange ``bucket.flat``; the result lands there by the time that the returned work is waited for.
+
+        Args:
+            bucket: dense (``bucket.sparse`` is False), its gradients multiplied by :meth:`input_scale`.
+            state: what :meth:`prepare` returned.
+            step: number of synchronized backward passes before this one.
+        """
+
+    @abstractmethod
+    def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> int | None:
+        """Return the bytes that one rank sends per step for that many gradient elements; None if only counting can tell."""

@@ -1,0 +1,53 @@
+"""Mean of sparse gradients (``Embedding(sparse=True)``): every rank gets every rank's rows by all-gather.
+
+Rows that several ranks touched are summed when the result is coalesced, in rank order, so all ranks hold the same bits.
+Two rounds: the number of rows, then indices and values padded to the largest number.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def all_gather_mean(gradient: Tensor, divisor: float, group: dist.ProcessGroup) -> Tensor:
+    """Average a sparse COO tensor over the group. Every rank of the group must call it.
+
+    Args:
+        gradient: the same shape and dtype on every rank; sparse COO with any number of entries, or dense.
+        divisor: what the sum over ranks is divided by (the number of ranks that count).
+        group: the ranks.
+
+    Returns:
+        A coalesced sparse tensor, equal on all ranks.
+    """
+    gradient = (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()
+    indices, values = gradient.indices(), gradient.values() / divisor
+    if group.size() > 1:
+        counts = [torch.empty(1, dtype=torch.int64, device=values.device) for _ in range(group.size())]
+        dist.all_gather(counts, torch.tensor([values.shape[0]], dtype=torch.int64, device=values.device), group=group)
+        num_rows = [int(count) for count in torch.cat(counts).tolist()]
+        indices = _gather_rows(indices.t().contiguous(), num_rows, group).t()
+        values = _gather_rows(values, num_rows, group)
+    return torch.sparse_coo_tensor(indices, values, gradient.shape).coalesce()
+
+
+def no_rows(parameter: Tensor) -> Tensor:
+    """Return the sparse gradient of a parameter that was not used: its shape and dtype, without an entry."""
+    rows = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+    values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
+    return torch.sparse_coo_tensor(rows, values, parameter.shape)
+
+
+def _gather_rows(rows: Tensor, num_rows: list[int], group: dist.ProcessGroup) -> Tensor:
+    padded = rows.new_zeros((max(num_rows), *rows.shape[1:]))
+    padded[: rows.shape[0]] = rows
+    if padded.numel() == 0:
+        return rows
+    wire = torch.view_as_real(padded) if padded.is_complex() else padded  # gloo has no complex numbers
+    parts = [torch.empty_like(wire) for _ in num_rows]
+    dist.all_gather(parts, wire, group=group)
+    if padded.is_complex():
+        parts = [torch.view_as_complex(part) for part in parts]
+    return torch.cat([part[:count] for part, count in zip(parts, num_rows, strict=True)])

@@ -1,0 +1,122 @@
+"""Ranks of a group compare what must be equal, before a collective would hang or mix up memory.
+
+The comparison goes through the group's key-value store, not through a collective: it works for values of different sizes,
+its wait has a limit, and when the limit passes it knows which ranks never came.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import time
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch.distributed import Store
+
+from ..errors import MismatchError, WorldError, explain, rank_table
+
+
+def agree(group: dist.ProcessGroup, what: str, lines: Sequence[str], timeout_s: float, fix: str) -> None:
+    """Raise on every rank unless ``lines`` is the same on all ranks of the group. Every rank must call it.
+
+    Args:
+        group: the ranks that compare.
+        what: what is compared, for the error: "the parameters of the model".
+        lines: this rank's description, one item per line.
+        timeout_s: seconds to wait for the other ranks.
+        fix: what a user does about a difference.
+
+    Raises:
+        MismatchError: ranks differ; the text has a table of a line per rank with the first line that differs.
+        WorldError: a rank did not come within the time; the text names it.
+    """
+    size = group.size()
+    if size == 1:
+        return
+    rank = group.rank()
+    store = store_of(group)
+    # Each rank counts its own agreements in the store, so no process keeps a counter.
+    turn = store.add(f"guozhuang/agree/turns/{rank}", 1)
+    prefix = f"guozhuang/agree/{turn}"
+    digest = hashlib.sha256("\n".join([what, *lines]).encode()).hexdigest()
+    store.set(f"{prefix}/digest/{rank}", digest)
+    digests = _collect(store, f"{prefix}/digest", size, rank, what, timeout_s)
+    if len(set(digests)) == 1:
+        return
+    store.set(f"{prefix}/text/{rank}", "\n".join([what, *lines]))
+    texts = [text.split("\n") for text in _collect(store, f"{prefix}/text", size, rank, what, timeout_s)]
+    raise MismatchError(_difference(what, texts, rank, fix))
+
+
+def store_of(group: dist.ProcessGroup) -> Store:
+    """Return the key-value store that the group was made with; keys of different groups do not meet.
+
+    A group that was made by hand, past ``new_group``, shares the store of the default group.
+    """
+    # PyTorch gives no public way to it.
+    known = dist.distributed_c10d._world.pg_map
+    default = dist.group.WORLD
+    assert default is not None, "there is no process group"
+    _, store = known[group] if group in known else known[default]
+    return store
+
+
+class Notices:
+    """Words that ranks leave for each other in the store, for the moment in which something has gone wrong.
+
+    Args:
+        group: the ranks.
+        topic: what the notices are about. Every rank must construct the notices of a topic in the same order.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, topic: str) -> None:
+        self._size, self._rank = group.size(), group.rank()
+        self._store = store_of(group)
+        turn = self._store.add(f"guozhuang/{topic}/turns/{self._rank}", 1)
+        self._prefix = f"guozhuang/{topic}/{turn}"
+
+    def leave(self, text: str) -> None:
+        """Leave this rank's notice."""
+        self._store.set(f"{self._prefix}/{self._rank}", text)
+
+    def read(self, patience_s: float) -> dict[int, str]:
+        """Return the notices of all ranks that left one, waiting at most ``patience_s`` for those that did not."""
+        keys = {rank: f"{self._prefix}/{rank}" for rank in range(self._size)}
+        deadline = time.monotonic() + patience_s
+        while True:
+            there = [rank for rank, key in keys.items() if self._store.check([key])]
+            if len(there) == self._size or time.monotonic() >= deadline:
+                return {rank: self._store.get(keys[rank]).decode() for rank in there}
+            time.sleep(0.02)
+
+
+def _collect(store: Store, prefix: str, size: int, rank: int, what: str, timeout_s: float) -> list[str]:
+    keys = [f"{prefix}/{r}" for r in range(size)]
+    try:
+        store.wait(keys, datetime.timedelta(seconds=timeout_s))
+    except (dist.DistStoreError, RuntimeError) as error:
+        try:
+            missing = [r for r, key in enumerate(keys) if not store.check([key])]
+        except (dist.DistStoreError, RuntimeError):
+            raise WorldError(
+                explain(f"the store went away while ranks compared {what}", rank=rank, fix="look at rank 0's own error")
+            ) from error
+        raise WorldError(
+            explain(
+                f"ranks {missing} did not come within {timeout_s:g} s to compare {what}",
+                rank=rank,
+                fix="look at their own errors; every rank must reach this point",
+            )
+        ) from error
+    return [store.get(key).decode() for key in keys]
+
+
+def _difference(what: str, texts: Sequence[list[str]], rank: int, fix: str) -> str:
+    longest = max(len(text) for text in texts)
+    padded = [text + ["(nothing)"] * (longest - len(text)) for text in texts]
+    first = next(i for i in range(longest) if len({text[i] for text in padded}) > 1)
+    rows = [(r, len(texts[r]) - 1, text[first]) for r, text in enumerate(padded)]
+    place = "what is compared" if first == 0 else f"item {first - 1}"
+    table = rank_table(("rank", "items", f"first difference ({place})"), rows)
+    return f"{explain(f'ranks differ in {what}', rank=rank, fix=fix)}\n{table}"

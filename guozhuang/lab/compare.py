@@ -1,0 +1,218 @@
+"""``guozhuang compare``: the same workload under several strategies, each in fresh processes, in alternating rounds."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NoReturn
+
+from guozhuang import strategies, timeline
+from guozhuang.lab import units
+from guozhuang.lab.exactness import difference
+from guozhuang.lab.files import to_json
+from guozhuang.lab.machine import describe, num_cores
+from guozhuang.lab.plan import Plan, add_arguments, notes_of, plan_of
+from guozhuang.lab.progress import Reporter
+from guozhuang.lab.results import (
+    Difference,
+    Failure,
+    RankRecord,
+    Results,
+    Round,
+    Row,
+    summarize_round,
+)
+from guozhuang.lab.runs import execute, new_folder
+from guozhuang.lab.verdict import judge, short
+from guozhuang.lab.worker import RunSpec
+
+__all__ = ["add_arguments", "run"]
+
+_TIMELINE_STEPS = 10
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Do what the command line asks.
+
+    Returns:
+        0; 1 when no strategy came to its end; 130 when interrupted. However it ends, no process is left behind.
+
+    Raises:
+        UsageError: an option cannot work; nothing was started.
+    """
+    from rich.console import Console
+
+    from guozhuang.lab import report, table
+
+    started = time.monotonic()
+    progress, printer = Console(stderr=True), Console()
+    try:
+        with _ended_by_signals(), tempfile.TemporaryDirectory(prefix="guozhuang-") as scratch:
+            plan, details = plan_of(namespace, Path(scratch), progress)
+            num_runs = len(plan.names) * (plan.settings.num_rounds + (plan.timeline is not None))
+            with Reporter(progress, num_runs) as reporter:
+                rows, notes = _measure(plan, reporter)
+    except KeyboardInterrupt:
+        progress.print("Interrupted: every process was ended, and nothing was written.")
+        return 130
+    results = Results(
+        created=datetime.now(UTC).astimezone().strftime("%Y-%m-%d %H:%M %Z"),
+        command=shlex.join(["guozhuang", *sys.argv[1:]]),
+        workload=plan.workload,
+        workload_details=details,
+        settings=plan.settings,
+        machine=describe(),
+        rows=rows,
+        notes=(*notes_of(plan), *notes),
+        duration_s=time.monotonic() - started,
+    )
+    path = report.write(results, plan.out)
+    if namespace.json:
+        sys.stdout.write(to_json(results) + "\n")
+    else:
+        table.show(printer, results, judge(results), path)
+    return 0 if any(row.ok for row in rows) else 1
+
+
+@dataclass
+class _Found:
+    """What the runs have given so far, by strategy."""
+
+    rounds: dict[str, list[Round]]
+    failures: dict[str, Failure] = field(default_factory=dict)
+    differences: dict[str, Difference] = field(default_factory=dict)
+    traces: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def _measure(plan: Plan, reporter: Reporter) -> tuple[tuple[Row, ...], tuple[str, ...]]:
+    """Do all runs; return a row per strategy, and what a reader must know about them."""
+    found = _Found({name: [] for name in plan.names})
+    for number in range(1, plan.settings.num_rounds + 1):
+        _round(plan, number, found, reporter)
+    if plan.timeline is not None:
+        _trace(plan, plan.timeline, found, reporter)
+    return tuple(_row(plan, name, found) for name in plan.names), tuple(found.notes)
+
+
+def _round(plan: Plan, number: int, found: _Found, reporter: Reporter) -> None:
+    """Run each strategy that has not failed once; after the first round, compare what they learned."""
+    first = (number - 1) % len(plan.names)  # over the rounds, each strategy comes early, late and between
+    weights: dict[str, Path] = {}
+    for name in (*plan.names[first:], *plan.names[:first]):
+        if name in found.failures:
+            reporter.skip()
+            continue
+        spec = _spec(plan, name, "first" if number == 1 else "timing")
+        reporter.begin(f"round {number}/{plan.settings.num_rounds}, {name}", spec.num_warmup_steps + spec.num_steps)
+        outcome = _execute(plan, spec, number, reporter)
+        if isinstance(outcome, Failure):
+            found.failures[name] = outcome
+            reporter.end(f"failed: {short(outcome.cause)}")
+            continue
+        found.rounds[name].append(summarize_round(number, outcome))
+        reporter.end(f"{units.rate(found.rounds[name][-1].samples_per_s)} samples/s")
+        if (kept := Path(spec.folder) / "weights.pt").exists():
+            weights[name] = kept
+    if "single" in weights:
+        others = {name: path for name, path in weights.items() if name != "single"}
+        found.differences.update({name: difference(weights["single"], path) for name, path in others.items()})
+    for path in weights.values():
+        path.unlink()
+
+
+def _trace(plan: Plan, path: Path, found: _Found, reporter: Reporter) -> None:
+    """Run each strategy that has not failed once more, for its timeline."""
+    for name in plan.names:
+        if name in found.failures:
+            reporter.skip()
+            continue
+        spec = _spec(plan, name, "timeline")
+        reporter.begin(f"timeline, {name}", spec.num_warmup_steps + spec.num_steps)
+        outcome = _execute(plan, spec, plan.settings.num_rounds + 1, reporter)
+        if isinstance(outcome, Failure):
+            found.notes.append(f"There is no timeline of {name}: {short(outcome.cause)} (log: {outcome.log})")
+            reporter.end(f"no timeline: {short(outcome.cause)}")
+            continue
+        out = path if len(plan.names) == 1 else path.with_name(f"{path.stem}-{name}{path.suffix or '.json'}")
+        timeline.merge(sorted(Path(spec.folder).glob("timeline-*.json")), out)
+        found.traces[name] = str(out.absolute())
+        reporter.end(str(out))
+
+
+def _spec(plan: Plan, name: str, purpose: str) -> RunSpec:
+    settings = plan.settings
+    cores = num_cores()
+    return RunSpec(
+        strategy=name,
+        purpose=purpose,
+        folder=new_folder(plan.scratch, name),
+        workload=plan.workload,
+        options=plan.options,
+        data_folder=str(plan.scratch / "data"),
+        num_ranks=settings.num_ranks,
+        num_threads=cores if strategies.get(name).one_process else settings.threads_per_rank,
+        num_cores=cores,
+        num_steps=min(settings.num_steps, _TIMELINE_STEPS) if purpose == "timeline" else settings.num_steps,
+        num_warmup_steps=settings.num_warmup_steps,
+        seed=settings.seed,
+        timeout_s=plan.timeout_s,
+        device=plan.device,
+    )
+
+
+def _execute(plan: Plan, spec: RunSpec, number: int, reporter: Reporter) -> tuple[RankRecord, ...] | Failure:
+    log = Path(spec.folder) / "log"
+    found = execute(spec, log, reporter.tick)
+    if isinstance(found, Failure):
+        kept = (
+            plan.out / "logs" / f"{spec.strategy}-{'timeline' if spec.purpose == 'timeline' else f'round{number}'}.log"
+        )
+        kept.parent.mkdir(exist_ok=True)
+        shutil.copyfile(log, kept)
+        return replace(found, log=str(kept), round=number)
+    return found
+
+
+def _row(plan: Plan, name: str, found: _Found) -> Row:
+    strategy = strategies.get(name)
+    return Row(
+        name=name,
+        summary=strategy.summary,
+        exact=strategy.exact,
+        trains=strategy.trains,
+        one_process=strategy.one_process,
+        source=strategy.source,
+        simplicity=list(strategies.STRATEGIES).index(name),
+        num_processes=1 if strategy.one_process else plan.settings.num_ranks,
+        rounds=tuple(found.rounds[name]),
+        difference=found.differences.get(name),
+        failure=found.failures.get(name),
+        timeline=found.traces.get(name),
+    )
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end a comparison as Ctrl-C does: what it started is ended first."""
+
+    def interrupt(number: int, frame: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    kinds: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(kind, interrupt) for kind in kinds]
+    try:
+        yield
+    finally:
+        for kind, handler in zip(kinds, before, strict=True):
+            signal.signal(kind, handler)

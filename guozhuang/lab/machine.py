@@ -1,0 +1,48 @@
+"""Where a comparison ran, in words for the report."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+import torch
+
+from guozhuang.lab.results import Machine
+
+
+def describe() -> Machine:
+    """Return what can be found out about this machine and the software."""
+    return Machine(
+        cpu=_cpu(),
+        num_cores=num_cores(),
+        memory_bytes=psutil.virtual_memory().total,
+        accelerators=tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())),
+        system=f"{platform.system()} {platform.release()}",
+        python=platform.python_version(),
+        torch=torch.__version__,
+        guozhuang=_version(),
+    )
+
+
+def num_cores() -> int:
+    """Count the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+    return named or platform.processor() or platform.machine()
+
+
+def _version() -> str:
+    try:
+        return metadata.version("guozhuang")
+    except metadata.PackageNotFoundError:
+        return "not installed (run from its sources)"

@@ -1,0 +1,165 @@
+"""Clocks, bytes and memory of one process; nothing here communicates.
+
+Times on the CPU come from ``time.perf_counter``. On CUDA, where a call only launches work, they come from events that
+the device records as it reaches them: reading them later costs no synchronization inside the measured steps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import resource
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+# struct tcp_info of the kernel's header linux/tcp.h; its fields never move, new ones are appended.
+_NOTSENT_OFFSET = 144  # u32 tcpi_notsent_bytes: accepted from the process, not yet sent
+_SENT_OFFSET = 200  # u64 tcpi_bytes_sent, u64 tcpi_bytes_retrans (since Linux 4.19)
+_TCP_INFO_BYTES = 512
+
+
+class Clock:
+    """Marks points in time on one device and measures between them.
+
+    Args:
+        device: where the work that is timed runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+
+    def now(self) -> Any:
+        """Mark this point; the mark means something to :meth:`seconds` only."""
+        if not self._on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def wait(self) -> None:
+        """Wait until the device has come this far; call it outside what is timed."""
+        if self._on_cuda:
+            torch.cuda.synchronize()
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Return the time between two marks; after :meth:`wait`."""
+        return float(start.elapsed_time(end) / 1e3 if self._on_cuda else end - start)
+
+
+class LastGradient:
+    """Marks the moment at which this rank has computed its last gradient of a backward pass.
+
+    While it searches, every parameter carries a hook and the one whose gradient came last is remembered. Then only that
+    one keeps its hook, so that the measured steps carry the cost of a single call.
+
+    Create it on the bare model, before a strategy wraps it: hooks run in the order of their registration, so the mark
+    is taken before the strategy's own work on the last gradient begins, and that work counts as exchange.
+    """
+
+    def __init__(self, model: nn.Module, clock: Clock) -> None:
+        self.mark: Any = None
+        self.name = ""
+        self._clock = clock
+        self._handles = {
+            name: parameter.register_post_accumulate_grad_hook(self._hook(name))
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
+
+    def keep_last(self) -> None:
+        """End the search: only the parameter that came last in the latest backward is watched from now on.
+
+        Raises:
+            RuntimeError: no gradient was seen yet.
+        """
+        if not self.name:
+            raise RuntimeError(
+                "no parameter received a gradient in the warm-up steps: the loss does not depend on the model"
+            )
+        for name, handle in self._handles.items():
+            if name != self.name:
+                handle.remove()
+
+    def _hook(self, name: str) -> Callable[[torch.Tensor], None]:
+        def note(_: torch.Tensor) -> None:
+            self.mark = self._clock.now()
+            self.name = name
+
+        return note
+
+
+def tcp_sent_bytes() -> int | None:
+    """Count the payload bytes this process has handed to its open TCP sockets, retransmissions not included.
+
+    Returns:
+        The sum over the sockets, or None where the system does not tell (not Linux, or older than 4.19).
+    """
+    folder = Path("/proc/self/fd")
+    if not folder.is_dir():
+        return None
+    total = 0
+    for entry in os.listdir(folder):
+        try:
+            if not os.readlink(folder / entry).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(entry))) as own:
+                if own.type != socket.SOCK_STREAM or own.family not in (socket.AF_INET, socket.AF_INET6):
+                    continue
+                info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        except OSError:  # closed since it was listed, or no TCP after all
+            continue
+        if len(info) < _SENT_OFFSET + 16:
+            return None
+        sent, again = struct.unpack_from("=QQ", info, _SENT_OFFSET)
+        (waiting,) = struct.unpack_from("=I", info, _NOTSENT_OFFSET)
+        total += sent - again + waiting
+    return total
+
+
+def reset_peak_memory(device: torch.device) -> bool:
+    """Start the peak marks anew; return False where the kernel does not let the one of main memory be reset."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def peak_memory_bytes() -> int | None:
+    """Return the most main memory this process held since the mark was reset (else since it started)."""
+    high = _kib_field(Path("/proc/self/status"), "VmHWM:")
+    if high is not None:
+        return high
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak * 1024 if os.uname().sysname == "Linux" else peak  # macOS counts in bytes
+
+
+def pss_bytes() -> int | None:
+    """Return this process's proportional share of main memory (a page of n processes counts 1/n); None if untold."""
+    return _kib_field(Path("/proc/self/smaps_rollup"), "Pss:")
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """Hash the bytes of tensors, for "are they bit-identical"."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        plain = tensor.detach().cpu().contiguous()
+        found.update(plain.flatten().view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def _kib_field(path: Path, key: str) -> int | None:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(key)), None)

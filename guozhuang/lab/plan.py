@@ -1,0 +1,212 @@
+"""What a comparison is to do: the command line, checked before anything starts."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from guozhuang import strategies, workloads
+from guozhuang.errors import UsageError, explain
+from guozhuang.lab import units
+from guozhuang.lab.machine import num_cores
+from guozhuang.lab.results import Settings
+
+DEFAULT_STEPS = 50
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A comparison that was asked for, checked.
+
+    Attributes:
+        names: the strategies, in the order of the table.
+        workload: its name, or ``module:function``.
+        options: the workload's own.
+        settings: the rest of what the report prints.
+        timeout_s: the limit of one run.
+        device: ``cpu``, ``cuda``, or None for what there is.
+        scratch: the folder of the runs' files.
+        out: the report's folder.
+        timeline: where traces go; None for none.
+    """
+
+    names: tuple[str, ...]
+    workload: str
+    options: dict[str, Any]
+    settings: Settings
+    timeout_s: float
+    device: str | None
+    scratch: Path
+    out: Path
+    timeline: Path | None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options, the workloads' own among them."""
+    names = ",".join(strategies.STRATEGIES)
+    what = parser.add_argument_group("what is compared")
+    what.add_argument(
+        "--strategies", default=names, metavar="A,B,C", help=f"which, and in which order (default: {names})"
+    )
+    what.add_argument(
+        "--workload",
+        default="text",
+        metavar="NAME",
+        help="text, synthetic, or module:function of your own that returns a Workload (default: text)",
+    )
+    what.add_argument(
+        "--ranks", type=int, default=2, metavar="N", help="ranks that share the global batch (default: 2)"
+    )
+    what.add_argument("--threads-per-rank", type=int, metavar="N", help="default: the cores divided by the ranks")
+    what.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA where there is any")
+    how = parser.add_argument_group("how it is measured")
+    how.add_argument("--steps", type=int, metavar="N", help=f"measured steps of a run (default: {DEFAULT_STEPS})")
+    how.add_argument(
+        "--epochs", type=int, metavar="N", help="instead: whole epochs, of which the warm-up steps are not timed"
+    )
+    how.add_argument(
+        "--warmup-steps", type=int, default=5, metavar="N", help="steps before the measured ones (default: 5)"
+    )
+    how.add_argument("--rounds", type=int, default=3, metavar="N", help="runs of each strategy, in turn (default: 3)")
+    how.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and data order (default: 0)")
+    how.add_argument(
+        "--timeout", type=float, default=1800.0, metavar="SECONDS", help="limit of one run (default: 1800)"
+    )
+    out = parser.add_argument_group("what comes out")
+    out.add_argument(
+        "--out", type=Path, default=Path("report"), metavar="DIR", help="folder of the report (default: ./report)"
+    )
+    out.add_argument(
+        "--timeline", type=Path, metavar="FILE", help="also trace one short run of each; FILE-strategy.json"
+    )
+    out.add_argument("--json", action="store_true", help="print results.json in place of the tables")
+    workloads.add_arguments(parser)
+
+
+def plan_of(namespace: argparse.Namespace, scratch: Path, console: Any) -> tuple[Plan, dict[str, Any]]:
+    """Check the command line, and load the workload once, so that what cannot work is said before anything starts.
+
+    Args:
+        namespace: the parsed command line.
+        scratch: a folder for the runs' files, and for data that the workload prepares once for all of them.
+        console: a rich console for a word about what takes time.
+
+    Returns:
+        The plan, and what the workload says about itself.
+    """
+    names = _names(namespace.strategies)
+    for option, least, why in (
+        ("ranks", 1, ""),
+        ("steps", 1, ""),
+        ("epochs", 1, ""),
+        ("rounds", 1, ""),
+        ("threads_per_rank", 1, ""),
+        ("warmup_steps", 2, ": the first step builds buckets and the optimizer's state, a later one is weighed"),
+    ):
+        value = getattr(namespace, option)
+        if value is not None and value < least:
+            raise UsageError(explain(f"--{option.replace('_', '-')} is a count of at least {least}{why}", value=value))
+    if not namespace.timeout > 0:
+        raise UsageError(explain("--timeout is a number of seconds above 0", value=namespace.timeout))
+    if namespace.steps is not None and namespace.epochs is not None:
+        raise UsageError(explain("--steps and --epochs were both given", fix="give one of them"))
+    out = _writable(namespace.out)
+    if namespace.timeline is not None:
+        _writable(namespace.timeline.absolute().parent, "--timeline")
+    options = workloads.options_from(namespace.workload, namespace)
+    console.print(f"Loading the workload {namespace.workload} …", highlight=False)
+    workload = workloads.load(namespace.workload, options, scratch / "data")
+    dataset_size = len(workload.train)  # type: ignore[arg-type]
+    global_batch_size = namespace.ranks * workload.batch_size
+    if dataset_size < global_batch_size:
+        raise UsageError(
+            explain(
+                f"the training data is smaller than one global batch: {namespace.ranks} ranks {units.TIMES} "
+                f"{workload.batch_size} samples",
+                value=dataset_size,
+                fix="use fewer ranks, a smaller batch or more data",
+            )
+        )
+    num_steps = namespace.steps if namespace.steps is not None else DEFAULT_STEPS
+    if namespace.epochs is not None:
+        steps_per_epoch = dataset_size // global_batch_size
+        num_steps = namespace.epochs * steps_per_epoch - namespace.warmup_steps
+        if num_steps < 1:
+            raise UsageError(
+                explain(
+                    f"an epoch is {steps_per_epoch} steps; {namespace.warmup_steps} of warm-up leave none to measure",
+                    value=namespace.epochs,
+                    fix="give more epochs, fewer --warmup-steps, a smaller batch, or --steps",
+                )
+            )
+    settings = Settings(
+        num_ranks=namespace.ranks,
+        num_steps=num_steps,
+        num_warmup_steps=namespace.warmup_steps,
+        num_rounds=namespace.rounds,
+        num_epochs=namespace.epochs,
+        seed=namespace.seed,
+        threads_per_rank=namespace.threads_per_rank or max(1, num_cores() // namespace.ranks),
+        batch_size=workload.batch_size,
+        dataset_size=dataset_size,
+    )
+    plan = Plan(
+        names,
+        namespace.workload,
+        options,
+        settings,
+        namespace.timeout,
+        namespace.device,
+        scratch,
+        out,
+        namespace.timeline,
+    )
+    return plan, dict(workload.details)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not names:
+        raise UsageError(
+            explain("--strategies names none", value=text, fix=f"give some of {', '.join(strategies.STRATEGIES)}")
+        )
+    for name in names:
+        strategies.get(name)
+        if names.count(name) > 1:
+            raise UsageError(explain("--strategies names one twice", value=name, fix="name each once"))
+    return names
+
+
+def _writable(folder: Path, option: str = "--out") -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(
+            explain(
+                f"{option}: nothing can be written there: {error.strerror}",
+                value=str(folder),
+                fix="give another folder",
+            )
+        ) from error
+    return folder.absolute()
+
+
+def notes_of(plan: Plan) -> tuple[str, ...]:
+    """Return what a reader of the report must know about what was asked for."""
+    found = []
+    settings = plan.settings
+    cores = num_cores()
+    wanted = settings.num_ranks * settings.threads_per_rank
+    if wanted > cores:
+        found.append(
+            f"{settings.num_ranks} ranks with {settings.threads_per_rank} thread(s) each share {cores} cores: they "
+            "take turns, so strategies of several ranks look slower than on a machine with a core per thread."
+        )
+    if "single" not in plan.names:
+        found.append("single was not compared, so there is no difference of weights and no speed-up over it.")
+    return tuple(found)

@@ -1,0 +1,170 @@
+"""The pictures of a report: each drawn once, written as PNG files and as SVG that follows the page's colours."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from guozhuang.lab.results import PHASES, Results, Row
+
+NAMES = ("speed", "step", "loss")
+
+_INK = "#1f2328"  # in the SVG it becomes currentColor, so that text follows the page, light or dark
+_GRID = "#8b949e"
+_COLORS = {"single": "#4477aa", "ddp": "#cc3344", "torch-ddp": "#ee8822", "dp": "#228866", "none": "#8b949e"}
+_MORE_COLORS = ("#aa66aa", "#66aacc", "#997744", "#5a5ac8", "#b0a000")
+_PHASE_COLORS = {
+    "data": "#a0a8b0",
+    "forward": "#4477aa",
+    "backward": "#77aadd",
+    "exchange": "#cc3344",
+    "optimizer": "#ddaa33",
+}
+
+
+def draw(results: Results) -> Mapping[str, tuple[bytes, str]]:
+    """Draw every plot for which there are numbers.
+
+    Returns:
+        For each name (``speed``, ``step``, ``loss``) the PNG file's bytes and the SVG element's text.
+    """
+    rows = [row for row in results.rows if row.ok]
+    if not rows:
+        return {}
+    drawings: dict[str, Callable[[list[Row], Any], None]] = {"speed": _speed, "step": _step, "loss": _loss}
+    heights = {"speed": 0.9 + 0.36 * len(rows), "step": 1.25 + 0.36 * len(rows), "loss": 3.2}
+    return {name: _render(name, drawing, rows, heights[name]) for name, drawing in drawings.items()}
+
+
+def color(name: str, index: int = 0) -> str:
+    """Return the colour of a strategy, the same in every plot."""
+    return _COLORS.get(name, _MORE_COLORS[index % len(_MORE_COLORS)])
+
+
+def _render(name: str, drawing: Callable[[list[Row], Any], None], rows: list[Row], height: float) -> tuple[bytes, str]:
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    style = {
+        "font.size": 10,
+        "axes.edgecolor": _GRID,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "text.color": _INK,
+        "axes.labelcolor": _INK,
+        "xtick.color": _INK,
+        "ytick.color": _INK,
+        "svg.fonttype": "none",  # text stays text: it can be selected, and takes the page's font
+        "svg.hashsalt": name,  # several pictures on one page must not share ids
+        "hatch.linewidth": 0.6,
+    }
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(7.6, height), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot()
+        drawing(rows, axes)
+        png, svg = io.BytesIO(), io.StringIO()
+        figure.savefig(png, format="png", dpi=160, facecolor="white")
+        figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    return png.getvalue(), _inline(name, svg.getvalue())
+
+
+def _inline(name: str, svg: str) -> str:
+    """Make an SVG file an element of a page: no prologue, no fixed size, no clashing ids, the page's ink and font."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'\bid="', f'id="{name}-', svg)
+    svg = re.sub(r'(href="|url\()#', rf"\1#{name}-", svg)
+    svg = re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", svg)
+    svg = re.sub(r"font: (\w+) ([\d.]+px)[^;\"]*", r"font-weight: \1; font-size: \2", svg)
+    svg = svg.replace(_INK, "currentColor")
+    return svg.replace("<svg", f'<svg class="plot" role="img" aria-label="{name}"', 1).strip()
+
+
+def _speed(rows: list[Row], axes: Any) -> None:
+    from guozhuang.lab import units
+
+    places = range(len(rows))
+    medians = [row.samples_per_s for row in rows]
+    axes.barh(
+        places,
+        medians,
+        height=0.62,
+        color=[color(row.name, i) for i, row in enumerate(rows)],
+        alpha=0.9,
+        zorder=2,
+    )
+    for i, row in enumerate(rows):
+        axes.plot([row.slowest, row.fastest], [i, i], color=_INK, linewidth=1.2, zorder=3)
+        for end in (row.slowest, row.fastest):
+            axes.plot([end, end], [i - 0.14, i + 0.14], color=_INK, linewidth=1.2, zorder=3)
+        axes.annotate(
+            units.rate(row.samples_per_s),
+            (max(row.fastest, row.samples_per_s), i),
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+        )
+    axes.set_xlim(0, max(row.fastest for row in rows) * 1.13)
+    _strategies_down(rows, axes)
+    axes.set_xlabel("samples/s: median, slowest and fastest round (more is better)")
+
+
+def _step(rows: list[Row], axes: Any) -> None:
+    starts = [0.0] * len(rows)
+    for k, phase in enumerate(PHASES):
+        widths = [row.phases.parts()[k] * 1e3 for row in rows]
+        label = "exposed exchange" if phase == "exchange" else phase
+        axes.barh(range(len(rows)), widths, left=starts, height=0.62, color=_PHASE_COLORS[phase], label=label, zorder=2)
+        starts = [start + width for start, width in zip(starts, widths, strict=True)]
+    _strategies_down(rows, axes)
+    axes.set_xlabel("ms per step (less is better)")
+    axes.legend(
+        loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=5, frameon=False, handlelength=1.0, columnspacing=1.4
+    )
+
+
+def _loss(rows: list[Row], axes: Any) -> None:
+    for i, row in enumerate(rows):
+        losses = row.losses
+        axes.plot(
+            range(1, len(losses) + 1),
+            _smooth(losses),
+            label=row.name if row.trains else f"{row.name} (no training)",
+            color=color(row.name, i),
+            linestyle=("-", (0, (5, 2)), (0, (2, 2)), (0, (6, 2, 1, 2)))[i % 4],  # equal curves lie on each other
+            linewidth=1.7,
+            marker="o" if len(losses) < 8 else None,
+            markersize=3,
+        )
+    axes.grid(color=_GRID, alpha=0.25, linewidth=0.6)
+    axes.set_xlabel("step")
+    window = _window(len(rows[0].losses))
+    axes.set_ylabel("loss" if window == 1 else f"loss, mean of {window} steps")
+    axes.legend(frameon=False)
+
+
+def _window(num_steps: int) -> int:
+    return max(1, num_steps // 40)
+
+
+def _smooth(values: tuple[float, ...]) -> list[float]:
+    window = _window(len(values))
+    means = []
+    for i in range(len(values)):
+        part = values[max(0, i + 1 - window) : i + 1]
+        means.append(sum(part) / len(part))
+    return means
+
+
+def _strategies_down(rows: list[Row], axes: Any) -> None:
+    axes.set_yticks(range(len(rows)), [row.name if row.trains else f"{row.name} (bound)" for row in rows])
+    axes.invert_yaxis()
+    axes.tick_params(length=0)
+    axes.grid(axis="x", color=_GRID, alpha=0.25, linewidth=0.6, zorder=0)
+    axes.spines["left"].set_visible(False)

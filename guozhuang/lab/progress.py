@@ -1,0 +1,80 @@
+"""What a comparison shows while it runs: a live bar on a terminal, else a plain line per run."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from guozhuang.lab import units
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+class Reporter:
+    """Shows which run is on, how far it is and how fast; a context manager.
+
+    Args:
+        console: where; on a terminal a bar is drawn twice a second, rarely enough not to disturb what is measured.
+        num_runs: how many runs there will be.
+    """
+
+    def __init__(self, console: Console, num_runs: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._console = console
+        self._num_runs = num_runs
+        self._done = 0
+        self._label = ""
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeElapsedColumn(),
+            console=console,
+            refresh_per_second=2,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=None, rate="", visible=False)
+        self._seen = (0, 0.0)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def begin(self, label: str, num_steps: int) -> None:
+        """Say that a run begins."""
+        self._label = f"[{self._done + 1}/{self._num_runs}] {label}"
+        self._seen = (0, time.monotonic())
+        self._bar.reset(
+            self._task, total=num_steps, description=self._label.replace("[", r"\["), rate="starting", visible=True
+        )
+
+    def skip(self) -> None:
+        """Say that one of the runs will not be made."""
+        self._num_runs -= 1
+
+    def tick(self, step: int) -> None:
+        """Say how many steps the run has done."""
+        before, at = self._seen
+        now = time.monotonic()
+        if step > before:
+            rate = f"{units.rate((step - before) / (now - at))} steps/s" if before else "warm-up"
+            self._seen = (step, now)
+            self._bar.update(self._task, completed=step, rate=rate)
+
+    def end(self, outcome: str) -> None:
+        """Say how the run ended; the line stays."""
+        from rich.text import Text
+
+        self._done += 1
+        self._bar.update(self._task, visible=False)
+        self._console.print(Text(f"{self._label}: {outcome}"), soft_wrap=True, highlight=False)

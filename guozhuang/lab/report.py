@@ -1,0 +1,81 @@
+"""Writes a comparison to a folder: ``report.html`` (one file, no network), ``results.json`` and the plots as PNG."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+
+from guozhuang.lab import plots, units
+from guozhuang.lab.files import to_json, write_bytes, write_text
+from guozhuang.lab.results import FINAL_LOSS_STEPS, Results
+from guozhuang.lab.verdict import Verdict, judge
+
+
+def write(results: Results, folder: Path) -> Path:
+    """Write everything; each file appears whole or not at all.
+
+    It needs nothing but ``results``, so a report can be made again from ``results.json`` (``results.from_json``).
+
+    Args:
+        results: the comparison.
+        folder: where; made if it is not there.
+
+    Returns:
+        The path of ``report.html``.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = plots.draw(results)
+    for name in plots.NAMES:
+        if name in drawn:
+            write_bytes(folder / f"{name}.png", drawn[name][0])
+        else:  # one of an earlier comparison must not be taken for this one's
+            (folder / f"{name}.png").unlink(missing_ok=True)
+    write_text(folder / "results.json", to_json(results))
+    path = folder / "report.html"
+    write_text(path, html(results, judge(results), {name: svg for name, (_, svg) in drawn.items()}))
+    return path
+
+
+def html(results: Results, verdict: Verdict, svgs: dict[str, str]) -> str:
+    """Return the page.
+
+    Args:
+        results: the comparison.
+        verdict: what was concluded from it.
+        svgs: the plots by name, as SVG elements.
+    """
+    import jinja2
+
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    template = environment.from_string(
+        resources.files("guozhuang.lab").joinpath("report.html.jinja").read_text("utf-8")
+    )
+    rows = [row for row in results.rows if row.ok]
+    ranks = [rank for row in rows for one in row.rounds for rank in one.ranks]
+    return template.render(
+        results=results,
+        s=results.settings,
+        verdict=verdict,
+        cautions=[c for c in verdict.cautions if " failed: " not in c],
+        rows=rows,
+        failed=[row for row in results.rows if row.failure is not None],
+        timelines=[row for row in results.rows if row.timeline],
+        metrics=list(dict.fromkeys(name for row in rows for name in row.metrics)),
+        colors={row.name: plots.color(row.name, i) for i, row in enumerate(results.rows)},
+        plots=svgs,
+        sources=_sources(results),
+        on_device=any(rank.peak_device_bytes is not None for rank in ranks),
+        whole_life=any(rank.peak_whole_life for rank in ranks),
+        final_loss_steps=FINAL_LOSS_STEPS,
+        u=units,
+    )
+
+
+def _sources(results: Results) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for row in results.rows:
+        if row.source:
+            found.setdefault(row.source, []).append(row.name)
+    return found

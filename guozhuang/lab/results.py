@@ -1,0 +1,318 @@
+"""What a comparison found: the numbers, and how they are summed up."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+SCHEMA_VERSION = 1
+
+#: How many of the last steps the final loss is the mean of.
+FINAL_LOSS_STEPS = 10
+
+PHASES = ("data", "forward", "backward", "exchange", "optimizer")
+
+
+@dataclass(frozen=True)
+class Phases:
+    """How one step divides, in seconds; the parts add up to the step.
+
+    Attributes:
+        data_s: fetching the batch and bringing it to the device.
+        forward_s: the model's forward and the loss.
+        backward_s: ``loss.backward()`` until the last gradient of this rank exists.
+        exchange_s: from then until ``backward()`` returns: communication that nothing hid. None with one process.
+        optimizer_s: ``optimizer.step()`` and ``zero_grad()``.
+    """
+
+    data_s: float
+    forward_s: float
+    backward_s: float
+    exchange_s: float | None
+    optimizer_s: float
+
+    def parts(self) -> tuple[float, ...]:
+        """Return the five parts in the order of :data:`PHASES`, 0 where there is no exchange."""
+        return (self.data_s, self.forward_s, self.backward_s, self.exchange_s or 0.0, self.optimizer_s)
+
+    @property
+    def step_s(self) -> float:
+        """The whole step."""
+        return sum(self.parts())
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What one rank measured in one run; times in seconds, sizes in bytes.
+
+    Attributes:
+        rank: whose record it is.
+        num_steps: the measured steps, warm-up not included.
+        elapsed_s: wall time of the measured steps on this rank.
+        phases: the mean division of the measured steps.
+        losses: this rank's loss at each step, warm-up included.
+        sent_bytes: what this rank wrote to TCP sockets during the measured steps; None where that cannot be counted.
+        peak_bytes: the most main memory this process held.
+        peak_whole_life: ``peak_bytes`` includes start-up, because the kernel did not let the mark be reset.
+        pss_bytes: its proportional share of main memory after a backward pass; None where the kernel does not tell.
+        peak_device_bytes: the most accelerator memory that PyTorch gave out; None on the CPU.
+        main_share: of a forward over several devices in one process, the share of the time in which one works and the
+            others wait; None elsewhere.
+        gradient_bytes: the size of all gradients.
+        weights_digest: a hash of all parameters at the end.
+        metrics: what the workload's evaluation returned (rank 0 of the first round only).
+        num_threads: compute threads of this process.
+        device: the device it trained on.
+        dataset_size: the number of training samples.
+        batch_size: the samples of one step on this rank.
+    """
+
+    rank: int
+    num_steps: int
+    elapsed_s: float
+    phases: Phases
+    losses: tuple[float, ...]
+    sent_bytes: int | None
+    peak_bytes: int | None
+    peak_whole_life: bool
+    pss_bytes: int | None
+    peak_device_bytes: int | None
+    main_share: float | None
+    gradient_bytes: int
+    weights_digest: str
+    metrics: dict[str, float]
+    num_threads: int
+    device: str
+    dataset_size: int
+    batch_size: int
+
+
+@dataclass(frozen=True)
+class Round:
+    """One run of one strategy in fresh processes.
+
+    Attributes:
+        number: from 1.
+        samples_per_s: samples of all ranks over the wall time of the slowest rank.
+        phases: the mean over the ranks.
+        ranks: every rank's record.
+    """
+
+    number: int
+    samples_per_s: float
+    phases: Phases
+    ranks: tuple[RankRecord, ...]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far the weights are from those of ``single`` after the same samples.
+
+    Attributes:
+        largest: the largest difference of any weight.
+        tensor: the parameter it is in.
+        relative: the largest difference over the largest weight of the same tensor, the worst over all tensors.
+        distance: the Euclidean norm of all differences over that of all weights.
+    """
+
+    largest: float
+    tensor: str
+    relative: float
+    distance: float
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a strategy has no numbers: the first cause in a line or a few, and the file with everything it printed."""
+
+    cause: str
+    log: str
+    round: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """All that was found about one strategy."""
+
+    name: str
+    summary: str
+    exact: bool
+    trains: bool
+    one_process: bool
+    source: str
+    simplicity: int
+    num_processes: int
+    rounds: tuple[Round, ...]
+    difference: Difference | None = None
+    failure: Failure | None = None
+    timeline: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether every round came to its end."""
+        return self.failure is None and bool(self.rounds)
+
+    @property
+    def samples_per_s(self) -> float:
+        """The median over the rounds."""
+        return statistics.median(r.samples_per_s for r in self.rounds)
+
+    @property
+    def slowest(self) -> float:
+        """Samples/s of the slowest round."""
+        return min(r.samples_per_s for r in self.rounds)
+
+    @property
+    def fastest(self) -> float:
+        """Samples/s of the fastest round."""
+        return max(r.samples_per_s for r in self.rounds)
+
+    @property
+    def phases(self) -> Phases:
+        """The division of the step in the median round (of the slower of the two middle ones when they are even)."""
+        ordered = sorted(self.rounds, key=lambda r: r.samples_per_s)
+        return ordered[(len(ordered) - 1) // 2].phases
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """The loss at each step of the first round, the mean over the ranks."""
+        return tuple(statistics.fmean(step) for step in zip(*(r.losses for r in self.rounds[0].ranks), strict=True))
+
+    @property
+    def final_loss(self) -> float:
+        """The mean of the last :data:`FINAL_LOSS_STEPS` values of :attr:`losses`."""
+        return statistics.fmean(self.losses[-FINAL_LOSS_STEPS:])
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The evaluation of rank 0's model at the end of the first round."""
+        return self.rounds[0].ranks[0].metrics
+
+    @property
+    def sent_bytes_per_step(self) -> float | None:
+        """Bytes that one rank wrote to the network per step: the most of any rank, the median over the rounds."""
+        return self._median(lambda r: None if r.sent_bytes is None else r.sent_bytes / r.num_steps, max)
+
+    @property
+    def peak_rank_bytes(self) -> float | None:
+        """Peak main memory of the largest rank, the median over the rounds."""
+        return self._median(lambda r: r.peak_bytes, max)
+
+    @property
+    def peak_device_bytes(self) -> float | None:
+        """Peak accelerator memory of the largest rank, the median over the rounds."""
+        return self._median(lambda r: r.peak_device_bytes, max)
+
+    @property
+    def main_share(self) -> float | None:
+        """The share of a forward over several devices in which one works and the others wait, the median."""
+        return self._median(lambda r: r.main_share, max)
+
+    @property
+    def machine_bytes(self) -> float | None:
+        """Main memory of all ranks together, shared pages once: the sum of PSS, the median over the rounds."""
+        return self._median(lambda r: r.pss_bytes, sum)
+
+    @property
+    def ranks_identical(self) -> bool | None:
+        """Whether all ranks ended every round with bit-identical weights; None with one process."""
+        if self.num_processes == 1 or not self.rounds:
+            return None
+        return all(len({r.weights_digest for r in one.ranks}) == 1 for one in self.rounds)
+
+    def _median(self, value: Any, over_ranks: Any) -> float | None:
+        found = []
+        for one in self.rounds:
+            values = [value(record) for record in one.ranks]
+            if not values or None in values:
+                return None
+            found.append(over_ranks(values))
+        return float(statistics.median(found)) if found else None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where it ran."""
+
+    cpu: str
+    num_cores: int
+    memory_bytes: int
+    accelerators: tuple[str, ...]
+    system: str
+    python: str
+    torch: str
+    guozhuang: str
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What was asked for.
+
+    Attributes:
+        num_ranks: the ranks of strategies of several processes; the global batch is for this number everywhere.
+        num_steps: the measured steps of a run.
+        num_warmup_steps: the steps before them.
+        num_rounds: the runs of each strategy.
+        num_epochs: given when the number of steps came from epochs.
+        seed: of the initial weights and of the order of the samples.
+        threads_per_rank: None: the cores divided by the ranks.
+        batch_size: per rank.
+        dataset_size: training samples.
+    """
+
+    num_ranks: int
+    num_steps: int
+    num_warmup_steps: int
+    num_rounds: int
+    num_epochs: float | None
+    seed: int
+    threads_per_rank: int
+    batch_size: int
+    dataset_size: int
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of one step over all ranks."""
+        return self.num_ranks * self.batch_size
+
+
+@dataclass(frozen=True)
+class Results:
+    """A whole comparison."""
+
+    created: str
+    command: str
+    workload: str
+    workload_details: dict[str, str | int | float]
+    settings: Settings
+    machine: Machine
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+    duration_s: float = 0.0
+    schema_version: int = field(default=SCHEMA_VERSION)
+
+    def row(self, name: str) -> Row | None:
+        """Return the row of that strategy if it was compared and did not fail."""
+        return next((r for r in self.rows if r.name == name and r.ok), None)
+
+    def ratio(self, row: Row, to: str) -> float | None:
+        """Return the row's samples/s over those of the strategy ``to``; None where that one has none."""
+        other = self.row(to)
+        return row.samples_per_s / other.samples_per_s if other is not None and row.ok else None
+
+    def epoch_s(self, row: Row) -> float:
+        """Seconds that one pass over the training data takes at the row's median speed."""
+        return self.settings.dataset_size / row.samples_per_s
+
+
+def summarize_round(number: int, ranks: Iterable[RankRecord]) -> Round:
+    """Put the ranks' records of one run together."""
+    records = tuple(sorted(ranks, key=lambda r: r.rank))
+    num_samples = sum(r.num_steps * r.batch_size for r in records)
+    columns = zip(*(r.phases.parts() for r in records), strict=True)
+    data_s, forward_s, backward_s, exchange_s, optimizer_s = (statistics.fmean(column) for column in columns)
+    no_exchange = any(r.phases.exchange_s is None for r in records)
+    phases = Phases(data_s, forward_s, backward_s, None if no_exchange else exchange_s, optimizer_s)
+    return Round(number, num_samples / max(r.elapsed_s for r in records), phases, records)

@@ -1,0 +1,146 @@
+"""One run of one strategy in fresh processes: start, watch with a limit, end whatever is left, collect."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import psutil
+
+from guozhuang import strategies
+from guozhuang.lab.files import build, write_text
+from guozhuang.lab.results import Failure, RankRecord
+from guozhuang.lab.worker import RunSpec
+
+_GRACE_S = 5.0  # between asking processes to end and ending them
+_LOOK_S = 0.5  # between two looks at a running run: rare, because the looks take time from what is measured
+_CAUSE_CHARACTERS = 1500
+
+
+def execute(spec: RunSpec, log: Path, tick: Callable[[int], None]) -> tuple[RankRecord, ...] | Failure:
+    """Run a spec to its end.
+
+    Args:
+        spec: what to do; its folder exists and is empty.
+        log: where everything the processes print goes.
+        tick: called every half second with the number of steps that rank 0 has done.
+
+    Returns:
+        A record per rank (none for a timeline run), or why there is none. However it ends, no process of it is left.
+    """
+    folder = Path(spec.folder)
+    spec_file = folder / "spec.json"
+    (folder / "progress").write_bytes(bytes(8))
+    write_text(spec_file, json.dumps(asdict(spec)))
+    in_time = False
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command(spec, spec_file), stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+        )
+        try:
+            in_time = _watch(process, folder, spec.timeout_s, tick)
+            if not in_time:
+                _ask_for_stacks(folder)
+        finally:
+            _end(process, spec_file)
+    if in_time and process.returncode == 0:
+        return _collect(spec)
+    return Failure(first_cause(folder, log, None if not in_time else process.returncode, spec.timeout_s), str(log), 0)
+
+
+def command(spec: RunSpec, spec_file: Path) -> list[str]:
+    """Return the command line of a run: one process for a strategy of one, else ranks through the launcher."""
+    worker = ["-m", "guozhuang.lab.worker", str(spec_file)]
+    if strategies.get(spec.strategy).one_process:
+        return [sys.executable, *worker]
+    return [sys.executable, "-m", "guozhuang", "run", "--nproc-per-node", str(spec.num_ranks), *worker]
+
+
+def first_cause(folder: Path, log: Path, code: int | None, timeout_s: float) -> str:
+    """Say why a run failed: the error that was noticed first, for what follows on other ranks are consequences.
+
+    Args:
+        folder: the run's.
+        log: what its processes printed.
+        code: the exit code, None when time ran out.
+        timeout_s: the time it had.
+    """
+    told = [json.loads(path.read_text()) for path in folder.glob("error-*.json")]
+    if told:
+        first = min(told, key=lambda one: float(one["time"]))
+        return f"{first['who']}: {first['text']}"[:_CAUSE_CHARACTERS]
+    if code is None:
+        fix = "find who waits, or raise --timeout"
+        return f"no end after {timeout_s:g} s; the log holds the stacks of every rank. Fix: {fix}"
+    text = log.read_text(errors="replace")
+    # Torch elastic lists the ranks it ended itself before the one that it found dead.
+    killed = re.search(r"exitcode\s*:\s*-(\d+)", text.rpartition("Root Cause")[2])
+    if killed:
+        return _killed_by(int(killed[1]))
+    if code < 0:
+        return _killed_by(-code)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return (f"exit code {code}: " + " | ".join(lines[-3:]))[:_CAUSE_CHARACTERS]
+
+
+def _killed_by(number: int) -> str:
+    with contextlib.suppress(ValueError):
+        name = signal.Signals(number).name
+        hint = "; if nobody sent it, memory ran out: a smaller model, batch or number of ranks needs less" * (
+            number == 9
+        )
+        return f"a rank was ended by signal {number} ({name}){hint}"
+    return f"a rank was ended by signal {number}"
+
+
+def _watch(process: subprocess.Popen[bytes], folder: Path, timeout_s: float, tick: Callable[[int], None]) -> bool:
+    """Return whether the process ended before the limit."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            process.wait(min(_LOOK_S, max(0.01, deadline - time.monotonic())))
+            return True
+        except subprocess.TimeoutExpired:
+            tick(struct.unpack("=q", (folder / "progress").read_bytes())[0])
+    return False
+
+
+def _ask_for_stacks(folder: Path) -> None:
+    for path in folder.glob("pid-*"):
+        with contextlib.suppress(ProcessLookupError, ValueError):
+            psutil.Process(int(path.read_text())).send_signal(signal.SIGUSR1)
+    time.sleep(0.5)
+
+
+def _end(process: subprocess.Popen[bytes], spec_file: Path) -> None:
+    """End the launcher, and every process that carries this run's spec: ranks have sessions of their own."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_S)
+    left = [p for p in psutil.process_iter(["cmdline"]) if str(spec_file) in (p.info["cmdline"] or ())]
+    for one in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+    psutil.wait_procs([p for p in left if p.pid != process.pid], timeout=_GRACE_S)
+    process.wait(_GRACE_S)
+
+
+def _collect(spec: RunSpec) -> tuple[RankRecord, ...]:
+    paths = sorted(Path(spec.folder).glob("rank-*.json"))
+    return tuple(build(RankRecord, json.loads(path.read_text())) for path in paths)
+
+
+def new_folder(parent: Path, name: str) -> str:
+    """Make an empty folder for a run's files."""
+    return tempfile.mkdtemp(prefix=f"{name}-", dir=parent)

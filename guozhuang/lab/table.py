@@ -1,0 +1,136 @@
+"""A comparison in the terminal: three small tables that fit 80 columns, then what to take and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from guozhuang.lab import units
+from guozhuang.lab.results import Results, Row
+from guozhuang.lab.verdict import Verdict, short
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+
+def show(console: Console, results: Results, verdict: Verdict, report: Path) -> None:
+    """Print the tables, the verdict and where the report is."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    settings = results.settings
+    console.print()
+    console.print(
+        Text.assemble(
+            (results.workload, "bold"),
+            f": {settings.num_ranks} ranks {units.TIMES} {settings.batch_size} samples, {settings.num_steps} steps, "
+            f"{settings.num_rounds} round{'s' * (settings.num_rounds > 1)}",
+        )
+    )
+    if any(row.ok for row in results.rows):
+        for table in (_speed(results, verdict), _step(results, verdict), _cost(results, verdict)):
+            console.print(table)
+    for row in results.rows:
+        if row.failure is not None:
+            console.print(Text.assemble((f"{row.name} failed", "bold red"), ": ", short(row.failure.cause, 400)))
+            console.print(
+                Padding(Text(f"all it printed: {row.failure.log}", style="dim"), (0, 0, 0, 2)), soft_wrap=True
+            )
+    console.print(Text(verdict.headline, style="bold green" if verdict.recommended else "bold red"))
+    for reason in verdict.reasons:
+        console.print(Padding(Text(reason), (0, 0, 0, 2)))
+    cautions = [c for c in verdict.cautions if " failed: " not in c]
+    for text in (*cautions, *results.notes):
+        console.print(Padding(Text(f"Note: {text}", style="yellow"), (0, 0, 0, 2)))
+    console.print(Text(f"Report: {report}"), soft_wrap=True)
+
+
+def _speed(results: Results, verdict: Verdict) -> Table:
+    table = _table(
+        "Speed",
+        [
+            "samples/s",
+            f"min {units.DASH} max",
+            "epoch",
+            f"{units.TIMES}\nsingle",
+            f"{units.TIMES} torch-\nddp",
+            "of\nnone",
+        ],
+    )
+    for row in _ok(results):
+        _line(
+            table,
+            row,
+            verdict,
+            units.rate(row.samples_per_s),
+            f"{units.rate(row.slowest)} {units.DASH} {units.rate(row.fastest)}",
+            units.duration(results.epoch_s(row)),
+            units.times(results.ratio(row, "single")),
+            units.times(results.ratio(row, "torch-ddp")),
+            units.percent(results.ratio(row, "none")),
+        )
+    return table
+
+
+def _step(results: Results, verdict: Verdict) -> Table:
+    table = _table("How a step divides, ms", ["step", "data", "forward", "backward", "exposed\nexchange", "optimizer"])
+    for row in _ok(results):
+        phases = row.phases
+        parts = (phases.data_s, phases.forward_s, phases.backward_s, phases.exchange_s, phases.optimizer_s)
+        _line(table, row, verdict, units.milliseconds(phases.step_s), *(units.milliseconds(part) for part in parts))
+    return table
+
+
+def _cost(results: Results, verdict: Verdict) -> Table:
+    name = primary_metric(results)
+    headings = [
+        "sent per\nstep",
+        "peak of\na rank",
+        "whole\nmachine",
+        "loss",
+        *([name] if name else []),
+        f"max |w {units.MINUS}\nsingle|",
+    ]
+    table = _table("Cost and result", headings)
+    for row in _ok(results):
+        difference = units.tiny(row.difference.largest) if row.difference is not None else units.ABSENT
+        _line(
+            table,
+            row,
+            verdict,
+            units.size(row.sent_bytes_per_step),
+            units.size(row.peak_rank_bytes),
+            units.size(row.machine_bytes),
+            f"{row.final_loss:.4f}",
+            *([units.metric(name, row.metrics.get(name))] if name else []),
+            difference if row.exact else "not trained" if not row.trains else "inexact",
+        )
+    return table
+
+
+def primary_metric(results: Results) -> str:
+    """Return the name of the first metric any strategy reports, empty where there is none."""
+    return next((name for row in _ok(results) for name in row.metrics), "")
+
+
+def _ok(results: Results) -> list[Row]:
+    return [row for row in results.rows if row.ok]
+
+
+def _table(title: str, headings: list[str]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1)
+    )
+    table.add_column("strategy", no_wrap=True)
+    for heading in headings:
+        table.add_column(heading, justify="right", vertical="bottom", no_wrap=True)
+    return table
+
+
+def _line(table: Table, row: Row, verdict: Verdict, *cells: str) -> None:
+    style = "bold" if row.name == verdict.recommended else "" if row.trains else "dim"
+    table.add_row(row.name if row.trains else f"{row.name} (bound)", *cells, style=style)

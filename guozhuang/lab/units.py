@@ -1,0 +1,78 @@
+"""How the lab writes numbers: one form per kind, the same in the terminal and in the report."""
+
+from __future__ import annotations
+
+TIMES = "\N{MULTIPLICATION SIGN}"
+DASH = "\N{EN DASH}"
+MINUS = "\N{MINUS SIGN}"
+ABSENT = DASH
+
+
+def rate(value: float | None) -> str:
+    """Samples per second, three digits: ``7.25``, ``81.4``, ``1,234``."""
+    return ABSENT if value is None else _three_digits(value)
+
+
+def size(num_bytes: float | None) -> str:
+    """Bytes in binary units: ``0 B``, ``17.4 MiB``."""
+    if num_bytes is None:
+        return ABSENT
+    value, unit = float(num_bytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1000 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.0f} B" if unit == "B" else f"{_three_digits(value)} {unit}"
+
+
+def duration(seconds: float | None) -> str:
+    """Time in the unit that reads best: ``8.31 s``, ``2 min 5 s``, ``3 h 20 min``."""
+    if seconds is None:
+        return ABSENT
+    if seconds < 0.9995:
+        return f"{_three_digits(seconds * 1e3)} ms"
+    if seconds < 60:
+        return f"{_three_digits(seconds)} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:,} h {minutes} min"
+
+
+def milliseconds(seconds: float | None) -> str:
+    """Time as milliseconds without the unit: ``12.3``."""
+    return ABSENT if seconds is None else _three_digits(seconds * 1e3)
+
+
+def times(ratio: float | None) -> str:
+    """A ratio: ``1.84×``."""
+    return ABSENT if ratio is None else f"{ratio:.2f}{TIMES}"
+
+
+def percent(share: float | None) -> str:
+    """A share: ``93 %``."""
+    return ABSENT if share is None else f"{share * 100:.0f} %"
+
+
+def metric(name: str, value: float | None) -> str:
+    """A metric of the workload; an accuracy in percent."""
+    if value is None:
+        return ABSENT
+    return f"{value * 100:.1f} %" if name.startswith("accuracy") else f"{value:.4g}"
+
+
+def tiny(value: float | None) -> str:
+    """A small difference: ``0`` when it is exactly that, else ``1.2e-07``."""
+    if value is None:
+        return ABSENT
+    return "0" if value == 0 else f"{value:.1e}"
+
+
+def _three_digits(value: float) -> str:
+    magnitude = abs(value)
+    if magnitude >= 99.95:
+        return f"{value:,.0f}"
+    if magnitude >= 9.995:
+        return f"{value:.1f}"
+    return f"{value:.2f}"

@@ -1,0 +1,239 @@
+"""What to conclude from a comparison, in words: which strategy to take, why, and how to use it.
+
+The rules, all on results alone:
+
+1. Only strategies that train and came to their end can be recommended; a bound on speed cannot, nor an exact strategy
+   whose ranks ended with different weights.
+2. The fastest is the one with the highest median of samples/s.
+3. Others tie with it when the ranges of both over the rounds overlap and the medians are less than :data:`TIE` apart
+   (with one round there are no ranges: less than :data:`TIE_OF_ONE_ROUND`). Among those that tie the simplest is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from guozhuang.lab import units
+from guozhuang.lab.results import PHASES, Results, Row
+
+TIE = 0.10
+TIE_OF_ONE_ROUND = 0.03
+
+#: The fastest round over the slowest beyond which the machine was busy with something else.
+RESTLESS = 1.25
+
+#: A relative distance of all weights beyond which rounding alone is not the likely reason (fp32, some hundred steps).
+ROUNDING_DISTANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The conclusion.
+
+    Attributes:
+        recommended: the strategy's name; None where none can be.
+        headline: the conclusion in one sentence.
+        reasons: what speaks for it, a sentence or two each.
+        how: lines to type.
+        cautions: what the reader must know before relying on it.
+    """
+
+    recommended: str | None
+    headline: str
+    reasons: tuple[str, ...]
+    how: tuple[str, ...]
+    cautions: tuple[str, ...]
+
+
+def judge(results: Results) -> Verdict:
+    """Apply the rules."""
+    candidates = [row for row in results.rows if row.ok and row.trains and not _drifted(row)]
+    if not candidates:
+        headline = "Nothing to recommend: no strategy that trains came to its end."
+        return Verdict(None, headline, (), (), tuple(_cautions(results, None)))
+    fastest = max(candidates, key=lambda row: row.samples_per_s)
+    tied = [row for row in candidates if row is fastest or _tie(fastest, row)]
+    chosen = min(tied, key=lambda row: row.simplicity)
+    reasons = [
+        _speed(results, chosen, fastest, tied),
+        *_efficiency(results, chosen),
+        _time(chosen),
+        *_memory(results, chosen),
+    ]
+    return Verdict(
+        chosen.name,
+        _headline(results, chosen, tied),
+        tuple(reasons),
+        how(results, chosen),
+        tuple(_cautions(results, chosen)),
+    )
+
+
+def how(results: Results, row: Row) -> tuple[str, ...]:
+    """Return the commands that use a strategy for a training script of one's own."""
+    num_processes = 1 if row.one_process else results.settings.num_ranks
+    return (
+        "# in train.py, after the model and the optimizer are made:",
+        "world = guozhuang.init()",
+        "model, optimizer = guozhuang.prepare(model, optimizer)",
+        "",
+        "# then start it:",
+        f"guozhuang run --nproc-per-node {num_processes} --strategy {row.name} train.py",
+    )
+
+
+def _headline(results: Results, chosen: Row, tied: Sequence[Row]) -> str:
+    others = [row.name for row in tied if row is not chosen]
+    if others:
+        return f"Take {chosen.name}: it is as fast as {_listed(others)} within the spread, and the simplest of them."
+    trained = sum(row.trains and row.ok for row in results.rows)
+    if trained == 1:
+        return f"Take {chosen.name}: it is the only strategy here that trains and came to its end."
+    return f"Take {chosen.name}: it is the fastest strategy that trains this workload on this machine."
+
+
+def _speed(results: Results, chosen: Row, fastest: Row, tied: Sequence[Row]) -> str:
+    text = f"It trains {units.rate(chosen.samples_per_s)} samples/s"
+    if len(chosen.rounds) > 1:
+        text += f" ({units.rate(chosen.slowest)} to {units.rate(chosen.fastest)} over {len(chosen.rounds)} rounds)"
+    text += f", an epoch in {units.duration(results.epoch_s(chosen))}"
+    trained = [row for row in results.rows if row.ok and row.trains and row is not chosen]
+    runner_up = max(trained, key=lambda row: row.samples_per_s).name if trained else "single"
+    ratios = [
+        f"{units.times(ratio)} {name}"
+        for name in dict.fromkeys(("single", "torch-ddp", runner_up))
+        if name != chosen.name and (ratio := results.ratio(chosen, name)) is not None
+    ]
+    text += f": {' and '.join(ratios)}." if ratios else "."
+    if chosen is not fastest:
+        behind = 1 - chosen.samples_per_s / fastest.samples_per_s
+        measured = (
+            f"{fastest.name} measured {units.percent(behind)} more"
+            if behind >= 0.005
+            else f"{fastest.name} measured the same"
+        )
+        why = (
+            "that is within what rounds differ by"
+            if len(chosen.rounds) > 1
+            else "one round cannot tell that from chance"
+        )
+        text += f" {measured}; {why}."
+    return text
+
+
+def _efficiency(results: Results, chosen: Row) -> list[str]:
+    share = results.ratio(chosen, "none")
+    none = results.row("none")
+    if share is None or none is None:
+        return []
+    single = results.row("single")
+    ranks = f"{results.settings.num_ranks} ranks"
+    if chosen.one_process:
+        if share < 1:
+            return [
+                f"The bound, {ranks} that do not communicate at all, is at {units.times(1 / share)} of it; "
+                "no strategy reached that."
+            ]
+        return [
+            f"{ranks[:1].upper()}{ranks[1:]} that do not communicate at all reach {units.percent(1 / share)} of it: "
+            "on this machine no way of spreading the work over them can be faster."
+        ]
+    text = f"It reaches {units.percent(share)} of the bound (none: the same {ranks} without any communication)"
+    text += (
+        f", so better communication alone could win at most {units.times(1 / share)}."
+        if share < 0.98
+        else ": communication costs next to nothing here."
+    )
+    if single is not None and none.samples_per_s < single.samples_per_s:
+        text += " The bound itself is below single: the cores are what limits this workload."
+    return [text]
+
+
+def _time(chosen: Row) -> str:
+    phases = chosen.phases
+    shares = {name: part / phases.step_s for name, part in zip(PHASES, phases.parts(), strict=True)}
+    words = {
+        "exchange": "communication that backward does not hide",
+        "data": "fetching data",
+        "optimizer": "the optimizer",
+    }
+    ordered = sorted((name for name in shares if shares[name] >= 0.005), key=lambda name: -shares[name])
+    parts = ", ".join(f"{units.percent(shares[name])} {words.get(name, name)}" for name in ordered)
+    return f"A step takes {units.duration(phases.step_s)}: {parts}."
+
+
+def _memory(results: Results, chosen: Row) -> list[str]:
+    used = chosen.machine_bytes
+    if used is None:
+        return []
+    text = f"It needs {units.size(used)} of main memory"
+    single = results.row("single")
+    if single is not None and single.machine_bytes and chosen is not single:
+        text += f" in all, {units.times(used / single.machine_bytes)} what single needs"
+    return [text + "."]
+
+
+def _cautions(results: Results, chosen: Row | None) -> list[str]:
+    found = [f"{row.name} failed: {short(row.failure.cause)}" for row in results.rows if row.failure is not None]
+    for row in results.rows:
+        if row.ok and _drifted(row):
+            found.append(f"{row.name} claims to be exact, and its ranks ended with different weights: do not use it.")
+        far = row.difference is not None and row.difference.distance > ROUNDING_DISTANCE
+        if row.exact and far and row.difference is not None:
+            found.append(
+                f"{row.name} ended {units.tiny(row.difference.distance)} (relative distance of all weights) away "
+                f"from single, more than rounding explains at first sight.{_why_far(results)}"
+            )
+    if chosen is not None:
+        ahead = [
+            row.name
+            for row in results.rows
+            if row.ok and row.trains and row is not chosen and row.fastest >= chosen.slowest and not _tie(chosen, row)
+            and row.samples_per_s < chosen.samples_per_s
+        ]  # fmt: skip
+        if ahead and len(chosen.rounds) > 1:
+            found.append(
+                f"The rounds spread so far that one of {_listed(ahead)} was as fast as one of {chosen.name}: "
+                "more --rounds tell."
+            )
+        if chosen.fastest > RESTLESS * chosen.slowest:
+            found.append(
+                f"The machine was not quiet: the fastest round of {chosen.name} ran at "
+                f"{units.times(chosen.fastest / chosen.slowest)} the speed of its slowest. "
+                "Run it again when nothing else computes, with more --steps."
+            )
+    if results.settings.num_rounds == 1:
+        found.append("One round shows no spread: run at least three before a small difference is believed.")
+    return found
+
+
+def _why_far(results: Results) -> str:
+    dropout = results.workload_details.get("dropout")
+    if dropout not in (None, 0, 0.0, "0", "0.0", "none", "no", "off"):
+        return (
+            f" Dropout is on ({dropout}): ranks draw other masks than one process does, "
+            "so equal weights cannot be expected."
+        )
+    return ""
+
+
+def _tie(fastest: Row, other: Row) -> bool:
+    apart = 1 - other.samples_per_s / fastest.samples_per_s
+    if len(fastest.rounds) < 2 or len(other.rounds) < 2:
+        return abs(apart) < TIE_OF_ONE_ROUND
+    return other.fastest >= fastest.slowest and abs(apart) < TIE
+
+
+def _drifted(row: Row) -> bool:
+    return row.exact and row.ranks_identical is False
+
+
+def short(cause: str, num_characters: int = 200) -> str:
+    """Return the first line of a cause, cut to a length."""
+    line = cause.strip().splitlines()[0] if cause.strip() else "no reason was given"
+    return line if len(line) <= num_characters else line[: num_characters - 1] + "…"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]

@@ -1,0 +1,284 @@
+"""One rank of one measured run: ``python -m guozhuang.lab.worker SPEC.json``, alone or under ``guozhuang run``.
+
+It trains for a given number of steps, measures, and leaves ``rank-R.json`` (or ``error-R.json``) in the run's folder.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import mmap
+import os
+import signal
+import struct
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from guozhuang import data, strategies, world
+from guozhuang.data_parallel import DataParallel
+from guozhuang.errors import UsageError
+from guozhuang.lab import measure
+from guozhuang.lab.files import build, write_text
+from guozhuang.lab.results import Phases, RankRecord
+from guozhuang.timeline import Timeline
+from guozhuang.workloads import Workload, load
+
+#: ``first``: the run of the first round, which also keeps the weights and evaluates. ``timing``: measures only.
+#: ``timeline``: writes a trace instead of measuring.
+PURPOSES = ("first", "timing", "timeline")
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """What a run is to do; the same for each of its ranks.
+
+    Attributes:
+        strategy: a name from ``guozhuang.strategies``.
+        purpose: one of :data:`PURPOSES`.
+        folder: where the ranks leave what they found.
+        workload: its name, or ``module:function``.
+        options: the workload's own.
+        data_folder: where a workload keeps what it prepares once for all runs.
+        num_ranks: the ranks that share the global batch; a strategy of one process takes all of it.
+        num_threads: compute threads of this process.
+        num_cores: compute threads while only rank 0 works (evaluation).
+        num_steps: the measured steps, after ``num_warmup_steps``.
+        seed: of the initial weights and the order of the samples.
+        timeout_s: the limit of every wait for other ranks.
+        device: ``cpu`` or ``cuda``; None: what ``init`` finds.
+    """
+
+    strategy: str
+    purpose: str
+    folder: str
+    workload: str
+    options: dict[str, Any]
+    data_folder: str
+    num_ranks: int
+    num_threads: int
+    num_cores: int
+    num_steps: int
+    num_warmup_steps: int
+    seed: int
+    timeout_s: float
+    device: str | None = None
+
+
+@dataclass
+class _Recording:
+    """What the steps leave behind; marks are the clock's, turned into seconds at the end."""
+
+    marks: list[tuple[Any, Any, Any, Any, Any, Any]] = field(default_factory=list)
+    losses: list[torch.Tensor] = field(default_factory=list)
+
+
+class _Trainer:
+    """The objects of one run and the step over them."""
+
+    def __init__(self, spec: RunSpec, here: world.World) -> None:
+        self.spec = spec
+        self.here = here
+        self.workload = load(spec.workload, spec.options, Path(spec.data_folder))
+        self.strategy = strategies.get(spec.strategy)
+        self.clock = measure.Clock(here.device)
+        self.timeline = Timeline(here.rank) if spec.purpose == "timeline" else None
+        torch.manual_seed(spec.seed)
+        self.bare = self.workload.model().to(here.device)
+        optimizer = self.workload.optimizer(self.bare)
+        self.last_gradient = measure.LastGradient(self.bare, self.clock)
+        num_replicas = spec.num_ranks if spec.strategy == "dp" else None
+        self.model, self.optimizer = strategies.prepare(self.bare, optimizer, spec.strategy, num_replicas=num_replicas)
+        if self.timeline is not None and hasattr(self.model, "timeline"):
+            cast(Any, self.model).timeline = self.timeline  # its buckets then stand in the trace too
+        self.batch_size = self.workload.batch_size * (spec.num_ranks if self.strategy.one_process else 1)
+        self.batches = _batches(self.workload, self.batch_size, spec.seed, here)
+        self.recording = _Recording()
+        self._progress = _Progress(Path(spec.folder) / "progress") if here.rank == 0 else None
+
+    def step(self, number: int, before_optimizer: Any = None) -> None:
+        """Train on one batch; ``before_optimizer`` is called where memory is at its fullest."""
+        now = self.clock.now
+        start = now()
+        with self._span("data"):
+            batch = _to(next(self.batches), self.here.device)
+        fetched = now()
+        with self._span("forward"):
+            loss = self.workload.loss(self.model, batch)
+        computed = now()
+        with self._span("backward"):
+            loss.backward()
+        returned = now()
+        if before_optimizer is not None:
+            before_optimizer()
+        with self._span("optimizer"):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.recording.marks.append((start, fetched, computed, self.last_gradient.mark, returned, now()))
+        self.recording.losses.append(loss.detach())
+        if self._progress is not None:
+            self._progress.tell(number)
+
+    def _span(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.timeline is None else self.timeline.span(name, "step")
+
+
+def main(arguments: list[str]) -> None:
+    """Do the run that the file ``arguments[0]`` describes."""
+    spec = build(RunSpec, json.loads(Path(arguments[0]).read_text()))
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the parent asks for stacks before it ends a hung run
+    folder = Path(spec.folder)
+    write_text(folder / f"pid-{os.getpid()}", str(os.getpid()))
+    try:
+        here = world.init(device=spec.device, timeout_s=spec.timeout_s)
+        record = _run(spec, here)
+        if record is not None:
+            write_text(folder / f"rank-{here.rank}.json", json.dumps(asdict(record)))
+    except Exception as error:
+        _write_error(folder, error)
+        raise  # an exception that nobody catches lets the process leave without waiting for its peers
+    world.shutdown()
+
+
+def _run(spec: RunSpec, here: world.World) -> RankRecord | None:
+    torch.set_num_threads(spec.num_threads)
+    trainer = _Trainer(spec, here)
+    pss = _warm_up(trainer)
+    if isinstance(trainer.model, DataParallel):
+        trainer.model.imbalance(reset=True)
+    whole_life = not measure.reset_peak_memory(here.device)
+    _wait_for_all(here)
+    sent_before = measure.tcp_sent_bytes() if here.device.type == "cpu" else None
+    trainer.clock.wait()
+    start = time.perf_counter()
+    for number in range(spec.num_steps):
+        trainer.step(spec.num_warmup_steps + number + 1)
+    trainer.clock.wait()
+    elapsed_s = time.perf_counter() - start
+    sent_after = measure.tcp_sent_bytes() if sent_before is not None else None
+    peak = measure.peak_memory_bytes()
+    if trainer.timeline is not None:
+        trainer.timeline.write(Path(spec.folder) / f"timeline-{here.rank}.json")
+        return None
+    metrics = _keep_first(trainer) if spec.purpose == "first" else {}
+    trainable = [p for p in trainer.bare.parameters() if p.requires_grad]
+    return RankRecord(
+        rank=here.rank,
+        num_steps=spec.num_steps,
+        elapsed_s=elapsed_s,
+        phases=_mean_phases(trainer),
+        losses=tuple(float(loss) for loss in trainer.recording.losses),
+        sent_bytes=None if sent_before is None or sent_after is None else sent_after - sent_before,
+        peak_bytes=peak,
+        peak_whole_life=whole_life,
+        pss_bytes=pss,
+        peak_device_bytes=torch.cuda.max_memory_allocated(here.device) if here.device.type == "cuda" else None,
+        main_share=trainer.model.imbalance().main_share if isinstance(trainer.model, DataParallel) else None,
+        gradient_bytes=sum(p.numel() * p.element_size() for p in trainable),
+        weights_digest=measure.digest(trainer.bare.parameters()),
+        metrics=metrics,
+        num_threads=spec.num_threads,
+        device=str(here.device),
+        dataset_size=len(trainer.workload.train),  # type: ignore[arg-type]
+        batch_size=trainer.batch_size,
+    )
+
+
+def _warm_up(trainer: _Trainer) -> int | None:
+    """Take the steps before the measured ones; return this rank's PSS in the last of them."""
+    num_steps = trainer.spec.num_warmup_steps
+    found: list[int | None] = []
+
+    def weigh() -> None:
+        _wait_for_all(trainer.here)  # the same moment on every rank: all hold their gradients and optimizer state
+        found.append(measure.pss_bytes())
+        _wait_for_all(trainer.here)
+
+    for number in range(1, num_steps + 1):
+        trainer.step(number, weigh if number == num_steps else None)
+    trainer.last_gradient.keep_last()
+    return found[0]
+
+
+def _keep_first(trainer: _Trainer) -> dict[str, float]:
+    """Leave an exact strategy's weights in the run's folder, and evaluate rank 0's bare model while the others wait."""
+    metrics: dict[str, float] = {}
+    if trainer.here.rank == 0:
+        if trainer.strategy.exact:
+            weights = {name: p.detach().cpu() for name, p in trainer.bare.named_parameters()}
+            torch.save(weights, Path(trainer.spec.folder) / "weights.pt")
+        if trainer.workload.evaluate is not None:
+            torch.set_num_threads(trainer.spec.num_cores)
+            metrics = {name: float(value) for name, value in trainer.workload.evaluate(trainer.bare).items()}
+    _wait_for_all(trainer.here)
+    return metrics
+
+
+def _mean_phases(trainer: _Trainer) -> Phases:
+    marks = trainer.recording.marks[trainer.spec.num_warmup_steps :]
+    seconds = trainer.clock.seconds
+    sums = [0.0] * 5
+    for step in marks:
+        for i, (start, end) in enumerate(pairwise(step)):
+            sums[i] += seconds(start, end)
+    data_s, forward_s, backward_s, exchange_s, optimizer_s = (total / len(marks) for total in sums)
+    if trainer.strategy.one_process:  # what follows the last gradient is the end of backward, not communication
+        return Phases(data_s, forward_s, backward_s + exchange_s, None, optimizer_s)
+    return Phases(data_s, forward_s, backward_s, exchange_s, optimizer_s)
+
+
+def _batches(workload: Workload, batch_size: int, seed: int, here: world.World) -> Iterator[Any]:
+    """Whole batches of this rank's share without end, in a new order each epoch."""
+    loader = data.loader(
+        workload.train, batch_size, seed=seed, ends="drop", drop_last=True, collate_fn=workload.collate, world=here
+    )
+    while True:
+        yield from loader
+
+
+def _to(batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {key: _to(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_to(value, device) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(_to(value, device) for value in batch)
+    return batch
+
+
+def _wait_for_all(here: world.World) -> None:
+    if here.size > 1:
+        torch.distributed.barrier()
+
+
+class _Progress:
+    """Tells the parent how far rank 0 is, through a mapped file: one store into memory per step."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), 8)
+
+    def tell(self, step: int) -> None:
+        struct.pack_into("=q", self._map, 0, step)
+
+
+def _write_error(folder: Path, error: Exception) -> None:
+    here = world.current()
+    who = f"rank {here.rank}" if here is not None else f"process {os.getpid()}, before it joined the others"
+    kind = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "
+    told = {"time": time.monotonic(), "who": who, "text": f"{kind}{error}"}
+    write_text(folder / f"error-{os.getpid()}.json", json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

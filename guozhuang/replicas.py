@@ -1,0 +1,324 @@
+"""Twins of one module for several devices, and the threads in which they run side by side.
+
+[Note: replicas on one device share the parameters]
+A replica on the device of the original uses the original's parameter tensors themselves: nothing is copied, and
+autograd adds the gradients of all replicas into the original's `.grad`. That needs no lock. For CPU tensors autograd
+runs the whole backward in the thread that called `backward`; for an accelerator in one thread per device. In both cases
+a parameter that several replicas used has one accumulation node, and the engine sums what arrives there before it runs.
+On another device there is one differentiable copy, used by all replicas there.
+
+[Note: replica 0 owns the buffers]
+Replica 0 uses the original's buffers, so what it writes in place (running statistics of a BatchNorm, the vectors of
+spectral normalization) stays. Every other replica has copies, made before any replica starts; what it writes is lost.
+
+[Note: random numbers]
+CPU replicas draw from the one CPU generator of the process, in the order in which the threads come to it. So dropout
+differs from run to run, and activation checkpointing inside a CPU replica that draws random numbers cannot restore the
+draws of its forward. Replicas on different accelerators have a generator each and know neither problem.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import os
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parallel import _functions as torch_functions
+
+from guozhuang.errors import UsageError, explain
+
+__all__ = ["Workers", "apply", "replicate"]
+
+_T = TypeVar("_T", bound=Module)
+
+
+def replicate(module: _T, devices: Sequence[torch.device]) -> list[_T]:
+    """Make one twin of ``module`` per device; gradients of all twins arrive at the module's own parameters.
+
+    A twin has the module's class, attributes, hooks and training flags, and its own submodules. What its forward
+    assigns to attributes is lost with it. Plain attributes that hold modules or tensors (in a list, for example)
+    refer to the original. See [Note: replicas on one device share the parameters] and
+    [Note: replica 0 owns the buffers].
+
+    Args:
+        module: its parameters and buffers lie on ``devices[0]``.
+        devices: one per twin; entries may repeat.
+
+    Raises:
+        UsageError: a compiled module is inside, which would call the original instead of the twin; a lazy module that
+            has not yet seen its first batch; or a ScriptModule with children written in Python.
+    """
+    originals = list(module.modules())
+    _refuse_unreplicable(originals)
+    parameters, buffers = list(module.parameters()), list(module.buffers())
+    parameters_on = _copies(parameters, devices)
+    buffers_on = _copies(buffers, devices)
+    buffers_taken: set[torch.device] = set()
+    twins: list[_T] = []
+    for device in devices:
+        owned = buffers_on[device]
+        if device in buffers_taken:
+            owned = [b.clone() if b.requires_grad else b.detach().clone() for b in owned]
+        buffers_taken.add(device)
+        tensors = {
+            **{id(old): new for old, new in zip(parameters, parameters_on[device], strict=True)},
+            **{id(old): new for old, new in zip(buffers, owned, strict=True)},
+        }
+        twins.append(_twin(module, originals, tensors))
+    return twins
+
+
+def _refuse_unreplicable(modules: Sequence[Module]) -> None:
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # not imported: nothing was compiled
+    for module in modules:
+        wrapped = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+        if wrapped or getattr(module, "_compiled_call_impl", None) is not None:
+            raise UsageError(
+                explain(
+                    "A compiled module cannot be replicated: the compiled code is bound to the original",
+                    value=type(module).__qualname__,
+                    fix="wrap the module that is not compiled, and compile functions inside its forward",
+                )
+            )
+        if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
+            raise UsageError(
+                explain(
+                    "A lazy module whose parameters have no shape yet cannot be replicated",
+                    value=type(module).__qualname__,
+                    fix="call the module itself with one batch first",
+                )
+            )
+        if isinstance(module, torch.jit.ScriptModule) and not all(
+            isinstance(child, torch.jit.ScriptModule) for child in module.children()
+        ):
+            raise UsageError(
+                explain(
+                    "A ScriptModule with children written in Python cannot be replicated",
+                    value=type(module).__qualname__,
+                    fix="script the children too, or leave the parent in Python",
+                )
+            )
+
+
+def _copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> dict[torch.device, list[Tensor]]:
+    """The tensors on each of the devices; themselves (or aliases of their memory) on their own."""
+    here = devices[0]
+    others = [d for d in dict.fromkeys(devices) if d != here]
+    if not others or not tensors:
+        return {d: list(tensors) for d in (here, *others)}
+    if here.type != "cpu" and all(d.type == here.type for d in others):
+        # torch's own packs small tensors together, on the way out and on the way back. Its outputs for `here` alias the
+        # inputs; they are used, because its backward sums over all outputs and would fill in zeros for unused ones.
+        flat = torch_functions.Broadcast.apply([here.index, *(d.index for d in others)], *tensors)
+        n = len(tensors)
+        return {d: list(flat[i * n : (i + 1) * n]) for i, d in enumerate((here, *others))}
+    return {here: list(tensors)} | {d: [t.to(d) for t in tensors] for d in others}
+
+
+def _twin(root: _T, originals: Sequence[Module], tensors: dict[int, Tensor]) -> _T:
+    twin_of = {id(m): m._replicate_for_data_parallel() for m in originals}
+    for module in originals:
+        twin = twin_of[id(module)]
+        scripted = isinstance(module, torch.jit.ScriptModule)
+        if not scripted:
+            twin._parameters = {}  # graph modules fill it when they copy themselves
+        # Assigning by `setattr` tells modules that watch their attributes: recurrent ones keep a flat list of weights.
+        for name, child in module._modules.items():
+            if child is not None:
+                setattr(twin, name, twin_of[id(child)])
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                if not scripted:
+                    twin._parameters[name] = None
+                continue
+            value = tensors[id(parameter)]
+            setattr(twin, name, value)
+            if not scripted:
+                # A copy is no leaf and lands among the plain attributes. Among the parameters, `twin.parameters()`
+                # finds it: code that asks its first parameter for dtype or device works in a replica too.
+                twin.__dict__.pop(name, None)
+                twin._parameters[name] = value
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                setattr(twin, name, tensors[id(buffer)])
+        for name, value in list(twin.__dict__.items()):
+            # `self.forward = self.other_forward`: bound to the original, must act on the twin.
+            if isinstance(value, types.MethodType) and id(value.__self__) in twin_of:
+                twin.__dict__[name] = types.MethodType(value.__func__, twin_of[id(value.__self__)])
+    root_twin: _T = twin_of[id(root)]
+    return root_twin
+
+
+class Workers:
+    """One thread per replica, kept from forward to forward.
+
+    A thread starts when its replica first runs, always serves the same replica number (so that an accelerator keeps one
+    set of library handles per thread), and ends when the object is collected or the interpreter exits. A copy
+    (``copy``, ``pickle``) starts with no threads.
+
+    Kept, because a new thread has to build its own team of OpenMP threads, at each step again.
+    """
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self._pid = os.getpid()
+        self._threads: list[ThreadPoolExecutor] = []
+        self._idents: set[int] = set()
+        # All calls of a forward are queued at once: two forwards at the same time meet every thread in one order, so
+        # replicas that wait for each other cannot block those of the other forward.
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[type[Workers], tuple[()]]:
+        return (Workers, ())
+
+    def submit(self, calls: Sequence[Callable[[], Any]]) -> list[Future[Any]]:
+        """Start one call per thread."""
+        if self._pid != os.getpid():  # the threads stayed behind in the process that forked this one
+            self._reset()
+        if threading.get_ident() in self._idents:
+            # A replica called its own wrapper: its thread would wait for itself. These threads end with the call, and
+            # count as ours, should the replicas in them do the same.
+            others = Workers()
+            others._idents = self._idents
+            return others._start(calls)
+        return self._start(calls)
+
+    def _start(self, calls: Sequence[Callable[[], Any]]) -> list[Future[Any]]:
+        with self._lock:
+            while len(self._threads) < len(calls):
+                name = f"guozhuang-replica-{len(self._threads)}"
+                thread = ThreadPoolExecutor(1, name, initializer=_enrol, initargs=(self._idents,))
+                self._threads.append(thread)
+            return [thread.submit(call) for thread, call in zip(self._threads, calls, strict=False)]
+
+
+def _enrol(idents: set[int]) -> None:
+    idents.add(threading.get_ident())
+
+
+@dataclass(frozen=True, slots=True)
+class _CallerState:
+    """What torch keeps per thread and a replica's thread must take over from the thread that called forward."""
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, torch.dtype], ...]
+    autocast_cache: bool
+    default_device: torch.device
+
+    @classmethod
+    def capture(cls, devices: Sequence[torch.device]) -> _CallerState:
+        kinds = dict.fromkeys(("cpu", *(d.type for d in devices)))
+        return cls(
+            grad=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            autocast=tuple((k, torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k)),
+            autocast_cache=torch.is_autocast_cache_enabled(),
+            default_device=torch.get_default_device(),
+        )
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if self.default_device.type != "cpu":
+                stack.enter_context(self.default_device)
+            if self.inference:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for kind, dtype in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self.autocast_cache))
+            yield
+
+
+def apply(
+    replicas: Sequence[Module],
+    inputs: Sequence[tuple[Any, ...]],
+    kwargs: Sequence[dict[str, Any]],
+    devices: Sequence[torch.device],
+    workers: Workers,
+) -> tuple[list[Any], list[float]]:
+    """Call each replica with its share, side by side, and wait for all of them.
+
+    The threads take over the caller's gradient and inference mode, autocast, default device, context variables and,
+    on accelerators, current streams. CPU replicas divide the caller's intra-operation threads among themselves.
+
+    Returns:
+        The outputs, and the seconds of host time each replica took; devices are not synchronized.
+
+    Raises:
+        Exception: what the first failing replica raised, itself, with its own traceback and a note that names the
+            replica and its device; raised after all replicas ended.
+    """
+    assert len(replicas) == len(inputs) == len(kwargs) == len(devices) > 0
+    state = _CallerState.capture(devices)
+    streams = [None if d.type == "cpu" else torch.accelerator.current_stream(d) for d in devices]
+
+    def call(index: int) -> tuple[Any, float]:
+        device, stream = devices[index], streams[index]
+        on_device = contextlib.nullcontext() if stream is None else torch.accelerator.device_index(device.index)
+        try:
+            with state.restored(), on_device, stream or contextlib.nullcontext():
+                start_s = time.perf_counter()
+                output = replicas[index](*inputs[index], **kwargs[index])
+                return output, time.perf_counter() - start_s
+        except Exception as error:
+            error.add_note(f"Raised in replica {index} (of {len(replicas)}) on device {device}.")
+            raise
+
+    if len(replicas) == 1:
+        results = [call(0)]
+    else:
+        num_threads = torch.get_num_threads()
+        num_sharing = sum(d.type == "cpu" for d in devices)
+
+        def in_thread(index: int) -> tuple[tuple[Any, float], bool]:
+            wanted = num_threads
+            if devices[index].type == "cpu":
+                rank = sum(d.type == "cpu" for d in devices[:index])
+                wanted = max(1, num_threads // num_sharing + (rank < num_threads % num_sharing))
+            changed = torch.get_num_threads() != wanted
+            if changed:
+                torch.set_num_threads(wanted)
+            return call(index), changed
+
+        contexts = [contextvars.copy_context() for _ in replicas]
+        calls = [lambda i=i, context=context: context.run(in_thread, i) for i, context in enumerate(contexts)]
+        futures = workers.submit(calls)
+        wait(futures)
+        results = _results(futures, num_threads)
+    return [output for output, _ in results], [busy_s for _, busy_s in results]
+
+
+def _results(futures: list[Future[Any]], num_threads: int) -> list[tuple[Any, float]]:
+    try:
+        errors = [(i, e) for i, f in enumerate(futures) if (e := f.exception()) is not None]
+        if errors or any(changed for _, changed in (f.result() for f in futures)):
+            # The number of threads is kept per thread, but each change also becomes what *new* threads start with.
+            # Setting the caller's own once more restores that.
+            torch.set_num_threads(num_threads)
+        if errors:
+            (_, first), *others = errors
+            for index, other in others:
+                first.add_note(f"Replica {index} failed too: {type(other).__name__}: {other}")
+            raise first
+        return [f.result()[0] for f in futures]
+    finally:
+        # An exception's traceback holds this frame; a frame that holds the exception would keep both, and the replicas
+        # with all they computed, until the next collection of cycles.
+        futures = []
+        errors = others = []
+        first = other = None  # type: ignore[assignment]

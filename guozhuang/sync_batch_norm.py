@@ -1,0 +1,171 @@
+"""Batch normalization over the joined batch of all ranks, on CPU too.
+
+Formulas: every rank sends (count, mean, M2) per channel, combined as in Chan, Golub and LeVeque 1979 (the pairwise update of
+sums of squared deviations), which stays exact where the mean is large against the spread. Backward needs two sums per channel
+over all ranks: of dy and of dy * (x - mean). Ranks may have different numbers of samples, none among them.
+Source: Ioffe and Szegedy 2015, https://arxiv.org/abs/1502.03167.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .errors import UsageError, explain
+
+
+class SyncBatchNorm(nn.SyncBatchNorm):
+    """``torch.nn.SyncBatchNorm`` that also works on CPU. Same arguments, same ``state_dict``; on accelerators it is PyTorch's.
+
+    Training-mode forward and its backward each issue one collective; every rank of the group must call them. Forward is of
+    shape (N, C, ...) with any number of further dimensions, in any floating-point dtype; statistics are kept in fp32 or wider.
+
+    Raises:
+        ValueError: fewer than two dimensions, or one value per channel on all ranks together.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:  # the name is PyTorch's
+        """Normalize over the joined batch in training mode, by the running statistics in evaluation mode."""
+        if input.device.type != "cpu":
+            return super().forward(input)
+        if input.dim() < 2:
+            raise UsageError(
+                explain("batch normalization needs an input of shape (N, C, ...)", value=tuple(input.shape))
+            )
+        if input.shape[1] != self.num_features:
+            raise UsageError(
+                explain(
+                    f"the input has {input.shape[1]} channels, the layer {self.num_features}", value=tuple(input.shape)
+                )
+            )
+        use_batch = self.training or self.running_mean is None
+        group = self.process_group or (dist.group.WORLD if dist.is_initialized() else None)
+        if not use_batch or group is None or group.size() == 1:
+            return self._local(input, use_batch)
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        if not self.training:  # no running statistics: PyTorch normalizes by the local batch in evaluation mode
+            return F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
+        output, mean, variance, count = _Normalize.apply(input, self.weight, self.bias, self.eps, group)  # type: ignore[no-untyped-call]
+        if self.track_running_stats and self.running_mean is not None and self.running_var is not None:
+            rate = 1.0 / float(self.num_batches_tracked or 1) if self.momentum is None else self.momentum
+            with torch.no_grad():
+                self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
+                unbiased = variance * (count / (count - 1.0))
+                self.running_var.lerp_(unbiased.to(self.running_var.dtype), rate)
+        return output  # type: ignore[no-any-return]
+
+    def _local(self, input: Tensor, use_batch: bool) -> Tensor:
+        rate = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            rate = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        keep = not self.training or self.track_running_stats
+        mean, variance = (self.running_mean, self.running_var) if keep else (None, None)
+        return F.batch_norm(input, mean, variance, self.weight, self.bias, use_batch, rate, self.eps)
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
+        """Return the module with every BatchNorm part (PyTorch's SyncBatchNorm among them) replaced by this class.
+
+        The replacements hold the same parameter and buffer objects. A part that stands in several places stays one.
+        """
+        return _replace(module, nn.modules.batchnorm._BatchNorm, process_group, {})
+
+
+def use_on_cpu(module: nn.Module) -> nn.Module:
+    """Return the module with PyTorch's SyncBatchNorm parts, which refuse CPU tensors, replaced by :class:`SyncBatchNorm`."""
+    if not any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
+        return module
+    return _replace(module, nn.SyncBatchNorm, None, {})
+
+
+def _replace(
+    module: nn.Module, kind: type[Any], group: dist.ProcessGroup | None, made: dict[int, nn.Module]
+) -> nn.Module:
+    if id(module) in made:
+        return made[id(module)]
+    result = module
+    if isinstance(module, kind) and not isinstance(module, SyncBatchNorm):
+        result = _converted(module, group)
+    made[id(module)] = result
+    for name, child in list(module._modules.items()):
+        if child is not None:
+            replacement = _replace(child, kind, group, made)
+            if replacement is not child:
+                setattr(result, name, replacement)
+    return result
+
+
+def _converted(part: Any, group: dist.ProcessGroup | None) -> SyncBatchNorm:
+    group = getattr(part, "process_group", None) or group
+    new = SyncBatchNorm(part.num_features, part.eps, part.momentum, part.affine, part.track_running_stats, group)
+    new.training = part.training
+    if part.affine:
+        new.weight, new.bias = part.weight, part.bias
+    new.running_mean, new.running_var = part.running_mean, part.running_var
+    new.num_batches_tracked = part.num_batches_tracked
+    return new
+
+
+class _Normalize(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: dist.ProcessGroup
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        wide = torch.promote_types(input.dtype, torch.float32)
+        x = input.to(wide)
+        dims = [d for d in range(x.dim()) if d != 1]
+        num_channels = x.shape[1]
+        local_count = x.numel() // max(num_channels, 1)
+        variance, mean = torch.var_mean(x, dims, correction=0) if local_count else (x.new_zeros(num_channels),) * 2
+        mine = torch.cat([x.new_full((1,), float(local_count)), mean, variance * local_count])
+        everyone = mine.new_empty(group.size(), mine.numel())
+        dist.all_gather(list(everyone.unbind(0)), mine, group=group)
+        counts, means, squares = everyone[:, :1], everyone[:, 1 : num_channels + 1], everyone[:, num_channels + 1 :]
+        count = counts.sum()
+        if count <= 1:
+            raise ValueError(
+                explain(
+                    "batch normalization needs more than one value per channel over all ranks",
+                    value=tuple(input.shape),
+                    fix="use a larger batch or evaluation mode",
+                )
+            )
+        mean = (counts * means).sum(0) / count
+        variance = (squares.sum(0) + (counts * (means - mean) ** 2).sum(0)) / count
+        inverse = torch.rsqrt(variance + eps)
+        shape = [1, num_channels] + [1] * (x.dim() - 2)
+        normal = (x - mean.view(shape)) * inverse.view(shape)
+        output = normal if weight is None else normal * weight.to(wide).view(shape)
+        output = output if bias is None else output + bias.to(wide).view(shape)
+        ctx.save_for_backward(input, weight, mean, inverse, count)
+        ctx.group, ctx.has_bias = group, bias is not None
+        ctx.mark_non_differentiable(mean, variance, count)
+        return output.to(input.dtype), mean, variance, count
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        input, weight, mean, inverse, count = ctx.saved_tensors
+        x, dy = input.to(mean.dtype), gradient.to(mean.dtype)
+        dims = [d for d in range(x.dim()) if d != 1]
+        shape = [1, x.shape[1]] + [1] * (x.dim() - 2)
+        normal = (x - mean.view(shape)) * inverse.view(shape)
+        sum_dy, sum_dy_normal = dy.sum(dims), (dy * normal).sum(dims)
+        d_weight = sum_dy_normal.to(weight.dtype) if weight is not None else None
+        d_bias = sum_dy.to(weight.dtype) if ctx.has_bias else None
+        if not ctx.needs_input_grad[0]:
+            # All ranks agree: whether an input needs a gradient follows from the model.
+            return None, d_weight, d_bias, None, None
+        sums = torch.cat([sum_dy, sum_dy_normal])
+        dist.all_reduce(sums, group=ctx.group)
+        sums /= count
+        mean_dy, mean_dy_normal = sums.chunk(2)
+        scale = inverse if weight is None else inverse * weight.to(mean.dtype)
+        dx = (dy - mean_dy.view(shape) - normal * mean_dy_normal.view(shape)) * scale.view(shape)
+        return dx.to(input.dtype), d_weight, d_bias, None, None

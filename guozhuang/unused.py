@@ -1,0 +1,73 @@
+"""Parameters that got no gradient: agreed on between ranks where that was expected, reported for all ranks where it was not.
+
+Ranks may differ in what they miss. The rank that noticed leaves a notice, so that ranks that see only a broken exchange can
+say the cause too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from .errors import UnusedParameterError, explain, rank_table
+from .groups import Notices
+
+
+class UnusedReport:
+    """What the ranks of a group have missed. Every rank must construct it, in the same order as others.
+
+    Args:
+        group: the ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._rank, self._size = group.rank(), group.size()
+        self._notices = Notices(group, "unused") if self._size > 1 else None
+
+    def error(self, missing: Sequence[str]) -> UnusedParameterError:
+        """Leave a notice of this rank's missing parameters and compose the error with those of all ranks."""
+        found = {self._rank: ", ".join(missing)}
+        if self._notices is not None:
+            self._notices.leave(", ".join(missing))
+            found = self._notices.read(patience_s=2.0)
+        return self._compose(found)
+
+    def error_elsewhere(self) -> UnusedParameterError | None:
+        """Compose the error if another rank has left a notice."""
+        found = {} if self._notices is None else self._notices.read(patience_s=0.0)
+        return self._compose(found) if found else None
+
+    def _compose(self, found: dict[int, str]) -> UnusedParameterError:
+        rows = [(rank, found.get(rank, "(none reported)")) for rank in range(self._size)]
+        text = explain(
+            "parameters got no gradient in the last backward, and finding unused parameters was not asked for",
+            rank=self._rank,
+            fix="pass find_unused_parameters=True, or make every parameter take part in the loss on every rank",
+        )
+        return UnusedParameterError(f"{text}\n{rank_table(('rank', 'parameters without a gradient'), rows)}")
+
+
+class UsedAnywhere:
+    """Whether any rank of the group had a gradient, for each parameter: one all-reduce, under way from the start.
+
+    Every rank must construct it at the same point of the pass.
+
+    Args:
+        flags: which parameters this rank used; as many on every rank.
+        group: the ranks.
+        device: where the group communicates.
+    """
+
+    def __init__(self, flags: Sequence[bool], group: dist.ProcessGroup, device: torch.device) -> None:
+        self._flags = torch.tensor(flags, dtype=torch.int32, device=device)
+        self._work = None
+        if group.size() > 1:
+            self._work = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, group=group, async_op=True)
+
+    def result(self) -> list[bool]:
+        """Wait for the other ranks and return the answer, the same on all of them."""
+        if self._work is not None:
+            self._work.wait()
+        return [bool(flag) for flag in self._flags.tolist()]

@@ -1,0 +1,88 @@
+"""What is trained: the one interface between a workload and whoever runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from guozhuang.errors import UsageError, explain
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Model, data, loss, metric and optimizer, with no word about how they are spread over processes.
+
+    Every rank builds its own, from the same options, and gets the same one. None of the callables communicates.
+    The joined batch of all ranks at a step is the batch that one process sees at that step: rank ``r`` of ``n`` takes
+    every ``n``-th index of the epoch's permutation, starting at ``r``.
+
+    Attributes:
+        name: what the report calls it.
+        model: builds the bare model on the CPU, in training mode. It is called right after ``torch.manual_seed`` and
+            gives the same weights for the same seed.
+        optimizer: builds the optimizer over the bare model's parameters, before a strategy wraps either.
+        train: map-style data set: it has a length and is indexed by 0 .. length - 1.
+        collate: list of samples -> batch: a tensor, or tuples and dicts of tensors, on the CPU.
+        loss: runs the forward of the (wrapped) model on a batch and returns a scalar: the mean over its samples. The
+            batch lies where the model expects its inputs; moving it there is the caller's work.
+        evaluate: the bare model -> metrics by name, over a held-out part that is the same in every call; it leaves the
+            model's weights and its training mode as they were. None where there is nothing to measure but speed.
+        batch_size: samples per rank and step.
+        details: what the report prints about the workload, in this order.
+
+    Raises:
+        UsageError: from the constructor, where a field cannot work.
+    """
+
+    name: str
+    model: Callable[[], torch.nn.Module]
+    optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer]
+    train: Dataset[Any]
+    collate: Callable[[list[Any]], Any]
+    loss: Callable[[torch.nn.Module, Any], torch.Tensor]
+    evaluate: Callable[[torch.nn.Module], dict[str, float]] | None
+    batch_size: int
+    details: Mapping[str, str | int | float]
+
+    def __post_init__(self) -> None:
+        for field in ("model", "optimizer", "collate", "loss"):
+            if not callable(getattr(self, field)):
+                raise UsageError(
+                    explain(
+                        f"{field} of the workload {self.name!r} cannot be called",
+                        value=getattr(self, field),
+                        fix=f"give a function; guozhuang.workloads.Workload says what {field} takes and returns",
+                    )
+                )
+        if self.evaluate is not None and not callable(self.evaluate):
+            raise UsageError(
+                explain(
+                    f"evaluate of the workload {self.name!r} is neither a function nor None",
+                    value=self.evaluate,
+                    fix="give a function of the bare model, or None",
+                )
+            )
+        if isinstance(self.train, IterableDataset) or not isinstance(self.train, Sized):
+            raise UsageError(
+                explain(
+                    f"the training data of the workload {self.name!r} has no length and cannot be shared out by index",
+                    value=type(self.train).__name__,
+                    fix="give a map-style torch Dataset: __len__ and __getitem__",
+                )
+            )
+        if len(self.train) == 0:
+            raise UsageError(
+                explain(f"the training data of the workload {self.name!r} is empty", fix="give at least one sample")
+            )
+        if isinstance(self.batch_size, bool) or not isinstance(self.batch_size, int) or self.batch_size < 1:
+            raise UsageError(
+                explain(
+                    f"the batch size of the workload {self.name!r} is not a whole number of at least 1",
+                    value=self.batch_size,
+                    fix="give the number of samples one rank takes in one step",
+                )
+            )

@@ -1,0 +1,193 @@
+"""BERT models for classification: the four sizes from scratch, or a checkpoint from a local folder."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from guozhuang.errors import UsageError, explain
+from guozhuang.workloads.vocabulary import missing
+
+
+@dataclass(frozen=True)
+class BertSize:
+    """How large a BERT is; the inner width of its feed-forward layers is 4 times ``hidden``.
+
+    Attributes:
+        layers: number of transformer layers.
+        hidden: width.
+        heads: attention heads per layer.
+        adamw_lr: learning rate of AdamW with which training from scratch starts well without a warm-up.
+        sgd_lr: the same for SGD with momentum 0.9.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    adamw_lr: float
+    sgd_lr: float
+
+
+SIZES: Mapping[str, BertSize] = MappingProxyType(
+    {
+        "bert-tiny": BertSize(2, 128, 2, 1e-3, 5e-2),
+        "bert-mini": BertSize(4, 256, 4, 5e-4, 5e-2),
+        "bert-small": BertSize(4, 512, 8, 3e-4, 5e-2),
+        "bert-base": BertSize(12, 768, 12, 1e-4, 1e-2),
+    }
+)
+FINE_TUNING_LR = 2e-5
+MAX_POSITIONS = 512
+
+# What the families that transformers knows call their dropout probabilities.
+_DROPOUT = re.compile(r"(dropout|_drop|pdrop|classifier_dropout|_dropout_prob|dropout_rate)$")
+
+
+def find(model: str) -> BertSize | Path:
+    """A size by its name, or the folder of a checkpoint.
+
+    Raises:
+        UsageError: neither; a name on a model hub is not looked up, since nothing is downloaded.
+    """
+    if model in SIZES:
+        return SIZES[model]
+    folder = Path(model).expanduser()
+    if (folder / "config.json").is_file():
+        return folder.resolve()
+    what = (
+        "the folder has no config.json of a Hugging Face checkpoint" if folder.is_dir() else "no such model or folder"
+    )
+    raise UsageError(
+        explain(
+            what,
+            value=model,
+            fix=f"use {', '.join(SIZES)}, or the path of a checkpoint on this machine (nothing is downloaded)",
+        )
+    )
+
+
+def default_lr(model: BertSize | Path, optimizer: str) -> float:
+    """The learning rate where none was told: 2e-5 for a checkpoint (``sgd``: 2e-3), else the size's own."""
+    if isinstance(model, Path):
+        return FINE_TUNING_LR if optimizer == "adamw" else 100 * FINE_TUNING_LR
+    return model.adamw_lr if optimizer == "adamw" else model.sgd_lr
+
+
+def num_parameters(size: BertSize, vocabulary_size: int, num_classes: int) -> int:
+    """How many parameters ``build`` gives a model of this size: embeddings, layers, pooler and classifier."""
+    h = size.hidden
+    embeddings = (vocabulary_size + MAX_POSITIONS + 2) * h + 2 * h
+    attention = 4 * (h * h + h) + 2 * h
+    feed_forward = 2 * 4 * h * h + 4 * h + h + 2 * h
+    return embeddings + size.layers * (attention + feed_forward) + h * h + h + num_classes * (h + 1)
+
+
+def build(
+    model: BertSize | Path, *, num_classes: int, vocabulary_size: int, pad_id: int, dropout: float, max_length: int
+) -> torch.nn.Module:
+    """A model that maps ``input_ids`` and ``attention_mask`` (int64, batch × tokens) to ``.logits`` (batch × classes).
+
+    It is on the CPU, in fp32, in training mode. New weights come from torch's generator. A checkpoint brings its
+    weights and vocabulary; its classifier is kept if it has ``num_classes`` classes, else a new one is made.
+
+    Raises:
+        UsageError: transformers is not installed, or the checkpoint cannot be used.
+    """
+    if isinstance(model, Path):
+        return _from_checkpoint(model, num_classes, dropout, max_length)
+    try:
+        from transformers import BertConfig
+        from transformers.models.bert.modeling_bert import BertForSequenceClassification
+    except ImportError:
+        raise missing("transformers") from None
+    config = BertConfig(
+        vocab_size=vocabulary_size,
+        num_hidden_layers=model.layers,
+        hidden_size=model.hidden,
+        num_attention_heads=model.heads,
+        intermediate_size=4 * model.hidden,
+        max_position_embeddings=MAX_POSITIONS,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+        classifier_dropout=dropout,
+        pad_token_id=pad_id,
+        num_labels=num_classes,
+    )
+    built: torch.nn.Module = BertForSequenceClassification(config)
+    return built.train()
+
+
+def checkpoint_config(folder: Path, num_classes: int, dropout: float, max_length: int) -> Any:
+    """The configuration of a checkpoint, set to ``num_classes`` and this dropout everywhere.
+
+    Raises:
+        UsageError: it cannot be read, or its positions end before ``max_length``.
+    """
+    try:
+        from transformers import AutoConfig
+    except ImportError:
+        raise missing("transformers") from None
+    try:
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True, num_labels=num_classes)
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(
+            explain(f"the checkpoint in {folder} has no configuration that can be read: {error}", fix="save it again")
+        ) from None
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and max_length > limit:
+        raise UsageError(
+            explain(f"the checkpoint in {folder} knows {limit} positions", value=max_length, fix="lower --max-length")
+        )
+    for name, value in config.to_dict().items():
+        if _DROPOUT.search(name) and (value is None or isinstance(value, int | float)) and not isinstance(value, bool):
+            setattr(config, name, dropout)
+    return config
+
+
+def count_checkpoint_parameters(folder: Path, num_classes: int, max_length: int, vocabulary_size: int) -> int:
+    """How many parameters a checkpoint's model has, without reading its weights.
+
+    Raises:
+        UsageError: see ``checkpoint_config``; or its tokenizer has more entries than the model has embeddings.
+    """
+    config = checkpoint_config(folder, num_classes, 0.0, max_length)
+    if vocabulary_size > config.vocab_size:
+        raise UsageError(
+            explain(
+                f"the tokenizer in {folder} has {vocabulary_size} entries, more than its model's {config.vocab_size}",
+                fix="save the tokenizer that the model was trained with there",
+            )
+        )
+    from transformers import AutoModelForSequenceClassification
+
+    with torch.device("meta"):
+        shell = AutoModelForSequenceClassification.from_config(config)
+    return sum(parameter.numel() for parameter in shell.parameters())
+
+
+def _from_checkpoint(folder: Path, num_classes: int, dropout: float, max_length: int) -> torch.nn.Module:
+    config = checkpoint_config(folder, num_classes, dropout, max_length)
+    from transformers import AutoModelForSequenceClassification, logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # a new classifier is expected here, and every rank would print a page about it
+    try:
+        built: torch.nn.Module = AutoModelForSequenceClassification.from_pretrained(
+            str(folder), config=config, local_files_only=True, dtype=torch.float32, ignore_mismatched_sizes=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise UsageError(
+            explain(f"the checkpoint in {folder} cannot be loaded for classification: {error}", fix="save it again")
+        ) from None
+    finally:
+        logging.set_verbosity(verbosity)
+    for module in built.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = dropout
+    return built.train()

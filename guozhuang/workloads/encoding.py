@@ -1,0 +1,149 @@
+"""Bytes of a text file -> text, and what was assumed about its encoding."""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from guozhuang.errors import UsageError, explain
+
+# UTF-32's little-endian mark begins with UTF-16's, so it must be asked for first.
+_MARKS = (
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """The text of a file.
+
+    Attributes:
+        text: bytes that are not of the encoding stand in it as lone surrogates, U+DC80 + (byte - 0x80).
+        encoding: Python's name of the encoding used.
+        assumed: a sentence for the log where the encoding was a guess, else empty.
+    """
+
+    text: str
+    encoding: str
+    assumed: str
+
+
+def read_bytes(path: Path) -> bytes:
+    """The whole content of a file, unpacked if it is gzip (by its first bytes, whatever its name).
+
+    Raises:
+        UsageError: the file is not there, not readable, or a broken gzip.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UsageError(
+            explain(f"cannot read {path}: {error.strerror}", fix="give the path of a file that this user can read")
+        ) from None
+    if data[:2] != b"\x1f\x8b":
+        return data
+    try:
+        return gzip.decompress(data)
+    except (OSError, EOFError, zlib.error) as error:
+        raise UsageError(
+            explain(f"{path} is a damaged gzip file: {error}", fix="copy or download the file again")
+        ) from None
+
+
+def decode(data: bytes, path: Path, encoding: str | None = None) -> Decoded:
+    """Decode a file by the encoding told, else by the one detected.
+
+    Detection: a byte-order mark; UTF-16 by its NUL bytes; UTF-8; UTF-8 with a few bad bytes; and for text that is
+    mostly ASCII, Windows-1252 (all of printable ISO-8859-1 is in it), which is a guess and says so. Text that is mostly
+    not ASCII and not Unicode could be in dozens of encodings that all decode, so nothing is guessed there.
+
+    Args:
+        data: the bytes, unpacked.
+        path: for the texts of errors.
+        encoding: a name Python knows, or None.
+
+    Raises:
+        UsageError: an unknown name, nothing detected, or bytes that cannot be told apart into lines.
+    """
+    if encoding is not None:
+        try:
+            name = codecs.lookup(encoding).name
+            b"".decode(name)
+        except LookupError:
+            raise UsageError(
+                explain(
+                    "no such text encoding", value=encoding, fix="use a name Python knows, e.g. utf-8, cp1252, gb18030"
+                )
+            ) from None
+        return Decoded(_text(data, name, path).removeprefix("\ufeff"), name, "")
+    for mark, name in _MARKS:
+        if data.startswith(mark):
+            return Decoded(_text(data, name, path), name, "")
+    name = _utf16(data)
+    if name:
+        return Decoded(_text(data, name, path), name, f"{path}: read as {name} (by its NUL bytes; it has no mark)")
+    try:
+        return Decoded(data.decode("utf-8"), "utf-8", "")
+    except UnicodeDecodeError:
+        pass
+    text = data.decode("utf-8", "surrogateescape")
+    num_bad = sum("\udc80" <= character <= "\udcff" for character in text)
+    num_good = sum(character > "\x7f" for character in text) - num_bad
+    if num_good > num_bad:
+        return Decoded(text, "utf-8", "")
+    if num_bad > 0.2 * len(data):
+        raise UsageError(
+            explain(
+                f"{path} is not Unicode, and its encoding cannot be told from its bytes",
+                fix="name it: --encoding gb18030, shift_jis, euc_kr, cp1251, koi8-r, ...",
+            )
+        )
+    name = "latin-1" if set(data) & {0x81, 0x8D, 0x8F, 0x90, 0x9D} else "cp1252"
+    return Decoded(data.decode(name), name, f"{path}: not UTF-8, read as {name}; --encoding says otherwise")
+
+
+def bad_bytes(text: str) -> str:
+    """Name the first byte that ``decode`` could not read in a piece of its text; empty where there is none."""
+    for character in text:
+        if "\udc80" <= character <= "\udcff":
+            return f"0x{ord(character) - 0xDC00:02x}"
+    return ""
+
+
+def _utf16(data: bytes) -> str:
+    """UTF-16 without a mark: Latin text has a NUL in every second byte, always on the same side."""
+    sample = data[: 1 << 16]
+    half = len(sample) // 2
+    if half and len(data) % 2 == 0:
+        even, odd = sample[0::2].count(0), sample[1::2].count(0)
+        if odd > 0.4 * half and even < 0.01 * half:
+            return "utf-16-le"
+        if even > 0.4 * half and odd < 0.01 * half:
+            return "utf-16-be"
+    return ""
+
+
+def _text(data: bytes, encoding: str, path: Path) -> str:
+    try:
+        return data.decode(encoding)
+    except UnicodeDecodeError as error:
+        first = error
+    if not encoding.startswith(("utf-16", "utf-32")):
+        try:
+            return data.decode(encoding, "surrogateescape")
+        except UnicodeDecodeError as error:  # an ASCII byte can be the wrong half of a pair: no row to put it in
+            first = error
+    line = data[: first.start].decode(encoding, "ignore").count("\n") + 1
+    raise UsageError(
+        explain(
+            f"{path}:{line}: byte 0x{data[first.start]:02x} is not {encoding}",
+            fix="name the file's true encoding with --encoding, or mend the file",
+        )
+    )

@@ -1,0 +1,175 @@
+"""From the word after ``--workload`` to a workload: the built-in ones, or a user's own function."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+from guozhuang.errors import UsageError, explain
+from guozhuang.workloads import options, synthetic, text
+from guozhuang.workloads.base import Workload
+from guozhuang.workloads.training_options import TrainingOptions
+
+WORKLOADS: Mapping[str, ModuleType] = MappingProxyType({"text": text, "synthetic": synthetic})
+"""The built-in workloads: each a module with ``add_arguments``, ``options_from`` and ``load``."""
+
+
+def load(name: str, told: Mapping[str, Any] | None = None, cache_dir: Path | None = None) -> Workload:
+    """Build a workload. Every process calls it with the same arguments and gets the same one; nothing is communicated.
+
+    Args:
+        name: text, synthetic, or ``module:function``.
+        told: its options, as ``options_from`` gives them.
+        cache_dir: where tokenised data is kept, so that only the first process to call tokenises; None: in memory.
+
+    Raises:
+        UsageError: no such workload, or options that it cannot use.
+    """
+    told = {} if told is None else told
+    if name in WORKLOADS:
+        built: Workload = WORKLOADS[name].load(told, cache_dir)
+        return built
+    if ":" in name:
+        return _users(name, told)
+    raise UsageError(
+        explain("no such workload", value=name, fix=f"use {', '.join(WORKLOADS)}, or module:function for your own")
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of all workloads, in a group each, and one for those that several share."""
+    shared = parser.add_argument_group("workloads text and synthetic")
+    options.add_arguments(TrainingOptions, shared)
+    text.add_arguments(parser.add_argument_group("workload text"))
+    synthetic.add_arguments(parser.add_argument_group("workload synthetic"))
+    parser.add_argument_group("your own workload (module:function)").add_argument(
+        "--option", action="append", metavar="KEY=VALUE", help="handed to your function in a dict; may be repeated"
+    )
+
+
+def options_from(name: str, namespace: argparse.Namespace) -> dict[str, Any]:
+    """What a parsed command line says for one workload, as ``load`` takes it; JSON can hold it.
+
+    Raises:
+        UsageError: a value that does not fit, or an option that only another workload has.
+    """
+    pairs = getattr(namespace, "option", None) or []
+    if name not in WORKLOADS:
+        _refuse(name, namespace, set())
+        return _pairs(pairs)
+    if pairs:
+        raise UsageError(
+            explain(f"--option is for a workload of your own, not for {name}", value=pairs[0], fix="leave it out")
+        )
+    told: dict[str, Any] = WORKLOADS[name].options_from(namespace)
+    _refuse(name, namespace, set(told))
+    return told
+
+
+def _refuse(name: str, namespace: argparse.Namespace, used: set[str]) -> None:
+    """No option is silently ignored: one that was told and belongs to another workload only is an error.
+
+    ``seed`` and ``batch_size`` are left alone: the command that trains may have options of these names too.
+    """
+    for other in (text.TextOptions, synthetic.SyntheticOptions):
+        for field in options.told(other, namespace):
+            if field not in used and field not in ("seed", "batch_size"):
+                raise UsageError(
+                    explain(
+                        f"the workload {name} has no option --{field.replace('_', '-')}",
+                        value=getattr(namespace, field),
+                        fix="leave it out, or choose the workload it belongs to",
+                    )
+                )
+
+
+def _pairs(pairs: Sequence[str]) -> dict[str, str]:
+    told: dict[str, str] = {}
+    for pair in pairs:
+        key, found, value = pair.partition("=")
+        if not found or not key:
+            raise UsageError(explain("--option wants KEY=VALUE", value=pair, fix="write it as --option size=large"))
+        if key in told:
+            raise UsageError(explain("--option was given twice for one key", value=key, fix="give it once"))
+        told[key] = value
+    return told
+
+
+def _users(name: str, told: Mapping[str, Any]) -> Workload:
+    function = _find(name)
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # some callables written in C do not say
+        parameters = []
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    takes = [p for p in parameters if p.kind in (*positional, inspect.Parameter.VAR_POSITIONAL)]
+    needs = [p for p in parameters if p.default is p.empty and p.kind in (*positional, inspect.Parameter.KEYWORD_ONLY)]
+    if len(needs) > 1 or (needs and needs[0].kind is inspect.Parameter.KEYWORD_ONLY):
+        raise UsageError(
+            explain(
+                f"the workload function {name} needs other arguments than one dict of options",
+                value=", ".join(p.name for p in needs),
+                fix="write it as function() or function(options)",
+            )
+        )
+    if not takes and told:
+        raise UsageError(
+            explain(
+                f"the workload function {name} takes no options",
+                value=", ".join(map(str, told)),
+                fix="write it as function(options), or leave --option out",
+            )
+        )
+    made = function(dict(told)) if takes else function()
+    if not isinstance(made, Workload):
+        raise UsageError(
+            explain(
+                f"the workload function {name} did not return a guozhuang.workloads.Workload",
+                value=type(made).__name__,
+                fix="return one; its docstring says what its fields are",
+            )
+        )
+    return made
+
+
+def _find(name: str) -> Callable[..., Any]:
+    module_name, _, function_name = name.partition(":")
+    if not module_name or not function_name:
+        raise UsageError(explain("a workload of your own is named module:function", value=name, fix="give both names"))
+    # As `python -m` does: the current directory, for good, since the module may import its neighbours later.
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module_name + ".").startswith(error.name + "."):
+            raise  # the module is there; something it imports is not
+        raise UsageError(
+            explain(
+                f"no module named {module_name} in {here} or among the installed packages",
+                value=name,
+                fix="name a module as in `import`, without .py",
+            )
+        ) from None
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        there = [
+            key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module_name
+        ]
+        raise UsageError(
+            explain(
+                f"the module {module_name} has no function {function_name}",
+                value=name,
+                fix=f"use one of: {', '.join(there)}" if there else "define it there",
+            )
+        )
+    found: Callable[..., Any] = function
+    return found

@@ -1,0 +1,136 @@
+"""One declaration per option: a frozen dataclass gives the command line, the checks and the defaults."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from guozhuang.errors import UsageError, explain
+
+OptionValue = str | int | float | bool | list[str] | None
+"""What an option may hold; all of it survives JSON, so a dict of options can be sent to every rank."""
+
+Options = TypeVar("Options")
+
+
+@dataclass(frozen=True)
+class _Rule:
+    kind: type  # str, int, float, bool, or list: several words
+    help: str
+    choices: tuple[str, ...]
+    low: float | None
+    below: float | None
+
+
+def option(
+    default: OptionValue,
+    kind: type,
+    help: str,
+    *,
+    choices: Sequence[str] = (),
+    low: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """A field of an options dataclass.
+
+    Args:
+        default: its value where nothing was told; None means that the code that uses it decides.
+        kind: str, int, float, bool, or list (several words, for a ``str`` list).
+        help: the line of ``--help``.
+        choices: the words allowed; empty means any.
+        low: the smallest number allowed.
+        below: the number must be smaller than this.
+    """
+    rule = _Rule(kind, help, tuple(choices), low, below)
+    return dataclasses.field(default=default, metadata=MappingProxyType({"rule": rule}))
+
+
+def _rules(options: type) -> dict[str, _Rule]:
+    return {field.name: field.metadata["rule"] for field in dataclasses.fields(options) if "rule" in field.metadata}
+
+
+def add_arguments(options: type, parser: argparse._ActionsContainer) -> None:
+    """Add ``--name`` for every field of an options dataclass to a parser or a group of one.
+
+    An option that was not told leaves nothing in the namespace. One that the parser already has (two workloads share
+    ``--model``) is left as it stands.
+    """
+    for name, rule in _rules(options).items():
+        flag = "--" + name.replace("_", "-")
+        settings: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": rule.help.replace("%", "%%")}
+        if rule.kind is bool:
+            settings["action"] = argparse.BooleanOptionalAction
+        else:
+            settings["metavar"] = "|".join(rule.choices) if rule.choices else name.rsplit("_", 1)[-1].upper()
+            settings["nargs"] = "+" if rule.kind is list else None
+        try:
+            parser.add_argument(flag, **settings)
+        except argparse.ArgumentError as error:
+            if "conflicting" not in str(error):
+                raise
+
+
+def told(options: type, namespace: argparse.Namespace) -> dict[str, OptionValue]:
+    """What a parsed command line says about the fields of an options dataclass; what it leaves open is left out.
+
+    Raises:
+        UsageError: for a value that does not fit.
+    """
+    values = {n: getattr(namespace, n) for n in _rules(options) if getattr(namespace, n, None) is not None}
+    read(options, values)
+    return {name: _converted(name, rule, values[name]) for name, rule in _rules(options).items() if name in values}
+
+
+def read(options: type[Options], values: Mapping[str, Any]) -> Options:
+    """Check a dict of options and fill in the defaults.
+
+    Args:
+        options: a frozen dataclass whose fields were made by ``option``.
+        values: by field name; numbers and truth values may be given as text.
+
+    Raises:
+        UsageError: for a name that is not an option, or a value that does not fit.
+    """
+    rules = _rules(options)
+    unknown = sorted(set(values) - set(rules))
+    if unknown:
+        raise UsageError(
+            explain("no such workload option", value=", ".join(unknown), fix="use one of: " + ", ".join(sorted(rules)))
+        )
+    return options(
+        **{name: _converted(name, rules[name], value) for name, value in values.items() if value is not None}
+    )
+
+
+def _converted(name: str, rule: _Rule, value: Any) -> Any:
+    flag = "--" + name.replace("_", "-")
+    if rule.kind is list:
+        words = [value] if isinstance(value, str | int) else list(value)
+        return [str(word) for word in words]
+    if rule.kind is bool:
+        table = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
+        if isinstance(value, bool) or str(value).lower() in table:
+            return table[str(value).lower()]
+        raise UsageError(explain(f"{flag} is yes or no", value=value, fix=f"say {flag} or --no-{flag[2:]}"))
+    if rule.kind is str:
+        if rule.choices and str(value) not in rule.choices:
+            raise UsageError(explain(f"{flag} has no such choice", value=value, fix=f"use {', '.join(rule.choices)}"))
+        return str(value)
+    try:
+        number = rule.kind(value) if not isinstance(value, bool) else None
+    except (TypeError, ValueError):
+        number = None
+    if number is None or number != number or (rule.kind is int and isinstance(value, float) and number != value):
+        kind = "a whole number" if rule.kind is int else "a number"
+        raise UsageError(explain(f"{flag} is not {kind}", value=value, fix=f"give {kind}"))
+    if (rule.low is not None and number < rule.low) or (rule.below is not None and number >= rule.below):
+        span = " and ".join(
+            words for words in (f"at least {rule.low:g}" if rule.low is not None else "",
+                                f"below {rule.below:g}" if rule.below is not None else "") if words
+        )  # fmt: skip
+        raise UsageError(explain(f"{flag} is out of range", value=number, fix=f"give a number of {span}"))
+    return number

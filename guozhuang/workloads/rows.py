@@ -1,0 +1,280 @@
+"""A file -> rows of cells, each with the line it came from; nothing is known here of labels and text."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from guozhuang.errors import UsageError, explain
+from guozhuang.workloads.encoding import decode, read_bytes
+
+FORMATS = ("auto", "csv", "tsv", "jsonl", "parquet", "lines")
+QUOTINGS = ("auto", "double", "none")
+
+_SUFFIXES = MappingProxyType(
+    {
+        ".csv": "csv",
+        ".tsv": "tsv",
+        ".tab": "tsv",
+        ".jsonl": "jsonl",
+        ".ndjson": "jsonl",
+        ".parquet": "parquet",
+        ".pq": "parquet",
+        ".txt": "lines",
+    }
+)
+_DELIMITERS = MappingProxyType(
+    {"tab": "\t", "\\t": "\t", "comma": ",", "semicolon": ";", "space": " ", "pipe": "|", "colon": ":"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of a file.
+
+    Attributes:
+        line: the physical line it begins on, from 1; in a parquet file the number of the row, from 1.
+        cells: text in csv, tsv and lines; whatever JSON or parquet holds elsewhere, None for nothing.
+        problem: why it cannot be used; empty where it can.
+    """
+
+    line: int
+    cells: list[object]
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A file in rows.
+
+    Attributes:
+        path: where it came from.
+        format: csv, tsv, jsonl, parquet or lines.
+        names: the names of the columns where the format has them (jsonl, parquet), else None.
+        rows: in the order of the file; blank lines are left out.
+        encoding: how its bytes were read; empty for parquet.
+        assumed: sentences for the log: what was guessed about the file.
+    """
+
+    path: Path
+    format: str
+    names: tuple[str, ...] | None
+    rows: list[Row]
+    encoding: str
+    assumed: tuple[str, ...]
+
+    def place(self, line: int) -> str:
+        """``file:line``, as errors name a row."""
+        return f"{self.path}: row {line}" if self.format == "parquet" else f"{self.path}:{line}"
+
+
+def read_table(
+    path: Path, format: str = "auto", delimiter: str | None = None, quoting: str = "auto", encoding: str | None = None
+) -> Table:
+    """Read csv, tsv, jsonl, parquet, or plain lines that begin with their label; gzip is unpacked.
+
+    Args:
+        path: the file.
+        format: one of FORMATS; "auto" goes by the name, with or without ``.gz``. In a ``.txt`` file whose first line
+            has a tab, columns are separated by tabs; else a line is a label, the delimiter (a space), and the text.
+        delimiter: one character, or its name (tab, comma, semicolon, space, pipe, colon); None: by the format.
+        quoting: whether cells of csv and tsv may stand in double quotes, a quote inside doubled. "auto": yes in csv; in
+            tsv only if the quotes of the whole file match.
+        encoding: see ``encoding.decode``.
+
+    Raises:
+        UsageError: the file cannot be read as this format at all. What is wrong with single rows is said in the rows.
+    """
+    if format == "auto":
+        suffix = (path.with_suffix("") if path.suffix.lower() == ".gz" else path).suffix.lower()
+        if suffix not in _SUFFIXES:
+            raise UsageError(
+                explain(
+                    f"cannot tell the format of {path} from its name",
+                    value=suffix,
+                    fix=f"name it: --data-format {'|'.join(FORMATS[1:])}",
+                )
+            )
+        format = _SUFFIXES[suffix]
+        by_name = True
+    else:
+        by_name = False
+    if delimiter is not None:
+        delimiter = _DELIMITERS.get(delimiter, delimiter)
+        if len(delimiter) != 1 or delimiter in '"\r\n':
+            raise UsageError(
+                explain("the delimiter is not one character", value=delimiter, fix=f"use {', '.join(_DELIMITERS)} or ;")
+            )
+        if format in ("jsonl", "parquet"):
+            raise UsageError(explain(f"a {format} file has no delimiter", value=delimiter, fix="leave --delimiter out"))
+    if quoting != "auto" and format not in ("csv", "tsv"):
+        raise UsageError(explain(f"a {format} file has no quotes", value=quoting, fix="leave --quoting out"))
+    data = read_bytes(path)
+    if format == "parquet":
+        if encoding is not None:
+            raise UsageError(explain("a parquet file has no encoding", value=encoding, fix="leave --encoding out"))
+        names, rows = _parquet(data, path)
+        return Table(path, format, names, rows, "", ())
+    if data[:4] == b"PAR1":
+        raise UsageError(explain(f"{path} is a parquet file", value=format, fix="say --data-format parquet"))
+    decoded = decode(data, path, encoding)
+    assumed = [decoded.assumed] if decoded.assumed else []
+    if format == "jsonl":
+        names, rows = _json_lines(decoded.text)
+        return Table(path, format, names, rows, decoded.encoding, tuple(assumed))
+    if format == "lines" and by_name and delimiter is None and "\t" in _first_line(decoded.text):
+        format = "tsv"
+    if format == "lines":
+        rows = list(_label_lines(decoded.text, delimiter or " "))
+        return Table(path, format, None, rows, decoded.encoding, tuple(assumed))
+    if delimiter is None:
+        delimiter = "\t" if format == "tsv" else _sniffed(decoded.text)
+        if format == "csv" and delimiter != ",":
+            assumed.append(f"{path}: columns are separated by {delimiter!r}, as its first rows suggest")
+    if quoting == "auto" and format == "csv":
+        quoted = True
+    elif quoting == "auto":
+        quoted = '"' in decoded.text and _is_quoted(decoded.text, delimiter)
+        if quoted:
+            assumed.append(f"{path}: cells in double quotes were unquoted; --quoting none keeps the quotes")
+    else:
+        quoted = quoting == "double"
+    rows = _delimited(decoded.text, delimiter, quoted, path)
+    return Table(path, format, None, rows, decoded.encoding, tuple(assumed))
+
+
+def _first_line(text: str) -> str:
+    return next((line for line in io.StringIO(text) if line.strip()), "")
+
+
+def _sniffed(text: str) -> str:
+    """The comma, unless it cuts the first rows into unequal numbers of columns and another usual delimiter does not."""
+    head = list(itertools.islice(io.StringIO(text, newline=""), 50))
+    for delimiter in ",\t;|":
+        with contextlib.suppress(csv.Error):
+            rows = list(csv.reader(head, delimiter=delimiter))
+            widths = {len(row) for row in rows[: len(rows) - (len(head) == 50)] if row}  # the last may be cut off
+            if len(widths) == 1 and widths != {1}:
+                return delimiter
+    return ","
+
+
+def _delimited(text: str, delimiter: str, quoted: bool, path: Path) -> list[Row]:
+    # The module's limit on the length of a cell is for the whole process: lift it for these lines only.
+    limit = csv.field_size_limit(max(len(text) + 1, csv.field_size_limit()))
+    try:
+        reader = csv.reader(
+            io.StringIO(text, newline=""),
+            delimiter=delimiter,
+            quoting=csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE,
+            strict=True,
+        )
+        rows: list[Row] = []
+        while True:
+            line = reader.line_num + 1
+            try:
+                cells = next(reader)
+            except StopIteration:
+                break
+            except csv.Error as error:
+                if "unexpected end" in str(error):
+                    raise UsageError(
+                        explain(
+                            f"{path}:{line}: a double quote opens here and never closes",
+                            fix="mend the row, or say --quoting none if quotes are ordinary characters in this file",
+                        )
+                    ) from None
+                rows.append(Row(line, [], f"its double quotes do not match ({error})"))
+                continue
+            if cells and not (len(cells) == 1 and not cells[0].strip()):
+                rows.append(Row(line, list(cells)))
+    finally:
+        csv.field_size_limit(limit)
+    return rows
+
+
+def _is_quoted(text: str, delimiter: str) -> bool:
+    """Whether a tab-separated file was written with quotes: only if that explains it better than plain characters do.
+
+    Its quotes must match everywhere. If the rows have one number of columns only when quotes are obeyed, they count; if
+    they have it either way, they count when a quoted cell has doubled quotes inside, or when nearly every row has one.
+    """
+    try:
+        obeyed = _delimited(text, delimiter, True, Path())
+    except UsageError:
+        return False
+    if any(row.problem for row in obeyed) or len({len(row.cells) for row in obeyed}) > 1:
+        return False
+    plain = _delimited(text, delimiter, False, Path())
+    if len({len(row.cells) for row in plain}) > 1:
+        return True
+    if len(plain) != len(obeyed):
+        return False
+    cells = [str(cell) for row in plain for cell in row.cells]
+    quoted = [cell[1:-1] for cell in cells if len(cell) > 1 and cell[0] == cell[-1] == '"']
+    return any('""' in cell for cell in quoted) or len(quoted) >= 0.9 * len(plain)
+
+
+def _label_lines(text: str, delimiter: str) -> Iterator[Row]:
+    for number, line in enumerate(io.StringIO(text, newline=""), 1):
+        content = line.rstrip("\r\n").lstrip(" ")
+        if content.strip():
+            label, found, rest = content.partition(delimiter)
+            yield Row(number, [label, rest], "" if found else f"it has no {delimiter!r} between a label and a text")
+
+
+def _json_lines(text: str) -> tuple[tuple[str, ...], list[Row]]:
+    objects: list[tuple[int, dict[str, object] | str]] = []
+    names: dict[str, None] = {}
+    # Only \n ends a line: JSON text may hold the other line separators of Unicode as they are.
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError as error:
+            objects.append((number, f"it is not JSON: {error.msg} at column {error.colno}"))
+            continue
+        except (ValueError, RecursionError) as error:
+            objects.append((number, f"it is not JSON that can be read: {error}"))
+            continue
+        if isinstance(value, dict):
+            names.update(dict.fromkeys(value))
+            objects.append((number, value))
+        else:
+            objects.append((number, "it is not a JSON object"))
+    columns = tuple(names)
+    rows = [
+        Row(number, [], value) if isinstance(value, str) else Row(number, [value.get(name) for name in columns])
+        for number, value in objects
+    ]
+    return columns, rows
+
+
+def _parquet(data: bytes, path: Path) -> tuple[tuple[str, ...], list[Row]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise UsageError(
+            explain(
+                f"reading {path} needs the package pyarrow, which is not installed",
+                fix="pip install 'guozhuang[text]' pyarrow, or save the data as csv, tsv or jsonl",
+            )
+        ) from None
+    try:
+        table = pyarrow.parquet.read_table(pyarrow.BufferReader(data))
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UsageError(
+            explain(f"{path} is not a parquet file that can be read: {error}", fix="write or copy the file again")
+        ) from None
+    columns = [column.to_pylist() for column in table.columns]
+    rows = [Row(number, list(cells)) for number, cells in enumerate(zip(*columns, strict=True), 1)]
+    return tuple(table.column_names), rows

@@ -1,0 +1,260 @@
+"""Rows of a file -> labelled texts: which column is which, whether there is a header, and what makes a row unusable."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from guozhuang.errors import UsageError, explain
+from guozhuang.workloads.encoding import bad_bytes
+from guozhuang.workloads.rows import Row, Table, read_table
+
+# Names that data sets give these columns; compared without case.
+_LABEL_NAMES = (
+    "label",
+    "labels",
+    "class",
+    "category",
+    "target",
+    "sentiment",
+    "topic",
+    "class index",
+    "coarse_label",
+    "y",
+)
+_TEXT_NAMES = ("title", "headline", "subject", "text", "sentence", "content", "description", "body", "review",
+               "message", "question", "document", "comment", "abstract", "sms", "tweet", "utterance")  # fmt: skip
+
+_NUM_REPORTED = 3
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Labelled texts, in the order of their file.
+
+    Attributes:
+        labels: one per sample, never empty, without blanks around.
+        texts: one per sample, never blank.
+        lines: where each sample begins in its file, see ``rows.Row``.
+        table: the file they came from.
+        num_skipped: rows that were left out because they were bad.
+        columns: in words, what was taken for what.
+    """
+
+    labels: list[str]
+    texts: list[str]
+    lines: list[int]
+    table: Table
+    num_skipped: int
+    columns: str
+
+    def place(self, index: int) -> str:
+        """``file:line`` of a sample, for errors that are found later."""
+        return self.table.place(self.lines[index])
+
+
+def read_samples(
+    path: Path,
+    *,
+    format: str = "auto",
+    delimiter: str | None = None,
+    quoting: str = "auto",
+    encoding: str | None = None,
+    header: str = "auto",
+    label: str | None = None,
+    text: Sequence[str] = (),
+    label_until: str | None = None,
+    skip_bad: bool = False,
+) -> Samples:
+    """Read a file of labelled texts.
+
+    Args:
+        path: the file.
+        format: and delimiter, quoting, encoding: see ``rows.read_table``.
+        header: "yes", "no", or "auto": the first row of csv or tsv is a header if a column told by name is in it, or if
+            its label never occurs again although labels repeat.
+        label: the column of the label, by name or number from 0. None: one with a usual name, else the first.
+        text: the columns of the text, joined by a space. Empty: those with usual names, else all but the label's.
+        label_until: keep of each label only what stands before this (``:`` makes DESC of ``DESC:manner``).
+        skip_bad: leave bad rows out and count them, instead of stopping at the first.
+
+    Raises:
+        UsageError: naming the file, and the line where it is about a row.
+    """
+    table = read_table(path, format, delimiter, quoting, encoding)
+    if not table.rows:
+        raise UsageError(explain(f"{path} is empty", fix="give a file with a label and a text in each row"))
+    names, rows, header_said = _header(table, header, [n for n in (label, *text) if n is not None], label)
+    if not rows:
+        raise UsageError(explain(f"{path} has a header and no rows", fix="add rows, or say --header no"))
+    width = len(names) if names is not None else _usual_width(rows)
+    # jsonl and parquet hold numbers too: those are no text unless asked for.
+    head = [row.cells for row in rows[:1000] if not row.problem and len(row.cells) == width]
+    textual = [at for at in range(width) if any(isinstance(cells[at], str) for cells in head)]
+    label_at, text_at = _choose_columns(path, names, width, label, text, textual)
+    labels, texts, lines, num_skipped = [], [], [], 0
+    for row in rows:
+        problem = row.problem
+        if not problem and len(row.cells) != width:
+            problem = f"it has {len(row.cells)} columns where the file has {width}"
+        if not problem:
+            problem, row_label, row_text = _sample(row, label_at, text_at, label_until)
+        if not problem:
+            labels.append(row_label)
+            texts.append(row_text)
+            lines.append(row.line)
+            continue
+        what = f"{table.place(row.line)}: bad row: {problem}"
+        if not skip_bad:
+            fix = "mend the row, or leave such rows out with --bad-rows skip"
+            if table.encoding and "byte" in problem:
+                fix += ", or name the encoding with --encoding"
+            raise UsageError(explain(what, fix=fix))
+        num_skipped += 1
+        if num_skipped <= _NUM_REPORTED:
+            logging.getLogger(__name__).warning("%s; skipped", what)
+    if num_skipped > _NUM_REPORTED:
+        logging.getLogger(__name__).warning("%s: %d bad rows skipped in all", path, num_skipped)
+    if not labels:
+        raise UsageError(
+            explain(f"{path} has no usable row: all {num_skipped} are bad", fix="look at the warnings above")
+        )
+    columns = f"label {_called(names, label_at)}, text {' + '.join(_called(names, at) for at in text_at)}{header_said}"
+    return Samples(labels, texts, lines, table, num_skipped, columns)
+
+
+def _called(names: Sequence[str] | None, at: int) -> str:
+    return repr(names[at]) if names is not None else f"column {at}"
+
+
+def _header(
+    table: Table, header: str, told: Sequence[str], label: str | None
+) -> tuple[Sequence[str] | None, list[Row], str]:
+    """The names of the columns, the rows without the header, and what to say about it."""
+    if table.names is not None:
+        if header != "auto":
+            raise UsageError(
+                explain(f"a {table.format} file names its columns itself", value=header, fix="leave --header out")
+            )
+        return table.names, table.rows, ""
+    if table.format == "lines" and header == "auto":
+        header = "no"
+    by_name = [name for name in told if not _is_number(name)]
+    first = [str(cell).strip() for cell in table.rows[0].cells]
+    if header == "no":
+        if by_name:
+            raise UsageError(
+                explain(
+                    f"{table.path} has no header, so its columns have no names",
+                    value=by_name[0],
+                    fix="give numbers from 0",
+                )
+            )
+        return None, table.rows, ""
+    if header == "yes" or by_name:
+        return first, table.rows[1:], ""
+    if _looks_like_header(table.rows, first, int(label) if label is not None and _is_number(label) else None):
+        return first, table.rows[1:], ", first row taken for a header"
+    return None, table.rows, ""
+
+
+def _looks_like_header(rows: Sequence[Row], first: Sequence[str], label_at: int | None) -> bool:
+    width = _usual_width(rows)
+    if rows[0].problem or len(first) != width or not all(first) or len(set(first)) != width:
+        return False
+    usual = [at for at, name in enumerate(first) if name.casefold() in _LABEL_NAMES]
+    at = label_at if label_at is not None else usual[0] if usual else 0
+    if at >= width:
+        return False
+    below = Counter(str(row.cells[at]).strip() for row in rows[1:] if len(row.cells) == width)
+    repeats = below.total() > len(below)
+    known = bool(usual) or any(name.casefold() in _TEXT_NAMES for name in first)
+    return first[at] not in below and (known or repeats)
+
+
+def _usual_width(rows: Sequence[Row]) -> int:
+    widths = Counter(len(row.cells) for row in rows[:1000] if not row.problem)
+    return widths.most_common(1)[0][0] if widths else 0
+
+
+def _is_number(name: str) -> bool:
+    return name.isascii() and name.isdigit()
+
+
+def _choose_columns(
+    path: Path,
+    names: Sequence[str] | None,
+    width: int,
+    label: str | None,
+    text: Sequence[str],
+    textual: Sequence[int],
+) -> tuple[int, list[int]]:
+    def find(name: str) -> int:
+        if names is not None and list(names).count(name) > 1:
+            raise UsageError(
+                explain(f"{path} has several columns of that name", value=name, fix="give its number from 0")
+            )
+        if names is not None and name in names:
+            return list(names).index(name)
+        if _is_number(name) and int(name) < width:
+            return int(name)
+        there = ", ".join(map(repr, names)) if names is not None else f"numbers 0 to {width - 1} (it has no header)"
+        raise UsageError(explain(f"{path} has no such column", value=name, fix=f"use one of: {there}"))
+
+    folded = [name.casefold() for name in names] if names is not None else []
+    text_at = [find(name) for name in text]
+    if label is not None:
+        label_at = find(label)
+    else:
+        free = [at for at in range(width) if at not in text_at]
+        label_at = next((at for at in free if at < len(folded) and folded[at] in _LABEL_NAMES), free[0] if free else 0)
+    if not text_at:
+        others = [at for at in textual if at != label_at]
+        text_at = [at for at in others if at < len(folded) and folded[at] in _TEXT_NAMES] or others
+    if not text_at:
+        raise UsageError(
+            explain(
+                f"{path} has no column left for the text beside the label",
+                fix="name the separator with --delimiter (tab, comma, space, ...), or the format with --data-format",
+            )
+        )
+    if label_at in text_at:
+        raise UsageError(
+            explain(
+                f"{path}: one column is both label and text", value=_called(names, label_at), fix="name two columns"
+            )
+        )
+    return label_at, text_at
+
+
+def _sample(row: Row, label_at: int, text_at: Sequence[int], label_until: str | None) -> tuple[str, str, str]:
+    """What is wrong with a row (empty: nothing), its label, its text."""
+    raw = row.cells[label_at]
+    if isinstance(raw, list | dict | bytes):
+        return f"its label is a {type(raw).__name__}", "", ""
+    label = "" if raw is None else str(raw).strip()
+    if label_until:
+        label = label.split(label_until, 1)[0].strip()
+    if not label:
+        return "it has no label", "", ""
+    parts = []
+    for at in text_at:
+        cell = row.cells[at]
+        if cell is not None and not isinstance(cell, str):
+            return f"its text is a {type(cell).__name__}", "", ""
+        if cell and cell.strip():
+            parts.append(cell)
+    text = " ".join(parts)
+    for name, value in (("label", label), ("text", text)):
+        if "\0" in value:
+            return f"its {name} has a NUL character (is the file UTF-16?)", "", ""
+        if not value.isascii():
+            byte = bad_bytes(value)
+            if byte:
+                return f"its {name} has the byte {byte}, which is not of the file's encoding", "", ""
+            if any("\ud800" <= character <= "\udfff" for character in value):
+                return f"its {name} has half a surrogate pair, which is not a character", "", ""
+    return ("", label, text) if text else ("it has no text", "", "")

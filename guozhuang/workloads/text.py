@@ -1,0 +1,269 @@
+"""The text workload: BERT learns to classify texts, from a file or from the Python library's docstrings."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from guozhuang.errors import UsageError, explain
+from guozhuang.workloads import bert, classify, options, prepared, vocabulary
+from guozhuang.workloads.base import Workload
+from guozhuang.workloads.docstrings import MAX_PER_PACKAGE, NUM_PACKAGES, corpus
+from guozhuang.workloads.options import OptionValue, option
+from guozhuang.workloads.rows import FORMATS, QUOTINGS
+from guozhuang.workloads.samples import Samples, read_samples
+from guozhuang.workloads.split import cap, class_numbers, classes_of, hold_out
+from guozhuang.workloads.training_options import TrainingOptions, check, describe, learning_rate, optimizer_maker
+
+_YES_NO_AUTO = ("auto", "yes", "no")
+# The options that say how to read a file.
+_OF_FILES = ("data_format", "delimiter", "quoting", "encoding", "header", "label", "label_until", "text", "bad_rows")
+
+
+@dataclass(frozen=True)
+class TextOptions(TrainingOptions):
+    """What the command line says about the texts, beside model and optimizer."""
+
+    data: str | None = option(
+        None, str, "file to train on: csv, tsv, jsonl, parquet, txt; .gz of each (default: Python's own docstrings)"
+    )
+    eval_data: str | None = option(None, str, "file to measure accuracy on (default: a held-out part of --data)")
+    eval_fraction: float = option(0.1, float, "share of each class to hold out (default 0.1)", low=0.001, below=1.0)
+    eval_limit: int = option(1000, int, "measure on at most so many samples; 0: all (default 1000)", low=0)
+    data_format: str = option("auto", str, "format of the files (default: by their names)", choices=FORMATS)
+    delimiter: str | None = option(
+        None, str, "what separates columns: a character, or tab, comma, semicolon, space, pipe"
+    )
+    quoting: str = option("auto", str, "whether cells of csv and tsv stand in double quotes", choices=QUOTINGS)
+    encoding: str | None = option(None, str, "encoding of the files (default: detected)")
+    header: str = option(
+        "auto", str, "whether the first row names the columns (default: detected)", choices=_YES_NO_AUTO
+    )
+    label: str | None = option(
+        None, str, "column of the label: name, or number from 0 (default: by usual names, or first)"
+    )
+    label_until: str | None = option(None, str, "keep of a label what stands before this, e.g. ':' for DESC:manner")
+    text: list[str] | None = option(  # noqa: RUF009 - a field, as all the others
+        None, list, "columns of the text, joined (default: by usual names, or all others)"
+    )
+    bad_rows: str = option("stop", str, "what to do at a row that cannot be used", choices=("stop", "skip"))
+    max_length: int = option(128, int, "cut texts to so many tokens (default 128)", low=3)
+    pad_to: str = option(
+        "longest", str, "pad each batch to its longest text (default) or to --max-length", choices=("longest", "max")
+    )
+    vocab_size: int = option(
+        8000, int, "entries of the WordPiece vocabulary trained on the data (default 8000)", low=100
+    )
+
+
+def add_arguments(parser: argparse._ActionsContainer) -> None:
+    """Add this workload's options to a parser or a group of one; see ``options.add_arguments``."""
+    options.add_arguments(TextOptions, parser)
+
+
+def options_from(namespace: argparse.Namespace) -> dict[str, OptionValue]:
+    """What a command line says for this workload; JSON can hold it. UsageError where a value does not fit.
+
+    Paths come out absolute.
+    """
+    told = options.told(TextOptions, namespace)
+    for name in ("data", "eval_data"):  # the ranks need not run in this directory
+        if name in told:
+            told[name] = os.path.abspath(os.path.expanduser(str(told[name])))
+    if "model" in told and told["model"] not in bert.SIZES:
+        told["model"] = str(bert.find(str(told["model"])))
+    return told
+
+
+def load(told: Mapping[str, Any], cache: Path | None = None) -> Workload:
+    """Build the workload; needs transformers only when its ``model`` is called, tokenizers only to fill the cache.
+
+    With dropout above 0 each process draws its own masks, so that the results of strategies can no longer be compared
+    number for number.
+
+    Args:
+        told: by field of TextOptions; what is left out takes its default.
+        cache: a folder for the tokenised data, so that only the first process to come tokenises; None: in memory.
+
+    Raises:
+        UsageError: options, files or checkpoints that cannot work.
+    """
+    chosen = options.read(TextOptions, told)
+    model = bert.find(chosen.model)
+    if not isinstance(model, Path) and chosen.max_length > bert.MAX_POSITIONS:
+        raise UsageError(
+            explain(
+                f"--max-length is beyond the {bert.MAX_POSITIONS} positions of the model",
+                value=chosen.max_length,
+                fix=f"give at most {bert.MAX_POSITIONS}",
+            )
+        )
+    if isinstance(model, Path) and "vocab_size" in told:
+        raise UsageError(
+            explain("a checkpoint brings its own vocabulary", value=told["vocab_size"], fix="leave --vocab-size out")
+        )
+    check(chosen, told)
+    _check_data_options(chosen, told)
+    data = prepared.load_or_make(cache, "text-" + _key(chosen, model), partial(_prepare, chosen, model))
+    about = data.about
+    pad_id, num_classes = int(about["pad_id"]), len(about["classes"])
+    lr = learning_rate(chosen, model)
+    if isinstance(model, Path):
+        num_parameters = bert.count_checkpoint_parameters(
+            model, num_classes, chosen.max_length, int(about["vocabulary_size"])
+        )
+    else:
+        num_parameters = bert.num_parameters(model, about["vocabulary_size"], num_classes)
+    held_out = classify.TokenDataset(data.held_out, data.held_out_classes)
+    details: dict[str, str | int | float] = {
+        "model": f"{chosen.model} (pretrained)" if isinstance(model, Path) else f"{chosen.model} (from scratch)",
+        "parameters": num_parameters,
+        **about["details"],
+        "max length": chosen.max_length,
+        "padding": "to the longest of the batch" if chosen.pad_to == "longest" else "to the max length",
+        **describe(chosen, lr),
+    }
+    return Workload(
+        name="text",
+        model=partial(
+            bert.build,
+            model,
+            num_classes=num_classes,
+            vocabulary_size=int(about["vocabulary_size"]),
+            pad_id=pad_id,
+            dropout=chosen.dropout,
+            max_length=chosen.max_length,
+        ),
+        optimizer=optimizer_maker(chosen, lr),
+        train=classify.TokenDataset(data.train, data.train_classes),
+        collate=partial(classify.collate, pad_id=pad_id, length=chosen.max_length if chosen.pad_to == "max" else None),
+        loss=classify.loss,
+        evaluate=partial(classify.evaluate, data=held_out, pad_id=pad_id),
+        batch_size=chosen.batch_size,
+        details=details,
+    )
+
+
+def _check_data_options(chosen: TextOptions, told: Mapping[str, Any]) -> None:
+    """No option that would have no effect is accepted."""
+    if chosen.data is None:
+        for name in (*_OF_FILES, "eval_data"):
+            if told.get(name) is not None:
+                raise UsageError(
+                    explain(f"--{name.replace('_', '-')} is about a file", value=told[name], fix="add --data FILE")
+                )
+    if chosen.eval_data is not None and told.get("eval_fraction") is not None:
+        raise UsageError(
+            explain(
+                "with --eval-data nothing is held out of --data",
+                value=chosen.eval_fraction,
+                fix="leave one of --eval-data and --eval-fraction out",
+            )
+        )
+
+
+def _key(chosen: TextOptions, model: bert.BertSize | Path) -> str:
+    names = ("data", "eval_data", "eval_fraction", "eval_limit", *_OF_FILES, "max_length", "vocab_size", "seed")
+    settings: dict[str, object] = {name: getattr(chosen, name) for name in names}
+    files = [Path(name).expanduser() for name in (chosen.data, chosen.eval_data) if name is not None]
+    for path in files:
+        if not path.is_file():
+            raise UsageError(explain("no such file", value=str(path), fix="give the path of a data file"))
+    if chosen.data is None:
+        settings["corpus"] = [sys.version, sys.base_prefix, NUM_PACKAGES, MAX_PER_PACKAGE]
+    if isinstance(model, Path):
+        files += sorted(path for path in model.iterdir() if path.suffix in (".json", ".txt", ".model"))
+    try:
+        settings["tokenizers"] = metadata.version("tokenizers")
+    except metadata.PackageNotFoundError:
+        raise vocabulary.missing("tokenizers") from None
+    return prepared.key(settings, files)
+
+
+def _prepare(chosen: TextOptions, model: bert.BertSize | Path) -> prepared.Prepared:
+    """Read, split and tokenise: the work that the cache saves."""
+    details: dict[str, str | int | float] = {}
+    held = None
+    if chosen.data is None:
+        labels, texts = corpus()
+        source = f"docstrings of Python {sys.version_info.major}.{sys.version_info.minor}'s standard library"
+        details["data"] = source
+        num_skipped = 0
+    else:
+        samples = _read(chosen, chosen.data, details, "data")
+        labels, texts, source, num_skipped = samples.labels, samples.texts, chosen.data, samples.num_skipped
+    classes = classes_of(labels, source)
+    numbers = {label: number for number, label in enumerate(classes)}
+    of_train = [numbers[label] for label in labels]
+    if chosen.eval_data is not None:
+        held = _read(chosen, chosen.eval_data, details, "evaluation data")
+        num_skipped += held.num_skipped
+        of_held = class_numbers(held, classes, Path(source))
+        kept = cap(range(len(of_held)), chosen.eval_limit, chosen.seed)
+        train_texts, held_texts = texts, [held.texts[index] for index in kept]
+        held_classes = [of_held[index] for index in kept]
+    else:
+        train_at, held_at = hold_out(of_train, chosen.eval_fraction, chosen.seed)
+        kept = cap(held_at, chosen.eval_limit, chosen.seed)
+        train_texts, held_texts = [texts[index] for index in train_at], [texts[index] for index in kept]
+        held_classes = [of_train[index] for index in kept]
+        of_train = [of_train[index] for index in train_at]
+    if isinstance(model, Path):
+        tokenizer = vocabulary.checkpoint_tokenizer(model)
+        train = vocabulary.encode_with_checkpoint(tokenizer, train_texts, chosen.max_length)
+        held_out = vocabulary.encode_with_checkpoint(tokenizer, held_texts, chosen.max_length)
+        size, pad_id = len(tokenizer), int(tokenizer.pad_token_id)
+    else:
+        tokenizer = vocabulary.train_wordpiece(train_texts, chosen.vocab_size)
+        train = vocabulary.encode(tokenizer, train_texts, chosen.max_length)
+        held_out = vocabulary.encode(tokenizer, held_texts, chosen.max_length)
+        size, pad_id = tokenizer.get_vocab_size(), tokenizer.token_to_id("[PAD]")
+    shown = ", ".join(classes[:20]) + (", ..." if len(classes) > 20 else "")
+    details |= {
+        "classes": f"{len(classes)}: {shown}",
+        "training samples": len(of_train),
+        "evaluation samples": len(held_classes),
+        "vocabulary": size,
+        "mean tokens": round(len(train.tokens) / len(of_train), 1),
+    }
+    if num_skipped:
+        details["bad rows skipped"] = num_skipped
+    return prepared.Prepared(
+        train,
+        np.array(of_train, dtype=np.int64),
+        held_out,
+        np.array(held_classes, dtype=np.int64),
+        {"classes": classes, "vocabulary_size": size, "pad_id": pad_id, "details": details},
+    )
+
+
+def _read(chosen: TextOptions, name: str, details: dict[str, str | int | float], what: str) -> Samples:
+    samples = read_samples(
+        Path(name).expanduser(),
+        format=chosen.data_format,
+        delimiter=chosen.delimiter,
+        quoting=chosen.quoting,
+        encoding=chosen.encoding,
+        header=chosen.header,
+        label=chosen.label,
+        text=chosen.text or (),
+        label_until=chosen.label_until,
+        skip_bad=chosen.bad_rows == "skip",
+    )
+    for sentence in samples.table.assumed:
+        logging.getLogger(__name__).warning("%s", sentence)
+    encoding = f", {samples.table.encoding}" if samples.table.encoding else ""
+    details[what] = f"{Path(name).name} ({samples.columns}{encoding})"
+    if samples.table.assumed:
+        details[f"{what}, assumed"] = "; ".join(samples.table.assumed)
+    return samples

@@ -1,0 +1,11 @@
+"""Who am I: the world of this process, found out from its environment.
+
+Read in this order: ``identity`` (what a launcher can tell), ``torchrun`` (one launcher), ``discovery`` (the list of all),
+``rendezvous`` (how ranks find each other), ``session`` (``init`` and ``shutdown``).
+"""
+
+from guozhuang.world.identity import World
+from guozhuang.world.requests import requested_strategy, requested_timeline
+from guozhuang.world.session import current, init, shutdown
+
+__all__ = ["World", "current", "init", "requested_strategy", "requested_timeline", "shutdown"]

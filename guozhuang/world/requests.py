@@ -1,0 +1,15 @@
+"""What the command line asked of this process, handed on by `guozhuang run` through the environment."""
+
+from __future__ import annotations
+
+import os
+
+
+def requested_strategy() -> str | None:
+    """The name given by ``guozhuang run --strategy NAME`` (environment GUOZHUANG_STRATEGY); None if none was."""
+    return os.environ.get("GUOZHUANG_STRATEGY") or None
+
+
+def requested_timeline() -> str | None:
+    """The path given by ``guozhuang run --timeline FILE`` (environment GUOZHUANG_TIMELINE); None if none was."""
+    return os.environ.get("GUOZHUANG_TIMELINE") or None

@@ -1,0 +1,289 @@
+"""Enter the world and leave it: ``init``, ``shutdown``, ``current``.
+
+[Note: leaving] Gloo cannot cancel a collective. Destroying a group that still has one in flight waits until the peers
+answer, leave or run into the time-out; without destroying it the interpreter would wait all the same, or abort. A rank
+that leaves because of an exception must not wait so long: its peers wait for it, and a launcher acts only when it is
+gone. So after an uncaught exception there is a limit, after which the process ends with code 1, which it was about to
+end with anyway. A rank that leaves in peace waits for what it started.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import faulthandler
+import logging
+import math
+import os
+import socket
+import sys
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from guozhuang.errors import UsageError, WorldError, explain
+from guozhuang.world.devices import choose
+from guozhuang.world.discovery import discover
+from guozhuang.world.identity import Identity, MeetingPoint, World
+from guozhuang.world.rendezvous import open_store, places, roll_call
+
+DEFAULT_TIMEOUT_S = 600.0
+# See [Note: leaving].
+_LEAVE_AFTER_ERROR_S = 10.0
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_log = logging.getLogger("guozhuang")
+
+
+@dataclass
+class _Session:
+    """The state of this process: the one current world, and what it takes to leave it and to come back.
+
+    Attributes:
+        world: None outside of a world.
+        made_group: the default process group is ours to destroy.
+        backend: of the default process group, as asked for or chosen.
+        timeout_s: as given to ``init``.
+        set_interface: we set GLOO_SOCKET_IFNAME, and remove it again.
+        store: kept over ``shutdown``, because a peer may come back to it before we have left.
+        met_at: what ``store`` belongs to.
+        generation: how many worlds were entered through ``store``.
+        process_id: a forked child must not destroy its parent's group.
+    """
+
+    world: World | None = None
+    made_group: bool = False
+    backend: str = ""
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    set_interface: bool = False
+    store: dist.Store | None = None
+    met_at: MeetingPoint | None = None
+    generation: int = 0
+    process_id: int = 0
+
+
+_session = _Session()
+
+
+def init(
+    backend: str | None = None, device: str | torch.device | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> World:
+    """Find out who started this process, meet the other ranks, and make the default process group.
+
+    Every rank must call. A second call returns the same world. Where ``torch.distributed.init_process_group`` was
+    called before, its group is taken as it is, and stays the caller's to destroy.
+
+    Args:
+        backend: None: nccl for CUDA, gloo for the CPU. Else any name torch.distributed knows, also
+            "cpu:gloo,cuda:nccl".
+        device: None: the CUDA device of the local rank where there is one and the backend serves it, else the CPU.
+            Else "cpu", "cuda" (the one of the local rank), "cuda:1" or a ``torch.device``.
+        timeout_s: limit for the ranks to find each other (covering both the store and the roll call: each gets it in
+            full), and of each collective of the default group, in seconds.
+
+    Returns:
+        The world. Its device is the current CUDA device where it is one.
+
+    Raises:
+        UsageError: the environment is half set or contradicts itself; an argument cannot work, or contradicts the world
+            that is there already.
+        WorldError: a rank did not come in time; the text names it.
+    """
+    if not (isinstance(timeout_s, int | float) and math.isfinite(timeout_s) and timeout_s > 0):
+        raise UsageError(explain("timeout_s must be a number of seconds above 0", value=timeout_s))
+    world = current()
+    if world is not None:
+        _check_same(world, backend, device, timeout_s)
+        return world
+    if dist.is_initialized():
+        return _adopt(backend, device)
+    identity = discover(os.environ)
+    num_cuda = _num_cuda()
+    # Before any waiting: what cannot work is said at once. The local rank may be known only after the roll call.
+    choose(backend, device, identity.local_rank or 0, num_cuda)
+    store = _store(identity, timeout_s)
+    hosts = roll_call(store, identity.rank, identity.size, timeout_s) if identity.size > 1 else [""]
+    identity = _complete(identity, hosts)
+    assert identity.local_rank is not None
+    chosen_backend, chosen_device = choose(backend, device, identity.local_rank, num_cuda)
+    if chosen_device.type == "cuda":
+        torch.cuda.set_device(chosen_device)
+    _session.set_interface = len(set(hosts)) == 1 and _keep_gloo_on_loopback()
+    try:
+        dist.init_process_group(
+            chosen_backend,
+            store=dist.PrefixStore("group", store),
+            rank=identity.rank,
+            world_size=identity.size,
+            timeout=datetime.timedelta(seconds=timeout_s),
+            device_id=chosen_device if chosen_backend == dist.Backend.NCCL else None,
+        )
+    except RuntimeError as error:
+        _restore_interface()
+        what = f"the ranks met, but backend {chosen_backend!r} could not connect them: {error}"
+        fix = "set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME to the network interface that leads to the other nodes"
+        raise WorldError(explain(what, rank=identity.rank, fix=fix)) from error
+    return _enter(identity, chosen_device, chosen_backend, timeout_s, made_group=True, asked=(backend, device))
+
+
+def current() -> World | None:
+    """The world that ``init`` entered and ``shutdown`` has not left yet; None without one."""
+    if _session.world is not None and not dist.is_initialized():
+        _forget()  # the user destroyed the group
+    return _session.world
+
+
+def shutdown() -> None:
+    """Leave the world: destroy the process group that ``init`` made; one that it found stays.
+
+    Without a world it does nothing. Called at exit by itself. ``init`` may be called again afterwards, by every rank.
+    Waits for collectives that are in flight, at most for the time-out of the group.
+    """
+    if current() is None:
+        return
+    if _session.made_group:
+        dist.destroy_process_group()
+    _forget()
+
+
+def _forget() -> None:
+    _restore_interface()
+    _session.world = None
+    _session.made_group = False
+    atexit.unregister(_leave)
+
+
+def _leave() -> None:
+    """At exit. See [Note: leaving]."""
+    if _session.process_id != os.getpid():
+        return
+    failed = getattr(sys, "last_value", None) is not None
+    if failed:
+        faulthandler.dump_traceback_later(_LEAVE_AFTER_ERROR_S, exit=True)
+    try:
+        shutdown()
+    except Exception as error:
+        _log.warning("leaving the world failed: %s", error)
+    finally:
+        if failed:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def _enter(
+    identity: Identity,
+    device: torch.device,
+    backend: str,
+    timeout_s: float,
+    *,
+    made_group: bool,
+    asked: tuple[str | None, str | torch.device | None],
+) -> World:
+    assert identity.local_rank is not None and identity.local_size is not None
+    assert identity.node_rank is not None and identity.num_nodes is not None
+    world = World(
+        rank=identity.rank,
+        size=identity.size,
+        local_rank=identity.local_rank,
+        local_size=identity.local_size,
+        node_rank=identity.node_rank,
+        num_nodes=identity.num_nodes,
+        device=device,
+        launcher=identity.launcher,
+    )
+    _session.world, _session.made_group = world, made_group
+    _session.backend, _session.timeout_s, _session.process_id = backend, timeout_s, os.getpid()
+    atexit.unregister(_leave)
+    atexit.register(_leave)
+    by_whom = ["chosen" if one is None else "as asked" for one in asked]
+    _log.info(
+        "rank %d of %d on node %d of %d, launcher %s; backend %s (%s), device %s (%s)%s",
+        *(world.rank, world.size, world.node_rank, world.num_nodes, world.launcher),
+        *(backend, by_whom[0] if made_group else "found", device, by_whom[1]),
+        "" if made_group else "; the process group was there already",
+    )
+    return world
+
+
+def _check_same(world: World, backend: str | None, device: str | torch.device | None, timeout_s: float) -> None:
+    fix = "call gz.shutdown() first, or give the same arguments"
+    if backend is not None and backend.lower() != _session.backend.lower():
+        what = f"gz.init was called before, with backend {_session.backend!r}"
+        raise UsageError(explain(what, value=backend, rank=world.rank, fix=fix))
+    if device is not None and choose(None, device, world.local_rank, _num_cuda())[1] != world.device:
+        what = f"gz.init was called before, with device {str(world.device)!r}"
+        raise UsageError(explain(what, value=str(device), rank=world.rank, fix=fix))
+    if _session.made_group and timeout_s not in (DEFAULT_TIMEOUT_S, _session.timeout_s):
+        what = f"gz.init was called before, with timeout_s={_session.timeout_s:g}"
+        raise UsageError(explain(what, value=timeout_s, rank=world.rank, fix=fix))
+
+
+def _adopt(backend: str | None, device: str | torch.device | None) -> World:
+    """A world around the process group that the user made."""
+    rank, size, found = dist.get_rank(), dist.get_world_size(), str(dist.get_backend())
+    if backend is not None and backend.lower() != found:
+        what = f"torch.distributed was initialised before, with backend {found!r}"
+        raise UsageError(explain(what, value=backend, rank=rank, fix="leave backend out, or initialise only once"))
+    told = Identity("environment", rank, size)
+    # Who made the group by hand may run under half an environment, and was not helped by it.
+    with contextlib.suppress(UsageError):
+        identity = discover(os.environ)
+        told = identity if (identity.rank, identity.size) == (rank, size) else told
+    if told.launcher == "alone" or size == 1:
+        identity = _complete(replace(told, local_rank=None, local_size=None), [""])
+    elif None in (told.local_rank, told.local_size, told.node_rank, told.num_nodes):
+        store = dist.PrefixStore("guozhuang/adopted", dist.distributed_c10d._get_default_store())
+        identity = _complete(told, roll_call(store, rank, size, DEFAULT_TIMEOUT_S))
+    else:
+        identity = told
+    assert identity.local_rank is not None
+    known = found if found in dist.Backend.backend_list and found != dist.Backend.UNDEFINED else None
+    _, chosen_device = choose(known, device, identity.local_rank, _num_cuda())
+    if chosen_device.type == "cuda":
+        torch.cuda.set_device(chosen_device)
+    return _enter(identity, chosen_device, found, DEFAULT_TIMEOUT_S, made_group=False, asked=(backend, device))
+
+
+def _store(identity: Identity, timeout_s: float) -> dist.Store:
+    """The store of this world, or the next part of the one that an earlier world of this process met at."""
+    if _session.store is None or identity.meeting_point is None or _session.met_at != identity.meeting_point:
+        _session.store, _session.generation = open_store(identity, timeout_s), 0
+        _session.met_at = identity.meeting_point
+    _session.generation += 1
+    attempt = identity.meeting_point.attempt if identity.meeting_point else "0"
+    return dist.PrefixStore(f"guozhuang/{attempt}/{_session.generation}", _session.store)
+
+
+def _complete(identity: Identity, hosts: list[str]) -> Identity:
+    """Fill in what the environment did not tell, from the host of each rank."""
+    local_rank, local_size, node_rank, num_nodes = places(hosts, identity.rank) if len(hosts) > 1 else (0, 1, 0, 1)
+    return replace(
+        identity,
+        local_rank=local_rank if identity.local_rank is None else identity.local_rank,
+        local_size=local_size if identity.local_size is None else identity.local_size,
+        node_rank=node_rank if identity.node_rank is None else identity.node_rank,
+        num_nodes=num_nodes if identity.num_nodes is None else identity.num_nodes,
+    )
+
+
+def _keep_gloo_on_loopback() -> bool:
+    """Gloo listens where the host name points to; ranks of one machine need no other interface than loopback."""
+    if _GLOO_INTERFACE in os.environ or not hasattr(socket, "if_nameindex"):
+        return False
+    names = {name for _, name in socket.if_nameindex()}
+    loopback = next((name for name in ("lo", "lo0") if name in names), None)
+    if loopback is None:
+        return False
+    # For as long as the world lasts: groups that are made later read it as well.
+    os.environ[_GLOO_INTERFACE] = loopback
+    return True
+
+
+def _restore_interface() -> None:
+    if _session.set_interface:
+        os.environ.pop(_GLOO_INTERFACE, None)
+        _session.set_interface = False
+
+
+def _num_cuda() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -1,0 +1,97 @@
+"""torchrun, ``guozhuang run``, and anything else that exports the same variables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from guozhuang.errors import UsageError, explain
+from guozhuang.world.identity import Identity, MeetingPoint
+from guozhuang.world.variables import number
+
+_NEEDED = ("RANK", "WORLD_SIZE")
+# Any of these without the two above means that somebody meant this process to be one of several.
+_SIGNS = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
+_FIX = "start the script with `guozhuang run` or torchrun, which set it, or export it for each process"
+
+
+def read(environ: Mapping[str, str]) -> Identity | None:
+    """The identity told by RANK, WORLD_SIZE and their companions; None if none of them is set.
+
+    Raises:
+        UsageError: the environment is half set, or contradicts itself.
+    """
+    present = [name for name in (*_NEEDED, *_SIGNS) if name in environ]
+    if not present:
+        return None
+    for name in _NEEDED:
+        if name not in environ:
+            seen = f"{present[0]}={environ[present[0]]!r}"
+            unset = f"unset {', '.join(present)} to run as one process"
+            raise UsageError(
+                explain(f"environment variable {name} is not set, but {seen} is", fix=f"{_FIX}; or {unset}")
+            )
+    size = number(environ, "WORLD_SIZE", at_least=1, fix=_FIX)
+    assert size is not None
+    rank = number(environ, "RANK", below=("WORLD_SIZE", size), fix=_FIX)
+    assert rank is not None
+    local_size = number(environ, "LOCAL_WORLD_SIZE", at_least=1, below=("WORLD_SIZE + 1", size + 1), fix=_FIX)
+    limit = ("WORLD_SIZE", size) if local_size is None else ("LOCAL_WORLD_SIZE", local_size)
+    local_rank = number(environ, "LOCAL_RANK", below=limit, fix=_FIX)
+    _check_local(environ, rank, size, local_rank, local_size)
+    node_rank, num_nodes = _nodes(environ, rank, size, local_rank, local_size)
+    return Identity(
+        launcher="torchrun" if "TORCHELASTIC_RUN_ID" in environ else "environment",
+        rank=rank,
+        size=size,
+        local_rank=0 if size == 1 else local_rank,
+        local_size=1 if size == 1 else local_size,
+        node_rank=node_rank,
+        num_nodes=num_nodes,
+        meeting_point=None if size == 1 else _meeting_point(environ),
+    )
+
+
+def _check_local(
+    environ: Mapping[str, str], rank: int, size: int, local_rank: int | None, local_size: int | None
+) -> None:
+    if local_rank is not None and local_rank > rank:
+        what = f"environment variable LOCAL_RANK is above RANK={rank}, which counts the ranks of all nodes"
+        raise UsageError(explain(what, value=environ["LOCAL_RANK"], fix=_FIX))
+    if local_size == size and local_rank is not None and local_rank != rank:
+        what = f"LOCAL_WORLD_SIZE={size} says that all ranks are on one node, but LOCAL_RANK is not RANK={rank}"
+        raise UsageError(explain(what, value=environ["LOCAL_RANK"], fix=_FIX))
+
+
+def _nodes(
+    environ: Mapping[str, str], rank: int, size: int, local_rank: int | None, local_size: int | None
+) -> tuple[int | None, int | None]:
+    """(node_rank, num_nodes), from the GROUP_ variables of torchrun or, where every node is alike, by division."""
+    num_nodes = number(environ, "GROUP_WORLD_SIZE", at_least=1, below=("WORLD_SIZE + 1", size + 1), fix=_FIX)
+    if size == 1:
+        return 0, 1
+    if num_nodes is not None:
+        node_rank = number(environ, "GROUP_RANK", below=("GROUP_WORLD_SIZE", num_nodes), fix=_FIX)
+        if local_size is not None and (num_nodes == 1) != (local_size == size):
+            what = f"GROUP_WORLD_SIZE={num_nodes} nodes do not fit LOCAL_WORLD_SIZE={local_size} of WORLD_SIZE={size}"
+            raise UsageError(explain(what, fix=_FIX))
+        if node_rank is not None:
+            return node_rank, num_nodes
+    if local_size is None or local_rank is None or size % local_size:
+        return None, None
+    node_rank = rank // local_size
+    return (node_rank, size // local_size) if node_rank * local_size + local_rank == rank else (None, None)
+
+
+def _meeting_point(environ: Mapping[str, str]) -> MeetingPoint:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not environ.get(name, "").strip():
+            what = f"environment variable {name} is not set, but WORLD_SIZE={environ['WORLD_SIZE']} ranks must meet"
+            raise UsageError(explain(what, fix=_FIX))
+    port = number(environ, "MASTER_PORT", at_least=1, below=("the number of TCP ports", 65536), fix=_FIX)
+    assert port is not None
+    return MeetingPoint(
+        host=environ["MASTER_ADDR"].strip(),
+        port=port,
+        is_kept_by_launcher=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+    )

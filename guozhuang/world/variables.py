@@ -1,0 +1,37 @@
+"""Read numbers out of an environment, with errors that name the variable, its value and the remedy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from guozhuang.errors import UsageError, explain
+
+
+def number(
+    environ: Mapping[str, str], name: str, *, fix: str, at_least: int = 0, below: tuple[str, int] | None = None
+) -> int | None:
+    """The whole number that variable ``name`` holds; None if it is not set.
+
+    Args:
+        environ: the environment.
+        name: the variable.
+        fix: the remedy, for the error's text.
+        at_least: the smallest number allowed.
+        below: what the number must stay below, with the name of where that limit comes from.
+
+    Raises:
+        UsageError: the variable holds anything else.
+    """
+    text = environ.get(name)
+    if text is None:
+        return None
+    if not re.fullmatch(r"[+-]?[0-9]{1,18}", text.strip(), re.ASCII):
+        raise UsageError(explain(f"environment variable {name} must be a whole number", value=text, fix=fix))
+    value = int(text)
+    if value < at_least:
+        raise UsageError(explain(f"environment variable {name} must be at least {at_least}", value=text, fix=fix))
+    if below is not None and value >= below[1]:
+        limit = f"{below[0]}={below[1]}"
+        raise UsageError(explain(f"environment variable {name} must be below {limit}", value=text, fix=fix))
+    return value

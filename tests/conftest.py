@@ -1,0 +1,118 @@
+"""What holds for every test: fixed seeds, nothing left behind, and skips that say why."""
+
+from __future__ import annotations
+
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+# Long enough for a process that was told to end to be gone on a busy machine.
+SETTLE_S = 5.0
+# Threads that libraries start once and keep on purpose.
+KEPT_THREADS = ("tqdm", "fsspecIO", "pytest_timeout")
+
+
+def _settles(is_clean: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + SETTLE_S
+    while not is_clean():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def _threads() -> set[threading.Thread]:
+    kept = [t for t in threading.enumerate() if t.name.startswith(KEPT_THREADS)]
+    return {t for t in threading.enumerate() if not isinstance(t, threading._DummyThread)} - set(kept)
+
+
+def _children() -> set[psutil.Process]:
+    """Every descendant but the two servers of multiprocessing, which live as long as the test run."""
+    servers = {
+        getattr(multiprocessing.forkserver._forkserver, "_forkserver_pid", None),
+        getattr(multiprocessing.resource_tracker._resource_tracker, "_pid", None),
+    }
+    return {p for p in psutil.Process().children(recursive=True) if p.pid not in servers}
+
+
+def _memory_files() -> set[str]:
+    """Anonymous memory files (memfd) that this process holds open."""
+    found = set()
+    for entry in os.scandir("/proc/self/fd") if sys.platform == "linux" else ():
+        try:
+            target = os.readlink(entry.path)
+        except OSError:
+            continue  # the descriptor of the listing itself
+        if target.startswith("/memfd:"):
+            found.add(f"{entry.name} -> {target}")
+    return found
+
+
+@pytest.fixture(autouse=True)
+def seeds() -> None:
+    """The same random numbers in every test, in whatever order tests run."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """A test that leaves environment, threads, processes, a process group or shared memory behind fails."""
+    environ, threads, children, memory = dict(os.environ), _threads(), _children(), _memory_files()
+    default_dtype, num_threads, cwd = torch.get_default_dtype(), torch.get_num_threads(), os.getcwd()
+    yield
+    left = []
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+        left.append("an initialised process group")
+    changed = {k for k in environ.keys() | os.environ.keys() if environ.get(k) != os.environ.get(k)}
+    changed -= {"PYTEST_CURRENT_TEST"}
+    if changed:
+        left.append(f"changed environment variables: {', '.join(sorted(changed))}")
+        os.environ.clear()
+        os.environ.update(environ)
+    if not _settles(lambda: _threads() <= threads):
+        left.append(f"threads: {', '.join(t.name for t in _threads() - threads)}")
+    if not _settles(lambda: _children() <= children):
+        left.append(f"child processes: {_children() - children}")
+        for process in _children() - children:
+            process.kill()
+    if _memory_files() - memory:
+        left.append(f"shared memory: {', '.join(sorted(_memory_files() - memory))}")
+    if torch.get_default_dtype() != default_dtype:
+        torch.set_default_dtype(default_dtype)
+        left.append("another default dtype")
+    if torch.get_num_threads() != num_threads:
+        torch.set_num_threads(num_threads)
+        left.append("another number of torch threads")
+    if os.getcwd() != cwd:
+        os.chdir(cwd)
+        left.append("another working directory")
+    assert not left, "the test left behind " + "; ".join(left)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run, and say so."""
+    for item in items:
+        if item.get_closest_marker("needs_root") and os.geteuid() != 0:
+            item.add_marker(pytest.mark.skip(reason="needs root to make network namespaces"))
+        if item.get_closest_marker("device") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """A run that found no test at all must not look like success, whatever selected nothing."""
+    if exitstatus == pytest.ExitCode.OK and not session.config.option.collectonly and session.testscollected == 0:
+        session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch._dynamo  # noqa: F401  # imported by the first optimizer of a process, and sets an environment variable
+
+from guozhuang.lab import compare
+from guozhuang.lab.files import from_json
+from guozhuang.lab.results import Results
+
+TINY = "tests.processes.tiny_workload:make"
+
+
+def _arguments(out: Path, *more: str) -> list[str]:
+    return ["--workload", TINY, "--out", str(out), "--warmup-steps", "2", "--rounds", "1", "--timeout", "60", *more]
+
+
+def _compare(out: Path, *more: str) -> tuple[int, Results]:
+    parser = argparse.ArgumentParser()
+    compare.add_arguments(parser)
+    code = compare.run(parser.parse_args(_arguments(out, *more)))
+    return code, from_json((out / "results.json").read_text())
+
+
+def _processes_of(text: str) -> list[psutil.Process]:
+    return [p for p in psutil.process_iter(["cmdline"]) if text in " ".join(p.info["cmdline"] or ())]
+
+
+def test_strategies_side_by_side_and_one_that_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "report"
+    code, results = _compare(out, "--strategies", "single,ddp,torch-ddp,none", "--steps", "6", "--option", "fail=5")
+    assert code == 0
+
+    single, torch_ddp, none = (results.row(name) for name in ("single", "torch-ddp", "none"))
+    assert single is not None and torch_ddp is not None and none is not None
+    assert torch_ddp.difference is not None and torch_ddp.difference.relative < 1e-5
+    assert torch_ddp.losses == pytest.approx(single.losses, rel=1e-5)
+    assert none.losses != pytest.approx(single.losses, rel=1e-3)
+    assert (single.ranks_identical, torch_ddp.ranks_identical, none.ranks_identical) == (None, True, False)
+    assert set(single.metrics) == {"accuracy"}
+    assert len(single.losses) == 8
+
+    phases = torch_ddp.phases
+    assert phases.exchange_s is not None and phases.exchange_s > 0
+    assert single.phases.exchange_s is None
+    for row in (single, torch_ddp, none):
+        rank = row.rounds[0].ranks[0]
+        assert row.phases.step_s * rank.num_steps == pytest.approx(rank.elapsed_s, rel=0.5)
+        assert row.machine_bytes is None or row.machine_bytes > 0
+    if sys.platform == "linux":
+        gradient_bytes = torch_ddp.rounds[0].ranks[0].gradient_bytes
+        assert gradient_bytes == 4 * (8 * 2 + 2)
+        assert torch_ddp.sent_bytes_per_step is not None
+        assert torch_ddp.sent_bytes_per_step >= gradient_bytes  # 2 (n - 1) / n of it, and gloo's headers
+        assert (single.sent_bytes_per_step, none.sent_bytes_per_step) == (0, 0)
+
+    failed = next(row for row in results.rows if row.name == "ddp")
+    assert failed.failure is not None
+    assert failed.failure.cause == "rank 1: RuntimeError: made to fail at step 5"
+    assert "made to fail" in Path(failed.failure.log).read_text()
+
+    printed = capsys.readouterr().out
+    assert "ddp failed" in printed and "torch-ddp" in printed and str(out / "report.html") in printed.replace("\n", "")
+    assert {p.name for p in out.iterdir()} == {
+        "report.html", "results.json", "speed.png", "step.png", "loss.png", "logs"
+    }  # fmt: skip
+
+
+def test_a_rank_that_hangs_is_a_failed_row_with_everyones_stacks(tmp_path: Path) -> None:
+    began = time.monotonic()
+    code, results = _compare(
+        tmp_path, "--strategies", "none", "--steps", "3", "--option", "hang=4", "--timeout", "12", "--json"
+    )
+    assert code == 1
+    assert time.monotonic() - began < 40
+    failure = results.rows[0].failure
+    assert failure is not None
+    log = Path(failure.log).read_text()
+    assert "tiny_workload.py" in log and "in loss" in log  # where rank 1 slept
+    assert _processes_of("guozhuang-") == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_comparison_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    arguments = _arguments(tmp_path / "report", "--strategies", "none", "--option", "hang=2")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "guozhuang", "compare", *arguments],
+        env={**os.environ, "TMPDIR": str(scratch)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 40
+        while len(list(scratch.glob("guozhuang-*/none-*/pid-*"))) < 2:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        process.send_signal(number)
+        _, said = process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130
+    assert "Interrupted" in said
+    assert "Traceback" not in said
+    assert _processes_of(str(scratch)) == []
+    assert list(scratch.iterdir()) == []
+    assert not (tmp_path / "report" / "results.json").exists()

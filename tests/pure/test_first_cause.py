@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from guozhuang.lab.runs import first_cause
+
+
+def _tell(folder: Path, name: str, time: float, text: str) -> None:
+    (folder / f"error-{name}.json").write_text(json.dumps({"time": time, "who": f"rank {name}", "text": text}))
+
+
+def test_the_error_noticed_first_is_the_cause(tmp_path: Path) -> None:
+    _tell(tmp_path, "0", 12.0, "RuntimeError: connection closed by peer")
+    _tell(tmp_path, "1", 11.5, "ValueError: bad sample")
+    assert first_cause(tmp_path, tmp_path / "log", 1, 60) == "rank 1: ValueError: bad sample"
+
+
+@pytest.mark.parametrize(
+    ("log", "code", "says"),
+    [
+        ("noise\n  exitcode  : -9 (pid: 77)\nmore", 1, "SIGKILL"),
+        ("exitcode : -15 (pid: 1)\nRoot Cause:\n  exitcode  : -11 (pid: 2)", 1, "SIGSEGV"),
+        ("", -11, "SIGSEGV"),
+        ("a\n\nb\nc\nd\n", 3, "exit code 3: b | c | d"),
+        ("", None, "no end after 60 s"),
+    ],
+)
+def test_without_a_word_from_a_rank_the_log_and_the_exit_code_tell(
+    tmp_path: Path, log: str, code: int | None, says: str
+) -> None:
+    (tmp_path / "log").write_text(log)
+    assert says in first_cause(tmp_path, tmp_path / "log", code, 60)
+
+
+def test_what_a_rank_said_tells_more_than_that_time_ran_out(tmp_path: Path) -> None:
+    _tell(tmp_path, "0", 1.0, "RuntimeError: timed out waiting for rank 1")
+    assert "rank 0" in first_cause(tmp_path, tmp_path / "log", None, 60)

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from guozhuang.lab import plots, report, table, units
+from guozhuang.lab.files import from_json
+from guozhuang.lab.results import Failure
+from guozhuang.lab.verdict import judge
+from tests.pure.made_up import comparison, row, usual
+
+
+class _Page(HTMLParser):
+    """Checks that tags close in order, and collects what a browser would fetch, ids and the text."""
+
+    VOID = frozenset(("meta", "br", "img", "link", "hr", "input"))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.fetched: list[str] = []
+        self.ids: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in self.VOID:
+            self.open.append(tag)
+        for name, value in attrs:
+            if name in ("src", "href", "xlink:href") and not (value or "").startswith("#"):
+                self.fetched.append(value or "")
+            if name == "id":
+                self.ids.append(value or "")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def _page(text: str) -> _Page:
+    page = _Page()
+    page.feed(text)
+    assert page.open == []
+    return page
+
+
+def test_report_is_one_page_that_fetches_nothing(tmp_path: Path) -> None:
+    path = report.write(usual(), tmp_path / "new" / "folder")
+    text = path.read_text()
+    page = _page(text)
+    assert page.fetched == []
+    assert not re.search(r"@import|url\((?!#)", text)
+    assert len(page.ids) == len(set(page.ids))
+    assert {p.name for p in path.parent.iterdir()} == {
+        "report.html",
+        "results.json",
+        "speed.png",
+        "step.png",
+        "loss.png",
+    }
+    assert (path.parent / "speed.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_report_says_what_was_found_and_escapes_what_others_wrote(tmp_path: Path) -> None:
+    text = report.write(usual(), tmp_path).read_text()
+    page = _page(text)
+    for expected in (
+        "Take ddp",
+        "183",
+        "1.83",
+        "92 %",
+        "replicas <b>fell</b> over",
+        "A paper <1>",
+        "87.0 %",
+        "4,386,178",
+    ):
+        assert expected in page.text
+    assert "<b>fell" not in text
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_report_can_be_made_again_from_its_results_file(tmp_path: Path) -> None:
+    first = report.write(usual(), tmp_path / "a").read_text()
+    again = report.write(from_json((tmp_path / "a" / "results.json").read_text()), tmp_path / "b").read_text()
+    assert again == first
+
+
+def test_plots_of_an_earlier_comparison_do_not_stay_behind(tmp_path: Path) -> None:
+    report.write(usual(), tmp_path)
+    report.write(comparison(row("ddp", failure=Failure("rank 0: no", "x.log", 1))), tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {"report.html", "results.json"}
+
+
+@pytest.mark.parametrize("speeds", [(100.0,), (100.0, 101.0, 102.0)])
+def test_report_of_a_single_strategy_without_metrics(tmp_path: Path, speeds: tuple[float, ...]) -> None:
+    one = row("torch-ddp", *speeds)
+    bare = tuple(replace(r, ranks=tuple(replace(rank, metrics={}) for rank in r.ranks)) for r in one.rounds)
+    page = _page(report.write(comparison(replace(one, rounds=bare, difference=None)), tmp_path).read_text())
+    assert "the only strategy" in page.text
+
+
+def test_pictures_are_well_formed_and_follow_the_page() -> None:
+    for name, (_, svg) in plots.draw(usual()).items():
+        root = xml.etree.ElementTree.fromstring(svg)
+        assert root.get("viewBox") and root.get("width") is None and root.get("height") is None
+        assert "currentColor" in svg
+        assert all(i.startswith(f"{name}-") for i in re.findall(r'\bid="([^"]*)"', svg))
+        assert set(re.findall(r"url\(#([^)]*)\)", svg)) <= set(re.findall(r'\bid="([^"]*)"', svg))
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_tables_fit_the_terminal(width: int) -> None:
+    results = usual()
+    console = Console(width=width, record=True, file=open("/dev/null", "w"), force_terminal=False)  # noqa: SIM115
+    with console.file:
+        table.show(console, results, judge(results), Path("/x/report.html"))
+    text = console.export_text()
+    assert "…" not in text
+    assert all(len(line.rstrip()) <= width for line in text.splitlines())
+    for expected in (
+        "Speed",
+        "183",
+        f"180 {units.DASH} 186",
+        "1.83",
+        "92 %",
+        "exposed",
+        "17.0 MiB",
+        "600 MiB",
+        "3.1e-07",
+        "dp failed",
+    ):
+        assert expected in text
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (units.rate(1234.5), "1,234"),
+        (units.rate(9.996), "10.0"),
+        (units.rate(99.96), "100"),
+        (units.size(0), "0 B"),
+        (units.size(1023), "1.00 KiB"),
+        (units.size(17 * 1024**2), "17.0 MiB"),
+        (units.duration(0.0213), "21.3 ms"),
+        (units.duration(0.9996), "1.00 s"),
+        (units.duration(59.4), "59.4 s"),
+        (units.duration(125), "2 min 5 s"),
+        (units.duration(12000), "3 h 20 min"),
+        (units.tiny(0.0), "0"),
+        (units.tiny(None), units.DASH),
+        (units.metric("accuracy", 0.913), "91.3 %"),
+        (units.metric("perplexity", 12.3456), "12.35"),
+    ],
+)
+def test_numbers_are_written_in_one_form(shown: str, expected: str) -> None:
+    assert shown == expected

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+import torch._dynamo  # the first optimizer of a process imports it, which sets an environment variable
+from torch import nn
+
+import guozhuang as gz
+from guozhuang import strategies
+from guozhuang.errors import UsageError
+from guozhuang.world import World
+
+ALONE = World(0, 1, 0, 1, 0, 1, torch.device("cpu"), "alone")
+PAIR = replace(ALONE, size=2, local_size=2, launcher="torchrun")
+
+
+def _pair() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(4, 2)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    monkeypatch.setattr(strategies, "current", lambda: getattr(request, "param", ALONE))
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(UsageError, match="single, ddp, torch-ddp, dp, none"):
+        strategies.get("dpp")
+
+
+def test_the_table_cannot_be_changed() -> None:
+    with pytest.raises(TypeError):
+        strategies.STRATEGIES["mine"] = strategies.get("ddp")  # type: ignore[index]
+
+
+def test_only_the_bound_does_not_train_and_every_name_is_its_key() -> None:
+    assert [s.name for s in strategies.STRATEGIES.values() if not s.trains] == ["none"]
+    assert all(name == s.name for name, s in strategies.STRATEGIES.items())
+
+
+def test_prepare_before_init_says_so() -> None:
+    with pytest.raises(UsageError, match=r"before init\(\)"):
+        gz.prepare(*_pair())
+
+
+@pytest.mark.usefixtures("world")
+def test_single_hands_back_what_it_got() -> None:
+    model, optimizer = _pair()
+    assert gz.prepare(model, optimizer, "single") == (model, optimizer)
+
+
+@pytest.mark.usefixtures("world")
+def test_dp_makes_as_many_replicas_as_asked_for_and_computes_the_same() -> None:
+    model, optimizer = _pair()
+    wrapped, same = gz.prepare(model, optimizer, "dp", num_replicas=3)
+    assert isinstance(wrapped, gz.DataParallel)
+    assert len(wrapped.device_ids) == 3
+    assert same is optimizer
+    batch = torch.randn(7, 4)
+    torch.testing.assert_close(wrapped(batch), model(batch))
+
+
+@pytest.mark.usefixtures("world")
+def test_none_is_said_to_be_no_way_to_train(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "guozhuang"):
+        gz.prepare(*_pair(), "none")
+    assert "not a way to train" in caplog.text
+
+
+@pytest.mark.usefixtures("world")
+def test_what_the_launcher_asked_for_is_taken_unless_the_script_names_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strategies, "requested_strategy", lambda: "dp")
+    assert isinstance(gz.prepare(*_pair())[0], gz.DataParallel)
+    assert type(gz.prepare(*_pair(), "single")[0]) is nn.Linear
+    monkeypatch.setattr(strategies, "requested_strategy", lambda: "quick")
+    with pytest.raises(UsageError, match="no such strategy"):
+        gz.prepare(*_pair())
+
+
+@pytest.mark.parametrize("world", [PAIR], indirect=True)
+@pytest.mark.parametrize("name", ["single", "dp"])
+@pytest.mark.usefixtures("world")
+def test_a_strategy_of_one_process_is_refused_in_a_world_of_two(name: str) -> None:
+    with pytest.raises(UsageError, match="one process and this world has 2 ranks"):
+        gz.prepare(*_pair(), name)
+
+
+@pytest.mark.usefixtures("world")
+def test_an_optimizer_over_another_model_is_refused() -> None:
+    with pytest.raises(UsageError, match="not the model's"):
+        gz.prepare(nn.Linear(4, 2), _pair()[1], "single")
+    model, _ = _pair()
+    with pytest.raises(UsageError, match="torch optimizer"):
+        gz.prepare(model, model, "single")  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("world")
+def test_a_wrapped_or_frozen_model_is_refused() -> None:
+    model, optimizer = _pair()
+    with pytest.raises(UsageError, match="wrapped already"):
+        gz.prepare(nn.DataParallel(model), optimizer, "single")
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(UsageError, match="requires a gradient"):
+        gz.prepare(model, optimizer, "single")
+
+
+@pytest.mark.parametrize(("name", "count"), [("single", 2), ("dp", 0)])
+@pytest.mark.usefixtures("world")
+def test_a_count_of_replicas_that_cannot_work_is_refused(name: str, count: int) -> None:
+    with pytest.raises(UsageError, match="num_replicas"):
+        gz.prepare(*_pair(), name, num_replicas=count)
+
+
+@pytest.mark.parametrize("world", [replace(ALONE, device=torch.device("meta"))], indirect=True)
+@pytest.mark.usefixtures("world")
+def test_an_optimizer_that_could_not_follow_the_model_to_its_device_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"new parameters.*model.to\('meta'\)"):
+        gz.prepare(*_pair(), "single")
+    model = nn.Linear(4, 2)
+    stepped = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    stepped.step()
+    with pytest.raises(UsageError, match="already stepped"):
+        gz.prepare(model, stepped, "single")
+
+
+@pytest.mark.parametrize("world", [replace(ALONE, device=torch.device("meta"))], indirect=True)
+@pytest.mark.usefixtures("world")
+def test_a_model_that_is_on_a_device_already_stays_there() -> None:
+    model = nn.Linear(4, 2, device="meta")
+    optimizer = torch.optim.SGD(model.parameters())
+    assert gz.prepare(model, optimizer, "single") == (model, optimizer)

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+from guozhuang.lab.results import Difference, Failure, Row
+from guozhuang.lab.verdict import judge
+from tests.pure.made_up import comparison, row, usual
+
+
+def test_the_fastest_that_trains_is_taken_and_the_bound_never() -> None:
+    verdict = judge(usual())
+    assert verdict.recommended == "ddp"
+    assert "fastest" in verdict.headline
+    assert any("1.83" in reason and "1.08" in reason for reason in verdict.reasons)
+    assert any("92 %" in reason for reason in verdict.reasons)
+
+
+def test_a_tie_goes_to_the_simpler_and_says_so() -> None:
+    verdict = judge(comparison(row("torch-ddp", 100, 104, 102), row("ddp", 99, 103, 101), row("single", 40, 41, 42)))
+    assert verdict.recommended == "ddp"
+    assert "torch-ddp" in verdict.headline
+    assert "simplest" in verdict.headline
+
+
+def test_ranges_that_overlap_do_not_hide_a_large_gap() -> None:
+    verdict = judge(comparison(row("single", 100, 100, 200), row("ddp", 150, 190, 191)))
+    assert verdict.recommended == "ddp"
+    assert any("more --rounds" in caution for caution in verdict.cautions)
+
+
+def test_close_medians_without_overlap_are_no_tie() -> None:
+    assert judge(comparison(row("single", 95, 96, 97), row("ddp", 98, 99, 100))).recommended == "ddp"
+
+
+def test_one_round_ties_within_a_margin_and_warns() -> None:
+    near = judge(comparison(row("single", 99), row("ddp", 100)))
+    far = judge(comparison(row("single", 90), row("ddp", 100)))
+    assert near.recommended == "single"
+    assert far.recommended == "ddp"
+    assert all(any("One round" in caution for caution in one.cautions) for one in (near, far))
+
+
+def test_ranks_that_drifted_apart_are_not_recommended() -> None:
+    verdict = judge(comparison(row("single", 50, 51, 52), row("ddp", 100, 101, 102, digests="ab")))
+    assert verdict.recommended == "single"
+    assert any("different weights" in caution for caution in verdict.cautions)
+
+
+def test_nothing_is_recommended_when_only_the_bound_ran() -> None:
+    failed = row("ddp", failure=Failure("rank 1: it broke", "x.log", 1))
+    verdict = judge(comparison(row("none", 100), failed))
+    assert verdict.recommended is None
+    assert verdict.how == ()
+    assert any("it broke" in caution for caution in verdict.cautions)
+
+
+def test_a_strategy_that_failed_after_fast_rounds_is_not_recommended() -> None:
+    fast = replace(row("ddp", 500, 500), failure=Failure("rank 1: it broke", "x.log", 3))
+    assert judge(comparison(row("single", 50, 51, 52), fast)).recommended == "single"
+
+
+def test_single_is_told_whether_spreading_could_win_at_all() -> None:
+    hopeless = judge(comparison(row("single", 100, 101, 102), row("none", 90, 91, 92)))
+    hopeful = judge(comparison(row("single", 100, 101, 102), row("none", 150, 151, 152)))
+    assert any("can be faster" in reason for reason in hopeless.reasons)
+    assert any("no strategy reached" in reason for reason in hopeful.reasons)
+    assert hopeless.how[-1] == "guozhuang run --nproc-per-node 1 --strategy single train.py"
+
+
+def test_how_names_the_ranks_that_were_measured() -> None:
+    assert judge(usual()).how[-1] == "guozhuang run --nproc-per-node 2 --strategy ddp train.py"
+
+
+def _far(distance: float) -> Row:
+    return replace(row("ddp", 100, 101), difference=Difference(0.5, "weight", 1.0, distance))
+
+
+def test_weights_far_from_single_are_pointed_out_and_dropout_named() -> None:
+    assert not any("away" in c for c in judge(comparison(_far(1e-5))).cautions)
+    plain = judge(comparison(_far(0.1))).cautions
+    dropped = judge(comparison(_far(0.1), dropout=0.1)).cautions
+    assert any("away" in c and "Dropout" not in c for c in plain)
+    assert any("Dropout is on" in c for c in dropped)
