@@ -15,7 +15,9 @@ import argparse
 import copy
 import json
 import os
+import socket
 import statistics
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,28 +164,29 @@ def ratio(over: list[float], under: list[float]) -> tuple[float, float, float]:
     return statistics.median(ratios), min(ratios), max(ratios)
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", default="tiny,mini,base")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    import socket
-    import tempfile
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(measure, (port, options.sizes.split(","), options.rounds, folder), nprocs=RANKS)
+        mp.spawn(measure, (free_port(), options.sizes.split(","), options.rounds, folder), nprocs=RANKS)
         results = json.loads(Path(folder, "result.json").read_text())
     print("samples/s are medians; ratios are medians of the rounds' ratios (min .. max)")
     print(f"{'size':6}{'none':>9}{'torch-ddp':>11}{'ddp':>9}   {'ddp / torch-ddp':24}{'ddp / none':24}")
     for label, result in results.items():
         speeds = result["samples_per_s"]
         row = f"{label:6}" + "".join(
-            f"{statistics.median(speeds[name]):>{width}.1f}" for name, width in (("none", 9), ("torch-ddp", 11), ("ddp", 9))
+            f"{statistics.median(speeds[name]):>{width}.1f}"
+            for name, width in (("none", 9), ("torch-ddp", 11), ("ddp", 9))
         )
         for under in ("torch-ddp", "none"):
             median, low, high = ratio(speeds["ddp"], speeds[under])

@@ -112,6 +112,7 @@ class Reducer:
         self._handles: list[Any] = []
         self._pass: _Pass | None = None
         self._pass_since_forward = False
+        self._armed = False  # a forward whose backward is to synchronize has run since the last pass
         self.step = 0
         self.synchronize = True
         self.num_active_ranks = group.size()
@@ -170,19 +171,19 @@ class Reducer:
             handle.remove()
         self._handles = []
 
-    def before_forward(self) -> bool:
+    def before_forward(self) -> list[str]:
         """Account for the last pass and take up changes of the layout. Every rank calls it before a forward with gradients.
 
         Returns:
-            Whether the set of parameters that take part has changed (``requires_grad`` was switched); the caller then
-            compares the ranks.
+            Names of the parameters that changed (``requires_grad`` was switched); where there are any, the caller compares
+            the ranks.
 
         Raises:
             UnusedParameterError: a parameter got no gradient since the forward before the last pass.
             RuntimeError: the last backward was broken off in the middle of an exchange.
         """
         if torch._C._current_graph_task_id() != -1:  # a checkpointed part is computed again, inside a backward
-            return False
+            return []
         if self._pass is not None:
             self._drop_broken_pass(self._pass)
         if self._pass_since_forward:
@@ -192,13 +193,14 @@ class Reducer:
             if missing and not self.options.find_unused and not self.options.static_graph:
                 raise self._unused.error(missing)
         if self._signature != self._sign():
+            before, now = self._signature, self._sign()
             self._select()
-            return True
+            return [name for (name, _), a, b in zip(self._candidates, before, now, strict=True) if a != b]
         if self._new_layout is not None:
             layout, self._new_layout = self._new_layout, None
             if layout != self.layout:
                 self._lay_out(layout)
-        return False
+        return []
 
     def _drop_broken_pass(self, broken: _Pass) -> None:
         self._pass = None
@@ -216,6 +218,7 @@ class Reducer:
 
     def watch(self, outputs: Sequence[Tensor]) -> None:
         """Open a pass when backward reaches one of these tensors: the outputs of the model that have a graph."""
+        self._armed = True
         hook = _output_hook(self)
         for output in outputs:
             output.register_hook(hook)
@@ -258,7 +261,7 @@ class Reducer:
         """Take note that a gradient was accumulated."""
         with self._lock:
             self._seen[index] = True
-            if not self.synchronize:
+            if not self.synchronize or (self._pass is None and not self._armed):  # the latter: past the wrapper
                 self._accumulated[index] = True
                 return
             current = self._pass or self._open()
@@ -358,6 +361,8 @@ class Reducer:
     def _complete(self, current: _Pass, shadow: bool = False) -> None:
         current.waiting = [0] * len(self.buckets)
         self._start_full(current, at_end=True)
+        if not self.exchange.one_round and current.works and current.works[-1] is not None:
+            self._wait(len(self.buckets) - 1, current.works[-1])  # its later rounds come before the question below
         used_here = [self._is_used(current, i) for i in range(len(self.parameters))]
         asking: UsedAnywhere | None = None
         if self._learning if self.options.static_graph else self.options.find_unused:
@@ -381,7 +386,7 @@ class Reducer:
         if self._learning:
             self._learn(current)
         self._accumulated = [False] * len(self.parameters)
-        self._pass = None
+        self._pass, self._armed = None, False
         self._pass_since_forward = not shadow
         self.step += 1
 
@@ -400,16 +405,17 @@ class Reducer:
         try:
             work.wait()
         except RuntimeError as error:
-            elsewhere = self._unused.error_elsewhere()
-            if elsewhere is not None:
-                raise elsewhere from error
-            raise WorldError(
-                explain(
-                    f"the exchange of bucket {bucket} of {len(self.buckets)} in step {self.step} failed: {error}",
-                    rank=self.group.rank(),
-                    fix="look at the rank that stopped first; the others only noticed that it was gone",
-                )
-            ) from error
+            raise self.cause_of(error, f"the exchange of bucket {bucket} of {len(self.buckets)}") from error
+
+    def cause_of(self, error: RuntimeError, what: str) -> RuntimeError:
+        """Compose the error for a collective that failed: what another rank has said of it, or that a rank is gone."""
+        return self._unused.error_elsewhere() or WorldError(
+            explain(
+                f"{what} in step {self.step} failed: {error}",
+                rank=self.group.rank(),
+                fix="look at the rank that stopped first; the others only noticed that it was gone",
+            )
+        )
 
     def _learn(self, current: _Pass) -> None:
         """Take from the first pass what later ones rely on; the order of buckets is the one that rank 0 saw."""

@@ -5,20 +5,23 @@ This is the only file that knows all of them. A new strategy is one entry here a
 
 from __future__ import annotations
 
+import atexit
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils import _pytree
 
 from guozhuang.data_parallel import DataParallel
 from guozhuang.distributed import DistributedDataParallel
 from guozhuang.errors import UsageError, explain
-from guozhuang.world import World, current, requested_strategy
+from guozhuang.timeline import Timeline
+from guozhuang.world import World, current, requested_strategy, requested_timeline
 
 DEFAULT = "ddp"
 
@@ -191,7 +194,8 @@ def prepare(
 ) -> Prepared:
     """Make a plain model and its optimizer train over the whole world. Every rank must call this, after ``init()``.
 
-    A model that lies on the CPU while this rank owns an accelerator is moved there, which is said in the log.
+    Under ``guozhuang run --timeline FILE`` what the model and the optimizer do from now on is recorded, and written when
+    the process ends. A model that lies on the CPU while this rank owns an accelerator is moved there, which is said in the log.
 
     Args:
         model: the bare model, not wrapped yet; the same on every rank.
@@ -218,7 +222,13 @@ def prepare(
     if world.rank == 0:
         why = "as asked" if asked_for is not None else "the default"
         _log.info("strategy %s (%s): %s; %d rank(s)", chosen.name, why, chosen.summary, world.size)
-    return chosen.prepare(model, optimizer, Setup(world, num_replicas))
+    prepared = chosen.prepare(model, optimizer, Setup(world, num_replicas))
+    path = requested_timeline()
+    if path is not None:
+        timeline = Timeline(world.rank)
+        _watch(*prepared, timeline)
+        atexit.register(timeline.write, f"{path}.rank{world.rank}")
+    return prepared
 
 
 def _check(model: nn.Module, optimizer: Optimizer, chosen: Strategy, world: World, num_replicas: int | None) -> None:
@@ -275,3 +285,35 @@ def _place(model: nn.Module, optimizer: Optimizer, world: World) -> None:
         what = f"moving the model to {world.device} made new parameters, which the optimizer does not know"
         raise UsageError(explain(what, rank=world.rank, fix=fix))
     _log.info("rank %d: the model was moved to %s", world.rank, world.device)
+
+
+def _watch(model: nn.Module, optimizer: Optimizer, timeline: Timeline) -> None:
+    """Record every forward, backward and optimizer step, by hooks."""
+    began_ns: dict[str, int] = {}
+
+    def begin(name: str) -> None:
+        began_ns[name] = timeline.now()
+
+    def end(name: str) -> None:
+        if name in began_ns:
+            timeline.add(name, "step", began_ns.pop(name), timeline.now())
+
+    def forward_ended(module: nn.Module, inputs: Any, output: Any) -> None:
+        end("forward")
+        for leaf in _pytree.tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(backward_began)
+
+    def backward_began(gradient: torch.Tensor) -> None:
+        if "backward" not in began_ns:
+            begin("backward")
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            # Callbacks run in the order in which they were queued: the second comes after those that wait for exchanges.
+            queue(lambda: queue(lambda: end("backward")))
+
+    if isinstance(model, DistributedDataParallel):
+        model.timeline = timeline
+    model.register_forward_pre_hook(lambda module, inputs: begin("forward"))
+    model.register_forward_hook(forward_ended)
+    optimizer.register_step_pre_hook(lambda opt, args, kwargs: begin("optimizer"))
+    optimizer.register_step_post_hook(lambda opt, args, kwargs: end("optimizer"))

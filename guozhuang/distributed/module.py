@@ -21,7 +21,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
-from ..errors import UsageError, explain
+from ..errors import UsageError, WorldError, explain
 from ..exchange import AllReduce, CommHook, GradientExchange
 from ..exchange.cast import Cast
 from ..exchange.comm_hook import Hook
@@ -265,9 +265,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if torch.is_grad_enabled() and self.reducer is not None:
             self.reducer.synchronize = self.require_backward_grad_sync
-            if self.reducer.before_forward():
-                lines = describe(zip(self.reducer.names, self.reducer.parameters, strict=True))
-                verify_equal_layout(self.process_group, lines)
+            if changed := self.reducer.before_forward():
+                self._compare_again(self.reducer, changed)
         work = Join.notify_join_context(self)
         if self.reducer is not None:
             self.reducer.num_active_ranks = self.process_group.size()
@@ -278,7 +277,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             if self._join_config.enable:
                 sync_buffers(self, joined=False)
             else:
-                broadcast_tensors(self.modules_buffers, self.process_group, source=0)
+                self._broadcast_buffers()
         if self._join_config.enable:
             tell_synchronization(self, self.require_backward_grad_sync)
         if self.device_ids:
@@ -292,6 +291,21 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.require_forward_param_sync = synchronizes
         if synchronizes and self.reducer is not None:
             self.reducer.watch(tensors_with_graph(outputs))
+
+    def _compare_again(self, reducer: Reducer, changed: Sequence[str]) -> None:
+        lines = describe(zip(reducer.names, reducer.parameters, strict=True))
+        try:
+            verify_equal_layout(self.process_group, lines)
+        except WorldError as error:
+            raise WorldError(f"{error} On this rank requires_grad was switched for {', '.join(changed)}.") from error
+
+    def _broadcast_buffers(self) -> None:
+        try:
+            broadcast_tensors(self.modules_buffers, self.process_group, source=0)
+        except RuntimeError as error:
+            if self.reducer is None:
+                raise
+            raise self.reducer.cause_of(error, "the broadcast of the buffers") from error
 
     def will_sync_module_buffers(self) -> bool:
         """Tell whether the next forward begins with a broadcast of the buffers."""

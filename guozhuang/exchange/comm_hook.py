@@ -42,8 +42,10 @@ class HookBucket:
         self._buffer = tensor
 
     def gradients(self) -> list[Tensor]:
-        """One tensor per parameter, sharing memory with the bucket."""
-        return list(self._bucket.views)
+        """One tensor per parameter, sharing memory with the buffer."""
+        if self._buffer is self._bucket.flat:
+            return list(self._bucket.views)
+        return [self._buffer.as_strided(v.shape, v.stride(), v.storage_offset()) for v in self._bucket.views]
 
     def parameters(self) -> list[Tensor]:
         """The parameters of the bucket."""
@@ -109,7 +111,7 @@ class CommHook(GradientExchange[None]):
         """
         name = getattr(self.hook, "__qualname__", type(self.hook).__name__)
         future = self.hook(self.state, HookBucket(bucket))
-        if not isinstance(future, torch.futures.Future):
+        if not isinstance(future, torch._C.Future):  # the base class: what a Work's get_future() gives
             raise TypeError(
                 explain(
                     f"communication hook {name!r} must return a torch.futures.Future",

@@ -81,13 +81,19 @@ class Notices:
         self._store.set(f"{self._prefix}/{self._rank}", text)
 
     def read(self, patience_s: float) -> dict[int, str]:
-        """Return the notices of all ranks that left one, waiting at most ``patience_s`` for those that did not."""
+        """Return the notices of all ranks that left one, waiting at most ``patience_s`` for those that did not.
+
+        None, if the store went away with the process that held it.
+        """
         keys = {rank: f"{self._prefix}/{rank}" for rank in range(self._size)}
         deadline = time.monotonic() + patience_s
         while True:
-            there = [rank for rank, key in keys.items() if self._store.check([key])]
-            if len(there) == self._size or time.monotonic() >= deadline:
-                return {rank: self._store.get(keys[rank]).decode() for rank in there}
+            try:
+                there = [rank for rank, key in keys.items() if self._store.check([key])]
+                if len(there) == self._size or time.monotonic() >= deadline:
+                    return {rank: self._store.get(keys[rank]).decode() for rank in there}
+            except RuntimeError:  # DistNetworkError, DistStoreError
+                return {}
             time.sleep(0.02)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import types
 import typing
@@ -18,11 +19,14 @@ T = TypeVar("T")
 
 
 def to_json(results: Results) -> str:
-    """Return the text of ``results.json``: every record, and under each row the values the report shows."""
+    """Return the text of ``results.json``: every record, and under each row the values the report shows.
+
+    A number that JSON does not know stands there as text: ``"nan"``, ``"inf"``.
+    """
     document = asdict(results)
     for row, out in zip(results.rows, document["rows"], strict=True):
         out["derived"] = _derived(results, row) if row.ok else None
-    return json.dumps(document, indent=1, allow_nan=True)
+    return json.dumps(_plain(document), indent=1, allow_nan=False)
 
 
 def from_json(text: str) -> Results:
@@ -70,6 +74,14 @@ def write_bytes(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
 def _value(hint: Any, value: Any) -> Any:
     if value is None:
         return None
@@ -79,6 +91,8 @@ def _value(hint: Any, value: Any) -> Any:
         return _value(inner[0], value) if len(inner) == 1 else value
     if origin is tuple:
         return tuple(_value(typing.get_args(hint)[0], item) for item in value)
+    if origin is dict:
+        return {key: _value(typing.get_args(hint)[1], item) for key, item in value.items()}
     if isinstance(hint, type) and is_dataclass(hint):
         return build(hint, value)
     return float(value) if hint is float else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib import resources
 from pathlib import Path
 
@@ -49,6 +50,7 @@ def html(results: Results, verdict: Verdict, svgs: dict[str, str]) -> str:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    environment.filters["unbroken"] = _unbroken
     template = environment.from_string(
         resources.files("guozhuang.lab").joinpath("report.html.jinja").read_text("utf-8")
     )
@@ -71,6 +73,11 @@ def html(results: Results, verdict: Verdict, svgs: dict[str, str]) -> str:
         final_loss_steps=FINAL_LOSS_STEPS,
         u=units,
     )
+
+
+def _unbroken(text: str) -> str:
+    """Keep numbers and their units on one line."""
+    return re.sub(r"(?<=\d) (?=(%|s|ms|min|h|B|[KMGT]iB)\b|%)", "\N{NO-BREAK SPACE}", text)
 
 
 def _sources(results: Results) -> dict[str, list[str]]:

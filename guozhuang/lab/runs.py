@@ -63,7 +63,9 @@ def command(spec: RunSpec, spec_file: Path) -> list[str]:
     worker = ["-m", "guozhuang.lab.worker", str(spec_file)]
     if strategies.get(spec.strategy).one_process:
         return [sys.executable, *worker]
-    return [sys.executable, "-m", "guozhuang", "run", "--nproc-per-node", str(spec.num_ranks), *worker]
+    # The launcher's own files go where they are removed with the run's.
+    options = ["--nproc-per-node", str(spec.num_ranks), "--log-dir", str(Path(spec.folder) / "launcher")]
+    return [sys.executable, "-m", "guozhuang", "run", *options, *worker]
 
 
 def first_cause(folder: Path, log: Path, code: int | None, timeout_s: float) -> str:
@@ -83,10 +85,9 @@ def first_cause(folder: Path, log: Path, code: int | None, timeout_s: float) -> 
         fix = "find who waits, or raise --timeout"
         return f"no end after {timeout_s:g} s; the log holds the stacks of every rank. Fix: {fix}"
     text = log.read_text(errors="replace")
-    # Torch elastic lists the ranks it ended itself before the one that it found dead.
-    killed = re.search(r"exitcode\s*:\s*-(\d+)", text.rpartition("Root Cause")[2])
-    if killed:
-        return _killed_by(int(killed[1]))
+    found = re.search(r"^guozhuang run: (rank \d+ failed first: signal .*)$", text, re.MULTILINE)
+    if found:
+        return found[1]
     if code < 0:
         return _killed_by(-code)
     lines = [line.strip() for line in text.splitlines() if line.strip()]

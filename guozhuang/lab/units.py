@@ -63,10 +63,10 @@ def metric(name: str, value: float | None) -> str:
 
 
 def tiny(value: float | None) -> str:
-    """A small difference: ``0`` when it is exactly that, else ``1.2e-07``."""
+    """A small difference: ``0`` when it is exactly that, else ``1.2e-07`` or ``0.15``."""
     if value is None:
         return ABSENT
-    return "0" if value == 0 else f"{value:.1e}"
+    return "0" if value == 0 else f"{value:.2g}" if 0.01 <= abs(value) < 100 else f"{value:.1e}"
 
 
 def _three_digits(value: float) -> str:

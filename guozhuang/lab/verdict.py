@@ -11,6 +11,7 @@ The rules, all on results alone:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -72,13 +73,18 @@ def judge(results: Results) -> Verdict:
 
 def how(results: Results, row: Row) -> tuple[str, ...]:
     """Return the commands that use a strategy for a training script of one's own."""
-    num_processes = 1 if row.one_process else results.settings.num_ranks
+    settings = results.settings
+    num_processes = 1 if row.one_process else settings.num_ranks
+    batch_size = settings.global_batch_size if row.one_process else settings.batch_size
+    replicas = f", num_replicas={settings.num_ranks}" if row.name == "dp" else ""
     return (
-        "# in train.py, after the model and the optimizer are made:",
-        "world = guozhuang.init()",
-        "model, optimizer = guozhuang.prepare(model, optimizer)",
+        "# in train.py:",
+        "import guozhuang as gz",
+        "world = gz.init()",
+        f"model, optimizer = gz.prepare(model, optimizer{replicas})  # when both are made",
+        f"for batch in gz.loader(dataset, batch_size={batch_size}): ...  # each rank takes its share",
         "",
-        "# then start it:",
+        "# in the shell:",
         f"guozhuang run --nproc-per-node {num_processes} --strategy {row.name} train.py",
     )
 
@@ -179,7 +185,11 @@ def _cautions(results: Results, chosen: Row | None) -> list[str]:
     for row in results.rows:
         if row.ok and _drifted(row):
             found.append(f"{row.name} claims to be exact, and its ranks ended with different weights: do not use it.")
-        far = row.difference is not None and row.difference.distance > ROUNDING_DISTANCE
+        if row.ok and not math.isfinite(row.final_loss):
+            found.append(
+                f"{row.name} ended with a loss of {row.final_loss}: training diverged, and its results mean nothing."
+            )
+        far = row.difference is not None and not row.difference.distance <= ROUNDING_DISTANCE  # also when it is NaN
         if row.exact and far and row.difference is not None:
             found.append(
                 f"{row.name} ended {units.tiny(row.difference.distance)} (relative distance of all weights) away "
@@ -197,12 +207,14 @@ def _cautions(results: Results, chosen: Row | None) -> list[str]:
                 f"The rounds spread so far that one of {_listed(ahead)} was as fast as one of {chosen.name}: "
                 "more --rounds tell."
             )
-        if chosen.fastest > RESTLESS * chosen.slowest:
-            found.append(
-                f"The machine was not quiet: the fastest round of {chosen.name} ran at "
-                f"{units.times(chosen.fastest / chosen.slowest)} the speed of its slowest. "
-                "Run it again when nothing else computes, with more --steps."
-            )
+    restless = {row.name: row.fastest / row.slowest for row in results.rows if row.ok}
+    restless = {name: ratio for name, ratio in restless.items() if ratio > RESTLESS}
+    if restless:
+        most = max(restless, key=lambda name: restless[name])
+        found.append(
+            f"The machine was not quiet: the rounds of {_listed(list(restless))} differ, those of {most} by "
+            f"{units.times(restless[most])}. Run it again when nothing else computes, with more --steps."
+        )
     if results.settings.num_rounds == 1:
         found.append("One round shows no spread: run at least three before a small difference is believed.")
     return found

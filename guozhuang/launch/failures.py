@@ -19,14 +19,15 @@ class Failure(Protocol):
 def first(failures: Mapping[int, Failure]) -> int:
     """The rank whose failure caused the others, by what is known.
 
-    Torch elastic dates a failure to the second it looked, so several can share a date. A rank that was ended by a signal
-    did not react to another one's end; the exception of a rank may well be such a reaction. SIGTERM is how the others
-    are ended.
+    Torch elastic dates a failure to the second it looked, so several share a date. A rank that was ended by a signal did
+    not react to another one's end; the exception of a rank may well be such a reaction. SIGTERM is how torch elastic
+    ends the others.
     """
 
-    def key(rank: int) -> tuple[bool, int, int]:
+    def key(rank: int) -> tuple[int, int, int]:
         code = failures[rank].exitcode
-        return not (code < 0 and code != -signal.SIGTERM), failures[rank].timestamp, rank
+        kind = 2 if code == -signal.SIGTERM else 0 if code < 0 else 1
+        return kind, failures[rank].timestamp, rank
 
     return min(failures, key=key)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from guozhuang.errors import UsageError, explain
 
-NUM_PACKAGES = 12
+NUM_PACKAGES = 16
 MAX_PER_PACKAGE = 1000
 _LEAST_PER_PACKAGE = 50
 _LEAST_PACKAGES = 4
@@ -27,7 +27,7 @@ def corpus(library: Path | None = None) -> tuple[list[str], list[str]]:
     """Labelled texts from the docstrings of a Python library: sources are parsed, nothing is imported.
 
     A text is a paragraph of a docstring with at least five words and no ``>>>`` example, without repetitions. Its label
-    is the top-level package or module it stands in. The 12 with the most texts are taken, at most 1,000 texts of each,
+    is the top-level package or module it stands in. The 16 with the most texts are taken, at most 1,000 texts of each,
     evenly over the package. Which they are depends on the Python version and on what the system installed of it.
 
     Args:

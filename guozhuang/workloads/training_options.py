@@ -25,11 +25,16 @@ class TrainingOptions:
         str,
         f"{', '.join(SIZES)} from scratch, or the folder of a Hugging Face checkpoint (default bert-tiny)",
     )
-    optimizer: str = option("adamw", str, "adamw (default) or sgd", choices=("adamw", "sgd"))
+    optimizer: str = option(
+        "adamw",
+        str,
+        "adamw (default), or sgd, for speed: BERT from scratch hardly learns by it",
+        choices=("adamw", "sgd"),
+    )
     lr: float | None = option(
         None,
         float,
-        "learning rate, constant (default: 2e-5 for a checkpoint; from scratch, by model and optimizer)",
+        "learning rate, constant (default: 2e-5 for a checkpoint; from scratch, by model; sgd 2e-2)",
         low=0.0,
     )
     weight_decay: float = option(0.01, float, "weight decay (default 0.01)", low=0.0)

@@ -28,7 +28,7 @@ def choose(
     """
     serves = None if backend is None else _served_types(backend)
     if device is None:
-        chosen = torch.device(_default_type(serves, num_cuda))
+        chosen = torch.device(_default_type(backend, serves, num_cuda))
     else:
         try:
             chosen = torch.device(device)
@@ -66,12 +66,11 @@ def _served_types(backend: str) -> set[str]:
     return types
 
 
-def _default_type(serves: set[str] | None, num_cuda: int) -> str:
-    if serves is None:
+def _default_type(backend: str | None, serves: set[str] | None, num_cuda: int) -> str:
+    if backend is None or serves is None:
         return "cuda" if num_cuda else "cpu"
     # Gloo serves both; who asks for it by name on a machine with GPUs means the CPU. "cpu:gloo,cuda:nccl" means the GPU.
-    only_gloo = serves == set(dist.Backend.backend_capability[dist.Backend.GLOO])
-    if "cuda" in serves and num_cuda and not only_gloo:
+    if "cuda" in serves and num_cuda and (":" in backend or "cpu" not in serves):
         return "cuda"
     return "cpu" if "cpu" in serves else sorted(serves)[0]
 

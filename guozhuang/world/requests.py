@@ -11,5 +11,9 @@ def requested_strategy() -> str | None:
 
 
 def requested_timeline() -> str | None:
-    """The path given by ``guozhuang run --timeline FILE`` (environment GUOZHUANG_TIMELINE); None if none was."""
+    """The path given by ``guozhuang run --timeline FILE`` (environment GUOZHUANG_TIMELINE); None if none was.
+
+    Each rank writes its own part to that path with ".rank" and its number added, ``trace.json.rank3``; ``guozhuang run``
+    joins the parts of its node into the file itself when the ranks have ended.
+    """
     return os.environ.get("GUOZHUANG_TIMELINE") or None

@@ -31,7 +31,7 @@ from guozhuang.world.rendezvous import open_store, places, roll_call
 
 DEFAULT_TIMEOUT_S = 600.0
 # See [Note: leaving].
-_LEAVE_AFTER_ERROR_S = 10.0
+_LEAVE_AFTER_ERROR_S = 5.0
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _log = logging.getLogger("guozhuang")
 
@@ -49,7 +49,6 @@ class _Session:
         store: kept over ``shutdown``, because a peer may come back to it before we have left.
         met_at: what ``store`` belongs to.
         generation: how many worlds were entered through ``store``.
-        process_id: a forked child must not destroy its parent's group.
     """
 
     world: World | None = None
@@ -60,7 +59,6 @@ class _Session:
     store: dist.Store | None = None
     met_at: MeetingPoint | None = None
     generation: int = 0
-    process_id: int = 0
 
 
 _session = _Session()
@@ -156,8 +154,6 @@ def _forget() -> None:
 
 def _leave() -> None:
     """At exit. See [Note: leaving]."""
-    if _session.process_id != os.getpid():
-        return
     failed = getattr(sys, "last_value", None) is not None
     if failed:
         faulthandler.dump_traceback_later(_LEAVE_AFTER_ERROR_S, exit=True)
@@ -192,7 +188,7 @@ def _enter(
         launcher=identity.launcher,
     )
     _session.world, _session.made_group = world, made_group
-    _session.backend, _session.timeout_s, _session.process_id = backend, timeout_s, os.getpid()
+    _session.backend, _session.timeout_s = backend, timeout_s
     atexit.unregister(_leave)
     atexit.register(_leave)
     by_whom = ["chosen" if one is None else "as asked" for one in asked]

@@ -21,8 +21,7 @@ def test_the_error_noticed_first_is_the_cause(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("log", "code", "says"),
     [
-        ("noise\n  exitcode  : -9 (pid: 77)\nmore", 1, "SIGKILL"),
-        ("exitcode : -15 (pid: 1)\nRoot Cause:\n  exitcode  : -11 (pid: 2)", 1, "SIGSEGV"),
+        ("x\nguozhuang run: rank 1 failed first: signal 9 (SIGKILL) (process 7); no memory\ny", 137, "signal 9"),
         ("", -11, "SIGSEGV"),
         ("a\n\nb\nc\nd\n", 3, "exit code 3: b | c | d"),
         ("", None, "no end after 60 s"),

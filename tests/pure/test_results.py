@@ -108,9 +108,13 @@ def test_ratios_need_both_rows() -> None:
 
 def test_a_loss_that_is_not_a_number_survives_json() -> None:
     found = row("ddp", 100)
-    broken = replace(found.rounds[0].ranks[0], losses=(math.nan,) * 65)
+    broken = replace(found.rounds[0].ranks[0], losses=(math.nan,) * 65, metrics={"accuracy": math.inf})
     results = comparison(replace(found, rounds=(summarize_round(1, [broken, found.rounds[0].ranks[1]]),)))
-    assert math.isnan(from_json(to_json(results)).rows[0].final_loss)
+    text = to_json(results)
+    assert "NaN" not in text and "Infinity" not in text  # strict JSON, for readers in other languages
+    back = from_json(text).rows[0]
+    assert math.isnan(back.final_loss)
+    assert back.metrics == {"accuracy": math.inf}
 
 
 def test_a_file_is_replaced_whole_and_leaves_no_other(tmp_path) -> None:

@@ -1,7 +1,12 @@
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -135,3 +140,24 @@ def test_a_model_that_is_on_a_device_already_stays_there() -> None:
     model = nn.Linear(4, 2, device="meta")
     optimizer = torch.optim.SGD(model.parameters())
     assert gz.prepare(model, optimizer, "single") == (model, optimizer)
+
+
+@pytest.mark.usefixtures("world")
+def test_a_timeline_that_was_asked_for_holds_every_part_of_the_steps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    at_exit: list[Callable[[], None]] = []
+    monkeypatch.setattr(strategies, "requested_timeline", lambda: str(tmp_path / "trace.json"))
+    monkeypatch.setattr(strategies.atexit, "register", lambda write, path: at_exit.append(partial(write, path)))
+    model, optimizer = gz.prepare(*_pair(), "single")
+    for _ in range(2):
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model(torch.ones(3, 4))
+    at_exit[0]()
+    events = json.loads((tmp_path / "trace.json.rank0").read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert [span["name"] for span in spans] == ["forward", "backward", "optimizer"] * 2 + ["forward"]
+    assert all(span["dur"] > 0 for span in spans)
+    assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in pairwise(spans))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from guozhuang.lab.results import Difference, Failure, Row
@@ -81,3 +82,25 @@ def test_weights_far_from_single_are_pointed_out_and_dropout_named() -> None:
     dropped = judge(comparison(_far(0.1), dropout=0.1)).cautions
     assert any("away" in c and "Dropout" not in c for c in plain)
     assert any("Dropout is on" in c for c in dropped)
+
+
+def test_rounds_that_differ_wildly_are_pointed_out() -> None:
+    quiet = comparison(row("single", 100, 101, 120), row("ddp", 200, 201, 202))
+    busy = comparison(row("single", 50, 101, 120), row("ddp", 200, 201, 202))
+    assert not any("not quiet" in caution for caution in judge(quiet).cautions)
+    assert any("single differ" in caution and "2.40" in caution for caution in judge(busy).cautions)
+
+
+def test_a_loss_that_is_not_a_number_is_pointed_out() -> None:
+    found = row("ddp", 100, 101)
+    first = found.rounds[0]
+    broken = tuple(replace(rank, losses=(math.nan,) * 65) for rank in first.ranks)
+    found = replace(found, rounds=(replace(first, ranks=broken), found.rounds[1]))
+    assert any("diverged" in caution for caution in judge(comparison(found)).cautions)
+    assert any("away" in caution for caution in judge(comparison(_far(math.nan))).cautions)
+
+
+def test_how_gives_one_process_the_whole_batch() -> None:
+    lines = judge(comparison(row("dp", 100, 101, 102))).how
+    assert any("batch_size=16" in line for line in lines)
+    assert any("num_replicas=2" in line for line in lines)

@@ -1,0 +1,116 @@
+"""Many small cases in one set of ranks, each reported as a test of its own; and the boring twin they are compared with.
+
+def case_mean(rank, world_size): ...        # at the top level of the test module; asserts
+
+RESULTS = results_of_cases(__name__, 2)
+@pytest.mark.parametrize("name", names_of_cases(globals()))
+def test_cases(name, request): RESULTS(name)
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.ranks import run_ranks
+
+
+def names_of_cases(namespace: Mapping[str, Any], prefix: str = "case_") -> list[str]:
+    return [name for name in namespace if name.startswith(prefix)]
+
+
+def results_of_cases(
+    module_name: str, num_ranks: int, names: Sequence[str], timeout_s: float = 60.0, group_timeout_s: float = 15.0
+) -> Callable[[str], None]:
+    """A function that raises what one case raised; the first call runs all of them in one set of ranks."""
+
+    @functools.cache
+    def everything() -> list[dict[str, str]]:
+        return run_ranks(
+            run_cases, num_ranks, module_name, list(names), timeout_s=timeout_s, group_timeout_s=group_timeout_s
+        )
+
+    def check(name: str) -> None:
+        found = {rank: failures[name] for rank, failures in enumerate(everything()) if name in failures}
+        assert not found, "\n".join(f"---- rank {rank}:\n{text}" for rank, text in found.items())
+
+    return check
+
+
+def run_cases(rank: int, world_size: int, module_name: str, names: Sequence[str]) -> dict[str, str]:
+    module, failures = importlib.import_module(module_name), {}
+    for name in names:
+        torch.manual_seed(0)
+        started_s = time.monotonic()
+        try:
+            getattr(module, name)(rank, world_size)
+        except Exception:
+            failures[name] = traceback.format_exc()
+        print(f"{name}: {time.monotonic() - started_s:.2f} s", flush=True)
+        dist.barrier()
+    return failures
+
+
+def batch(rank: int, step: int = 0, rows: int = 4, width: int = 6) -> Tensor:
+    """The rows of one rank in one step; every rank can make those of all ranks."""
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def mlp(width: int = 6, seed: int = 1) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def twin_of(module: nn.Module) -> nn.Module:
+    """A copy with the same values, for the single-process run on the joined batch."""
+    return copy.deepcopy(module)
+
+
+def grads(module: nn.Module) -> dict[str, Tensor | None]:
+    return {
+        name.removeprefix("module."): None if p.grad is None else p.grad.detach().clone()
+        for name, p in module.named_parameters()
+    }
+
+
+def assert_same_grads(
+    actual: nn.Module | Mapping[str, Tensor | None],
+    expected: nn.Module | Mapping[str, Tensor | None],
+    rtol: float = 1e-5,
+    atol: float = 1e-6,
+) -> None:
+    actual = grads(actual) if isinstance(actual, nn.Module) else actual
+    expected = grads(expected) if isinstance(expected, nn.Module) else expected
+    assert actual.keys() == expected.keys()
+    for name, value in actual.items():
+        wanted = expected[name]
+        assert (value is None) == (wanted is None), f"{name}: {value} where {wanted} was expected"
+        if value is not None and wanted is not None:
+            dense, wanted = (t.to_dense() if t.is_sparse else t for t in (value, wanted))
+            torch.testing.assert_close(dense, wanted, rtol=rtol, atol=atol, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def assert_equal_across_ranks(module: nn.Module, what: Callable[[Tensor], Tensor | None] = lambda p: p) -> None:
+    """Bit-identical on all ranks: the parameters, or what a function takes from them."""
+    for name, p in module.named_parameters():
+        value = what(p.detach() if what(p) is p else p)
+        if value is None:
+            continue
+        value = value.detach().contiguous()
+        parts = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, value)
+        assert all(torch.equal(part, value) for part in parts), f"{name} differs between ranks"
+
+
+def mean_loss(module: Callable[[Tensor], Tensor], world_size: int, step: int = 0, rows: int = 4) -> Tensor:
+    """What a single process minimizes: the mean over the ranks' losses."""
+    return torch.stack([module(batch(r, step, rows)).pow(2).mean() for r in range(world_size)]).mean()

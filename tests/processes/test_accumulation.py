@@ -1,0 +1,439 @@
+"""Gradients over several forwards and backwards: what is sent when, against PyTorch's wrapper and a single process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from guozhuang import DistributedDataParallel
+from tests.processes.cases import (
+    assert_equal_across_ranks,
+    assert_same_grads,
+    batch,
+    names_of_cases,
+    results_of_cases,
+    grads,
+    mean_loss,
+    mlp,
+    twin_of,
+)
+from tests.ranks import run_ranks
+
+
+class TwoHeads(nn.Module):
+    """A trunk and two heads; `use` names what takes part."""
+
+    def __init__(self, trunk: bool = True) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(6, 6) if trunk else nn.Identity()
+        self.a, self.b = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, use: str = "ab") -> Any:
+        h = self.trunk(x)
+        outputs = [getattr(self, name)(h) for name in use]
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def local_loss(model: nn.Module, rank: int, step: int = 0) -> Tensor:
+    return model(batch(rank, step)).pow(2).mean()
+
+
+# ---- no_sync --------------------------------------------------------------------------------------------------------
+
+
+def case_micro_batches_equal_one_large_batch(rank, world_size):
+    for kind in ({}, {"find_unused_parameters": True}, {"static_graph": True}, {"batched_grad_copy": True}):
+        bare = mlp()
+        twin, ddp = twin_of(bare), DistributedDataParallel(bare, bucket_cap_mb=0.0001, **kind)
+        for step in range(3):  # the layout changes after the first
+            for each in (ddp, twin):
+                each.zero_grad()
+            with ddp.no_sync():
+                for micro in range(3):
+                    (local_loss(ddp, rank, 10 * step + micro) / 4).backward()
+            (local_loss(ddp, rank, 10 * step + 3) / 4).backward()
+            for micro in range(4):
+                (mean_loss(twin, world_size, 10 * step + micro) / 4).backward()
+            assert_same_grads(ddp, twin)
+            assert_equal_across_ranks(ddp, lambda p: p.grad)
+
+
+def case_the_forward_decides_as_in_torch(rank, world_size):
+    """A backward is synchronized if, and only if, its forward ran outside of no_sync."""
+
+    def run(kind):
+        found = []
+        ddp = kind(mlp())
+        with ddp.no_sync():
+            inside = local_loss(ddp, rank)
+        inside.backward()
+        found.append(grads(ddp))  # local
+        ddp.zero_grad()
+        outside = local_loss(ddp, rank, 1)
+        with ddp.no_sync():
+            outside.backward()
+        found.append(grads(ddp))  # synchronized
+        ddp.zero_grad()
+        with ddp.no_sync():
+            first = local_loss(ddp, rank, 2)
+        second = local_loss(ddp, rank, 3)
+        (first + second).backward()
+        found.append(grads(ddp))  # synchronized
+        ddp.zero_grad()
+        with ddp.no_sync(), ddp.no_sync():
+            local_loss(ddp, rank, 4).backward()
+        assert ddp.require_backward_grad_sync
+        found.append(grads(ddp))
+        return found
+
+    for ours, theirs in zip(run(DistributedDataParallel), run(TorchDDP), strict=True):
+        assert_same_grads(ours, theirs)
+
+
+def case_no_sync_is_left_after_an_error(rank, world_size):
+    ddp = DistributedDataParallel(mlp())
+    with pytest.raises(KeyError), ddp.no_sync():
+        raise KeyError
+    assert ddp.require_backward_grad_sync
+
+
+def case_parameter_used_only_in_an_earlier_micro_batch_is_synchronized(rank, world_size):
+    for options in ({"find_unused_parameters": True}, {}, {"find_unused_parameters": True, "batched_grad_copy": True}):
+        for steps in (1, 3):
+            bare = TwoHeads()
+            twin, ddp = twin_of(bare), DistributedDataParallel(bare, bucket_cap_mb=0.0001, **options)
+            for step in range(steps):
+                for each in (ddp, twin):
+                    each.zero_grad()
+                with ddp.no_sync():
+                    ddp(batch(rank, step), use="a").pow(2).mean().backward()
+                ddp(batch(rank, step + 5), use="b").pow(2).mean().backward()
+                for r in range(world_size):
+                    (twin(batch(r, step), use="a").pow(2).mean() / world_size).backward()
+                    (twin(batch(r, step + 5), use="b").pow(2).mean() / world_size).backward()
+                assert_same_grads(ddp, twin)
+                assert_equal_across_ranks(ddp, lambda p: p.grad)
+
+
+def case_earlier_micro_batch_on_one_rank_only(rank, world_size):
+    bare = TwoHeads()
+    twin, ddp = twin_of(bare), DistributedDataParallel(bare, find_unused_parameters=True)
+    for step in range(3):
+        for each in (ddp, twin):
+            each.zero_grad()
+        with ddp.no_sync():
+            ddp(batch(rank, step), use="ab"[rank % 2]).pow(2).mean().backward()
+        ddp(batch(rank, step + 5), use="b").pow(2).mean().backward()
+        for r in range(world_size):
+            (twin(batch(r, step), use="ab"[r % 2]).pow(2).mean() / world_size).backward()
+            (twin(batch(r, step + 5), use="b").pow(2).mean() / world_size).backward()
+        assert_same_grads(ddp, twin)
+
+
+# ---- backwards and forwards in other numbers ------------------------------------------------------------------------
+
+
+def case_several_backwards_of_one_graph(rank, world_size):
+    for kind in ({}, {"static_graph": True}, {"find_unused_parameters": True}):
+        bare = mlp()
+        twin, ddp = twin_of(bare), DistributedDataParallel(bare, **kind)
+        for step in range(3):
+            for each in (ddp, twin):
+                each.zero_grad()
+            ours, theirs = local_loss(ddp, rank, step), mean_loss(twin, world_size, step)
+            for loss in (ours, theirs):
+                loss.backward(retain_graph=True)
+                (3 * loss).backward()
+            assert_same_grads(ddp, twin)
+            assert_equal_across_ranks(ddp, lambda p: p.grad)
+
+
+def case_two_forwards_one_backward(rank, world_size):
+    for kind in ({}, {"static_graph": True}, {"find_unused_parameters": True}):
+        bare = mlp()
+        twin, ddp = twin_of(bare), DistributedDataParallel(bare, bucket_cap_mb=0.0001, **kind)
+        for step in range(3):
+            for each in (ddp, twin):
+                each.zero_grad()
+            (local_loss(ddp, rank, step) + local_loss(ddp, rank, step + 7)).backward()
+            (mean_loss(twin, world_size, step) + mean_loss(twin, world_size, step + 7)).backward()
+            assert_same_grads(ddp, twin)
+
+
+def case_two_forwards_then_two_backwards(rank, world_size):
+    bare = mlp()
+    twin, ddp = twin_of(bare), DistributedDataParallel(bare)
+    for step in range(3):
+        for each in (ddp, twin):
+            each.zero_grad()
+        first, second = local_loss(ddp, rank, step), local_loss(ddp, rank, step + 7)
+        first.backward()
+        second.backward()
+        (mean_loss(twin, world_size, step) + mean_loss(twin, world_size, step + 7)).backward()
+        assert_same_grads(ddp, twin)
+
+
+def case_losses_with_disjoint_parameters_backwarded_one_by_one(rank, world_size):
+    for trunk in (False, True):
+        for options in ({}, {"find_unused_parameters": True}):
+            bare = TwoHeads(trunk)
+            twin, ddp = twin_of(bare), DistributedDataParallel(bare, bucket_cap_mb=0.0001, **options)
+            for step in range(3):
+                for each in (ddp, twin):
+                    each.zero_grad()
+                a, b = ddp(batch(rank, step))
+                a.pow(2).mean().backward(retain_graph=trunk)
+                b.pow(2).mean().backward()
+                for r in range(world_size):
+                    a, b = twin(batch(r, step))
+                    ((a.pow(2).mean() + b.pow(2).mean()) / world_size).backward()
+                assert_same_grads(ddp, twin)
+                assert_equal_across_ranks(ddp, lambda p: p.grad)
+
+
+def case_accumulation_over_synchronized_steps(rank, world_size):
+    """No zero_grad at all: synchronized gradients add up, also those of parameters that a step does not use."""
+    for options in ({}, {"batched_grad_copy": True}, {"find_unused_parameters": True}):
+        bare = TwoHeads()
+        twin, ddp = twin_of(bare), DistributedDataParallel(bare, bucket_cap_mb=0.0001, **options)
+        uses = ["ab", "a", "b", "ab"] if options.get("find_unused_parameters") else ["ab"] * 4
+        for step, use in enumerate(uses):
+            outputs = ddp(batch(rank, step), use=use)
+            sum(o.pow(2).mean() for o in (outputs if isinstance(outputs, tuple) else [outputs])).backward()
+            for r in range(world_size):
+                outputs = twin(batch(r, step), use=use)
+                loss = sum(o.pow(2).mean() for o in (outputs if isinstance(outputs, tuple) else [outputs]))
+                (loss / world_size).backward()
+            assert_same_grads(ddp, twin)
+            assert_equal_across_ranks(ddp, lambda p: p.grad)
+
+
+# ---- what is done with gradients ------------------------------------------------------------------------------------
+
+
+def case_training_with_zero_grad_of_both_kinds_and_clipping(rank, world_size):
+    for set_to_none in (True, False):
+        bare = mlp()
+        twin, ddp = twin_of(bare), DistributedDataParallel(bare, bucket_cap_mb=0.0001)
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (ddp, twin)]
+        for step in range(5):
+            norms = []
+            for model, optimizer in zip((ddp, twin), optimizers, strict=True):
+                optimizer.zero_grad(set_to_none=set_to_none)
+                (local_loss(ddp, rank, step) if model is ddp else mean_loss(twin, world_size, step)).backward()
+                norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+                optimizer.step()
+            torch.testing.assert_close(norms[0], norms[1])
+        for ours, theirs in zip(ddp.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+        assert_equal_across_ranks(ddp)
+
+
+def case_gradient_scaler(rank, world_size):
+    bare = mlp()
+    twin, ddp = twin_of(bare), DistributedDataParallel(bare)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ddp, twin)]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2) for _ in range(2)]
+    for step in range(5):
+        for model, optimizer, scaler in zip((ddp, twin), optimizers, scalers, strict=True):
+            optimizer.zero_grad()
+            loss = local_loss(ddp, rank, step) if model is ddp else mean_loss(twin, world_size, step)
+            if step == 3 and (model is twin or rank == 0):  # an overflow on one rank is one on all
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+    assert scalers[0].get_scale() == scalers[1].get_scale()
+    for ours, theirs in zip(ddp.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    assert_equal_across_ranks(ddp)
+
+
+def case_older_scripts_detach_gradients_in_place(rank, world_size):
+    ddp = DistributedDataParallel(mlp(), gradient_as_bucket_view=True)
+    for step in range(3):
+        for p in ddp.parameters():
+            if p.grad is not None:
+                p.grad.detach_()
+                p.grad.zero_()
+        local_loss(ddp, rank, step).backward()
+
+
+def case_the_user_replaces_gradients(rank, world_size):
+    """By a new tensor, before and after backward, and by what an earlier backward had left."""
+    bare = mlp()
+    twin, ddp = twin_of(bare), DistributedDataParallel(bare)
+    for step in range(3):
+        for model in (ddp, twin):
+            model.zero_grad()
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+            (local_loss(ddp, rank, step) if model is ddp else mean_loss(twin, world_size, step)).backward()
+        assert_same_grads(ddp, twin)
+        for model in (ddp, twin):
+            for p in model.parameters():
+                p.grad = p.grad.clone().mul_(2)
+            (local_loss(ddp, rank, step + 9) if model is ddp else mean_loss(twin, world_size, step + 9)).backward()
+        assert_same_grads(ddp, twin)
+
+
+def case_gradients_kept_by_the_user_do_not_change(rank, world_size):
+    """Multi-task code takes p.grad of one loss, sets it to None, and adds it to that of the next."""
+    bare = mlp()
+    twin, ddp = twin_of(bare), DistributedDataParallel(bare)
+    for step in range(3):
+        for model in (ddp, twin):
+            kept = []
+            for task in range(2):
+                model.zero_grad(set_to_none=True)
+                at = 10 * step + task
+                (local_loss(ddp, rank, at) if model is ddp else mean_loss(twin, world_size, at)).backward()
+                kept.append([p.grad for p in model.parameters()])
+            for p, first, second in zip(model.parameters(), *kept, strict=True):
+                p.grad = first + 2 * second
+        assert_same_grads(ddp, twin)
+
+
+def case_backward_for_some_parameters_only(rank, world_size):
+    ddp = DistributedDataParallel(mlp(), find_unused_parameters=True)
+    twin = twin_of(ddp.module)
+    for step in range(3):
+        for model in (ddp, twin):
+            model.zero_grad()
+            loss = local_loss(ddp, rank, step) if model is ddp else mean_loss(twin, world_size, step)
+            loss.backward(inputs=list(model.parameters())[:2])
+        assert_same_grads(ddp, twin)
+
+
+def case_backward_through_the_bare_module_stays_local_as_in_torch(rank, world_size):
+    """Calls past the wrapper are not exchanged, so ranks may make them unequally often."""
+
+    def run(kind):
+        ddp = kind(mlp())
+        found = []
+        if rank == 0:
+            local_loss(ddp.module, rank).backward()  # before any forward of the wrapper
+        found.append(grads(ddp))
+        ddp.zero_grad()
+        local_loss(ddp, rank, 1).backward()
+        found.append(grads(ddp))
+        if rank == world_size - 1:
+            local_loss(ddp.module, rank, 2).backward()
+        found.append(grads(ddp))
+        ddp.zero_grad()
+        local_loss(ddp, rank, 3).backward()
+        found.append(grads(ddp))
+        return found
+
+    for ours, theirs in zip(run(DistributedDataParallel), run(TorchDDP), strict=True):
+        assert_same_grads(ours, theirs)
+
+
+def case_two_wrappers_of_one_module_alive(rank, world_size):
+    """The wrapper whose forward ran synchronizes; the other one stays out of it, as PyTorch's does."""
+    bare = mlp()
+    twin = twin_of(bare)
+    first, second = DistributedDataParallel(bare), DistributedDataParallel(bare)
+    for step, ddp in enumerate((first, first, second, second, first)):
+        for each in (ddp, twin):
+            each.zero_grad()
+        local_loss(ddp, rank, step).backward()
+        mean_loss(twin, world_size, step).backward()
+        assert_same_grads(ddp, twin)
+
+
+def case_generator_and_discriminator(rank, world_size):
+    """Two wrapped models in one graph, and one of them frozen by hand for half of the step."""
+    bare = [mlp(), nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1))]
+    twins = [twin_of(m) for m in bare]
+    wrapped = [DistributedDataParallel(m) for m in bare]
+
+    def step_of(models, batches, step, scale):
+        generator, critic = models
+        for r in batches:
+            z, real = batch(r, step), batch(r, step + 50)[:, :3]
+            loss = critic(generator(z).detach()).mean() - critic(real).pow(2).mean()
+            (loss * scale).backward()
+        found = [grads(critic)]
+        for model in models:
+            model.zero_grad()
+        critic.requires_grad_(False)
+        for r in batches:
+            (-critic(generator(batch(r, step))).pow(2).mean() * scale).backward()
+        critic.requires_grad_(True)
+        found.append(grads(generator))
+        generator.zero_grad()
+        return found
+
+    for step in range(3):
+        ours = step_of(wrapped, [rank], step, 1.0)
+        theirs = step_of(twins, range(world_size), step, 1.0 / world_size)
+        for a, b in zip(ours, theirs, strict=True):
+            assert_same_grads(a, b)
+
+
+NAMES = names_of_cases(globals())
+RESULTS = results_of_cases(__name__, 2, NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_on_two_ranks(name):
+    RESULTS(name)
+
+
+THREE_NAMES = [
+    "case_micro_batches_equal_one_large_batch",
+    "case_parameter_used_only_in_an_earlier_micro_batch_is_synchronized",
+    "case_earlier_micro_batch_on_one_rank_only",
+    "case_losses_with_disjoint_parameters_backwarded_one_by_one",
+    "case_accumulation_over_synchronized_steps",
+]
+THREE_RESULTS = results_of_cases(__name__, 3, THREE_NAMES)
+
+
+@pytest.mark.parametrize("name", THREE_NAMES)
+def test_on_three_ranks(name):
+    THREE_RESULTS(name)
+
+
+def broken_off(rank, world_size):
+    """An error in the middle of backward, on all ranks: before and after the first exchange was started."""
+    found = []
+    for steps_before in (0, 2):  # nothing is sent before the end of the first backward
+        ddp = DistributedDataParallel(mlp(), bucket_cap_mb=0.0001)
+        for step in range(steps_before):
+            ddp.zero_grad()
+            local_loss(ddp, rank, step).backward()
+
+        def stop(gradient: Tensor) -> None:
+            raise KeyError("the user's own error")
+
+        handle = next(ddp.parameters()).register_hook(stop)
+        with pytest.raises(KeyError, match="own error"):
+            local_loss(ddp, rank).backward()
+        handle.remove()
+        try:
+            ddp.zero_grad()
+            local_loss(ddp, rank, 7).backward()
+        except RuntimeError as error:
+            found.append(str(error))
+        else:
+            twin = copy.deepcopy(ddp.module)
+            twin.zero_grad()
+            mean_loss(twin, world_size, 7).backward()
+            assert_same_grads(ddp, twin)
+            found.append("")
+    return found
+
+
+def test_an_error_in_the_middle_of_backward_is_said_at_the_next_forward():
+    for before, after in run_ranks(broken_off, 2):
+        assert before == ""  # nothing had been sent: training goes on
+        assert "broken off" in after and "Fix:" in after

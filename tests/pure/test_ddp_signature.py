@@ -1,0 +1,48 @@
+"""A program that swaps the import calls the same constructor and finds the same methods."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from guozhuang import DistributedDataParallel
+
+# Names that PyTorch's class has for its own construction, or for what the wrapper here holds elsewhere.
+NOT_OFFERED: set[str] = set()
+
+
+def test_constructor_has_torchs_parameters_in_torchs_order_with_torchs_defaults():
+    ours = inspect.signature(DistributedDataParallel.__init__).parameters
+    theirs = inspect.signature(TorchDDP.__init__).parameters
+    assert [(p.name, p.kind, p.default) for p in ours.values()] == [
+        (p.name, p.kind, p.default) for p in theirs.values()
+    ]
+
+
+@pytest.mark.parametrize("name", sorted(n for n in dir(TorchDDP) if not n.startswith("_")))
+def test_public_names_of_torchs_class_exist(name):
+    assert name in NOT_OFFERED or hasattr(DistributedDataParallel, name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["join", "join_hook", "no_sync", "register_comm_hook", "scatter", "gather", "to_kwargs", "forward", "train"],
+)
+def test_methods_take_what_torchs_take(name):
+    ours = inspect.signature(getattr(DistributedDataParallel, name)).parameters
+    theirs = inspect.signature(getattr(TorchDDP, name)).parameters
+    assert [(p.name, p.kind, p.default) for p in ours.values()] == [
+        (p.name, p.kind, p.default) for p in theirs.values()
+    ]
+
+
+@pytest.mark.parametrize("name", ["_set_params_and_buffers_to_ignore_for_model", "_set_static_graph"])
+def test_private_methods_that_other_libraries_call_exist(name):
+    assert callable(getattr(DistributedDataParallel, name))
+
+
+def test_it_is_a_module_and_joinable_as_torchs_is():
+    for base in (b for b in TorchDDP.__mro__ if b is not TorchDDP):
+        assert issubclass(DistributedDataParallel, base), base

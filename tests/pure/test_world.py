@@ -1,0 +1,256 @@
+"""Who am I, from an environment given as a dict: nothing is read from the real one, nothing is started."""
+
+from __future__ import annotations
+
+import string
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from guozhuang.errors import UsageError
+from guozhuang.world.devices import choose
+from guozhuang.world.discovery import discover
+from guozhuang.world.identity import Identity, MeetingPoint
+from guozhuang.world.rendezvous import places
+from guozhuang.world.requests import requested_strategy, requested_timeline
+
+
+def torchrun(
+    rank: int = 3, size: int = 4, local_size: int = 2, address: str = "10.0.0.1", port: int = 29400
+) -> dict[str, str]:
+    """The environment of a rank under torchrun, on nodes of ``local_size`` ranks each."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank % local_size),
+        "LOCAL_WORLD_SIZE": str(local_size),
+        "GROUP_RANK": str(rank // local_size),
+        "GROUP_WORLD_SIZE": str(size // local_size),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_RESTART_COUNT": "2",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def error(environ: dict[str, str]) -> str:
+    with pytest.raises(UsageError) as caught:
+        discover(environ)
+    text = str(caught.value)
+    assert "Fix:" in text
+    return text
+
+
+def test_torchrun() -> None:
+    assert discover(torchrun()) == Identity(
+        launcher="torchrun",
+        rank=3,
+        size=4,
+        local_rank=1,
+        local_size=2,
+        node_rank=1,
+        num_nodes=2,
+        meeting_point=MeetingPoint("10.0.0.1", 29400, is_kept_by_launcher=True, attempt="2"),
+    )
+
+
+@given(st.integers(1, 64), st.integers(1, 8), st.data())
+def test_every_rank_of_a_regular_world_knows_its_place(num_nodes: int, local_size: int, data: st.DataObject) -> None:
+    size = num_nodes * local_size
+    rank = data.draw(st.integers(0, size - 1))
+    environ = torchrun(rank, size, local_size)
+    told = discover(environ)
+    assert (told.rank, told.size, told.local_rank, told.local_size) == (rank, size, rank % local_size, local_size)
+    assert (told.node_rank, told.num_nodes) == (rank // local_size, num_nodes)
+    # Without torchrun's GROUP_ variables the same follows by division.
+    for name in ("GROUP_RANK", "GROUP_WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        del environ[name]
+    derived = discover(environ)
+    assert (derived.node_rank, derived.num_nodes) == (told.node_rank, told.num_nodes)
+    assert derived.launcher == "environment"
+
+
+def test_what_is_not_told_is_left_open() -> None:
+    told = discover({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"})
+    assert (told.local_rank, told.local_size, told.node_rank, told.num_nodes) == (None, None, None, None)
+    uneven = discover(torchrun(2, 3, 2) | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2"})
+    assert (uneven.node_rank, uneven.num_nodes) == (1, 2)
+
+
+def test_alone() -> None:
+    # An address says where somebody is, not that there are several.
+    for environ in (
+        {},
+        {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"},
+        {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"},
+    ):
+        assert discover(environ) == Identity(
+            "alone", rank=0, size=1, local_rank=0, local_size=1, node_rank=0, num_nodes=1, meeting_point=None
+        )
+
+
+def test_a_world_of_one_needs_no_address() -> None:
+    told = discover({"RANK": "0", "WORLD_SIZE": "1"})
+    assert (told.local_rank, told.local_size, told.node_rank, told.num_nodes) == (0, 1, 0, 1)
+    assert told.meeting_point is None
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_a_half_set_environment_names_what_is_missing(name: str) -> None:
+    environ = torchrun()
+    del environ[name]
+    assert f"{name} is not set" in error(environ)
+
+
+@pytest.mark.parametrize(
+    "sign", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"]
+)
+def test_a_single_sign_of_others_is_no_world_of_one(sign: str) -> None:
+    text = error({sign: "2"})
+    assert "is not set" in text
+    assert f"{sign}='2'" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "named", "value"),
+    [
+        ({"RANK": "4"}, "RANK", "4"),
+        ({"RANK": "-1"}, "RANK", "-1"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE", "0"),
+        ({"LOCAL_RANK": "2"}, "LOCAL_RANK", "2"),
+        ({"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE", "5"),
+        ({"GROUP_RANK": "2"}, "GROUP_RANK", "2"),
+        ({"GROUP_WORLD_SIZE": "9"}, "GROUP_WORLD_SIZE", "9"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT", "0"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT", "65536"),
+        ({"RANK": "0", "LOCAL_RANK": "1"}, "LOCAL_RANK", "1"),
+        ({"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "2", "GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"}, "LOCAL_RANK", "2"),
+    ],
+)
+def test_contradictions_name_the_variable_and_its_value(changes: dict[str, str], named: str, value: str) -> None:
+    text = error(torchrun() | changes)
+    assert named in text
+    assert repr(value) in text
+
+
+def test_one_node_cannot_hold_a_part_of_the_ranks_only() -> None:
+    assert "GROUP_WORLD_SIZE=1" in error(torchrun() | {"GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"})
+
+
+def is_number(text: str) -> bool:
+    stripped = text.strip()
+    digits = stripped[1:] if stripped[:1] in ("+", "-") else stripped
+    return digits.isascii() and digits.isdigit()
+
+
+@given(
+    st.sampled_from(["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_PORT"]),
+    st.text(string.printable + "٣½²⁹", max_size=6).filter(lambda text: not is_number(text)),
+)
+def test_what_is_no_number_is_named(name: str, value: str) -> None:
+    text = error(torchrun() | {name: value})
+    assert name in text
+    assert repr(value) in text or "is not set" in text  # an empty port is as good as none
+
+
+@given(st.dictionaries(st.sampled_from(sorted(torchrun())), st.integers(-2, 9).map(str)))
+def test_any_environment_gives_a_sound_identity_or_one_clear_error(environ: dict[str, str]) -> None:
+    try:
+        told = discover(environ)
+    except UsageError as problem:
+        assert any(name in str(problem) for name in (*environ, "RANK", "WORLD_SIZE"))
+        return
+    assert 0 <= told.rank < told.size
+    assert (told.meeting_point is None) == (told.size == 1)
+    local_rank, local_size = told.local_rank or 0, told.local_size or told.size
+    assert 0 <= local_rank <= told.rank
+    assert local_rank < local_size <= told.size
+    if told.node_rank is not None and told.num_nodes is not None:
+        assert 0 <= told.node_rank < told.num_nodes <= told.size
+
+
+@pytest.mark.parametrize(
+    ("environ", "seen"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1", "SLURM_STEP_ID": "0"}, "srun started 4"),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, "Open MPI's mpirun started 2"),
+        ({"PMI_SIZE": "3", "PMI_RANK": "0"}, "Hydra's mpiexec"),
+    ],
+)
+def test_other_launchers_are_no_silent_worlds_of_one(environ: dict[str, str], seen: str) -> None:
+    text = error(environ)
+    assert seen in text
+    assert "guozhuang run" in text
+    # What torchrun says inside such a step counts, and so does a step of one.
+    assert discover(environ | torchrun()).size == 4
+    assert discover({name: "1" if name.endswith(("SIZE", "TASKS")) else "0" for name in environ}).launcher == "alone"
+
+
+def test_places_follow_the_hosts() -> None:
+    hosts = ["b", "a", "b", "a", "c"]
+    assert [places(hosts, rank) for rank in range(5)] == [
+        (0, 2, 0, 3),
+        (0, 2, 1, 3),
+        (1, 2, 0, 3),
+        (1, 2, 1, 3),
+        (0, 1, 2, 3),
+    ]
+
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "num_cuda", "expected"),
+    [
+        (None, None, 0, ("gloo", CPU)),
+        (None, "cpu", 4, ("gloo", CPU)),
+        ("gloo", None, 4, ("gloo", CPU)),
+        ("gloo", "cuda", 4, ("gloo", CUDA)),
+        ("gloo", "cuda:0", 4, ("gloo", torch.device("cuda", 0))),
+        ("gloo", torch.device("cuda:1"), 4, ("gloo", CUDA)),
+        ("cpu:gloo,cuda:gloo", "cuda", 2, ("cpu:gloo,cuda:gloo", CUDA)),
+    ],
+)
+def test_choice_of_backend_and_device(
+    backend: str | None, device: str | torch.device | None, num_cuda: int, expected: tuple[str, torch.device]
+) -> None:
+    assert choose(backend, device, local_rank=1, num_cuda=num_cuda) == expected
+
+
+@pytest.mark.parametrize("backend", [None, "nccl", "cpu:gloo,cuda:nccl"])
+def test_cuda_goes_with_nccl(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: True)
+    assert choose(backend, None, local_rank=1, num_cuda=4) == (backend or "nccl", CUDA)
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "num_cuda", "words"),
+    [
+        ("glue", None, 0, "'glue'"),
+        ("undefined", None, 0, "'undefined'"),
+        (None, "toaster", 0, "'toaster'"),
+        (None, "cuda", 0, "no CUDA device is visible"),
+        (None, "cuda", 1, "LOCAL_RANK=1 has no CUDA device: 1 visible"),
+        (None, "cuda:3", 2, "'cuda:3'"),
+        (None, "meta", 0, "'meta'"),
+        ("cpu:gloo", "cuda", 2, "cannot serve device cuda:1"),
+    ],
+)
+def test_what_cannot_work_is_said(backend: str | None, device: str | None, num_cuda: int, words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        choose(backend, device, local_rank=1, num_cuda=num_cuda)
+    assert words in str(caught.value)
+    assert "Fix:" in str(caught.value)
+
+
+def test_requests_come_through_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GUOZHUANG_STRATEGY", raising=False)
+    monkeypatch.setenv("GUOZHUANG_TIMELINE", "")
+    assert (requested_strategy(), requested_timeline()) == (None, None)
+    monkeypatch.setenv("GUOZHUANG_STRATEGY", "ddp")
+    monkeypatch.setenv("GUOZHUANG_TIMELINE", "/tmp/a.json")
+    assert (requested_strategy(), requested_timeline()) == ("ddp", "/tmp/a.json")

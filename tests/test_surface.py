@@ -1,0 +1,175 @@
+"""The public surface, frozen: names, options, environment variables, and what importing costs.
+
+A change here is a change for users: make it on purpose, by editing the lists.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import guozhuang
+
+PACKAGE = Path(guozhuang.__file__).parent
+
+NAMES = {
+    "DataParallel",
+    "DistributedDataParallel",
+    "DistributedSampler",
+    "SyncBatchNorm",
+    "World",
+    "init",
+    "loader",
+    "prepare",
+    "shutdown",
+}
+COMMANDS = {"compare", "run"}
+RUN_OPTIONS_BESIDES_TORCHRUN = {"-np", "--strategy", "--timeline"}
+COMPARE_OPTIONS = {
+    "--bad-rows",
+    "--batch-size",
+    "--data",
+    "--data-format",
+    "--delimiter",
+    "--device",
+    "--dropout",
+    "--encoding",
+    "--epochs",
+    "--eval-data",
+    "--eval-fraction",
+    "--eval-limit",
+    "--fused",
+    "--header",
+    "--help",
+    "--json",
+    "--label",
+    "--label-until",
+    "--lr",
+    "--max-length",
+    "--model",
+    "--momentum",
+    "--no-fused",
+    "--num-classes",
+    "--num-samples",
+    "--optimizer",
+    "--option",
+    "--out",
+    "--pad-to",
+    "--quoting",
+    "--ranks",
+    "--rounds",
+    "--seed",
+    "--seq-len",
+    "--steps",
+    "--strategies",
+    "--text",
+    "--threads-per-rank",
+    "--timeline",
+    "--timeout",
+    "--vocab-size",
+    "--warmup-steps",
+    "--weight-decay",
+    "--workload",
+}
+ENVIRONMENT = {"GUOZHUANG_STRATEGY", "GUOZHUANG_TIMELINE"}
+# Imported where they are used, never by `import guozhuang`.
+HEAVY = {"matplotlib", "transformers", "tokenizers", "rich", "jinja2", "psutil", "pyarrow", "torch._dynamo", "pandas"}
+
+
+def options(parser: argparse.ArgumentParser) -> set[str]:
+    """The long options (short ones only where there is no long one), with dashes."""
+    found = set()
+    for action in parser._actions:
+        long = {name.replace("_", "-") for name in action.option_strings if name.startswith("--")}
+        found |= long or set(action.option_strings)
+    return found
+
+
+def test_public_names() -> None:
+    assert set(guozhuang.__all__) == NAMES
+    missing = [name for name in NAMES if not hasattr(guozhuang, name)]
+    assert not missing
+    undocumented = [name for name in NAMES if not (getattr(guozhuang, name).__doc__ or "").strip()]
+    assert not undocumented
+
+
+def test_commands() -> None:
+    from guozhuang import cli
+
+    assert set(cli._COMMANDS) == COMMANDS
+    help_text = cli._parser().format_help()
+    assert all(re.search(rf"^ +{command} ", help_text, re.MULTILINE) for command in COMMANDS)
+
+
+def test_options_of_run() -> None:
+    from torch.distributed.run import get_args_parser
+
+    from guozhuang.launch.options import parser
+
+    torchrun = options(get_args_parser())
+    assert torchrun <= options(parser()), "every option of torchrun is an option of guozhuang run"
+    ours = {name for action in parser()._actions for name in action.option_strings}
+    theirs = {name for action in get_args_parser()._actions for name in action.option_strings}
+    assert ours - theirs == RUN_OPTIONS_BESIDES_TORCHRUN
+
+
+def test_options_of_compare() -> None:
+    from guozhuang.lab import compare
+
+    parser = argparse.ArgumentParser()
+    compare.add_arguments(parser)
+    assert options(parser) == COMPARE_OPTIONS
+
+
+def test_environment_variables() -> None:
+    """What the package reads or writes of its own: every such word in its source."""
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        found |= set(re.findall(r"\bGUOZHUANG_[A-Z0-9_]+\b", path.read_text()))
+    assert found == ENVIRONMENT
+
+
+IMPORT_COST = """
+import json, sys, time
+start = time.process_time()
+import torch, torch.distributed
+middle = time.process_time()
+before = set(sys.modules)
+import guozhuang
+end = time.process_time()
+print(json.dumps([middle - start, end - middle, sorted(set(sys.modules) - before)]))
+"""
+
+
+def import_cost() -> tuple[float, float, list[str]]:
+    out = subprocess.run(
+        [sys.executable, "-c", IMPORT_COST], cwd=PACKAGE.parent, capture_output=True, text=True, timeout=60, check=True
+    )
+    torch_s, ours_s, modules = json.loads(out.stdout)
+    return torch_s, ours_s, modules
+
+
+def test_importing_costs_little() -> None:
+    """At most 10 % over importing torch, in processor time; the best of a few, because noise only adds."""
+    ratios = []
+    for _ in range(4):
+        torch_s, ours_s, modules = import_cost()
+        heavy = [m for m in modules if any(m == h or m.startswith(h + ".") for h in HEAVY)]
+        assert not heavy
+        ratios.append(ours_s / torch_s)
+        if ratios[-1] <= 0.10:
+            break
+    assert min(ratios) <= 0.10, f"{ratios}; imported besides torch: {modules}"
+
+
+def test_importing_starts_nothing() -> None:
+    code = (
+        "import os, threading, guozhuang, torch.distributed as dist; "
+        "assert threading.active_count() == 1; assert not dist.is_initialized(); "
+        "assert guozhuang.world.current() is None"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, timeout=60, check=True)
