@@ -125,3 +125,9 @@ class GradientViews:
                 parameter.grad = _WithValue.apply(local, view)  # type: ignore[no-untyped-call]
         elif parameter.grad is None:
             parameter.grad = view
+
+    def show(self, index: int) -> None:
+        """Make the result the gradient on a rank without data: a sharded optimizer steps there too."""
+        view = self._views[index]
+        if view is not None:
+            self._parameters[index].grad = view

@@ -75,6 +75,7 @@ class _Pass:
     order: list[int] = field(default_factory=list)
     predicted_unused: list[int] = field(default_factory=list)
     at_end: list[Callable[[], None]] = field(default_factory=list)
+    shadow: bool = False  # this rank has run out of data and only takes part
 
 
 class Reducer:
@@ -129,16 +130,18 @@ class Reducer:
         self.names = [name for name, _ in chosen]
         self.parameters = [p for _, p in chosen]
         self._slots = [Slot(p.numel(), p.dtype, p.device, name in self._sparse) for name, p in chosen]
-        self._handles = [p.register_post_accumulate_grad_hook(_hook(self, i)) for i, p in enumerate(self.parameters)]
+        # On the node that accumulates, after all hooks of the parameter: a user's hook may change the gradient until then.
+        self._nodes = [get_gradient_edge(p).node for p in self.parameters]  # held: a parameter refers to it weakly
+        self._handles = [node.register_hook(_hook(self, i)) for i, node in enumerate(self._nodes)]
         n = len(chosen)
         self._seen = [False] * n  # got a gradient since the check of the last pass
         self._accumulated = [False] * n  # holds gradients of backwards that were not synchronized
         self._nested = [False] * n  # got a gradient in an inner backward, see [Note: nested backward]
         self._expected = [1] * n
         self._used_in_first_pass: list[bool] = []  # by any rank; kept for static_graph
-        self._nodes: list[Any] = []
         self._predicts = self.options.find_unused and not self.options.static_graph
-        self._learning = True
+        self._watching = True  # this rank has not seen a backward of its own yet
+        self._learning = True  # the ranks have not agreed on the order of buckets yet
         self._new_layout: list[tuple[int, ...]] | None = None
         self._lay_out(assign(self._slots, range(n - 1, -1, -1), self.caps))
 
@@ -235,7 +238,7 @@ class Reducer:
         Variable._execution_engine.queue_callback(self._finish)
         if self._predicts:
             current.predicted_unused = self._unreachable()
-        if not self._learning:
+        if not self._watching:
             for i in current.predicted_unused:
                 current.left[i] = 0
             for i, left in enumerate(current.left):
@@ -244,8 +247,6 @@ class Reducer:
 
     def _unreachable(self) -> list[int]:
         """Return the parameters that this graph task will not reach; the engine knows before it runs."""
-        if not self._nodes:  # held, because a parameter has only a weak reference to its node
-            self._nodes = [get_gradient_edge(p).node for p in self.parameters]
         try:
             return [i for i, node in enumerate(self._nodes) if not torch._C._will_engine_execute_node(node)]
         except RuntimeError:  # torch.autograd.grad(..., parameters) accumulates nothing; the pass will be dropped
@@ -267,9 +268,9 @@ class Reducer:
             current = self._pass or self._open()
             current.num_fired += 1
             current.fired[index] += 1
-            if self._learning or not self.options.static_graph:
+            if self._watching or not self.options.static_graph:
                 self._nested[index] |= torch._C._current_graph_task_id() != current.task
-            if self._learning:
+            if self._watching:
                 current.order.append(index)
                 return
             if self._nested[index] and not self.options.static_graph:
@@ -323,7 +324,8 @@ class Reducer:
         for i in unfilled:
             if not self._views.filled[i]:
                 self._views.fill(i, keep=not self._is_used(current, i))
-        if bucket.sparse or (self.options.skip_unused and not any(self._is_used(current, i) for i in members)):
+        skips = self.options.skip_unused and not current.shadow
+        if bucket.sparse or (skips and not any(self._is_used(current, i) for i in members)):
             current.works.append(None)  # sparse buckets follow when backward has ended
             return
         start_ns = 0 if self.timeline is None else self.timeline.now()
@@ -353,6 +355,7 @@ class Reducer:
     def shadow(self) -> None:
         """Take part in a pass of the other ranks with zeros, after this rank has run out of data."""
         current = self._begin()
+        current.shadow = True
         for bucket in self.buckets:
             bucket.flat.zero_()
         self._views.filled = [True] * len(self.parameters)
@@ -380,11 +383,19 @@ class Reducer:
         ):  # agreed on once; what earlier, unsynchronized backwards used is alike everywhere
             used = [a or b for a, b in zip(self._used_in_first_pass, used_here, strict=True)]
         self._exchange_sparse(used, shadow)
-        if not shadow:
-            for i in range(len(self.parameters)):
+        for i in range(len(self.parameters)):
+            if not shadow:
                 self._views.settle(i, used[i])
+            elif used[i]:
+                self._views.show(i)
         if self._learning:
             self._learn(current)
+        if self._watching and not shadow:
+            self._watching = False
+            if self.options.static_graph:
+                self._expected = current.fired
+            if any(current.fired[i] for i in current.predicted_unused):
+                self._predicts = False  # gradients come from inner backwards, which the outer graph does not show
         self._accumulated = [False] * len(self.parameters)
         self._pass, self._armed = None, False
         self._pass_since_forward = not shadow
@@ -398,8 +409,7 @@ class Reducer:
                 mean = all_gather_mean(
                     no_rows(parameter) if gradient is None else gradient, self.num_active_ranks, self.group
                 )
-                if not shadow:
-                    parameter.grad = mean
+                parameter.grad = mean
 
     def _wait(self, bucket: int, work: Work) -> None:
         try:
@@ -418,12 +428,8 @@ class Reducer:
         )
 
     def _learn(self, current: _Pass) -> None:
-        """Take from the first pass what later ones rely on; the order of buckets is the one that rank 0 saw."""
+        """Agree on the order of buckets for later passes: the one that rank 0 saw in the first."""
         self._learning = False
-        if self.options.static_graph:
-            self._expected = current.fired
-        if any(current.fired[i] for i in current.predicted_unused):
-            self._predicts = False  # gradients come from inner backwards, which the outer graph does not show
         last_place = {index: place for place, index in enumerate(current.order)}
         n = len(self.parameters)
         order = torch.tensor(sorted(range(n), key=lambda i: last_place.get(i, n * n + n - i)), dtype=torch.int64)
@@ -433,10 +439,10 @@ class Reducer:
         self._new_layout = assign(self._slots, [int(i) for i in order.tolist()], self.caps)
 
 
-def _hook(reducer: Reducer, index: int) -> Callable[[Tensor], None]:
+def _hook(reducer: Reducer, index: int) -> Callable[[Any, Any], None]:
     reference = weakref.ref(reducer)  # a parameter may outlive the wrapper
 
-    def hook(_: Tensor) -> None:
+    def hook(_: Any, __: Any) -> None:
         alive = reference()
         if alive is not None:
             alive.on_gradient(index)

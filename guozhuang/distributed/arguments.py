@@ -88,13 +88,20 @@ def choose_devices(
 
     Raises:
         UsageError: more than one device id, parameters on devices of several types, or ids where they have no meaning.
-        RuntimeError: a parameter has no shape yet (a lazy module that saw no input).
+        RuntimeError: a parameter has no shape yet (a lazy module that saw no input), or an optimizer that steps in backward.
     """
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in parameters):
         raise RuntimeError(
             explain(
                 "the module has uninitialized parameters",
                 fix="run one forward before wrapping, so that shapes are known",
+            )
+        )
+    if any(hasattr(p, "_in_backward_optimizers") for p in parameters):  # torch.distributed.optim leaves this mark
+        raise RuntimeError(
+            explain(
+                "an optimizer was applied in backward to the module; it would step before gradients are averaged",
+                fix="call the optimizer's step() after backward",
             )
         )
     if device_ids is not None and len(device_ids) > 1:

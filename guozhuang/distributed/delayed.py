@@ -6,7 +6,8 @@ before ``backward`` returns, and ``no_sync`` holds for these parameters too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,7 +25,9 @@ class DelayedGradients:
         named_parameters: whose exchange waits. Their gradients must be complete when the trigger's is.
         trigger: the parameter that is waited for.
         group: the ranks; each constructs it with equal parameters.
-        synchronizes: asked at each trigger: whether gradients are exchanged in this backward.
+
+    Attributes:
+        synchronize: whether the next backward exchanges gradients; the wrapper sets it at each forward.
     """
 
     def __init__(
@@ -32,7 +35,6 @@ class DelayedGradients:
         named_parameters: Sequence[tuple[str, nn.Parameter]],
         trigger: nn.Parameter,
         group: dist.ProcessGroup,
-        synchronizes: Callable[[], bool],
     ) -> None:
         self.names = [name for name, _ in named_parameters]
         self._parameters = [p for _, p in named_parameters]
@@ -43,13 +45,20 @@ class DelayedGradients:
         self._views = GradientViews(self._parameters, self._placement.views)
         self._group, self._exchange = group, AllReduce()
         self._state = self._exchange.prepare(self._placement.buckets, group)
-        self._synchronizes = synchronizes
+        self.synchronize = False
         self._step = 0
         self._works: list[Work] = []
-        self._handle = trigger.register_post_accumulate_grad_hook(self._start)
+        reference = weakref.ref(self)  # the parameter may outlive the wrapper
 
-    def _start(self, _: Tensor) -> None:
-        if not self._synchronizes() or self._works:
+        def triggered(_: Tensor) -> None:
+            alive = reference()
+            if alive is not None:
+                alive._start()
+
+        trigger.register_post_accumulate_grad_hook(triggered)
+
+    def _start(self) -> None:
+        if not self.synchronize or self._works:
             return
         self._views.begin(self._exchange.input_scale(self._group.size()))
         self._views.fill_together(range(len(self._parameters)))

@@ -6,7 +6,6 @@ The wrapper decides; the work lies elsewhere: ``arguments`` (what options mean),
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
-from torch.distributed import GradBucket
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
@@ -24,7 +22,7 @@ from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 from ..errors import UsageError, WorldError, explain
 from ..exchange import AllReduce, CommHook, GradientExchange
 from ..exchange.cast import Cast
-from ..exchange.comm_hook import Hook
+from ..exchange.comm_hook import Hook, check_hook
 from ..reducer import Options, Reducer
 from ..sync_batch_norm import use_on_cpu
 from ..timeline import Timeline
@@ -148,7 +146,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.divide_by_initial_world_size = True
         self._caps = bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
         self._delayed_names = [name for name, _ in delayed]
-        self._trigger = param_to_hook_all_reduce
+        self._trigger = (param_to_hook_all_reduce,)  # in a tuple, so that it does not become a parameter of the wrapper
         self._comm_hook: tuple[Hook, object] | None = None
         self._precision: Precision | None = None
         if mixed_precision is not None:
@@ -183,11 +181,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         by_name = dict(self.module.named_parameters())
         self._delayed: DelayedGradients | None = None
         if self._delayed_names:
-            assert self._trigger is not None
+            (trigger,) = self._trigger
+            assert trigger is not None
             pairs = [(name, by_name[name]) for name in self._delayed_names]
-            self._delayed = DelayedGradients(
-                pairs, self._trigger, self.process_group, lambda: self.require_backward_grad_sync
-            )
+            self._delayed = DelayedGradients(pairs, trigger, self.process_group)
         self.reducer: Reducer | None = None
         if any(p.requires_grad for _, p in named):
             options = Options(
@@ -279,7 +276,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             else:
                 self._broadcast_buffers()
         if self._join_config.enable:
-            tell_synchronization(self, self.require_backward_grad_sync)
+            tell_synchronization(self, self.require_backward_grad_sync and torch.is_grad_enabled())
         if self.device_ids:
             moved, moved_kwargs = _to_kwargs(inputs, kwargs, torch.device(self.device_type, self.device_ids[0]), False)
             return moved[0], moved_kwargs[0]
@@ -289,6 +286,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _after_forward(self, outputs: Any) -> None:
         synchronizes = torch.is_grad_enabled() and self.require_backward_grad_sync
         self.require_forward_param_sync = synchronizes
+        if self._delayed is not None and torch.is_grad_enabled():
+            self._delayed.synchronize = synchronizes
         if synchronizes and self.reducer is not None:
             self.reducer.watch(tensors_with_graph(outputs))
 
@@ -337,7 +336,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             UsageError: its annotations are not a hook's.
             RuntimeError: a hook was registered before, or gradients have been exchanged already.
         """
-        _check_hook(hook)
+        check_hook(hook)
         if self._comm_hook is not None:
             raise RuntimeError(explain("a communication hook can be registered only once", value=hook))
         if self.mixed_precision is not None:
@@ -414,20 +413,3 @@ class DistributedDataParallel(nn.Module, Joinable):
         if self.reducer is not None:
             self.reducer.close()
         self._connect()
-
-
-def _check_hook(hook: Hook) -> None:
-    if not callable(hook):
-        raise TypeError(explain("a communication hook must be callable", value=hook))
-    signature = inspect.signature(hook)
-    if "bucket" not in signature.parameters:
-        raise TypeError(explain("a communication hook takes (state, bucket)", value=str(signature)))
-    annotation = signature.parameters["bucket"].annotation
-    if annotation not in (inspect.Parameter.empty, GradBucket, "dist.GradBucket", "GradBucket"):
-        raise UsageError(
-            explain("the parameter bucket of a communication hook must be a dist.GradBucket", value=annotation)
-        )
-    returned = signature.return_annotation
-    futures = (torch.futures.Future[Tensor], "torch.futures.Future[torch.Tensor]", "Future[Tensor]")
-    if returned is not inspect.Signature.empty and returned not in futures and "Future" not in str(returned):
-        raise UsageError(explain("a communication hook must return torch.futures.Future[torch.Tensor]", value=returned))

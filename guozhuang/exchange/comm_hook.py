@@ -7,6 +7,7 @@ before it starts the next. See https://docs.pytorch.org/docs/stable/ddp_comm_hoo
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import GradBucket
 
 from ..buckets import Bucket
-from ..errors import explain
+from ..errors import UsageError, explain
 from .base import GradientExchange, Work
 
 Hook = Callable[[Any, Any], "torch.futures.Future[Any]"]
@@ -123,3 +125,26 @@ class CommHook(GradientExchange[None]):
 
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> None:
         """Return None: only the hook knows."""
+
+
+def check_hook(hook: Hook) -> None:
+    """Raise unless ``hook`` looks like a communication hook; the same checks as PyTorch's, but for bf16 on CPU, which works.
+
+    Raises:
+        TypeError: it cannot be called, or has no parameter ``bucket``.
+        UsageError: its annotations are not a hook's.
+    """
+    if not callable(hook):
+        raise TypeError(explain("a communication hook must be callable", value=hook))
+    signature = inspect.signature(hook)
+    if "bucket" not in signature.parameters:
+        raise TypeError(explain("a communication hook takes (state, bucket)", value=str(signature)))
+    annotation = signature.parameters["bucket"].annotation
+    if annotation not in (inspect.Parameter.empty, GradBucket, "dist.GradBucket", "GradBucket"):
+        raise UsageError(
+            explain("the parameter bucket of a communication hook must be a dist.GradBucket", value=annotation)
+        )
+    returned = signature.return_annotation
+    futures = (torch.futures.Future[Tensor], "torch.futures.Future[torch.Tensor]", "Future[Tensor]")
+    if returned is not inspect.Signature.empty and returned not in futures and "Future" not in str(returned):
+        raise UsageError(explain("a communication hook must return torch.futures.Future[torch.Tensor]", value=returned))

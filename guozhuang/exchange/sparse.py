@@ -30,14 +30,14 @@ def all_gather_mean(gradient: Tensor, divisor: float, group: dist.ProcessGroup) 
         num_rows = [int(count) for count in torch.cat(counts).tolist()]
         indices = _gather_rows(indices.t().contiguous(), num_rows, group).t()
         values = _gather_rows(values, num_rows, group)
-    return torch.sparse_coo_tensor(indices, values, gradient.shape).coalesce()
+    return torch.sparse_coo_tensor(indices, values, gradient.shape, check_invariants=False).coalesce()
 
 
 def no_rows(parameter: Tensor) -> Tensor:
     """Return the sparse gradient of a parameter that was not used: its shape and dtype, without an entry."""
     rows = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
     values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
-    return torch.sparse_coo_tensor(rows, values, parameter.shape)
+    return torch.sparse_coo_tensor(rows, values, parameter.shape, check_invariants=False)
 
 
 def _gather_rows(rows: Tensor, num_rows: list[int], group: dist.ProcessGroup) -> Tensor:

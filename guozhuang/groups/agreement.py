@@ -6,6 +6,7 @@ its wait has a limit, and when the limit passes it knows which ranks never came.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import time
@@ -77,8 +78,9 @@ class Notices:
         self._prefix = f"guozhuang/{topic}/{turn}"
 
     def leave(self, text: str) -> None:
-        """Leave this rank's notice."""
-        self._store.set(f"{self._prefix}/{self._rank}", text)
+        """Leave this rank's notice, if the store is still there."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"{self._prefix}/{self._rank}", text)
 
     def read(self, patience_s: float) -> dict[int, str]:
         """Return the notices of all ranks that left one, waiting at most ``patience_s`` for those that did not.

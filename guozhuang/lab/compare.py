@@ -20,7 +20,7 @@ from guozhuang import strategies, timeline
 from guozhuang.lab import units
 from guozhuang.lab.exactness import difference
 from guozhuang.lab.files import to_json
-from guozhuang.lab.machine import describe, num_cores
+from guozhuang.lab.machine import busy_share, describe, num_cores
 from guozhuang.lab.plan import Plan, add_arguments, notes_of, plan_of
 from guozhuang.lab.progress import Reporter
 from guozhuang.lab.results import (
@@ -59,6 +59,7 @@ def run(namespace: argparse.Namespace) -> int:
     try:
         with _ended_by_signals(), tempfile.TemporaryDirectory(prefix="guozhuang-") as scratch:
             plan, details = plan_of(namespace, Path(scratch), progress)
+            busy = busy_share()  # before anything of ours computes
             num_runs = len(plan.names) * (plan.settings.num_rounds + (plan.timeline is not None))
             with Reporter(progress, num_runs) as reporter:
                 rows, notes = _measure(plan, reporter)
@@ -73,7 +74,7 @@ def run(namespace: argparse.Namespace) -> int:
         settings=plan.settings,
         machine=describe(),
         rows=rows,
-        notes=(*notes_of(plan), *notes),
+        notes=(*notes_of(plan, busy), *notes),
         duration_s=time.monotonic() - started,
     )
     path = report.write(results, plan.out)

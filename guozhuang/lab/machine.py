@@ -27,6 +27,11 @@ def describe() -> Machine:
     )
 
 
+def busy_share(watch_s: float = 0.5) -> float:
+    """Watch the machine for a while and return which share of its cores computed, between 0 and 1."""
+    return float(psutil.cpu_percent(watch_s)) / 100
+
+
 def num_cores() -> int:
     """Count the cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

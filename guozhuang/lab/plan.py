@@ -16,6 +16,8 @@ from guozhuang.lab.results import Settings
 
 DEFAULT_STEPS = 50
 
+_BUSY = 0.2  # a desktop at rest stays below
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -196,9 +198,16 @@ def _writable(folder: Path, option: str = "--out") -> Path:
     return folder.absolute()
 
 
-def notes_of(plan: Plan) -> tuple[str, ...]:
-    """Return what a reader of the report must know about what was asked for."""
+def notes_of(plan: Plan, busy: float = 0.0) -> tuple[str, ...]:
+    """Return what a reader of the report must know about what was asked for.
+
+    Args:
+        plan: what was asked for.
+        busy: the share of the cores that something else kept busy before it began.
+    """
     found = []
+    if busy > _BUSY:
+        found.append(f"Something else kept {units.percent(busy)} of the cores busy when the comparison began.")
     settings = plan.settings
     cores = num_cores()
     wanted = settings.num_ranks * settings.threads_per_rank

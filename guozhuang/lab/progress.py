@@ -39,7 +39,8 @@ class Reporter:
             disable=not console.is_terminal,
         )
         self._task = self._bar.add_task("", total=None, rate="", visible=False)
-        self._seen = (0, 0.0)
+        self._num_steps = 0
+        self._first: tuple[int, float] | None = None  # the step that was seen first, and when
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -53,10 +54,9 @@ class Reporter:
     def begin(self, label: str, num_steps: int) -> None:
         """Say that a run begins."""
         self._label = f"[{self._done + 1}/{self._num_runs}] {label}"
-        self._seen = (0, time.monotonic())
-        self._bar.reset(
-            self._task, total=num_steps, description=self._label.replace("[", r"\["), rate="starting", visible=True
-        )
+        self._num_steps, self._first = num_steps, None
+        shown = self._label.replace("[", r"\[")
+        self._bar.reset(self._task, total=num_steps, description=shown, rate="starting", visible=True)
 
     def skip(self) -> None:
         """Say that one of the runs will not be made."""
@@ -64,12 +64,19 @@ class Reporter:
 
     def tick(self, step: int) -> None:
         """Say how many steps the run has done."""
-        before, at = self._seen
         now = time.monotonic()
-        if step > before:
-            rate = f"{units.rate((step - before) / (now - at))} steps/s" if before else "warm-up"
-            self._seen = (step, now)
-            self._bar.update(self._task, completed=step, rate=rate)
+        if step == 0:
+            return
+        if self._first is None:
+            self._first = (step, now)
+        first_step, first_at = self._first
+        if step >= self._num_steps:
+            rate = "ending"
+        else:
+            rate = (
+                f"{units.rate((step - first_step) / (now - first_at))} steps/s" if step > first_step else "first steps"
+            )
+        self._bar.update(self._task, completed=step, rate=rate)
 
     def end(self, outcome: str) -> None:
         """Say how the run ended; the line stays."""

@@ -78,16 +78,17 @@ def first_cause(folder: Path, log: Path, code: int | None, timeout_s: float) -> 
         timeout_s: the time it had.
     """
     told = [json.loads(path.read_text()) for path in folder.glob("error-*.json")]
+    text = log.read_text(errors="replace") if log.exists() else ""
+    # A rank that a signal ended could not speak; what the others say is that they lost it.
+    ended = re.search(r"^guozhuang run: ((rank \d+) failed first: signal .*)$", text, re.MULTILINE)
+    if ended and all(one["who"] != ended[2] for one in told):
+        return ended[1]
     if told:
         first = min(told, key=lambda one: float(one["time"]))
         return f"{first['who']}: {first['text']}"[:_CAUSE_CHARACTERS]
     if code is None:
         fix = "find who waits, or raise --timeout"
         return f"no end after {timeout_s:g} s; the log holds the stacks of every rank. Fix: {fix}"
-    text = log.read_text(errors="replace")
-    found = re.search(r"^guozhuang run: (rank \d+ failed first: signal .*)$", text, re.MULTILINE)
-    if found:
-        return found[1]
     if code < 0:
         return _killed_by(-code)
     lines = [line.strip() for line in text.splitlines() if line.strip()]

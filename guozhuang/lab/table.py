@@ -64,7 +64,7 @@ def _speed(results: Results, verdict: Verdict) -> Table:
             row,
             verdict,
             units.rate(row.samples_per_s),
-            f"{units.rate(row.slowest)} {units.DASH} {units.rate(row.fastest)}",
+            units.span(row.slowest, row.fastest),
             units.duration(results.epoch_s(row)),
             units.times(results.ratio(row, "single")),
             units.times(results.ratio(row, "torch-ddp")),

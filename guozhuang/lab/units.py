@@ -13,6 +13,11 @@ def rate(value: float | None) -> str:
     return ABSENT if value is None else _three_digits(value)
 
 
+def span(lowest: float, highest: float) -> str:
+    """A range of rates: ``81.4 - 90.2`` with a dash; nothing where both ends are the same."""
+    return ABSENT if lowest == highest else f"{rate(lowest)} {DASH} {rate(highest)}"
+
+
 def size(num_bytes: float | None) -> str:
     """Bytes in binary units: ``0 B``, ``17.4 MiB``."""
     if num_bytes is None:

@@ -146,11 +146,12 @@ def _efficiency(results: Results, chosen: Row) -> list[str]:
             "on this machine no way of spreading the work over them can be faster."
         ]
     text = f"It reaches {units.percent(share)} of the bound (none: the same {ranks} without any communication)"
-    text += (
-        f", so better communication alone could win at most {units.times(1 / share)}."
-        if share < 0.98
-        else ": communication costs next to nothing here."
-    )
+    if share < 0.98:
+        text += f", so better communication alone could win at most {units.times(1 / share)}."
+    elif share <= 1.02:
+        text += ": communication costs next to nothing here."
+    else:
+        text += ": more than all, so it divides work that none repeats on every rank, or the rounds differ by chance."
     if single is not None and none.samples_per_s < single.samples_per_s:
         text += " The bound itself is below single: the cores are what limits this workload."
     return [text]
@@ -211,9 +212,10 @@ def _cautions(results: Results, chosen: Row | None) -> list[str]:
     restless = {name: ratio for name, ratio in restless.items() if ratio > RESTLESS}
     if restless:
         most = max(restless, key=lambda name: restless[name])
+        whose = f"those of {most}" if len(restless) == 1 else f"of {_listed(list(restless))}, most those of {most}"
         found.append(
-            f"The machine was not quiet: the rounds of {_listed(list(restless))} differ, those of {most} by "
-            f"{units.times(restless[most])}. Run it again when nothing else computes, with more --steps."
+            f"The machine was not quiet: rounds differ, {whose}, by {units.times(restless[most])}. "
+            "Run it again when nothing else computes, with more --steps."
         )
     if results.settings.num_rounds == 1:
         found.append("One round shows no spread: run at least three before a small difference is believed.")

@@ -6,6 +6,7 @@ It trains for a given number of steps, measures, and leaves ``rank-R.json`` (or 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import mmap
 import os
@@ -145,6 +146,7 @@ def main(arguments: list[str]) -> None:
     except Exception as error:
         _write_error(folder, error)
         raise  # an exception that nobody catches lets the process leave without waiting for its peers
+    gc.collect()  # a wrapped model holds the group, whose threads must end before the interpreter does
     world.shutdown()
 
 

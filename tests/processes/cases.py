@@ -35,9 +35,12 @@ def results_of_cases(
 
     @functools.cache
     def everything() -> list[dict[str, str]]:
-        return run_ranks(
-            run_cases, num_ranks, module_name, list(names), timeout_s=timeout_s, group_timeout_s=group_timeout_s
-        )
+        try:
+            return run_ranks(
+                run_cases, num_ranks, module_name, list(names), timeout_s=timeout_s, group_timeout_s=group_timeout_s
+            )
+        except AssertionError as error:  # once, not once for each case
+            return [dict.fromkeys(names, str(error))]
 
     def check(name: str) -> None:
         found = {rank: failures[name] for rank, failures in enumerate(everything()) if name in failures}
@@ -56,7 +59,12 @@ def run_cases(rank: int, world_size: int, module_name: str, names: Sequence[str]
         except Exception:
             failures[name] = traceback.format_exc()
         print(f"{name}: {time.monotonic() - started_s:.2f} s", flush=True)
-        dist.barrier()
+        try:
+            dist.barrier()
+        except RuntimeError as error:  # ranks went apart in this case; none of those that follow can run
+            failures.setdefault(name, f"the other ranks did not come to the end of the case: {error}")
+            rest = names[list(names).index(name) + 1 :]
+            return failures | dict.fromkeys(rest, f"not run, after {name} failed")
     return failures
 
 

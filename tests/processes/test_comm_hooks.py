@@ -3,6 +3,9 @@
 Twins: PyTorch's DDP with the same hook in the same ranks where that works (one bucket, or hooks of one round); a group of one
 rank on the joined batch where it does not (PowerSGD is linear in the gradients, error feedback included, so several ranks must
 come to what one comes to); plain arithmetic for what PyTorch refuses on CPU (bf16).
+
+Two hooks are not here because they raise by themselves in torch 2.13, whoever calls them: ``batched_powerSGD_hook`` (hands a
+matrix to a function that asserts three dimensions) and the quantization hooks (index a tensor without dimensions).
 """
 
 from __future__ import annotations
@@ -24,15 +27,14 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     optimizer_overlap_hooks,
     post_localSGD_hook,
     powerSGD_hook,
-    quantization_hooks,
 )
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
-from torch.distributed.optim import _FunctionalSGD
+from torch.distributed.optim import _apply_optimizer_in_backward, _FunctionalSGD
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from guozhuang import DistributedDataParallel
 from guozhuang.timeline import Timeline
-from tests.ranks import RankError, run_ranks
+from tests.ranks import run_ranks
 
 ROWS = 3
 SMALL = 0.002  # MiB: a bucket for each layer
@@ -134,7 +136,6 @@ def compare_with_torch(rank: int, size: int) -> dict[str, float]:
             lambda: (one_bucket_powersgd()[0], half(powerSGD_hook.powerSGD_hook)),
             {"cap": 25, "steps": 6},
         ),
-        "quantization": (lambda: (None, quantization_hooks.quantization_pertensor_hook), {"cap": 25}),
         "optimizer inside the hook": (
             lambda: (
                 None,
@@ -174,13 +175,12 @@ def powersgd_of_several_buckets(rank: int, size: int) -> None:
     for options in ({}, {"micro_batches": 2}, {"branch": lambda step: step % 2, "timeline": True}):
         weights = []
         for group, rows in ((dist.group.WORLD, own_rows(rank)), (alone, all_rows)):
-            # batched_powerSGD_hook is left out: in torch 2.13 its own assertion fails, whoever calls it.
             state = PowerSGDState(
                 group,
                 matrix_approximation_rank=2,
                 start_powerSGD_iter=2,
                 min_compression_rate=0.5,
-                orthogonalization_epsilon=1e-8,  # an unused layer is a matrix of zeros
+                orthogonalization_epsilon=1e-30,  # an unused layer is a matrix of zeros
             )
             hook = (state, powerSGD_hook.powerSGD_hook)
             weights.append(train(DistributedDataParallel, group, rows, hook, steps=10, dtype=torch.float64, **options))
@@ -351,7 +351,7 @@ def test_a_hook_may_return_the_future_of_its_work() -> None:
 # ---- wrong hooks ------------------------------------------------------------------------------------------------------------
 
 
-def no_future(state: None, bucket: dist.GradBucket):  # noqa: ANN201 - the point
+def no_future(state: None, bucket: dist.GradBucket):
     return bucket.buffer()
 
 
@@ -388,12 +388,6 @@ def backward_with(rank: int, size: int, hook: Hook) -> None:
     ddp = DistributedDataParallel(Layers(), bucket_cap_mb=SMALL)
     ddp.register_comm_hook(None, hook)
     ddp(torch.randn(2, 20)).sum().backward()
-
-
-def errors_of(hook: Hook) -> list[RankError]:
-    outcomes = run_ranks(backward_with, 2, hook, collect_errors=True, timeout_s=30.0)
-    assert all(isinstance(o, RankError) and o.type_name for o in outcomes), outcomes
-    return outcomes
 
 
 def broken_returns(rank: int, size: int) -> list[tuple[str, str]]:
@@ -448,6 +442,11 @@ def registrations(rank: int, size: int) -> dict[str, str]:
     late = DistributedDataParallel(Layers())
     late(torch.randn(2, 20)).sum().backward()
     found["late"] = error_of(late.register_comm_hook, None, plain)
+    early = Layers()
+    _apply_optimizer_in_backward(torch.optim.SGD, early.parameters(), {"lr": 0.1})
+    found["optimizer in backward"] = error_of(
+        DistributedDataParallel, early
+    )  # it would step by each rank's own gradients
     return found
 
 
@@ -460,4 +459,5 @@ def test_wrong_registrations_are_refused() -> None:
             "no_bucket": "TypeError",
             "twice": "RuntimeError",
             "late": "RuntimeError",
+            "optimizer in backward": "RuntimeError",
         }

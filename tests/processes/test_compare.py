@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -74,7 +75,10 @@ def test_strategies_side_by_side_and_one_that_fails(tmp_path: Path, capsys: pyte
     }  # fmt: skip
 
 
-def test_a_rank_that_hangs_is_a_failed_row_with_everyones_stacks(tmp_path: Path) -> None:
+def test_a_rank_that_hangs_is_a_failed_row_with_everyones_stacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     began = time.monotonic()
     code, results = _compare(
         tmp_path, "--strategies", "none", "--steps", "3", "--option", "hang=4", "--timeout", "12", "--json"
@@ -85,7 +89,7 @@ def test_a_rank_that_hangs_is_a_failed_row_with_everyones_stacks(tmp_path: Path)
     assert failure is not None
     log = Path(failure.log).read_text()
     assert "tiny_workload.py" in log and "in loss" in log  # where rank 1 slept
-    assert _processes_of("guozhuang-") == []
+    assert _processes_of(str(tmp_path)) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

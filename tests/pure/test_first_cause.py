@@ -18,6 +18,15 @@ def test_the_error_noticed_first_is_the_cause(tmp_path: Path) -> None:
     assert first_cause(tmp_path, tmp_path / "log", 1, 60) == "rank 1: ValueError: bad sample"
 
 
+def test_a_rank_that_could_not_speak_comes_before_those_that_lost_it(tmp_path: Path) -> None:
+    _tell(tmp_path, "0", 12.0, "RuntimeError: connection reset by peer")
+    log = tmp_path / "log"
+    log.write_text("...\nguozhuang run: rank 1 failed first: signal 9 (SIGKILL) (process 7); no memory\n")
+    assert first_cause(tmp_path, log, 137, 60) == "rank 1 failed first: signal 9 (SIGKILL) (process 7); no memory"
+    log.write_text("guozhuang run: rank 0 failed first: signal 6 (SIGABRT) (process 7)\n")  # while it was leaving
+    assert first_cause(tmp_path, log, 134, 60) == "rank 0: RuntimeError: connection reset by peer"
+
+
 @pytest.mark.parametrize(
     ("log", "code", "says"),
     [

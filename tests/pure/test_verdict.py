@@ -88,7 +88,7 @@ def test_rounds_that_differ_wildly_are_pointed_out() -> None:
     quiet = comparison(row("single", 100, 101, 120), row("ddp", 200, 201, 202))
     busy = comparison(row("single", 50, 101, 120), row("ddp", 200, 201, 202))
     assert not any("not quiet" in caution for caution in judge(quiet).cautions)
-    assert any("single differ" in caution and "2.40" in caution for caution in judge(busy).cautions)
+    assert any("those of single" in caution and "2.40" in caution for caution in judge(busy).cautions)
 
 
 def test_a_loss_that_is_not_a_number_is_pointed_out() -> None:
@@ -104,3 +104,10 @@ def test_how_gives_one_process_the_whole_batch() -> None:
     lines = judge(comparison(row("dp", 100, 101, 102))).how
     assert any("batch_size=16" in line for line in lines)
     assert any("num_replicas=2" in line for line in lines)
+
+
+def test_more_than_the_bound_is_explained() -> None:
+    above = judge(comparison(row("ddp", 110, 111, 112), row("none", 100, 101, 102)))
+    level = judge(comparison(row("ddp", 100, 101, 102), row("none", 100, 101, 102)))
+    assert any("repeats on every rank" in reason for reason in above.reasons)
+    assert any("next to nothing" in reason for reason in level.reasons)

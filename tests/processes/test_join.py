@@ -1,0 +1,269 @@
+"""Ranks with different numbers of batches: against PyTorch's wrapper in the same ranks, and against a single process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from guozhuang import DistributedDataParallel
+from tests.processes.cases import (
+    assert_equal_across_ranks,
+    assert_same_grads,
+    batch,
+    mlp,
+    names_of_cases,
+    results_of_cases,
+    twin_of,
+)
+
+SMALL_CAP_MB = 0.0001
+UNEVEN = ([3, 5], [5, 3], [0, 4], [4, 0], [1, 1], [0, 0])
+
+
+def normed() -> nn.Module:
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def train(ddp: nn.Module, rank: int, num_batches: list[int], optimizer: Any = None, **join: Any) -> None:
+    optimizer = optimizer or torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    with ddp.join(**join):
+        for step in range(num_batches[rank]):
+            optimizer.zero_grad()
+            ddp(batch(rank, step)).pow(2).mean().backward()
+            optimizer.step()
+
+
+def assert_same_state(ours: nn.Module, theirs: nn.Module) -> None:
+    for (name, a), b in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def case_the_same_as_torch(rank, world_size):
+    for num_batches in UNEVEN:
+        for initial in (True, False):
+            for make in (mlp, normed):
+                models = [DistributedDataParallel(make()), TorchDDP(make())]
+                for model in models:
+                    train(model, rank, num_batches, divide_by_initial_world_size=initial)
+                    dist.barrier()
+                assert_same_state(*models)
+                assert_equal_across_ranks(models[0])
+
+
+def case_the_same_as_a_single_process(rank, world_size):
+    for num_batches in UNEVEN:
+        for initial in (True, False):
+            bare = mlp()
+            twin, ddp = twin_of(bare), DistributedDataParallel(bare, bucket_cap_mb=SMALL_CAP_MB)
+            train(ddp, rank, num_batches, divide_by_initial_world_size=initial)
+            optimizer = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
+            for step in range(max(num_batches)):
+                active = [r for r in range(world_size) if step < num_batches[r]]
+                optimizer.zero_grad()
+                for r in active:
+                    (twin(batch(r, step)).pow(2).mean() / (world_size if initial else len(active))).backward()
+                optimizer.step()
+            assert_same_state(ddp.module, twin)
+            assert_equal_across_ranks(ddp)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"find_unused_parameters": True},
+    {"static_graph": True},
+    {"batched_grad_copy": True},
+    {"forward_sync_buffers": False},
+    {"bucket_cap_mb": 25},
+]
+
+
+def case_several_rounds_with_every_option(rank, world_size):
+    """Who runs out first changes between rounds; a rank may have had nothing at all in the first."""
+    for options in OPTIONS:
+        for rounds in (UNEVEN, ([0, 3], [3, 0], [2, 4]), ([3, 0], [0, 3], [4, 2])):
+            bare = mlp()
+            twin = twin_of(bare)
+            ddp = DistributedDataParallel(bare, **{"bucket_cap_mb": SMALL_CAP_MB, **options})
+            optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ddp, twin)]
+            for num_batches in rounds:
+                train(ddp, rank, num_batches, optimizers[0])
+                for step in range(max(num_batches)):
+                    optimizers[1].zero_grad()
+                    for r in range(world_size):
+                        if step < num_batches[r]:
+                            (twin(batch(r, step)).pow(2).mean() / world_size).backward()
+                    optimizers[1].step()
+                assert_same_state(ddp.module, twin)
+            # and on without join
+            for each in (ddp, twin):
+                each.zero_grad()
+            ddp(batch(rank, 99)).pow(2).mean().backward()
+            for r in range(world_size):
+                (twin(batch(r, 99)).pow(2).mean() / world_size).backward()
+            assert_same_grads(ddp, twin)
+
+
+def case_accumulation_inside(rank, world_size):
+    bare = mlp()
+    twin, ddp = twin_of(bare), DistributedDataParallel(bare)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ddp, twin)]
+    num_batches = [3, 7]
+    with ddp.join():
+        for step in range(num_batches[rank]):
+            if step % 2 == 0:
+                with ddp.no_sync():
+                    ddp(batch(rank, step)).pow(2).mean().backward()
+            else:
+                ddp(batch(rank, step)).pow(2).mean().backward()
+                optimizers[0].step()
+                optimizers[0].zero_grad()
+    # What a rank had accumulated and not yet exchanged when it ran out is lost, as in PyTorch.
+    for step in range(1, 7, 2):
+        optimizers[1].zero_grad()
+        for r in range(world_size):
+            for at in (step - 1, step):
+                if step < num_batches[r]:
+                    (twin(batch(r, at)).pow(2).mean() / world_size).backward()
+        optimizers[1].step()
+    assert_same_state(ddp.module, twin)
+
+
+def case_unused_parameters_inside(rank, world_size):
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(3)
+            self.branches = nn.ModuleList(nn.Linear(6, 3) for _ in range(3))
+
+        def forward(self, x: Tensor, use: str) -> Tensor:
+            return sum(self.branches[int(name)](x) for name in use)
+
+    uses = (["0", "1", "0"], ["01", "1", "0", "1", "2"])
+    bare = Two()
+    twin = twin_of(bare)
+    ddp = DistributedDataParallel(bare, find_unused_parameters=True, bucket_cap_mb=SMALL_CAP_MB)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (ddp, twin)]
+    with ddp.join():
+        for step, use in enumerate(uses[rank]):
+            optimizers[0].zero_grad()
+            ddp(batch(rank, step), use).pow(2).mean().backward()
+            optimizers[0].step()
+    for step in range(5):
+        optimizers[1].zero_grad()
+        for r in range(world_size):
+            if step < len(uses[r]):
+                (twin(batch(r, step), uses[r][step]).pow(2).mean() / world_size).backward()
+        optimizers[1].step()
+    assert_same_state(ddp.module, twin)
+
+
+def case_sparse_gradients_inside(rank, world_size):
+    bare = nn.Sequential(nn.Embedding(7, 4, sparse=True), nn.Flatten(), nn.Linear(8, 2))
+    for initial in (True, False):
+        twin, ddp = twin_of(bare), DistributedDataParallel(twin_of(bare))
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ddp, twin)]
+        num_batches = [1, 4]
+
+        def rows(r: int, step: int) -> Tensor:
+            return (torch.arange(6).view(3, 2) * (r + 2) + step) % 7
+
+        with ddp.join(divide_by_initial_world_size=initial):
+            for step in range(num_batches[rank]):
+                optimizers[0].zero_grad()
+                ddp(rows(rank, step)).pow(2).mean().backward()
+                optimizers[0].step()
+        for step in range(4):
+            optimizers[1].zero_grad()
+            active = [r for r in range(world_size) if step < num_batches[r]]
+            for r in active:
+                (twin(rows(r, step)).pow(2).mean() / (world_size if initial else len(active))).backward()
+            optimizers[1].step()
+        assert_same_state(ddp.module, twin)
+
+
+def case_disabled(rank, world_size):
+    models = [DistributedDataParallel(normed()), TorchDDP(normed())]
+    for model in models:
+        train(model, rank, [3, 3], enable=False)
+    assert_same_state(*models)
+
+
+def case_early_termination(rank, world_size):
+    ddp = DistributedDataParallel(normed())
+    with pytest.raises(RuntimeError, match="exhausted"):
+        train(ddp, rank, [2, 4], throw_on_early_termination=True)
+    train(ddp, rank, [2, 2], throw_on_early_termination=True)  # and it goes on afterwards
+    assert_equal_across_ranks(ddp)
+
+
+def case_evaluation_inside(rank, world_size):
+    """A forward without gradients is no step. (PyTorch's joined ranks take it for one, and gloo aborts.)"""
+    models = [DistributedDataParallel(normed()), TorchDDP(normed())]
+    num_batches = [2, 4]
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with model.join():
+            for step in range(num_batches[rank]):
+                optimizer.zero_grad()
+                model(batch(rank, step)).pow(2).mean().backward()
+                optimizer.step()
+                if model is models[0]:
+                    model.eval()
+                    with torch.no_grad():
+                        model(batch(rank, step + 10))
+                    model.train()
+    assert_same_state(*models)
+
+
+def case_with_a_sharded_optimizer(rank, world_size):
+    """It steps on ranks without data too, with the gradient of the others. (With PyTorch's wrapper: with an old one.)"""
+    for num_batches in ([2, 4], [3, 1], [0, 2], [4, 0]):
+        for initial in (True, False):
+            bare = mlp()
+            twin, ddp = twin_of(bare), DistributedDataParallel(bare, bucket_cap_mb=SMALL_CAP_MB)
+            optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=0.01)
+            reference = torch.optim.AdamW(twin.parameters(), lr=0.01)
+            with Join([ddp, optimizer], divide_by_initial_world_size=initial):
+                for step in range(num_batches[rank]):
+                    optimizer.zero_grad()
+                    ddp(batch(rank, step)).pow(2).mean().backward()
+                    optimizer.step()
+            for step in range(max(num_batches)):
+                active = [r for r in range(world_size) if step < num_batches[r]]
+                reference.zero_grad()
+                for r in active:
+                    (twin(batch(r, step)).pow(2).mean() / (world_size if initial else len(active))).backward()
+                reference.step()
+            assert_same_state(ddp.module, twin)
+
+
+NAMES = names_of_cases(globals())
+RESULTS = results_of_cases(__name__, 2, NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_on_two_ranks(name):
+    RESULTS(name)
+
+
+def three_ranks(rank, world_size):
+    for num_batches in ([1, 4, 0], [0, 2, 5], [3, 0, 0]):
+        models = [DistributedDataParallel(normed()), TorchDDP(normed())]
+        for model in models:
+            train(model, rank, num_batches, divide_by_initial_world_size=False)
+            dist.barrier()
+        assert_same_state(*models)
+    return True
+
+
+def test_on_three_ranks():
+    from tests.ranks import run_ranks
+
+    assert run_ranks(three_ranks, 3) == [True] * 3
