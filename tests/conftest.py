@@ -21,6 +21,8 @@ import torch.distributed as dist
 SETTLE_S = 5.0
 # Threads that libraries start once and keep on purpose.
 KEPT_THREADS = ("tqdm", "fsspecIO", "pytest_timeout")
+# Variables that torch sets for itself: its compiler does when the first optimizer of a process imports it.
+SET_BY_TORCH = {"TORCHINDUCTOR_CACHE_DIR"}
 
 
 def _settles(is_clean: Callable[[], bool]) -> bool:
@@ -77,7 +79,7 @@ def nothing_left_behind() -> Iterator[None]:
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
         left.append("an initialised process group")
-    changed = {k for k in environ.keys() | os.environ.keys() if environ.get(k) != os.environ.get(k)}
+    changed = {k for k in environ.keys() | os.environ.keys() if environ.get(k) != os.environ.get(k)} - SET_BY_TORCH
     changed -= {"PYTEST_CURRENT_TEST"}
     if changed:
         left.append(f"changed environment variables: {', '.join(sorted(changed))}")

@@ -38,7 +38,10 @@ import torch
 import torch.distributed as dist
 
 # What the server imports once for all ranks. The first torch optimizer of a process imports torch._dynamo: a second.
-PRELOADED = ("torch", "torch._dynamo", "torch.distributed", "numpy", "pytest", "hypothesis", "guozhuang", "tests.ranks")
+PRELOADED = (
+    *("torch", "torch._dynamo", "torch.distributed", "numpy", "pytest", "hypothesis", "guozhuang", "tests.ranks"),
+    "transformers.models.bert.modeling_bert",
+)
 # After one rank failed the others get this long to notice by themselves before they are asked and ended.
 GRACE_S = 8.0
 # The limit of each collective inside the ranks: below the default time-out of run_ranks, so that gloo speaks first.

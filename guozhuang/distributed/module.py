@@ -264,6 +264,13 @@ class DistributedDataParallel(nn.Module, Joinable):
             self.reducer.synchronize = self.require_backward_grad_sync
             if changed := self.reducer.before_forward():
                 self._compare_again(self.reducer, changed)
+        if self._delayed is not None and self._join_config.enable:
+            raise UsageError(
+                explain(
+                    "delay_all_reduce_named_params does not work in a join context: a rank without data cannot shadow it",
+                    fix="use one of the two",
+                )
+            )
         work = Join.notify_join_context(self)
         if self.reducer is not None:
             self.reducer.num_active_ranks = self.process_group.size()

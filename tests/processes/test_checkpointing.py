@@ -43,10 +43,7 @@ class Layers(nn.Module):
     def forward(self, x: Tensor, plan: str | None = None) -> Tensor:
         for token in (self.plan if plan is None else plan).split():
             layer, kind = self.layers[int(token[0])], token[1:]
-            if kind:
-                x = checkpoint(layer, x, use_reentrant=kind == "r", preserve_rng_state=False)
-            else:
-                x = layer(x)
+            x = checkpoint(layer, x, use_reentrant=kind == "r", preserve_rng_state=False) if kind else layer(x)
             x = torch.tanh(x)
         return x
 
@@ -170,7 +167,10 @@ def case_dropped_layers_differ_by_rank_and_step(rank, world_size):
     plans = [["0r 1r 2r", "0r 2r"], ["1r", "0r 1r"], ["0r 1r 2r", "0r 1r 2r"], ["2r", "2r"], ["0r 1r 2r", "0r 1r"]]
     for kind in "rn":
         bare = Layers("")
-        twin, ddp = twin_of(bare), DistributedDataParallel(bare, find_unused_parameters=True, bucket_cap_mb=SMALL_CAP_MB)
+        twin, ddp = (
+            twin_of(bare),
+            DistributedDataParallel(bare, find_unused_parameters=True, bucket_cap_mb=SMALL_CAP_MB),
+        )
         for step, of_rank in enumerate(plans):
             for model in (ddp, twin):
                 model.zero_grad()
@@ -405,7 +405,7 @@ def case_hooks_of_the_user_run_and_change_what_is_exchanged(rank, world_size):
                 copy_r(batch(r, step)).pow(2).mean().backward()
                 expected.append(grads(copy_r))
             mean = {name: sum(e[name] for e in expected) / world_size for name in expected[0]}
-            assert_same_grads(ddp, {name: value for name, value in mean.items()})
+            assert_same_grads(ddp, mean)
 
 
 NAMES = names_of_cases(globals())

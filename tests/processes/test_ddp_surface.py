@@ -83,7 +83,6 @@ def case_state_dict_as_torchs(rank, world_size):
     theirs.load_state_dict({f"module.{name}": value for name, value in plain.items()})
     ours.load_state_dict(theirs.state_dict())
     theirs.load_state_dict(ours.state_dict())
-    check_steps(ours, twin_of(ours.module).eval(), rank, world_size, range(0))
     assert torch.equal(ours.eval()(batch(0)), theirs.eval()(batch(0)))
 
 
@@ -236,7 +235,7 @@ def case_mixed_precision_of_an_lstm(rank, world_size):
 
 def case_device_mesh(rank, world_size):
     mesh = dist.init_device_mesh("cpu", (world_size,))
-    ddp = DistributedDataParallel(mlp(rank + 6 - rank), device_mesh=mesh)
+    ddp = DistributedDataParallel(mlp(), device_mesh=mesh)
     check_steps(ddp, twin_of(ddp.module), rank, world_size, range(3))
     assert ddp.device_mesh is mesh
     with pytest.raises(RuntimeError, match="device_mesh"):
@@ -566,7 +565,7 @@ def differs(rank, world_size, kind):
         elif kind == "cap":
             options = {"bucket_cap_mb": 3}
         elif kind == "absent":
-            time.sleep(4)
+            time.sleep(2.5)
             raise KeyError("the user's own error")
     DistributedDataParallel(bare, **options)
 
@@ -584,7 +583,7 @@ def test_ranks_that_differ_all_raise(kind):
 
 
 def test_a_rank_that_never_comes_is_named():
-    outcomes = run_ranks(differs, 3, "absent", collect_errors=True, group_timeout_s=2.0)
+    outcomes = run_ranks(differs, 3, "absent", collect_errors=True, group_timeout_s=1.0)
     assert outcomes[1].type_name == "KeyError"
     for rank in (0, 2):
         assert outcomes[rank].type_name == "WorldError", outcomes[rank]

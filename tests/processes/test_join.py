@@ -22,6 +22,7 @@ from tests.processes.cases import (
     results_of_cases,
     twin_of,
 )
+from tests.ranks import run_ranks
 
 SMALL_CAP_MB = 0.0001
 UNEVEN = ([3, 5], [5, 3], [0, 4], [4, 0], [1, 1], [0, 0])
@@ -244,6 +245,18 @@ def case_with_a_sharded_optimizer(rank, world_size):
             assert_same_state(ddp.module, twin)
 
 
+def case_delayed_parameters_are_refused(rank, world_size):
+    bare = mlp()
+    ddp = DistributedDataParallel(
+        bare,
+        delay_all_reduce_named_params=[("2.weight", bare[2].weight)],
+        param_to_hook_all_reduce=bare[0].weight,
+    )
+    with pytest.raises(ValueError, match="join"):
+        train(ddp, rank, [2, 4])
+    train(ddp, rank, [2, 2], enable=False)
+
+
 NAMES = names_of_cases(globals())
 RESULTS = results_of_cases(__name__, 2, NAMES)
 
@@ -264,6 +277,4 @@ def three_ranks(rank, world_size):
 
 
 def test_on_three_ranks():
-    from tests.ranks import run_ranks
-
     assert run_ranks(three_ranks, 3) == [True] * 3

@@ -330,7 +330,7 @@ def freezes_alone(rank, world_size, who):
 @pytest.mark.parametrize("who", [0, 1])
 def test_one_rank_freezes_a_parameter(who):
     started_s = time.monotonic()
-    outcomes = run_ranks(freezes_alone, 2, who, collect_errors=True, group_timeout_s=3.0)
+    outcomes = run_ranks(freezes_alone, 2, who, collect_errors=True, group_timeout_s=1.5)
     assert time.monotonic() - started_s < 15
     assert all(isinstance(o, RankError) and o.exit_code == 1 for o in outcomes), outcomes
     assert outcomes[who].type_name in ("MismatchError", "WorldError")
