@@ -15,7 +15,7 @@ from torch.autograd import Variable
 
 from ..buckets import Caps, Slot, assign, place
 from ..exchange import AllReduce, Work
-from ..gradients import GradientViews
+from ..reducer import GradientViews
 
 
 class DelayedGradients:
@@ -48,6 +48,7 @@ class DelayedGradients:
         self.synchronize = False
         self._step = 0
         self._works: list[Work] = []
+        self._last_works: list[Work] = []  # see [Note: who drops a work last]
         reference = weakref.ref(self)  # the parameter may outlive the wrapper
 
         def triggered(_: Tensor) -> None:
@@ -66,8 +67,8 @@ class DelayedGradients:
         Variable._execution_engine.queue_callback(self._finish)
 
     def _finish(self) -> None:
-        works, self._works = self._works, []
-        for work in works:
+        self._last_works, self._works = self._works, []
+        for work in self._last_works:
             work.wait()
         for i in range(len(self._parameters)):
             self._views.settle(i, used=True)

@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def all_gather_mean(gradient: Tensor, divisor: float, group: dist.ProcessGroup) -> Tensor:
+def all_gather_mean(gradient: Tensor, divisor: float, group: dist.ProcessGroup, works: list[object]) -> Tensor:
     """Average a sparse COO tensor over the group. Every rank of the group must call it.
 
     Args:
         gradient: the same shape and dtype on every rank; sparse COO with any number of entries, or dense.
         divisor: what the sum over ranks is divided by (the number of ranks that count).
         group: the ranks.
+        works: the collectives that were issued are added to it, for the caller to hold.
 
     Returns:
         A coalesced sparse tensor, equal on all ranks.
@@ -26,10 +27,10 @@ def all_gather_mean(gradient: Tensor, divisor: float, group: dist.ProcessGroup) 
     indices, values = gradient.indices(), gradient.values() / divisor
     if group.size() > 1:
         counts = [torch.empty(1, dtype=torch.int64, device=values.device) for _ in range(group.size())]
-        dist.all_gather(counts, torch.tensor([values.shape[0]], dtype=torch.int64, device=values.device), group=group)
+        _all_gather(counts, torch.tensor([values.shape[0]], dtype=torch.int64, device=values.device), group, works)
         num_rows = [int(count) for count in torch.cat(counts).tolist()]
-        indices = _gather_rows(indices.t().contiguous(), num_rows, group).t()
-        values = _gather_rows(values, num_rows, group)
+        indices = _gather_rows(indices.t().contiguous(), num_rows, group, works).t()
+        values = _gather_rows(values, num_rows, group, works)
     return torch.sparse_coo_tensor(indices, values, gradient.shape, check_invariants=False).coalesce()
 
 
@@ -40,14 +41,20 @@ def no_rows(parameter: Tensor) -> Tensor:
     return torch.sparse_coo_tensor(rows, values, parameter.shape, check_invariants=False)
 
 
-def _gather_rows(rows: Tensor, num_rows: list[int], group: dist.ProcessGroup) -> Tensor:
+def _all_gather(parts: list[Tensor], mine: Tensor, group: dist.ProcessGroup, works: list[object]) -> None:
+    work = dist.all_gather(parts, mine, group=group, async_op=True)
+    works.append(work)
+    work.wait()
+
+
+def _gather_rows(rows: Tensor, num_rows: list[int], group: dist.ProcessGroup, works: list[object]) -> Tensor:
     padded = rows.new_zeros((max(num_rows), *rows.shape[1:]))
     padded[: rows.shape[0]] = rows
     if padded.numel() == 0:
         return rows
     wire = torch.view_as_real(padded) if padded.is_complex() else padded  # gloo has no complex numbers
     parts = [torch.empty_like(wire) for _ in num_rows]
-    dist.all_gather(parts, wire, group=group)
+    _all_gather(parts, wire, group, works)
     if padded.is_complex():
         parts = [torch.view_as_complex(part) for part in parts]
     return torch.cat([part[:count] for part, count in zip(parts, num_rows, strict=True)])

@@ -18,6 +18,7 @@ import math
 import os
 import socket
 import sys
+import time
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,6 +33,7 @@ from guozhuang.world.rendezvous import open_store, places, roll_call
 DEFAULT_TIMEOUT_S = 600.0
 # See [Note: leaving].
 _LEAVE_AFTER_ERROR_S = 5.0
+_LAST_WORK_S = 0.02
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _log = logging.getLogger("guozhuang")
 
@@ -142,6 +144,10 @@ def shutdown() -> None:
         return
     if _session.made_group:
         dist.destroy_process_group()
+        if dist.is_gloo_available():
+            # Gloo's threads drop the last work a moment after it was waited for, and with it objects of the interpreter,
+            # which aborts when that is ending: they get the interpreter for a moment.
+            time.sleep(_LAST_WORK_S)
     _forget()
 
 

@@ -383,13 +383,7 @@ NAMES = names_of_cases(globals())
 RESULTS = results_of_cases(__name__, 2, NAMES)
 
 
-KEPT = "case_gradients_kept_by_the_user_do_not_change"
-OPEN = pytest.mark.xfail(
-    reason="gradients are views whose memory the next step writes to, also for who kept them", strict=True
-)
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=OPEN if n == KEPT else ()) for n in NAMES])
+@pytest.mark.parametrize("name", NAMES)
 def test_on_two_ranks(name):
     RESULTS(name)
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch._dynamo  # noqa: F401  # imported by the first optimizer of a process, and sets an environment variable
 
 from guozhuang.lab import compare
 from guozhuang.lab.files import from_json

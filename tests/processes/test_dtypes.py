@@ -274,7 +274,7 @@ def gathered(rank: int, size: int) -> None:
         for other in range(size):
             expected[other + 1, 3 - other] = (1 + other + (1j if dtype.is_complex else 0)) / size
         for gradient in (own, own.to_sparse(1), own.to_sparse(2), own.to_sparse(3)):
-            mean = all_gather_mean(gradient, float(size), dist.group.WORLD)
+            mean = all_gather_mean(gradient, float(size), dist.group.WORLD, [])
             assert mean.is_coalesced() and mean.dtype == dtype
             assert torch.equal(mean.to_dense(), expected)
         only_here = own.to_sparse(1) if rank == 1 else no_rows(own)

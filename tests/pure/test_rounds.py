@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch._dynamo  # noqa: F401  # imported by the first optimizer of a process, and sets an environment variable
 
 from guozhuang.lab import compare
 from guozhuang.lab.files import from_json

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo  # the first optimizer of a process imports it, which sets an environment variable
 from torch import nn
 
 import guozhuang as gz

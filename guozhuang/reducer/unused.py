@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from .errors import UnusedParameterError, explain, rank_table
-from .groups import Notices
+from ..errors import UnusedParameterError, explain, rank_table
+from ..groups import Notices
 
 
 class UnusedReport:

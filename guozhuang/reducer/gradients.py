@@ -7,6 +7,7 @@ there, and ``.grad`` becomes the view. That copy moves fewer bytes than adding t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,7 +37,9 @@ class GradientViews:
 
     def __init__(self, parameters: Sequence[Tensor], views: Sequence[Tensor | None]) -> None:
         assert len(parameters) == len(views)
-        self._parameters, self._views = parameters, views
+        self._parameters = parameters
+        self._views = [None if view is None else _alias(view) for view in views]  # held by nobody but this list
+        self._num_own_references: int | None = None  # to a view, as counted in `_own`; it depends on the interpreter
         self.scale = 1.0  # what gradients are multiplied with on their way in
         self.filled = [False] * len(parameters)
         self._kept: dict[int, Tensor] = {}  # gradients from before the pass, of parameters that it did not use here
@@ -62,6 +65,8 @@ class GradientViews:
             return
         parameter = self._parameters[index]
         gradient = parameter.grad
+        if gradient is not view:
+            view = self._own(index, view)
         if gradient is None:
             view.zero_()
             return
@@ -75,6 +80,17 @@ class GradientViews:
         else:
             torch.mul(gradient, self.scale, out=view)
             parameter.grad = view
+
+    def _own(self, index: int, view: Tensor) -> Tensor:
+        """Return the view to write to. Where the user has kept the gradient of an earlier step, that one becomes a copy."""
+        num_references = sys.getrefcount(view)
+        if self._num_own_references is None:
+            self._num_own_references = num_references  # the first call comes before the user was given any
+        if num_references <= self._num_own_references:
+            return view
+        fresh = self._views[index] = _alias(view)
+        view.set_(view.clone())  # type: ignore[call-overload]
+        return fresh
 
     def _fill_other(self, index: int, gradient: Tensor, view: Tensor) -> None:
         with torch.no_grad():  # under create_graph, autograd records during backward
@@ -97,6 +113,7 @@ class GradientViews:
                 self.fill(i)
                 continue
             self.filled[i] = True
+            view = self._own(i, view)
             sources.append(gradient)
             targets.append(view)
             self._parameters[i].grad = view
@@ -131,3 +148,9 @@ class GradientViews:
         view = self._views[index]
         if view is not None:
             self._parameters[index].grad = view
+
+
+def _alias(view: Tensor) -> Tensor:
+    """Return another tensor object with the same memory."""
+    empty = torch.empty(0, dtype=view.dtype, device=view.device)
+    return empty.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())

@@ -1,0 +1,396 @@
+"""Autograd hooks to full buckets to exchanges, while backward runs.
+
+[Note: one pass]
+A *pass* is one backward that synchronizes. It opens when the first gradient reaches an output of the model (a tensor hook,
+which runs in the outermost graph task) or, where no output tensor was found, a parameter. Opening queues one callback, which
+the autograd engine runs when that graph task has ended: `_finish`. In between, each parameter's hook puts its gradient into
+the bucket; a bucket whose parameters are all there is started, but never before the buckets of lower index. So every rank
+starts bucket 0, 1, 2, ... in that order, however its own gradients come. What is not there when backward ends (unused
+parameters) is filled in by `_finish`. A pass in which no parameter got a gradient was `torch.autograd.grad` on an input
+and is dropped.
+
+[Note: nested backward]
+Re-entrant checkpointing runs an inner backward inside the outer one. A parameter that is used in several such parts, or
+inside and outside of one, gets several gradients in one pass, and after the first of them nobody can tell whether more will
+come. The first pass (and the first after each change of the parameters) therefore starts no bucket before its end, and
+watches: under `static_graph` it counts each parameter's gradients, and later passes wait for that many; otherwise a parameter
+that was ever seen in an inner backward is taken as ready at the end of the pass only. What remains, a parameter that turns up
+in an inner backward for the first time when its bucket has left, cannot be repaired (its bucket is being summed) and raises.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Variable
+
+from ..buckets import Bucket, Caps
+from ..errors import WorldError, explain
+from ..exchange.base import GradientExchange, Work
+from ..exchange.sparse import all_gather_mean, no_rows
+from ..timeline import Timeline
+from .passes import Options, Pass, record_ends, record_start, weakly
+from .selection import Selection
+from .unused import UnusedReport, UsedAnywhere
+
+_KEPT_SELECTIONS = 4
+
+
+class Reducer:
+    """Makes the gradients of all ranks equal while backward runs. Every rank must construct it, with equal parameters.
+
+    Args:
+        named_parameters: all parameters it may ever handle, with their names; those that require a gradient take part.
+        sparse: names of parameters whose gradients are sparse.
+        group: the ranks.
+        exchange: what is done with a full bucket.
+        caps: bounds of the buckets.
+        options: see :class:`Options`.
+
+    Attributes:
+        step: number of passes so far.
+        synchronize: whether the next backward is a pass; the wrapper sets it at each forward.
+        num_active_ranks: what a mean is divided by; fewer than the group while some ranks have run out of data.
+        timeline: where spans are recorded; None (the default) costs nothing.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        sparse: frozenset[str],
+        group: dist.ProcessGroup,
+        exchange: GradientExchange[Any],
+        caps: Caps,
+        options: Options,
+    ) -> None:
+        self.group, self.exchange, self.caps, self.options = group, exchange, caps, options
+        self._candidates = list(named_parameters)
+        self._sparse = sparse
+        self._unused = UnusedReport(group)
+        self._lock = threading.RLock()  # a model on several devices has a backward thread per device
+        self._selections: dict[Any, Selection] = {}
+        self._pass: Pass | None = None
+        self._last_pass: Pass | None = None  # see [Note: who drops a work last]
+        self._pass_since_forward = False
+        self._armed = False  # a forward whose backward is to synchronize has run since the last pass
+        self.step = 0
+        self.synchronize = True
+        self.num_active_ranks = group.size()
+        self.timeline: Timeline | None = None
+        self._signature = self._sign()
+        self._select()
+
+    # ---- which parameters, which buckets ------------------------------------------------------------------------------
+
+    def _sign(self) -> tuple[tuple[bool, torch.dtype, torch.device], ...]:
+        return tuple((p.requires_grad, p.dtype, p.device) for _, p in self._candidates)
+
+    def _select(self) -> None:
+        """Take up the parameters that require a gradient now."""
+        selection = self._selections.pop(self._signature, None)
+        if selection is None:
+            chosen = [(name, p) for name, p in self._candidates if p.requires_grad]
+            selection = Selection(chosen, self._sparse, self.caps)
+        self._selections[self._signature] = selection
+        if len(self._selections) > _KEPT_SELECTIONS:  # each keeps the memory of its buckets
+            del self._selections[next(iter(self._selections))]
+        self._selection = selection
+        selection.connect(lambda index: weakly(self.on_gradient, index))
+        self.use(self.exchange)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the parameters that take part."""
+        return self._selection.names
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters that take part."""
+        return self._selection.parameters
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets, in the order in which they are exchanged."""
+        return self._selection.placement.buckets
+
+    @property
+    def layout(self) -> list[tuple[int, ...]]:
+        """For each bucket the indices of its parameters in ``names`` and ``parameters``."""
+        return self._selection.placement.layout
+
+    def use(self, exchange: GradientExchange[Any]) -> None:
+        """Exchange gradients by this method from now on. Every rank must call it, between steps."""
+        self.exchange = exchange
+        self._state = exchange.prepare(self._selection.placement.dense, self.group)
+
+    def close(self) -> None:
+        """Take the hooks off the parameters; their gradients stay local from then on."""
+        self._selection.disconnect()
+
+    def before_forward(self) -> list[str]:
+        """Account for the last pass and take up changes of the layout. Every rank calls it before a forward with gradients.
+
+        Returns:
+            Names of the parameters that changed (``requires_grad`` was switched); where there are any, the caller compares
+            the ranks.
+
+        Raises:
+            UnusedParameterError: a parameter got no gradient since the forward before the last pass.
+            RuntimeError: the last backward was broken off in the middle of an exchange.
+        """
+        if torch._C._current_graph_task_id() != -1:  # a checkpointed part is computed again, inside a backward
+            return []
+        if self._pass is not None:
+            self._drop_broken_pass(self._pass)
+        if self._pass_since_forward:
+            self._pass_since_forward = False
+            missing = self._selection.missing()
+            if missing and not self.options.find_unused and not self.options.static_graph:
+                raise self._unused.error(missing)
+        before, now = self._signature, self._sign()
+        if before != now:
+            self._signature = now
+            self.close()
+            self._select()
+            return [name for (name, _), a, b in zip(self._candidates, before, now, strict=True) if a != b]
+        if self._selection.renew():
+            self.use(self.exchange)
+        return []
+
+    def _drop_broken_pass(self, broken: Pass) -> None:
+        self._pass = None
+        if broken.next_bucket:
+            raise RuntimeError(
+                explain(
+                    f"the last backward was broken off after {broken.next_bucket} of {len(self.buckets)} buckets had been "
+                    "sent, so the ranks no longer agree on what comes next",
+                    rank=self.group.rank(),
+                    fix="let the error of that backward end the process, and start again from a checkpoint",
+                )
+            )
+
+    # ---- a pass (see [Note: one pass]) ------------------------------------------------------------------------------
+
+    def watch(self, outputs: Sequence[Tensor]) -> None:
+        """Open a pass when backward reaches one of these tensors: the outputs of the model that have a graph."""
+        self._armed = True
+        hook = weakly(self.on_output)
+        for output in outputs:
+            output.register_hook(hook)
+
+    def _begin(self, shadow: bool = False) -> Pass:
+        selection = self._selection
+        scale = self.exchange.input_scale(self.group.size()) * self.group.size() / self.num_active_ranks
+        selection.views.begin(scale)
+        sizes = [len(members) for members in self.layout]
+        fired = [0] * len(selection.names)
+        self._pass = Pass(torch._C._current_graph_task_id(), selection.expected.copy(), sizes, fired, shadow)
+        return self._pass
+
+    def _open(self) -> Pass:
+        current, selection = self._begin(), self._selection
+        Variable._execution_engine.queue_callback(self._finish)
+        if self.options.find_unused and not self.options.static_graph and selection.predictable:
+            current.predicted_unused = selection.unreachable()
+        if not selection.watching:
+            for i in current.predicted_unused:
+                current.left[i] = 0
+            for i, left in enumerate(current.left):
+                current.waiting[selection.placement.bucket_of[i]] -= left == 0
+        return current
+
+    def on_output(self) -> None:
+        """Take note that backward has reached an output."""
+        with self._lock:
+            if self.synchronize and self._pass is None:
+                self._open()
+
+    def on_gradient(self, index: int) -> None:
+        """Take note that a gradient was accumulated."""
+        with self._lock:
+            selection = self._selection
+            selection.seen[index] = True
+            if not self.synchronize or (self._pass is None and not self._armed):  # the latter: past the wrapper
+                selection.accumulated[index] = True
+                return
+            current = self._pass or self._open()
+            current.num_fired += 1
+            current.fired[index] += 1
+            if selection.watching or not self.options.static_graph:
+                selection.nested[index] |= torch._C._current_graph_task_id() != current.task
+            if selection.watching:
+                current.order.append(index)
+                return
+            if selection.nested[index] and not self.options.static_graph:
+                if selection.views.filled[index]:
+                    self._raise_late(index)
+                return
+            left = current.left[index] = current.left[index] - 1
+            if left > 0:
+                return
+            bucket = selection.placement.bucket_of[index]
+            if left < 0:  # it had been taken for unused, or came more often than in the first pass
+                if selection.views.filled[index] or bucket < current.next_bucket:
+                    self._raise_late(index)
+                selection.predictable = False
+            else:
+                current.waiting[bucket] -= 1
+            if not self.options.batched_copy:
+                selection.views.fill(index)
+            if self.timeline is not None:
+                record_ends(current, self.timeline)
+            if current.waiting[bucket] == 0 or not self.exchange.one_round:
+                self._start_full(current)
+
+    def _raise_late(self, index: int) -> None:
+        promise = " although static_graph=True promised that every step is alike" if self.options.static_graph else ""
+        raise RuntimeError(
+            explain(
+                f"parameter {self.names[index]!r} got a gradient in an inner (re-entrant) backward after its bucket was "
+                f"complete{promise}",
+                rank=self.group.rank(),
+                fix="use checkpoint(..., use_reentrant=False), or static_graph=True if every step is alike",
+            )
+        )
+
+    def _start_full(self, current: Pass, at_end: bool = False) -> None:
+        """Start the buckets that are full, in order."""
+        while current.next_bucket < len(self.buckets) and current.waiting[current.next_bucket] == 0:
+            last = current.works[-1] if current.works and not self.exchange.one_round else None
+            if last is not None:
+                if not at_end and not last.is_completed():
+                    return  # the next gradient, or the end of backward, comes back to it
+                self._wait(current.next_bucket - 1, last)
+            self._start(current, self.buckets[current.next_bucket])
+            current.next_bucket += 1
+
+    def _start(self, current: Pass, bucket: Bucket) -> None:
+        members, views = self.layout[bucket.index], self._selection.views
+        unfilled = [i for i in members if not views.filled[i]]
+        if self.options.batched_copy:
+            views.fill_together([i for i in unfilled if self._is_used(current, i)])
+        for i in unfilled:
+            if not views.filled[i]:
+                views.fill(i, keep=not self._is_used(current, i))
+        if bucket.sparse or (self.options.skip_unused and not any(self._is_used(current, i) for i in members)):
+            current.works.append(None)  # sparse buckets follow when backward has ended
+            return
+        timeline = self.timeline
+        start_ns = 0 if timeline is None else timeline.now()
+        work = self.exchange.start(bucket, self._state, self.step)
+        current.works.append(work)
+        if timeline is not None:
+            record_start(current, bucket, work, start_ns, timeline)
+        if self.options.serial and not self.exchange.one_round:
+            self._wait(bucket.index, work)
+
+    def _is_used(self, current: Pass, index: int) -> bool:
+        if current.shadow:  # as in the last pass of its own, for what all ranks use alike
+            return not self._selection.unused_last[index]
+        return current.fired[index] > 0 or self._selection.accumulated[index]
+
+    # ---- the end of a pass --------------------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        with self._lock:
+            current = self._pass
+            assert current is not None
+            if current.num_fired == 0:
+                self._pass = None
+                return
+            if self.timeline is not None:
+                self.timeline.mark("backward ended", "buckets", step=self.step)
+            self._complete(current)
+
+    def shadow(self) -> None:
+        """Take part in a pass of the other ranks with zeros, after this rank has run out of data."""
+        current = self._begin(shadow=True)
+        for bucket in self.buckets:
+            bucket.flat.zero_()
+        self._selection.views.filled = [True] * len(self.parameters)
+        self._complete(current)
+
+    def _complete(self, current: Pass) -> None:
+        selection, n = self._selection, len(self.parameters)
+        current.waiting = [0] * len(self.buckets)
+        self._start_full(current, at_end=True)
+        if not self.exchange.one_round and current.works and current.works[-1] is not None:
+            self._wait(len(self.buckets) - 1, current.works[-1])  # its later rounds come before the question below
+        used_here = [not current.shadow and self._is_used(current, i) for i in range(n)]
+        asking: UsedAnywhere | None = None
+        if selection.learning if self.options.static_graph else self.options.find_unused:
+            asking = UsedAnywhere(used_here, self.group, self.buckets[0].flat.device)
+            current.others.append(asking)
+        for bucket, work in zip(self.buckets, current.works, strict=True):
+            if work is not None:
+                self._wait(bucket.index, work)
+        if self.timeline is not None:
+            record_ends(current, self.timeline, at_end=True)
+        used = [True] * n
+        if asking is not None:
+            used = selection.used_in_first_pass = asking.result()
+        elif self.options.static_graph:  # agreed on once; what unsynchronized backwards used is alike everywhere
+            used = [a or b for a, b in zip(selection.used_in_first_pass, used_here, strict=True)]
+        self._exchange_sparse(current, used)
+        for i in range(n):
+            if not current.shadow:
+                selection.views.settle(i, used[i])
+            elif used[i]:
+                selection.views.show(i)
+        self._learn(current)
+        if not current.shadow:
+            selection.unused_last = [not used for used in used_here]
+        selection.accumulated = [False] * n
+        self._last_pass, self._pass, self._armed = current, None, False
+        self._pass_since_forward = not current.shadow
+        self.step += 1
+
+    def _exchange_sparse(self, current: Pass, used: Sequence[bool]) -> None:
+        for bucket, members in zip(self.buckets, self.layout, strict=True):
+            if bucket.sparse and used[members[0]]:
+                parameter = bucket.parameters[0]
+                gradient = None if current.shadow else parameter.grad
+                gradient = no_rows(parameter) if gradient is None else gradient
+                parameter.grad = all_gather_mean(gradient, self.num_active_ranks, self.group, current.others)
+
+    def _wait(self, bucket: int, work: Work) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self.cause_of(error, f"the exchange of bucket {bucket} of {len(self.buckets)}") from error
+
+    def cause_of(self, error: RuntimeError, what: str) -> RuntimeError:
+        """Compose the error for a collective that failed: what another rank has said of it, or that a rank is gone."""
+        return self._unused.error_elsewhere() or WorldError(
+            explain(
+                f"{what} in step {self.step} failed: {error}",
+                rank=self.group.rank(),
+                fix="unless this rank's own error stands above, look at the rank that stopped first; the others only "
+                "noticed that it was gone",
+            )
+        )
+
+    def _learn(self, current: Pass) -> None:
+        """Take from the first pass what later ones rely on; the order of buckets is the one that rank 0 saw."""
+        selection = self._selection
+        if selection.learning:
+            order = torch.tensor(selection.propose_order(current.order), dtype=torch.int64)
+            order = order.to(self.buckets[0].flat.device)
+            if self.group.size() > 1:
+                work = dist.broadcast(order, group_src=0, group=self.group, async_op=True)
+                current.others.append(work)
+                work.wait()
+            selection.adopt_order([int(i) for i in order.tolist()])
+        if selection.watching and not current.shadow:
+            selection.watching = False
+            if self.options.static_graph:
+                selection.expected = current.fired
+            if any(current.fired[i] for i in current.predicted_unused):
+                selection.predictable = (
+                    False  # gradients come from inner backwards, which the outer graph does not show
+                )

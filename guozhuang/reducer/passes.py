@@ -1,0 +1,106 @@
+"""What a reducer knows of one backward that synchronizes, and how its exchanges get onto the timeline."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from ..buckets import Bucket
+from ..exchange.base import Work
+from ..timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a reducer treats gradients.
+
+    Args:
+        find_unused: parameters may get no gradient; the ranks agree on which after each pass.
+        static_graph: every pass is like the first; unused parameters are agreed on once.
+        skip_unused: do not exchange a bucket of which no parameter was used; every rank must use the same ones.
+        batched_copy: copy a bucket's gradients with one call when it is full, not one by one as they come.
+        serial: let each exchange of several rounds end before backward goes on (the model itself communicates in backward).
+    """
+
+    find_unused: bool = False
+    static_graph: bool = False
+    skip_unused: bool = False
+    batched_copy: bool = False
+    serial: bool = False
+
+
+@dataclass
+class Pass:
+    """The backward under way. Lists are by parameter index, but ``waiting`` and ``works`` by bucket.
+
+    [Note: who drops a work last] Gloo's threads keep a work for a moment after it has been waited for, and a work holds Python
+    objects of the backward that issued it. If the thread is the last to drop it, it needs the interpreter, and when that is
+    just shutting down the process aborts. So a pass holds all works that it issued, and the reducer holds the last pass.
+    """
+
+    task: int  # the graph task in which it was opened
+    left: list[int]  # gradients still to come
+    waiting: list[int]  # parameters still to come
+    fired: list[int]  # gradients that came
+    shadow: bool = False  # this rank has run out of data and only takes part
+    num_fired: int = 0
+    next_bucket: int = 0
+    works: list[Work | None] = field(default_factory=list)  # None: nothing was started for that bucket
+    others: list[object] = field(default_factory=list)  # further works, see [Note: who drops a work last]
+    order: list[int] = field(default_factory=list)
+    predicted_unused: list[int] = field(default_factory=list)
+    on_timeline: dict[int, tuple[Work, int]] = field(default_factory=dict)  # by bucket: under way, and since when in ns
+    watchers: list[threading.Thread] = field(default_factory=list)  # for the timeline
+
+
+def record_start(current: Pass, bucket: Bucket, work: Work, start_ns: int, timeline: Timeline) -> None:
+    """Note on the timeline that the exchange of a bucket has begun, and watch for its end.
+
+    A thread of our own waits for it. A callback of the work would run in a thread of the group, which at the end of the process
+    aborts, see [Note: who drops a work last]. A work that is more than a wait is only asked when a gradient comes.
+    """
+    timeline.mark(f"bucket {bucket.index} started", "buckets", num_bytes=bucket.num_bytes)
+    if not isinstance(work, dist.Work):
+        current.on_timeline[bucket.index] = (work, start_ns)
+        return
+
+    def watch() -> None:
+        with contextlib.suppress(RuntimeError):  # raised where the pass waits for it
+            work.wait()
+        _add_exchange(timeline, bucket.index, start_ns)
+
+    thread = threading.Thread(target=watch, name=f"timeline of bucket {bucket.index}", daemon=True)
+    thread.start()
+    current.watchers.append(thread)
+
+
+def record_ends(current: Pass, timeline: Timeline, at_end: bool = False) -> None:
+    """Note which exchanges have ended since the last look; ``at_end`` all have."""
+    for index, (work, start_ns) in list(current.on_timeline.items()):
+        if at_end or work.is_completed():
+            _add_exchange(timeline, index, start_ns)
+            del current.on_timeline[index]
+    while at_end and current.watchers:
+        current.watchers.pop().join()
+
+
+def _add_exchange(timeline: Timeline, index: int, start_ns: int) -> None:
+    timeline.add(f"exchange {index}", f"exchange {index}", start_ns, timeline.now())
+
+
+def weakly(method: Callable[..., None], *args: Any) -> Callable[..., None]:
+    """Return a hook that calls a bound method while its object lives, and holds neither."""
+    reference = weakref.WeakMethod(method)
+
+    def hook(*_: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(*args)
+
+    return hook

@@ -1,0 +1,108 @@
+"""The parameters that take part now: their buckets, and what earlier passes have taught about them.
+
+A selection changes when ``requires_grad`` of a parameter is switched. One that comes back (a GAN that freezes its halves in
+turn) is found again as it was left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from ..buckets import Caps, Slot, assign, place
+from .gradients import GradientViews
+
+
+class Selection:
+    """Lists are by parameter index.
+
+    Args:
+        named_parameters: those that require a gradient.
+        sparse: names of parameters whose gradients are sparse.
+        caps: bounds of the buckets.
+
+    Attributes:
+        seen: got a gradient since the last pass was accounted for.
+        accumulated: holds gradients of backwards that were not synchronized.
+        nested: got a gradient in an inner backward.
+        expected: gradients in a pass; another number than 1 only under ``static_graph``.
+        used_in_first_pass: by any rank; kept for ``static_graph``.
+        unused_last: what this rank did not use in its last pass.
+        predictable: the graph shows before backward which parameters it will reach.
+        watching: this rank has not seen a backward of its own yet.
+        learning: the ranks have not agreed on the order of buckets yet.
+    """
+
+    def __init__(self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]], sparse: frozenset[str], caps: Caps):
+        pairs = list(named_parameters)
+        self.names = [name for name, _ in pairs]
+        self.parameters = [p for _, p in pairs]
+        self._caps = caps
+        self._slots = [Slot(p.numel(), p.dtype, p.device, name in sparse) for name, p in pairs]
+        self._handles: list[Any] = []
+        n = len(pairs)
+        self.seen = [False] * n
+        self.accumulated = [False] * n
+        self.nested = [False] * n
+        self.expected = [1] * n
+        self.used_in_first_pass: list[bool] = []
+        self.unused_last = [False] * n
+        self.predictable = True
+        self.watching = self.learning = True
+        self._new_layout: list[tuple[int, ...]] | None = None
+        self._lay_out(assign(self._slots, range(n - 1, -1, -1), caps))
+
+    def _lay_out(self, layout: Sequence[tuple[int, ...]]) -> None:
+        self.placement = place(layout, self.names, self.parameters, self._slots)
+        self.views = GradientViews(self.parameters, self.placement.views)
+
+    def connect(self, on_gradient: Callable[[int], Callable[[Any, Any], None]]) -> None:
+        """Hook each parameter: ``on_gradient(index)`` makes the hook, called when a gradient has been accumulated.
+
+        The hooks are on the nodes that accumulate, after all hooks of the parameters themselves: a user's hook may change the
+        gradient until then. The nodes are held, because a parameter refers to its node weakly.
+        """
+        self.disconnect()
+        self.nodes = [get_gradient_edge(p).node for p in self.parameters]
+        self._handles = [node.register_hook(on_gradient(i)) for i, node in enumerate(self.nodes)]
+
+    def disconnect(self) -> None:
+        """Take the hooks off; gradients stay local from then on."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def unreachable(self) -> list[int]:
+        """Return the parameters that the graph task under way will not reach; the engine knows before it runs."""
+        try:
+            return [i for i, node in enumerate(self.nodes) if not torch._C._will_engine_execute_node(node)]
+        except RuntimeError:  # torch.autograd.grad(..., parameters) accumulates nothing; the pass will be dropped
+            return []
+
+    def missing(self) -> list[str]:
+        """Return the names of parameters that got no gradient since the last call."""
+        missing = [name for name, seen in zip(self.names, self.seen, strict=True) if not seen]
+        self.seen = [False] * len(self.names)
+        return missing
+
+    def propose_order(self, came: Sequence[int]) -> list[int]:
+        """Return all parameters in the order in which their last gradients came; those that had none behind, reversed."""
+        last_place = {index: place for place, index in enumerate(came)}
+        n = len(self.parameters)
+        return sorted(range(n), key=lambda i: last_place.get(i, len(came) + n - i))
+
+    def adopt_order(self, order: Sequence[int]) -> None:
+        """Lay out the buckets in this order from the next :meth:`renew` on."""
+        self.learning = False
+        self._new_layout = assign(self._slots, order, self._caps)
+
+    def renew(self) -> bool:
+        """Take up the adopted order, between a backward and the next forward; tell whether the buckets are new."""
+        layout, self._new_layout = self._new_layout, None
+        if layout is None or layout == self.placement.layout:
+            return False
+        self._lay_out(layout)
+        return True
