@@ -278,11 +278,11 @@ def gathered(rank: int, size: int) -> None:
             assert mean.is_coalesced() and mean.dtype == dtype
             assert torch.equal(mean.to_dense(), expected)
         only_here = own.to_sparse(1) if rank == 1 else no_rows(own)
-        mean = all_gather_mean(only_here, 1.0, dist.group.WORLD)
+        mean = all_gather_mean(only_here, 1.0, dist.group.WORLD, [])
         assert mean.indices().tolist() == [[0, 2]]
-        assert all_gather_mean(no_rows(own), 2.0, dist.group.WORLD)._nnz() == 0
+        assert all_gather_mean(no_rows(own), 2.0, dist.group.WORLD, [])._nnz() == 0
         twice = torch.sparse_coo_tensor([[3, 3]], torch.ones(2, 4, 2, dtype=dtype), own.shape)  # not coalesced
-        assert bool((all_gather_mean(twice, float(size), dist.group.WORLD).to_dense()[3] == 2).all())
+        assert bool((all_gather_mean(twice, float(size), dist.group.WORLD, []).to_dense()[3] == 2).all())
 
 
 def sparse_alone(rank: int, size: int) -> None:
