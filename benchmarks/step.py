@@ -96,30 +96,45 @@ class OwnTime:
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self.inside = self.outside = 0.0
+        self._depth = 0
         reducer: Any = model.reducer
-        for name in ("on_gradient", "on_output", "_finish", "before_forward", "watch"):
-            setattr(reducer, name, self._timed(getattr(reducer, name), "inside"))
-        views = reducer._views
+        for name in ("on_gradient", "_open", "_finish", "before_forward", "watch"):
+            setattr(reducer, name, self._entering(getattr(reducer, name)))
+        selection = reducer._selection
+        selection.connect(lambda index: lambda *_: reducer.on_gradient(index))
         for name in ("fill", "fill_together"):
-            setattr(views, name, self._timed(getattr(views, name), "outside"))
-        reducer._wait = self._timed(reducer._wait, "outside")
-        reducer.use(_TimedExchange(reducer.exchange, self))
+            setattr(selection.views, name, self._leaving(getattr(selection.views, name)))
+        reducer._wait = self._leaving(reducer._wait)
+        reducer.use(_TimedExchange(reducer.exchange, self._leaving(reducer.exchange.start)))
 
-    def _timed(self, fn: Any, where: str) -> Any:
+    def _entering(self, fn: Any) -> Any:
+        def call(*args: Any) -> Any:
+            self._depth += 1
+            start = time.perf_counter()
+            try:
+                return fn(*args)
+            finally:
+                self._depth -= 1
+                if self._depth == 0:
+                    self.inside += time.perf_counter() - start
+
+        return call
+
+    def _leaving(self, fn: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
             try:
                 return fn(*args, **kwargs)
             finally:
-                setattr(self, where, getattr(self, where) + time.perf_counter() - start)
+                self.outside += time.perf_counter() - start
 
         return call
 
 
 class _TimedExchange:
-    def __init__(self, inner: Any, clock: OwnTime) -> None:
+    def __init__(self, inner: Any, start: Any) -> None:
         self._inner = inner
-        self.start = clock._timed(inner.start, "outside")
+        self.start = start
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
