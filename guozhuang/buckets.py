@@ -104,8 +104,9 @@ class Bucket:
         is_last: whether no bucket follows.
         names: names of the parameters, in the order of their views.
         parameters: the parameters themselves.
-        flat: 1-dimensional, dtype and device of the parameters; empty for a sparse bucket.
-        views: one tensor per parameter, of its shape and memory format, sharing memory with ``flat``.
+        flat: 1-dimensional, dtype and device of the parameters; empty for a sparse bucket. Between steps it may be replaced:
+            ask the bucket for it each time.
+        views: one tensor per parameter, of its shape and memory format, sharing memory with ``flat``; none if sparse.
         sparse: whether the bucket is a single parameter with sparse gradients.
     """
 
@@ -118,16 +119,18 @@ class Bucket:
         self.names = tuple(names)
         self.parameters = tuple(parameters)
         self.sparse = sparse
-        first = parameters[0]
-        num_elements = 0 if sparse else sum(p.numel() for p in parameters)
+        self.renew()
+
+    def renew(self) -> None:
+        """Take new memory, of zeros; whoever holds a view keeps the old."""
+        first = self.parameters[0]
+        num_elements = 0 if self.sparse else sum(p.numel() for p in self.parameters)
         self.flat = torch.zeros(num_elements, dtype=first.dtype, device=first.device)
-        self.views: tuple[Tensor, ...] = ()
-        if not sparse:
-            offset, views = 0, []
-            for parameter in parameters:
-                views.append(_view_like(parameter, self.flat, offset))
-                offset += parameter.numel()
-            self.views = tuple(views)
+        self.views: list[Tensor] = []
+        offset = 0
+        for parameter in () if self.sparse else self.parameters:
+            self.views.append(_view_like(parameter, self.flat, offset))
+            offset += parameter.numel()
 
     @property
     def num_bytes(self) -> int:
@@ -137,12 +140,11 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A layout made real: the buckets, and for each parameter its bucket and its view (None for a sparse one)."""
+    """A layout made real: the buckets, and for each parameter the index of its bucket."""
 
     layout: list[tuple[int, ...]]
     buckets: list[Bucket]
     bucket_of: list[int]
-    views: list[Tensor | None]
 
     @property
     def dense(self) -> list[Bucket]:
@@ -155,16 +157,13 @@ def place(
 ) -> Placement:
     """Allocate the flat tensors of a layout that :func:`assign` made."""
     buckets, bucket_of = [], [0] * len(parameters)
-    views: list[Tensor | None] = [None] * len(parameters)
     for b, members in enumerate(layout):
         members_names, members_parameters = [names[i] for i in members], [parameters[i] for i in members]
-        bucket = Bucket(b, b == len(layout) - 1, members_names, members_parameters, slots[members[0]].sparse)
-        buckets.append(bucket)
+        sparse = slots[members[0]].sparse
+        buckets.append(Bucket(b, b == len(layout) - 1, members_names, members_parameters, sparse))
         for i in members:
             bucket_of[i] = b
-        for i, view in zip(members, bucket.views, strict=False):  # a sparse bucket has none
-            views[i] = view
-    return Placement(list(layout), buckets, bucket_of, views)
+    return Placement(list(layout), buckets, bucket_of)
 
 
 def _view_like(parameter: Tensor, flat: Tensor, offset: int) -> Tensor:

@@ -235,7 +235,10 @@ def _check(model: nn.Module, optimizer: Optimizer, chosen: Strategy, world: Worl
     if not isinstance(optimizer, Optimizer):
         raise UsageError(
             explain(
-                "prepare() takes a torch optimizer as its second value", value=type(optimizer).__name__, rank=world.rank
+                "prepare() takes a torch optimizer as its second value",
+                value=type(optimizer).__name__,
+                rank=world.rank,
+                fix="make one from model.parameters() and hand it over",
             )
         )
     if chosen.one_process and world.size > 1:
@@ -257,7 +260,8 @@ def _check(model: nn.Module, optimizer: Optimizer, chosen: Strategy, world: Worl
         )
     own = {id(parameter) for parameter in model.parameters()}
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UsageError(explain("no parameter of the model requires a gradient", value=type(model).__name__))
+        fix = "call requires_grad_(True) on what is to be trained, or use the model as it is"
+        raise UsageError(explain("no parameter of the model requires a gradient", value=type(model).__name__, fix=fix))
     strangers = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
     if strangers:
         raise UsageError(

@@ -8,6 +8,7 @@ Source: Ioffe and Szegedy 2015, https://arxiv.org/abs/1502.03167.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .errors import UsageError, explain
+
+_HOOKS = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+    *("_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook"),
+)
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
@@ -34,12 +41,18 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             return super().forward(input)
         if input.dim() < 2:
             raise UsageError(
-                explain("batch normalization needs an input of shape (N, C, ...)", value=tuple(input.shape))
+                explain(
+                    "batch normalization needs an input of shape (N, C, ...)",
+                    value=tuple(input.shape),
+                    fix="give it a dimension of channels behind that of samples",
+                )
             )
         if input.shape[1] != self.num_features:
             raise UsageError(
                 explain(
-                    f"the input has {input.shape[1]} channels, the layer {self.num_features}", value=tuple(input.shape)
+                    f"the input has {input.shape[1]} channels, the layer {self.num_features}",
+                    value=tuple(input.shape),
+                    fix=f"make the layer with num_features={input.shape[1]}, or look at the layer before it",
                 )
             )
         use_batch = self.training or self.running_mean is None
@@ -72,30 +85,44 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
         """Return the module with every BatchNorm part (PyTorch's SyncBatchNorm among them) replaced by this class.
 
-        The replacements hold the same parameter and buffer objects. A part that stands in several places stays one.
+        The replacements hold the same parameter and buffer objects, and the hooks of forward and backward. A part that stands
+        in several places stays one. A subclass of SyncBatchNorm that somebody wrote stays as it is.
         """
-        return _replace(module, nn.modules.batchnorm._BatchNorm, process_group, {})
+        return _replace(module, _is_batch_norm, process_group, {})
 
 
 def use_on_cpu(module: nn.Module) -> nn.Module:
     """Return the module with PyTorch's SyncBatchNorm parts, which refuse CPU tensors, replaced by :class:`SyncBatchNorm`."""
-    if not any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
+    if not any(_is_torchs(part) for part in module.modules()):
         return module
-    return _replace(module, nn.SyncBatchNorm, None, {})
+    return _replace(module, _is_torchs, None, {})
+
+
+def _is_torchs(part: nn.Module) -> bool:
+    return type(part) is nn.SyncBatchNorm
+
+
+def _is_batch_norm(part: nn.Module) -> bool:
+    return isinstance(part, nn.modules.batchnorm._BatchNorm) and (
+        not isinstance(part, nn.SyncBatchNorm) or _is_torchs(part)
+    )
 
 
 def _replace(
-    module: nn.Module, kind: type[Any], group: dist.ProcessGroup | None, made: dict[int, nn.Module]
+    module: nn.Module,
+    is_meant: Callable[[nn.Module], bool],
+    group: dist.ProcessGroup | None,
+    made: dict[int, nn.Module],
 ) -> nn.Module:
     if id(module) in made:
         return made[id(module)]
     result = module
-    if isinstance(module, kind) and not isinstance(module, SyncBatchNorm):
+    if is_meant(module):
         result = _converted(module, group)
     made[id(module)] = result
     for name, child in list(module._modules.items()):
         if child is not None:
-            replacement = _replace(child, kind, group, made)
+            replacement = _replace(child, is_meant, group, made)
             if replacement is not child:
                 setattr(result, name, replacement)
     return result
@@ -109,6 +136,9 @@ def _converted(part: Any, group: dist.ProcessGroup | None) -> SyncBatchNorm:
         new.weight, new.bias = part.weight, part.bias
     new.running_mean, new.running_var = part.running_mean, part.running_var
     new.num_batches_tracked = part.num_batches_tracked
+    for name in _HOOKS:
+        # The dictionary itself, not a copy: the handle that the user holds removes the hook from it.
+        new.__dict__[name] = part.__dict__[name]
     return new
 
 

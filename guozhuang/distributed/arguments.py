@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +52,9 @@ def bucket_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float]
     given = list(bucket_cap_mb_list or ()) or ([] if bucket_cap_mb is None else [bucket_cap_mb])
     for cap in given:
         if not cap > 0:
-            raise UsageError(explain("a bucket cap must be a positive number of MiB", value=cap))
+            raise UsageError(
+                explain("a bucket cap must be a positive number of MiB", value=cap, fix="leave it out for 25 MiB")
+            )
     if bucket_cap_mb_list:
         return Caps(tuple(max(int(cap * _MIB), 1) for cap in bucket_cap_mb_list))
     return Caps.usual() if bucket_cap_mb is None else Caps.usual(max(int(bucket_cap_mb * _MIB), 1))
@@ -97,13 +99,7 @@ def choose_devices(
                 fix="run one forward before wrapping, so that shapes are known",
             )
         )
-    if any(hasattr(p, "_in_backward_optimizers") for p in parameters):  # torch.distributed.optim leaves this mark
-        raise RuntimeError(
-            explain(
-                "an optimizer was applied in backward to the module; it would step before gradients are averaged",
-                fix="call the optimizer's step() after backward",
-            )
-        )
+    refuse_optimizers_in_backward(parameters)
     if device_ids is not None and len(device_ids) > 1:
         raise UsageError(
             explain("device_ids may hold one device", value=list(device_ids), fix="start one process per device")
@@ -112,7 +108,11 @@ def choose_devices(
     types = {device.type for device in devices}
     if len(types) > 1:
         raise UsageError(
-            explain("the module's parameters are on devices of several types", value=sorted(map(str, devices)))
+            explain(
+                "the module's parameters are on devices of several types",
+                value=sorted(map(str, devices)),
+                fix="move the whole module to one type of device",
+            )
         )
     if not device_ids or types == {"cpu"} or len(devices) > 1:
         if device_ids or output_device:
@@ -125,16 +125,43 @@ def choose_devices(
                 )
             )
         return None, None
-    index = torch.device(device_ids[0]).index if not isinstance(device_ids[0], int) else device_ids[0]
-    out = output_device if output_device is not None else index
-    return [index], out if isinstance(out, int) else torch.device(out).index
+    (own,) = devices
+    index = _index_of(device_ids[0], own)
+    return [index], index if output_device is None else _index_of(output_device, own)
+
+
+def _index_of(device: Any, own: torch.device) -> int:
+    """Return an accelerator's index; "cuda" without one means the device the parameters are on."""
+    index = device if isinstance(device, int) else torch.device(device).index
+    if index is None:
+        index = own.index or 0
+    return int(index)
+
+
+def refuse_optimizers_in_backward(parameters: Iterable[nn.Parameter]) -> None:
+    """Raise if an optimizer steps while backward runs.
+
+    Raises:
+        RuntimeError: it would step before gradients are averaged.
+    """
+    if any(hasattr(p, "_in_backward_optimizers") for p in parameters):  # torch.distributed.optim leaves this mark
+        raise RuntimeError(
+            explain(
+                "an optimizer was applied in backward to the module; it would step before gradients are averaged",
+                fix="call the optimizer's step() after backward",
+            )
+        )
 
 
 def sparse_names(module: nn.Module) -> frozenset[str]:
-    """Return the names of parameters whose gradients are sparse: those of modules with ``sparse=True`` (Embedding)."""
-    return frozenset(
-        f"{prefix}.{name}" if prefix else name
-        for prefix, part in module.named_modules()
+    """Return the names of parameters whose gradients are sparse: those of modules with ``sparse=True`` (Embedding).
+
+    A parameter that several modules share has the name that ``module.named_parameters()`` gives it.
+    """
+    sparse = {
+        id(parameter)
+        for part in module.modules()
         if getattr(part, "sparse", False) is True
-        for name, _ in part.named_parameters(recurse=False)
-    )
+        for parameter in part.parameters(recurse=False)
+    }
+    return frozenset(name for name, parameter in module.named_parameters() if id(parameter) in sparse)

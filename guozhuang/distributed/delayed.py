@@ -6,16 +6,18 @@ before ``backward`` returns, and ``no_sync`` holds for these parameters too.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
 from ..buckets import Caps, Slot, assign, place
+from ..errors import WorldError, explain
 from ..exchange import AllReduce, Work
 from ..reducer import GradientViews
+from ..reducer.passes import weakly
 
 
 class DelayedGradients:
@@ -26,8 +28,7 @@ class DelayedGradients:
         trigger: the parameter that is waited for.
         group: the ranks; each constructs it with equal parameters.
 
-    Attributes:
-        synchronize: whether the next backward exchanges gradients; the wrapper sets it at each forward.
+    The wrapper calls :meth:`after_forward` at each forward with gradients.
     """
 
     def __init__(
@@ -42,24 +43,42 @@ class DelayedGradients:
         total = sum(slot.num_bytes for slot in slots)
         layout = assign(slots, range(len(slots)), Caps((max(total, 1),)))
         self._placement = place(layout, self.names, self._parameters, slots)
-        self._views = GradientViews(self._parameters, self._placement.views)
+        self._views = GradientViews(self._parameters, self._placement)
         self._group, self._exchange = group, AllReduce()
         self._state = self._exchange.prepare(self._placement.buckets, group)
-        self.synchronize = False
+        self._synchronize = False  # whether backwards of the last forward exchange gradients
+        self._armed = False  # one is under way that came through the wrapper, or may come
         self._step = 0
         self._works: list[Work] = []
         self._last_works: list[Work] = []  # see [Note: who drops a work last]
-        reference = weakref.ref(self)  # the parameter may outlive the wrapper
+        trigger.register_post_accumulate_grad_hook(weakly(self._start))  # the parameter may outlive the wrapper
 
-        def triggered(_: Tensor) -> None:
-            alive = reference()
-            if alive is not None:
-                alive._start()
+    def after_forward(self, synchronize: bool, outputs: Sequence[Tensor]) -> None:
+        """Prepare for the backward of a forward.
 
-        trigger.register_post_accumulate_grad_hook(triggered)
+        Args:
+            synchronize: whether it exchanges gradients.
+            outputs: the tensors from which it can start. One that reaches none of them exchanges only if it is the first
+                since this forward; otherwise it is one of the bare module's, which stays local.
+
+        Raises:
+            WorldError: the exchange of a backward that was broken off cannot be brought to its end.
+        """
+        if torch._C._current_graph_task_id() == -1 and self._works:  # inside a backward: a part that is computed again
+            self._last_works, self._works = self._works, []  # a backward that raised after the exchange had begun
+            self._wait()
+            self._step += 1
+        self._synchronize = self._armed = synchronize
+        if synchronize:
+            hook = weakly(self._arm)
+            for output in outputs:
+                output.register_hook(hook)
+
+    def _arm(self) -> None:
+        self._armed = self._synchronize
 
     def _start(self) -> None:
-        if not self.synchronize or self._works:
+        if not self._armed or self._works:
             return
         self._views.begin(self._exchange.input_scale(self._group.size()))
         self._views.fill_together(range(len(self._parameters)))
@@ -68,8 +87,22 @@ class DelayedGradients:
 
     def _finish(self) -> None:
         self._last_works, self._works = self._works, []
-        for work in self._last_works:
-            work.wait()
+        self._armed = False
+        self._wait()
         for i in range(len(self._parameters)):
             self._views.settle(i, used=True)
         self._step += 1
+
+    def _wait(self) -> None:
+        try:
+            for work in self._last_works:
+                work.wait()
+        except RuntimeError as error:
+            raise WorldError(
+                explain(
+                    f"the exchange of {len(self.names)} delayed parameters in step {self._step} failed: {error}",
+                    rank=self._group.rank(),
+                    fix="unless this rank's own error stands above, look at the rank that stopped first; the others only "
+                    "noticed that it was gone",
+                )
+            ) from error

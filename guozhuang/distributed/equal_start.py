@@ -1,7 +1,8 @@
-"""Ranks begin equal: the same parameters by name, shape and dtype, then the same values."""
+"""Ranks begin equal: the same parameters by name, shape, dtype and memory layout, then the same values."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -15,19 +16,33 @@ from ..groups import agree
 _BROADCAST_BYTES = 250 << 20  # how much memory the flattened copies of one broadcast may take
 
 
-def describe(named_tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Return one line per tensor: name, shape, dtype, and whether it requires a gradient."""
-    return [
-        f"{name} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}{' trained' if t.requires_grad else ''}"
-        for name, t in named_tensors
-    ]
+def describe(named_tensors: Iterable[tuple[str, Tensor]], sparse: frozenset[str] = frozenset()) -> list[str]:
+    """Return one line per tensor with all that ranks must have in common.
+
+    Name, shape, dtype, device type, the strides of a parameter that is not row-major (buckets lay gradients out in them),
+    whether it requires a gradient, and whether that is sparse (its name is in ``sparse``).
+    """
+    return [_line(name, tensor, name in sparse) for name, tensor in named_tensors]
+
+
+def _line(name: str, tensor: Tensor, sparse: bool) -> str:
+    parts = [name, str(tuple(tensor.shape)), str(tensor.dtype).removeprefix("torch."), tensor.device.type]
+    if isinstance(tensor, nn.Parameter) and tensor.layout == torch.strided:
+        # The stride of a dimension of size 1 says nothing, and differs between ways to make the same tensor.
+        sizes = [size for size in tensor.shape if size > 1]
+        strides = [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+        if tensor.numel() > 0 and strides != [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]:
+            parts.append(f"strides {tuple(strides)}")
+    if tensor.requires_grad:
+        parts.append("trained, sparse gradient" if sparse else "trained")
+    return " ".join(parts)
 
 
 def verify_equal_layout(group: dist.ProcessGroup, lines: Sequence[str]) -> None:
     """Raise on every rank, with a table, unless all ranks describe the same model. Every rank must call it.
 
     Raises:
-        MismatchError: names, shapes, dtypes, counts or options differ.
+        MismatchError: names, shapes, dtypes, memory layouts, counts or options differ.
         WorldError: a rank did not come within the group's time-out.
     """
     fix = "build the same model with the same options on every rank"

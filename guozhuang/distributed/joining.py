@@ -7,12 +7,15 @@ order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.join import JoinHook
 
+from ..errors import UsageError, explain
 from .equal_start import broadcast_tensors, state_of
 
 if TYPE_CHECKING:
@@ -37,17 +40,18 @@ class ShadowSteps(JoinHook):
         ddp = self._ddp
         reducer = ddp.reducer
         if reducer is not None:
-            reducer.before_forward()
+            refuse_switch(reducer.before_forward(), ddp.process_group.rank())
         if ddp.will_sync_module_buffers():
             sync_buffers(ddp, joined=True)
         anyone_synchronizes = tell_synchronization(ddp, False)
         ddp.require_forward_param_sync = anyone_synchronizes
-        if anyone_synchronizes and reducer is not None:
+        if anyone_synchronizes and reducer is not None and reducer.buckets:  # there is none while everything is frozen
             reducer.shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take over the model of a rank that had most data."""
         ddp = self._ddp
+        ddp.in_join_context = False  # PyTorch leaves its own mark of the context (``_join_config``) behind
         source = _common_rank(ddp, is_last_joiner)
         state = state_of(ddp.module, ddp.ignored, buffers=ddp.forward_sync_buffers)
         broadcast_tensors([tensor for _, tensor in state], ddp.process_group, source)
@@ -57,6 +61,43 @@ def sync_buffers(ddp: DistributedDataParallel, joined: bool) -> None:
     """Broadcast the buffers from the highest rank that still has data. Every rank of a join context must call it."""
     source = _common_rank(ddp, not joined)
     broadcast_tensors(ddp.modules_buffers, ddp.process_group, source)
+
+
+def check_can_join(ddp: DistributedDataParallel) -> None:
+    """Raise if the module communicates by itself in forward, which a rank without data cannot take part in.
+
+    Raises:
+        UsageError: it has a SyncBatchNorm part.
+    """
+    if ddp.process_group.size() == 1:
+        return
+    found = next((name for name, part in ddp.module.named_modules() if isinstance(part, nn.SyncBatchNorm)), None)
+    if found is not None:
+        raise UsageError(
+            explain(
+                "join() does not work with SyncBatchNorm: ranks that have run out of data do not take part in its collectives",
+                value=found,
+                rank=ddp.process_group.rank(),
+                fix="pass throw_on_early_termination=True, use BatchNorm, or give every rank the same number of batches",
+            )
+        )
+
+
+def refuse_switch(changed: Sequence[str], rank: int) -> None:
+    """Raise if ``requires_grad`` was switched: ranks that have run out of data would not know of it.
+
+    Raises:
+        UsageError: ``changed`` names parameters.
+    """
+    if changed:
+        raise UsageError(
+            explain(
+                "requires_grad was switched inside a join context",
+                value=", ".join(changed),
+                rank=rank,
+                fix="switch it before join() is entered, on every rank",
+            )
+        )
 
 
 def tell_synchronization(ddp: DistributedDataParallel, synchronizes: bool) -> bool:

@@ -1,23 +1,23 @@
 """``DistributedDataParallel``, a drop-in for ``torch.nn.parallel.DistributedDataParallel``.
 
 The wrapper decides; the work lies elsewhere: ``arguments`` (what options mean), ``equal_start`` (ranks begin equal),
-``reducer`` (backward), ``exchange`` (what is sent), ``joining`` (uneven inputs), ``delayed`` and ``precision`` (rarer options).
+``reducer`` (backward), ``exchange`` (what is sent), ``joining`` (uneven inputs), ``delayed`` and ``precision`` (rarer options),
+``torch_surface`` (the rest of PyTorch's methods).
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.utils import _to_kwargs
-from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from ..errors import UsageError, WorldError, explain
 from ..exchange import AllReduce, CommHook, GradientExchange
@@ -26,22 +26,30 @@ from ..exchange.comm_hook import Hook, check_hook
 from ..reducer import Options, Reducer
 from ..sync_batch_norm import use_on_cpu
 from ..timeline import Timeline
-from .arguments import bucket_caps, choose_devices, choose_group, sparse_names, sync_choices
+from .arguments import (
+    bucket_caps,
+    choose_devices,
+    choose_group,
+    refuse_optimizers_in_backward,
+    sparse_names,
+    sync_choices,
+)
 from .delayed import DelayedGradients
 from .equal_start import broadcast_tensors, describe, state_of, verify_equal_layout
-from .joining import ShadowSteps, sync_buffers, tell_synchronization
+from .joining import ShadowSteps, check_can_join, refuse_switch, sync_buffers, tell_synchronization
 from .outputs import tensors_with_graph
 from .precision import MixedPrecision, Precision
+from .torch_surface import TorchSurface
 
 
-class DistributedDataParallel(nn.Module, Joinable):
+class DistributedDataParallel(TorchSurface, nn.Module, Joinable):
     """Keeps the replicas of a module on all ranks equal: gradients are averaged while backward runs.
 
     Arguments and methods are those of ``torch.nn.parallel.DistributedDataParallel`` of torch 2.13. Every rank of the group must
     construct it at the same point, and call forward and backward equally often (or use :meth:`join`). What differs:
 
     - Gradients are views into the buckets whatever ``gradient_as_bucket_view`` says, since that saves a copy and half the
-      memory; ``p.grad.detach_()`` works on them. A reference to ``p.grad`` that is kept across steps sees later values.
+      memory. ``p.grad.detach_()`` works on them, and a gradient kept past ``zero_grad()`` keeps its values.
     - Several backwards per forward are each synchronized. ``backward(create_graph=True)`` gives the synchronized value, and a
       function of it that is equal on all ranks can be differentiated again.
     - A parameter without a gradient raises on the rank that has it at its next forward, naming parameters and ranks.
@@ -52,7 +60,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         module: the module, equal on all ranks in names, shapes and dtypes of its parameters. Its parameters may lie on several
             devices of one type.
         device_ids: one accelerator index to which inputs are moved; None for CPU modules and modules on several devices.
-        output_device: kept for :meth:`gather`; ``device_ids[0]`` by default.
+        output_device: only checked and kept as an attribute, as in PyTorch; ``device_ids[0]`` by default.
         dim: dimension along which :meth:`scatter` and :meth:`gather` cut and join.
         broadcast_buffers: deprecated name of ``forward_sync_buffers``; as False it also leaves out the start.
         init_sync: compare ranks and broadcast rank 0's parameters and buffers at construction.
@@ -67,6 +75,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             gradient.
         param_to_hook_all_reduce: see above; both or none.
         mixed_precision: object with ``param_dtype``, ``reduce_dtype``, ``buffer_dtype`` (PyTorch's ``_MixedPrecision``).
+            Not together with activation checkpointing, which would compute again in full precision.
         device_mesh: a mesh of one axis in place of ``process_group``.
         skip_all_reduce_unused_params: do not send buckets of which nothing was used; all ranks must use the same parameters.
         bucket_cap_mb_list: bounds of the buckets one by one in MiB; the last one holds for the rest.
@@ -144,6 +153,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self.divide_by_initial_world_size = True
+        self.in_join_context = False
+        self._checked_optimizers = False  # again at the first forward: one may have been applied after construction
         self._caps = bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
         self._delayed_names = [name for name, _ in delayed]
         self._trigger = (param_to_hook_all_reduce,)  # in a tuple, so that it does not become a parameter of the wrapper
@@ -168,7 +179,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _make_equal(self, buffers: bool) -> None:
         ignored = self.ignored - set(self._delayed_names)
         state = state_of(self.module, ignored, buffers)
-        verify_equal_layout(self.process_group, [self._options_line(), *describe(state)])
+        verify_equal_layout(self.process_group, [self._options_line(), *describe(state, sparse_names(self.module))])
         broadcast_tensors([tensor for _, tensor in state], self.process_group, source=0)
 
     def _options_line(self) -> str:
@@ -192,7 +203,8 @@ class DistributedDataParallel(nn.Module, Joinable):
                 static_graph=self.static_graph,
                 skip_unused=self.skip_all_reduce_unused_params,
                 batched_copy=self.batched_grad_copy,
-                serial=any(isinstance(part, nn.SyncBatchNorm) for part in self.module.modules()),
+                overlap=not self.find_unused_parameters
+                or not any(isinstance(part, nn.SyncBatchNorm) for part in self.module.modules()),
             )
             sparse = sparse_names(self.module)
             self.reducer = Reducer(named, sparse, self.process_group, self._exchange(), self._caps, options)
@@ -219,20 +231,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.process_group = choose_group(None, None, self.module)
         self._connect()
-
-    @property
-    def broadcast_buffers(self) -> bool:
-        """PyTorch's older name of ``forward_sync_buffers``."""
-        return self.forward_sync_buffers
-
-    @broadcast_buffers.setter
-    def broadcast_buffers(self, value: bool) -> None:
-        self.forward_sync_buffers = value
-
-    @property
-    def modules_buffers(self) -> list[Tensor]:
-        """The buffers that are kept equal, as the module holds them now."""
-        return [b for name, b in self.module.named_buffers() if name not in self.parameters_to_ignore]
 
     @property
     def timeline(self) -> Timeline | None:
@@ -262,8 +260,12 @@ class DistributedDataParallel(nn.Module, Joinable):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if torch.is_grad_enabled() and self.reducer is not None:
             self.reducer.synchronize = self.require_backward_grad_sync
-            if changed := self.reducer.before_forward():
-                self._compare_again(self.reducer, changed)
+            self.take_up_changes()
+        if torch.is_grad_enabled() and not self._checked_optimizers:
+            refuse_optimizers_in_backward(list(self.module.parameters()))
+            self._checked_optimizers = True
+        if self._join_config.enable and not self._join_config.throw_on_early_termination:
+            check_can_join(self)
         if self._delayed is not None and self._join_config.enable:
             raise UsageError(
                 explain(
@@ -293,13 +295,26 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _after_forward(self, outputs: Any) -> None:
         synchronizes = torch.is_grad_enabled() and self.require_backward_grad_sync
         self.require_forward_param_sync = synchronizes
+        found = tensors_with_graph(outputs) if synchronizes else []
         if self._delayed is not None and torch.is_grad_enabled():
-            self._delayed.synchronize = synchronizes
+            self._delayed.after_forward(synchronizes, found)
         if synchronizes and self.reducer is not None:
-            self.reducer.watch(tensors_with_graph(outputs))
+            self.reducer.watch(found)
+
+    def take_up_changes(self) -> None:
+        """Account for the last backward, and compare ranks if ``requires_grad`` was switched. Every rank must call it.
+
+        Raises:
+            UsageError: it was switched inside a join context.
+        """
+        if self.reducer is not None and (changed := self.reducer.before_forward()):
+            self._compare_again(self.reducer, changed)
 
     def _compare_again(self, reducer: Reducer, changed: Sequence[str]) -> None:
-        lines = describe(zip(reducer.names, reducer.parameters, strict=True))
+        config = self._join_config
+        if self.in_join_context and config.enable and not config.throw_on_early_termination:
+            refuse_switch(changed, self.process_group.rank())
+        lines = describe(zip(reducer.names, reducer.parameters, strict=True), sparse_names(self.module))
         try:
             verify_equal_layout(self.process_group, lines)
         except WorldError as error:
@@ -335,8 +350,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Let ``hook(state, bucket) -> Future[Tensor]`` exchange the buckets. Every rank must call it, before any backward.
 
         The bucket has the methods of ``torch.distributed.GradBucket``; gradients are not divided by the number of ranks.
-        Buckets are laid out anew once, after the first backward. Hooks run one bucket after another, in the same order on every
-        rank, also those that chain collectives.
+        Buckets are laid out anew once, after the first backward. On CPU each bucket's hook is waited for before backward goes
+        on, because a hook may issue collectives from callbacks, whose order among other collectives would differ between ranks.
+        PyTorch's allreduce, fp16 and bf16 hooks, and a hook with an attribute ``one_round = True``, are known to issue all of
+        them when they are called; these overlap with backward.
 
         Raises:
             TypeError: ``hook`` cannot be called, or has no parameter ``bucket``.
@@ -345,11 +362,17 @@ class DistributedDataParallel(nn.Module, Joinable):
         """
         check_hook(hook)
         if self._comm_hook is not None:
-            raise RuntimeError(explain("a communication hook can be registered only once", value=hook))
+            raise RuntimeError(
+                explain("a communication hook can be registered only once", value=hook, fix="wrap the module anew")
+            )
         if self.mixed_precision is not None:
             raise RuntimeError(explain("mixed_precision has a communication hook of its own", fix="use one of the two"))
         if self.reducer is not None and self.reducer.step > 0:
-            raise RuntimeError(explain("a communication hook must be registered before the first backward", value=hook))
+            raise RuntimeError(
+                explain(
+                    "a communication hook must be registered before the first backward", value=hook, fix="wrap anew"
+                )
+            )
         self._comm_hook = (hook, state)
         if self.reducer is not None:
             self.reducer.use(self._exchange())
@@ -366,13 +389,21 @@ class DistributedDataParallel(nn.Module, Joinable):
                 divided by the ranks that still have data.
             enable: False makes it do nothing.
             throw_on_early_termination: raise RuntimeError on every rank as soon as one has no more data.
+
+        Raises:
+            UsageError: the module has a SyncBatchNorm part, and may have to go on without a rank's data.
         """
+        if enable and not throw_on_early_termination:
+            check_can_join(self)
         return Join(
             [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
         )
 
     def join_hook(self, **kwargs: Any) -> ShadowSteps:
         """Return what this rank does when it has no more data; called by ``torch.distributed.algorithms.Join``."""
+        self.in_join_context = False
+        self.take_up_changes()  # what was switched since the last forward is compared here, where every rank comes by
+        self.in_join_context = True
         return ShadowSteps(self, kwargs.get("divide_by_initial_world_size", True))
 
     @property
@@ -384,39 +415,3 @@ class DistributedDataParallel(nn.Module, Joinable):
     def join_process_group(self) -> dist.ProcessGroup:
         """Group for the collectives of a join context."""
         return self.process_group
-
-    # ---- the rest of PyTorch's surface ---------------------------------------------------------------------------------------
-
-    def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[Any]) -> Any:
-        """Cut inputs along ``dim`` for several accelerators, as PyTorch's method does."""
-        return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
-
-    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
-        """Move inputs to an accelerator, as PyTorch's method does."""
-        return _to_kwargs(inputs, kwargs, torch.device(self.device_type, device_id), False)
-
-    def gather(self, outputs: Any, output_device: Any) -> Any:
-        """Join outputs along ``dim`` on one accelerator, as PyTorch's method does."""
-        return gather(outputs, output_device, dim=self.dim)
-
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(
-        module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
-    ) -> None:
-        """Name parameters and buffers of a bare module that a wrapper made later leaves alone."""
-        names = list(params_and_buffers_to_ignore)
-        module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
-        tensors: Mapping[str, Any] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        for name in names:
-            if name in tensors:
-                tensors[name]._ddp_ignored = True  # what other parts of PyTorch look for
-
-    def _set_static_graph(self) -> None:
-        """Declare, before the first backward, that every step is alike."""
-        if self.static_graph:
-            warnings.warn("static_graph was set already", stacklevel=2)
-            return
-        self.static_graph = True
-        if self.reducer is not None:
-            self.reducer.close()
-        self._connect()

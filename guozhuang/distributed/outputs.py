@@ -3,36 +3,47 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Set
+import types
+from collections.abc import Mapping, Set
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-_PLAIN = (str, bytes, int, float, bool, complex, type(None), type)
+_PLAIN = (str, bytes, int, float, bool, complex, type(None))
+# What an output may refer to without holding results of this forward: looking into a module would walk the whole model, and
+# from a function or a class there is a way to everything.
+_NO_OUTPUTS = (
+    *(nn.Module, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType),
+    *(types.CodeType, types.FrameType),
+)
 
 
 def tensors_with_graph(output: object) -> list[Tensor]:
-    """Return the tensors in ``output`` that backward can start from: those that autograd computed.
+    """Return the tensors in ``output`` that backward can start from: those that autograd computed, each once.
 
     Looks into tuples, lists, sets, mappings, dataclasses, and the attributes of any other object (one that a model made for
-    its result). An object that is met twice is looked into once.
+    its result), but not into modules, functions and classes. An object that is met twice is looked into once.
     """
-    return [tensor for tensor in _tensors(output, set()) if tensor.grad_fn is not None]
+    found: list[Tensor] = []
+    met: dict[int, object] = {}  # holds the objects, since the id of one that is gone may be given to another
+    waiting: list[Any] = [output]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, (*_PLAIN, *_NO_OUTPUTS)) or id(value) in met:
+            continue
+        met[id(value)] = value
+        if not isinstance(value, Tensor):
+            waiting.extend(reversed(_inside(value)))
+        elif value.grad_fn is not None:
+            found.append(value)
+    return found
 
 
-def _tensors(value: object, met: set[int]) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-        return
-    if isinstance(value, _PLAIN) or id(value) in met:
-        return
-    met.add(id(value))
+def _inside(value: Any) -> list[Any]:
     if isinstance(value, Mapping):
-        inner = list(value.values())
-    elif isinstance(value, (tuple, list, Set)):
-        inner = list(value)
-    elif dataclasses.is_dataclass(value):
-        inner = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    else:
-        inner = list(getattr(value, "__dict__", {}).values())
-    for item in inner:
-        yield from _tensors(item, met)
+        return list(value.values())
+    if isinstance(value, (tuple, list, Set)):
+        return list(value)
+    if dataclasses.is_dataclass(value):
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    return list(getattr(value, "__dict__", {}).values())

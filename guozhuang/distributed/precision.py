@@ -23,6 +23,9 @@ class MixedPrecision(Protocol):
 class Precision:
     """What a module computes in.
 
+    The cast lasts for the call of the module. Activation checkpointing calls parts of it again in backward, then in full
+    precision, so the two are not supported together.
+
     Args:
         param_dtype: dtype of parameters and floating-point inputs during forward and backward.
         reduce_dtype: dtype of gradients on the wire; ``param_dtype`` if None.

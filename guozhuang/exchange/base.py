@@ -25,7 +25,7 @@ class Work(Protocol):
         ...
 
     def is_completed(self) -> bool:
-        """Tell, without waiting, whether all collectives of the bucket have ended."""
+        """Tell, without waiting, whether all collectives of the bucket have ended; for the timeline."""
         ...
 
 
@@ -50,8 +50,8 @@ class GradientExchange(ABC, Generic[State]):
     def one_round(self) -> bool:
         """Whether all collectives of a bucket are issued inside :meth:`start`.
 
-        Where they are not, the reducer lets a bucket end before it starts the next one, so that the later rounds of one
-        bucket and the first round of another cannot change places between ranks.
+        Where they are not, the reducer (on CPU) lets a bucket end before backward goes on, so that its later rounds cannot
+        change places with other collectives, which would differ between ranks.
         """
         return True
 

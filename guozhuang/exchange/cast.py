@@ -58,7 +58,9 @@ class Cast(GradientExchange[tuple[dict[int, Bucket], Any]]):
         """Allocate the wire buckets and prepare the inner exchange for them."""
         wires = {}
         for bucket in buckets:
-            stand_ins = [torch.empty_like(p, dtype=self._wire_dtype(p.dtype)) for p in bucket.parameters]
+            first = bucket.parameters[0]
+            one = torch.empty(1, dtype=self._wire_dtype(first.dtype), device=first.device)
+            stand_ins = [one.expand(p.numel()) for p in bucket.parameters]  # sizes without memory
             wires[bucket.index] = Bucket(bucket.index, bucket.is_last, bucket.names, stand_ins)
         return wires, self.inner.prepare(list(wires.values()), group)
 

@@ -1,8 +1,8 @@
 """PyTorch's DDP communication hooks, ``hook(state, bucket) -> Future``, as an exchange.
 
-A hook may issue later collectives from the callbacks of earlier ones (PowerSGD does). Which callback runs first differs
-between ranks, so two such buckets must never be under way at once: ``one_round`` is False and the reducer lets one end
-before it starts the next. See https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html for what a hook is given.
+A hook may issue later collectives from the callbacks of earlier ones (PowerSGD does). When a callback runs differs between
+ranks, so nothing else may be issued meanwhile: unless a hook is known to issue everything when it is called, ``one_round`` is
+False and the reducer waits for it. See https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html for what a hook is given.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ from torch.distributed import GradBucket
 from ..buckets import Bucket
 from ..errors import UsageError, explain
 from .base import GradientExchange, Work
+
+# By name, so that PyTorch's hooks are imported by those who use them.
+_ONE_ROUND_MODULE = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
+_ONE_ROUND_HOOKS = {"allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"}
 
 Hook = Callable[[Any, Any], "torch.futures.Future[Any]"]
 
@@ -58,25 +62,27 @@ class HookBucket:
         return self._bucket.is_last
 
 
-@dataclass(frozen=True)
 class _HookWork:
-    future: torch.futures.Future[Any]
-    bucket: Bucket
-    name: str
+    def __init__(self, future: torch.futures.Future[Any], bucket: Bucket, name: str) -> None:
+        self._future: torch.futures.Future[Any] | None = future
+        self._bucket, self._name = bucket, name
 
     def is_completed(self) -> bool:
-        return self.future.done()
+        return self._future is None or self._future.done()
 
     def wait(self) -> None:
-        value = self.future.wait()
+        if self._future is None:
+            return
+        value = self._future.wait()
+        self._future = None  # it may hold a copy of all gradients
         if isinstance(value, (list, tuple)) and len(value) == 1:
             value = value[0]
-        flat = self.bucket.flat
+        flat = self._bucket.flat
         if not isinstance(value, Tensor) or value.numel() != flat.numel():
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(
                 explain(
-                    f"the future of communication hook {self.name!r} must hold one tensor of {flat.numel()} elements",
+                    f"the future of communication hook {self._name!r} must hold one tensor of {flat.numel()} elements",
                     value=shape,
                     fix="return a future of a tensor shaped like bucket.buffer()",
                 )
@@ -99,8 +105,10 @@ class CommHook(GradientExchange[None]):
 
     @property
     def one_round(self) -> bool:
-        """False: a hook may chain collectives."""
-        return False
+        """True for PyTorch's hooks of one collective and for hooks that say so; others may chain collectives."""
+        known = getattr(self.hook, "__module__", "") == _ONE_ROUND_MODULE
+        known = known and getattr(self.hook, "__qualname__", "") in _ONE_ROUND_HOOKS
+        return known or getattr(self.hook, "one_round", False) is True
 
     def prepare(self, buckets: Sequence[Bucket], group: dist.ProcessGroup) -> None:
         """Do nothing: a hook keeps its own state."""

@@ -43,6 +43,7 @@ def agree(group: dist.ProcessGroup, what: str, lines: Sequence[str], timeout_s: 
     digest = hashlib.sha256("\n".join([what, *lines]).encode()).hexdigest()
     store.set(f"{prefix}/digest/{rank}", digest)
     digests = _collect(store, f"{prefix}/digest", size, rank, what, timeout_s)
+    _forget(store, turn - 2, rank)
     if len(set(digests)) == 1:
         return
     store.set(f"{prefix}/text/{rank}", "\n".join([what, *lines]))
@@ -63,6 +64,15 @@ def store_of(group: dist.ProcessGroup) -> Store:
     return store
 
 
+def _forget(store: Store, turn: int, rank: int) -> None:
+    """Delete this rank's keys of an agreement that every rank has left: all have come two turns further."""
+    if turn < 1:
+        return
+    with contextlib.suppress(RuntimeError):  # a store that cannot delete
+        for kind in ("digest", "text"):
+            store.delete_key(f"guozhuang/agree/{turn}/{kind}/{rank}")
+
+
 class Notices:
     """Words that ranks leave for each other in the store, for the moment in which something has gone wrong.
 
@@ -77,17 +87,21 @@ class Notices:
         turn = self._store.add(f"guozhuang/{topic}/turns/{self._rank}", 1)
         self._prefix = f"guozhuang/{topic}/{turn}"
 
-    def leave(self, text: str) -> None:
-        """Leave this rank's notice, if the store is still there."""
+    def leave(self, step: int, text: str) -> None:
+        """Leave this rank's notice about a step, if the store is still there."""
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"{self._prefix}/{self._rank}", text)
+            self._store.set(f"{self._prefix}/{step}/{self._rank}", text)
 
-    def read(self, patience_s: float) -> dict[int, str]:
-        """Return the notices of all ranks that left one, waiting at most ``patience_s`` for those that did not.
+    def read(self, step: int, patience_s: float) -> dict[int, str]:
+        """Return the notices about a step of all ranks that left one.
 
         None, if the store went away with the process that held it.
+
+        Args:
+            step: notices are never withdrawn; those about other steps are not looked at.
+            patience_s: how long at most to wait for ranks that left none, in seconds.
         """
-        keys = {rank: f"{self._prefix}/{rank}" for rank in range(self._size)}
+        keys = {rank: f"{self._prefix}/{step}/{rank}" for rank in range(self._size)}
         deadline = time.monotonic() + patience_s
         while True:
             try:

@@ -38,7 +38,7 @@ from .passes import Options, Pass, record_ends, record_start, weakly
 from .selection import Selection
 from .unused import UnusedReport, UsedAnywhere
 
-_KEPT_SELECTIONS = 4
+_KEPT_SELECTIONS = 2
 
 
 class Reducer:
@@ -83,15 +83,16 @@ class Reducer:
         self.num_active_ranks = group.size()
         self.timeline: Timeline | None = None
         self._signature = self._sign()
-        self._select()
+        self._selection = self._find_selection()
+        self._connect()
 
     # ---- which parameters, which buckets ------------------------------------------------------------------------------
 
     def _sign(self) -> tuple[tuple[bool, torch.dtype, torch.device], ...]:
         return tuple((p.requires_grad, p.dtype, p.device) for _, p in self._candidates)
 
-    def _select(self) -> None:
-        """Take up the parameters that require a gradient now."""
+    def _find_selection(self) -> Selection:
+        """Return the selection of the parameters that require a gradient now, as it was left or new."""
         selection = self._selections.pop(self._signature, None)
         if selection is None:
             chosen = [(name, p) for name, p in self._candidates if p.requires_grad]
@@ -99,8 +100,10 @@ class Reducer:
         self._selections[self._signature] = selection
         if len(self._selections) > _KEPT_SELECTIONS:  # each keeps the memory of its buckets
             del self._selections[next(iter(self._selections))]
-        self._selection = selection
-        selection.connect(lambda index: weakly(self.on_gradient, index))
+        return selection
+
+    def _connect(self) -> None:
+        self._selection.connect(lambda index: weakly(self.on_gradient, index))
         self.use(self.exchange)
 
     @property
@@ -126,7 +129,10 @@ class Reducer:
     def use(self, exchange: GradientExchange[Any]) -> None:
         """Exchange gradients by this method from now on. Every rank must call it, between steps."""
         self.exchange = exchange
-        self._state = exchange.prepare(self._selection.placement.dense, self.group)
+        dense = self._selection.placement.dense
+        self._state = exchange.prepare(dense, self.group)
+        # Accelerators run callbacks of works when they are issued, so all rounds are issued in order.
+        self._in_turn = not exchange.one_round and any(bucket.flat.device.type == "cpu" for bucket in dense)
 
     def close(self) -> None:
         """Take the hooks off the parameters; their gradients stay local from then on."""
@@ -151,12 +157,14 @@ class Reducer:
             self._pass_since_forward = False
             missing = self._selection.missing()
             if missing and not self.options.find_unused and not self.options.static_graph:
-                raise self._unused.error(missing)
+                raise self._unused.error(missing, self.step - 1)
         before, now = self._signature, self._sign()
         if before != now:
             self._signature = now
             self.close()
-            self._select()
+            left, self._selection = self._selection, self._find_selection()
+            self._selection.take_over(left)
+            self._connect()
             return [name for (name, _), a, b in zip(self._candidates, before, now, strict=True) if a != b]
         if self._selection.renew():
             self.use(self.exchange)
@@ -164,7 +172,7 @@ class Reducer:
 
     def _drop_broken_pass(self, broken: Pass) -> None:
         self._pass = None
-        if broken.next_bucket:
+        if broken.next_bucket or any(self._selection.views.filled):
             raise RuntimeError(
                 explain(
                     f"the last backward was broken off after {broken.next_bucket} of {len(self.buckets)} buckets had been "
@@ -244,28 +252,28 @@ class Reducer:
                 selection.views.fill(index)
             if self.timeline is not None:
                 record_ends(current, self.timeline)
-            if current.waiting[bucket] == 0 or not self.exchange.one_round:
+            if current.waiting[bucket] == 0 and self.options.overlap:
                 self._start_full(current)
 
     def _raise_late(self, index: int) -> None:
         promise = " although static_graph=True promised that every step is alike" if self.options.static_graph else ""
         raise RuntimeError(
             explain(
-                f"parameter {self.names[index]!r} got a gradient in an inner (re-entrant) backward after its bucket was "
-                f"complete{promise}",
+                f"parameter {self.names[index]!r} got another gradient, in an inner (re-entrant) backward, after its bucket "
+                f"was complete{promise}",
                 rank=self.group.rank(),
-                fix="use checkpoint(..., use_reentrant=False), or static_graph=True if every step is alike",
+                fix="use checkpoint(..., use_reentrant=False)"
+                + (
+                    " or leave static_graph out"
+                    if self.options.static_graph
+                    else ", or static_graph=True if steps are alike"
+                ),
             )
         )
 
-    def _start_full(self, current: Pass, at_end: bool = False) -> None:
+    def _start_full(self, current: Pass) -> None:
         """Start the buckets that are full, in order."""
         while current.next_bucket < len(self.buckets) and current.waiting[current.next_bucket] == 0:
-            last = current.works[-1] if current.works and not self.exchange.one_round else None
-            if last is not None:
-                if not at_end and not last.is_completed():
-                    return  # the next gradient, or the end of backward, comes back to it
-                self._wait(current.next_bucket - 1, last)
             self._start(current, self.buckets[current.next_bucket])
             current.next_bucket += 1
 
@@ -286,7 +294,7 @@ class Reducer:
         current.works.append(work)
         if timeline is not None:
             record_start(current, bucket, work, start_ns, timeline)
-        if self.options.serial and not self.exchange.one_round:
+        if self._in_turn:
             self._wait(bucket.index, work)
 
     def _is_used(self, current: Pass, index: int) -> bool:
@@ -318,9 +326,7 @@ class Reducer:
     def _complete(self, current: Pass) -> None:
         selection, n = self._selection, len(self.parameters)
         current.waiting = [0] * len(self.buckets)
-        self._start_full(current, at_end=True)
-        if not self.exchange.one_round and current.works and current.works[-1] is not None:
-            self._wait(len(self.buckets) - 1, current.works[-1])  # its later rounds come before the question below
+        self._start_full(current)
         used_here = [not current.shadow and self._is_used(current, i) for i in range(n)]
         asking: UsedAnywhere | None = None
         if selection.learning if self.options.static_graph else self.options.find_unused:
@@ -336,12 +342,15 @@ class Reducer:
             used = selection.used_in_first_pass = asking.result()
         elif self.options.static_graph:  # agreed on once; what unsynchronized backwards used is alike everywhere
             used = [a or b for a, b in zip(selection.used_in_first_pass, used_here, strict=True)]
+        elif self.options.skip_unused:  # what was not sent is not the result of anything
+            used = [current.works[b] is not None or self.buckets[b].sparse for b in selection.placement.bucket_of]
         self._exchange_sparse(current, used)
         for i in range(n):
             if not current.shadow:
                 selection.views.settle(i, used[i])
             elif used[i]:
                 selection.views.show(i)
+        selection.views.end()
         self._learn(current)
         if not current.shadow:
             selection.unused_last = [not used for used in used_here]
@@ -366,7 +375,7 @@ class Reducer:
 
     def cause_of(self, error: RuntimeError, what: str) -> RuntimeError:
         """Compose the error for a collective that failed: what another rank has said of it, or that a rank is gone."""
-        return self._unused.error_elsewhere() or WorldError(
+        return self._unused.error_elsewhere(self.step) or WorldError(
             explain(
                 f"{what} in step {self.step} failed: {error}",
                 rank=self.group.rank(),

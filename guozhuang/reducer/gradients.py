@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..buckets import Placement
+
 
 class _WithValue(torch.autograd.Function):
     """The value of one tensor with the graph of another."""
@@ -30,27 +32,62 @@ class _WithValue(torch.autograd.Function):
 class GradientViews:
     """The views of all parameters, and what is remembered between filling and settling them in one pass.
 
+    [Note: kept gradients] After ``zero_grad`` has set ``.grad`` to None a program may still hold the gradient of an earlier
+    step, or something that shares its memory. It must not change under its hands. Nobody says so, but reference counts do:
+    more references to a view or to the flat tensor's memory than our own. Such a bucket takes new memory before it is filled.
+    Where a ``.grad`` still is its view, gradients are being accumulated, and who holds it expects to see that.
+
     Args:
         parameters: the parameters, by index.
-        views: their views into the buckets; None for a sparse one.
+        placement: their buckets.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], views: Sequence[Tensor | None]) -> None:
-        assert len(parameters) == len(views)
-        self._parameters = parameters
-        self._views = [None if view is None else _alias(view) for view in views]  # held by nobody but this list
-        self._num_own_references: int | None = None  # to a view, as counted in `_own`; it depends on the interpreter
-        self.scale = 1.0  # what gradients are multiplied with on their way in
-        self.filled = [False] * len(parameters)
+    def __init__(self, parameters: Sequence[Tensor], placement: Placement) -> None:
+        self._parameters, self._placement = parameters, placement
+        self._views: list[Tensor | None] = [None] * len(parameters)
+        for b in range(len(placement.buckets)):
+            self._take_views(b)
+        self._own_references = [self._count_references(b) for b in range(len(placement.buckets))]
+        self.begin(1.0)
+
+    def begin(self, scale: float) -> None:
+        """Start a pass.
+
+        Args:
+            scale: what gradients are multiplied with on their way in.
+        """
+        self.scale = scale
+        self.filled = [False] * len(self._parameters)
+        for b in range(len(self._placement.buckets)):
+            self._leave_kept(b)
         self._kept: dict[int, Tensor] = {}  # gradients from before the pass, of parameters that it did not use here
         self._graphs: dict[int, Tensor] = {}  # gradients of backward(create_graph=True)
 
-    def begin(self, scale: float) -> None:
-        """Start a pass."""
-        self.scale = scale
-        self.filled = [False] * len(self._parameters)
-        self._kept.clear()
-        self._graphs.clear()
+    def end(self) -> None:
+        """End a pass: let go of what it remembered."""
+        self._kept, self._graphs = {}, {}
+
+    def _take_views(self, b: int) -> None:
+        bucket, members = self._placement.buckets[b], self._placement.layout[b]
+        for i, view in zip(members, bucket.views, strict=False):  # a sparse bucket has none
+            self._views[i] = view
+
+    def _count_references(self, b: int) -> tuple[int, int]:
+        """Count references to the memory of a bucket and to its views."""
+        bucket = self._placement.buckets[b]
+        memory = torch._C._storage_Use_Count(bucket.flat.untyped_storage()._cdata)
+        return memory, max((sys.getrefcount(view) for view in bucket.views), default=0)
+
+    def _leave_kept(self, b: int) -> None:
+        """Give a bucket new memory if its old one is held elsewhere, see [Note: kept gradients]."""
+        members = self._placement.layout[b]
+        if any(self._views[i] is not None and self._parameters[i].grad is self._views[i] for i in members):
+            return
+        memory, views = self._count_references(b)
+        own_memory, own_views = self._own_references[b]
+        if memory > own_memory or views > own_views:
+            self._placement.buckets[b].renew()
+            self._take_views(b)
 
     def fill(self, index: int, keep: bool = False) -> None:
         """Put the gradient, scaled, into its view; zeros where there is none.
@@ -65,8 +102,6 @@ class GradientViews:
             return
         parameter = self._parameters[index]
         gradient = parameter.grad
-        if gradient is not view:
-            view = self._own(index, view)
         if gradient is None:
             view.zero_()
             return
@@ -80,17 +115,6 @@ class GradientViews:
         else:
             torch.mul(gradient, self.scale, out=view)
             parameter.grad = view
-
-    def _own(self, index: int, view: Tensor) -> Tensor:
-        """Return the view to write to. Where the user has kept the gradient of an earlier step, that one becomes a copy."""
-        num_references = sys.getrefcount(view)
-        if self._num_own_references is None:
-            self._num_own_references = num_references  # the first call comes before the user was given any
-        if num_references <= self._num_own_references:
-            return view
-        fresh = self._views[index] = _alias(view)
-        view.set_(view.clone())  # type: ignore[call-overload]
-        return fresh
 
     def _fill_other(self, index: int, gradient: Tensor, view: Tensor) -> None:
         with torch.no_grad():  # under create_graph, autograd records during backward
@@ -113,7 +137,6 @@ class GradientViews:
                 self.fill(i)
                 continue
             self.filled[i] = True
-            view = self._own(i, view)
             sources.append(gradient)
             targets.append(view)
             self._parameters[i].grad = view
@@ -148,9 +171,3 @@ class GradientViews:
         view = self._views[index]
         if view is not None:
             self._parameters[index].grad = view
-
-
-def _alias(view: Tensor) -> Tensor:
-    """Return another tensor object with the same memory."""
-    empty = torch.empty(0, dtype=view.dtype, device=view.device)
-    return empty.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())

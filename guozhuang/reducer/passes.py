@@ -25,14 +25,15 @@ class Options:
         static_graph: every pass is like the first; unused parameters are agreed on once.
         skip_unused: do not exchange a bucket of which no parameter was used; every rank must use the same ones.
         batched_copy: copy a bucket's gradients with one call when it is full, not one by one as they come.
-        serial: let each exchange of several rounds end before backward goes on (the model itself communicates in backward).
+        overlap: start buckets while backward runs; False where the model itself communicates in backward and ranks may differ
+            in what they use, so that only the end of backward is at the same place on all of them.
     """
 
     find_unused: bool = False
     static_graph: bool = False
     skip_unused: bool = False
     batched_copy: bool = False
-    serial: bool = False
+    overlap: bool = True
 
 
 @dataclass

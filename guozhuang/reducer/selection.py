@@ -55,9 +55,15 @@ class Selection:
         self._new_layout: list[tuple[int, ...]] | None = None
         self._lay_out(assign(self._slots, range(n - 1, -1, -1), caps))
 
+    def take_over(self, other: Selection) -> None:
+        """Carry over what another selection knows of the gradients that parameters hold now."""
+        accumulated = {id(p) for p, flag in zip(other.parameters, other.accumulated, strict=True) if flag}
+        self.accumulated = [id(p) in accumulated and p.grad is not None for p in self.parameters]
+        self.seen = self.accumulated.copy()
+
     def _lay_out(self, layout: Sequence[tuple[int, ...]]) -> None:
         self.placement = place(layout, self.names, self.parameters, self._slots)
-        self.views = GradientViews(self.parameters, self.placement.views)
+        self.views = GradientViews(self.parameters, self.placement)
 
     def connect(self, on_gradient: Callable[[int], Callable[[Any, Any], None]]) -> None:
         """Hook each parameter: ``on_gradient(index)`` makes the hook, called when a gradient has been accumulated.

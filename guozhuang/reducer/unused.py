@@ -26,17 +26,22 @@ class UnusedReport:
         self._rank, self._size = group.rank(), group.size()
         self._notices = Notices(group, "unused") if self._size > 1 else None
 
-    def error(self, missing: Sequence[str]) -> UnusedParameterError:
-        """Leave a notice of this rank's missing parameters and compose the error with those of all ranks."""
+    def error(self, missing: Sequence[str], step: int) -> UnusedParameterError:
+        """Leave a notice of what this rank missed in a step and compose the error with the notices of all ranks."""
         found = {self._rank: ", ".join(missing)}
         if self._notices is not None:
-            self._notices.leave(", ".join(missing))
-            found = self._notices.read(patience_s=2.0)
+            self._notices.leave(step, ", ".join(missing))
+            found |= self._notices.read(step, patience_s=2.0)
         return self._compose(found)
 
-    def error_elsewhere(self) -> UnusedParameterError | None:
-        """Compose the error if another rank has left a notice."""
-        found = {} if self._notices is None else self._notices.read(patience_s=0.0)
+    def error_elsewhere(self, step: int) -> UnusedParameterError | None:
+        """Compose the error if another rank has left a notice about this rank's step or the one before.
+
+        An older notice was for an error that the program has caught, and says nothing of what goes wrong now.
+        """
+        if self._notices is None:
+            return None
+        found = self._notices.read(step, patience_s=0.0) or self._notices.read(step - 1, patience_s=0.0)
         return self._compose(found) if found else None
 
     def _compose(self, found: dict[int, str]) -> UnusedParameterError:

@@ -50,6 +50,15 @@ def choose(
     return backend, chosen
 
 
+def device_to_bind(backend: str, device: torch.device) -> torch.device | None:
+    """Return the device that ``init_process_group`` is to bind the group to: a CUDA device that NCCL serves, else None."""
+    for part in backend.lower().split(","):
+        device_type, _, name = part.rpartition(":")
+        if name.strip() == dist.Backend.NCCL and device_type.strip() in ("", "cuda") and device.type == "cuda":
+            return device
+    return None
+
+
 def _served_types(backend: str) -> set[str]:
     """The device types that a backend, or each part of "type:name,type:name", serves; checks that it is there."""
     types: set[str] = set()

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from guozhuang.errors import UsageError, WorldError, explain
-from guozhuang.world.devices import choose
+from guozhuang.world.devices import choose, device_to_bind
 from guozhuang.world.discovery import discover
 from guozhuang.world.identity import Identity, MeetingPoint, World
 from guozhuang.world.rendezvous import open_store, places, roll_call
@@ -91,13 +91,13 @@ def init(
         WorldError: a rank did not come in time; the text names it.
     """
     if not (isinstance(timeout_s, int | float) and math.isfinite(timeout_s) and timeout_s > 0):
-        raise UsageError(explain("timeout_s must be a number of seconds above 0", value=timeout_s))
+        raise UsageError(explain("timeout_s must be a number of seconds above 0", value=timeout_s, fix="leave it out"))
     world = current()
     if world is not None:
         _check_same(world, backend, device, timeout_s)
         return world
     if dist.is_initialized():
-        return _adopt(backend, device)
+        return _adopt(backend, device, timeout_s)
     identity = discover(os.environ)
     num_cuda = _num_cuda()
     # Before any waiting: what cannot work is said at once. The local rank may be known only after the roll call.
@@ -117,7 +117,7 @@ def init(
             rank=identity.rank,
             world_size=identity.size,
             timeout=datetime.timedelta(seconds=timeout_s),
-            device_id=chosen_device if chosen_backend == dist.Backend.NCCL else None,
+            device_id=device_to_bind(chosen_backend, chosen_device),
         )
     except RuntimeError as error:
         _restore_interface()
@@ -220,10 +220,10 @@ def _check_same(world: World, backend: str | None, device: str | torch.device | 
         raise UsageError(explain(what, value=timeout_s, rank=world.rank, fix=fix))
 
 
-def _adopt(backend: str | None, device: str | torch.device | None) -> World:
-    """A world around the process group that the user made."""
+def _adopt(backend: str | None, device: str | torch.device | None, timeout_s: float) -> World:
+    """A world around the process group that the user made. ``timeout_s`` is for the ranks to find each other."""
     rank, size, found = dist.get_rank(), dist.get_world_size(), str(dist.get_backend())
-    if backend is not None and backend.lower() != found:
+    if backend is not None and backend.lower() not in (found, dist.get_backend_config()):
         what = f"torch.distributed was initialised before, with backend {found!r}"
         raise UsageError(explain(what, value=backend, rank=rank, fix="leave backend out, or initialise only once"))
     told = Identity("environment", rank, size)
@@ -234,8 +234,11 @@ def _adopt(backend: str | None, device: str | torch.device | None) -> World:
     if told.launcher == "alone" or size == 1:
         identity = _complete(replace(told, local_rank=None, local_size=None), [""])
     elif None in (told.local_rank, told.local_size, told.node_rank, told.num_nodes):
-        store = dist.PrefixStore("guozhuang/adopted", dist.distributed_c10d._get_default_store())
-        identity = _complete(told, roll_call(store, rank, size, DEFAULT_TIMEOUT_S))
+        store = dist.distributed_c10d._get_default_store()
+        # Each rank counts in the store how often it came: a group that is adopted again needs keys that nobody has used.
+        turn = store.add(f"guozhuang/adopted/turns/{rank}", 1)
+        store = dist.PrefixStore(f"guozhuang/adopted/{turn}", store)
+        identity = _complete(told, roll_call(store, rank, size, timeout_s))
     else:
         identity = told
     assert identity.local_rank is not None
@@ -243,7 +246,7 @@ def _adopt(backend: str | None, device: str | torch.device | None) -> World:
     _, chosen_device = choose(known, device, identity.local_rank, _num_cuda())
     if chosen_device.type == "cuda":
         torch.cuda.set_device(chosen_device)
-    return _enter(identity, chosen_device, found, DEFAULT_TIMEOUT_S, made_group=False, asked=(backend, device))
+    return _enter(identity, chosen_device, found, timeout_s, made_group=False, asked=(backend, device))
 
 
 def _store(identity: Identity, timeout_s: float) -> dist.Store:

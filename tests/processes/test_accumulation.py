@@ -286,18 +286,52 @@ def case_the_user_replaces_gradients(rank, world_size):
 
 def case_gradients_kept_by_the_user_do_not_change(rank, world_size):
     """Multi-task code takes p.grad of one loss, sets it to None, and adds it to that of the next."""
-    bare = mlp()
-    twin, ddp = twin_of(bare), DistributedDataParallel(bare)
-    for step in range(3):
-        for model in (ddp, twin):
-            kept = []
-            for task in range(2):
-                model.zero_grad(set_to_none=True)
-                at = 10 * step + task
-                (local_loss(ddp, rank, at) if model is ddp else mean_loss(twin, world_size, at)).backward()
-                kept.append([p.grad for p in model.parameters()])
-            for p, first, second in zip(model.parameters(), *kept, strict=True):
-                p.grad = first + 2 * second
+    for keep in (lambda g: g, Tensor.detach, lambda g: g.view(-1).view(g.shape), lambda g: torch.from_numpy(g.numpy())):
+        bare = mlp()
+        twin, ddp = twin_of(bare), DistributedDataParallel(bare)
+        for step in range(3):
+            for model in (ddp, twin):
+                kept = []
+                for task in range(2):
+                    model.zero_grad(set_to_none=True)
+                    at = 10 * step + task
+                    (local_loss(ddp, rank, at) if model is ddp else mean_loss(twin, world_size, at)).backward()
+                    kept.append([keep(p.grad) for p in model.parameters()])
+                for p, first, second in zip(model.parameters(), *kept, strict=True):
+                    p.grad = first + 2 * second
+            assert_same_grads(ddp, twin)
+
+
+def case_buckets_keep_their_memory_when_nobody_else_holds_it(rank, world_size):
+    ddp = DistributedDataParallel(mlp())
+    places = set()
+    for step in range(6):
+        ddp.zero_grad()
+        local_loss(ddp, rank, step).backward()
+        if step >= 2:  # the layout changes after the first
+            places.add(tuple(bucket.flat.data_ptr() for bucket in ddp.reducer.buckets))
+    assert len(places) == 1
+
+
+def case_micro_batches_around_a_change_of_what_is_trained(rank, world_size):
+    """A gradient of an unsynchronized backward is sent in the next pass, though another parameter was frozen in between."""
+    model = TwoHeads()
+    twin, ddp = twin_of(model), DistributedDataParallel(model, find_unused_parameters=True)
+    for step in range(4):
+        for each in (ddp, twin):
+            each.zero_grad()
+            for p in (each.module if each is ddp else each).trunk.parameters():
+                p.requires_grad_(True)
+        with ddp.no_sync():
+            ddp(batch(rank, step), "a").pow(2).mean().backward()
+        for each in (model, twin):
+            for p in each.trunk.parameters():
+                p.requires_grad_(False)
+                p.grad = None
+        ddp(batch(rank, step + 1), "b").pow(2).mean().backward()
+        for r in range(world_size):
+            (twin(batch(r, step), "a").pow(2).mean() / world_size).backward()
+            (twin(batch(r, step + 1), "b").pow(2).mean() / world_size).backward()
         assert_same_grads(ddp, twin)
 
 

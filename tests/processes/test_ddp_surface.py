@@ -9,6 +9,7 @@ import gc
 import io
 import pickle
 import time
+import types
 import warnings
 import weakref
 from typing import Any, NamedTuple
@@ -21,7 +22,10 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from guozhuang import DistributedDataParallel
-from guozhuang.distributed.arguments import choose_devices
+from guozhuang.distributed.arguments import choose_devices, sparse_names
+from guozhuang.distributed.equal_start import describe
+from guozhuang.distributed.outputs import tensors_with_graph
+from guozhuang.groups.agreement import agree, store_of
 from tests.processes.cases import (
     assert_equal_across_ranks,
     assert_same_grads,
@@ -216,6 +220,76 @@ def case_mixed_precision(rank, world_size):
     torch.optim.AdamW(ddp.parameters()).step()
 
 
+def case_an_exchange_of_delayed_parameters_after_a_broken_backward(rank, world_size):
+    """The backward raises after the exchange has begun, the program goes on."""
+
+    class Refuses(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, refuse: bool) -> Tensor:
+            ctx.refuse = refuse
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            if ctx.refuse:
+                raise KeyError("the user's own error")
+            return gradient, None
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, x: Tensor, refuse: bool = False) -> Tensor:
+            return self.inner[2:](Refuses.apply(self.inner[:2](x), refuse))
+
+    bare = Model()
+    named = list(bare.named_parameters())
+    options = {"delay_all_reduce_named_params": named[2:], "param_to_hook_all_reduce": bare.inner[2].weight}
+    bare.inner[0].requires_grad_(False)
+    bare.inner[0].weight.requires_grad_(True)
+    ddp = DistributedDataParallel(bare, find_unused_parameters=True, **options)
+    twin = twin_of(bare)
+    for step in range(4):
+        for model in (ddp, twin):
+            model.zero_grad()
+        if step == 1:
+            with pytest.raises(KeyError):
+                ddp(batch(rank, step), refuse=True).pow(2).mean().backward()
+            assert ddp._delayed._works, "the exchange had not begun; the case says nothing"
+            continue
+        local_loss(ddp, rank, step).backward()
+        mean_loss(twin, world_size, step).backward()
+        assert_same_grads(ddp.module.inner[2:], twin.inner[2:])
+    ddp.zero_grad()
+    loss = local_loss(ddp, rank, 8)
+    loss.backward(retain_graph=True)
+    loss.backward()  # each backward of a forward is synchronized
+    twin.zero_grad()
+    for _ in range(2):
+        mean_loss(twin, world_size, 8).backward()
+    assert_same_grads(ddp.module.inner[2:], twin.inner[2:])
+    alone = twin_of(bare)
+    for model in (bare, alone):
+        model.zero_grad()
+        local_loss(model, rank, 9).backward()  # past the wrapper: local
+    assert_same_grads(bare.inner[2:], alone.inner[2:])
+
+
+def delayed_peer_leaves(rank, world_size):
+    bare = mlp()
+    named = list(bare.named_parameters())
+    ddp = DistributedDataParallel(bare, delay_all_reduce_named_params=named, param_to_hook_all_reduce=bare[0].weight)
+    if rank == 0:
+        local_loss(ddp, rank).backward()
+
+
+def test_delayed_parameters_of_a_lost_rank():
+    outcomes = run_ranks(delayed_peer_leaves, 2, collect_errors=True, group_timeout_s=3.0)
+    assert outcomes[0].type_name == "WorldError", outcomes[0]
+    assert "delayed parameters" in outcomes[0].message and "Fix:" in outcomes[0].message
+
+
 def case_mixed_precision_of_an_lstm(rank, world_size):
     class Recurrent(nn.Module):
         def __init__(self) -> None:
@@ -231,6 +305,10 @@ def case_mixed_precision_of_an_lstm(rank, world_size):
     for model in (ddp, reference):
         model(batch(rank)).float().pow(2).mean().backward()
     assert_same_grads(ddp, reference, rtol=0.2, atol=0.01)
+    x = batch(rank)
+    assert torch.equal(ddp.module(x), reference.module(x)), "the bare module still computes in the narrow dtype"
+    torch.optim.SGD(ddp.parameters(), lr=1.0).step()
+    assert not torch.equal(ddp.module(x), reference.module(x)), "the layer reads weights that no optimizer steps"
 
 
 def case_device_mesh(rank, world_size):
@@ -331,6 +409,72 @@ def case_wrong_arguments(rank, world_size):
         choose_devices([nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1, device="meta"))], None, None)
     assert choose_devices([nn.Parameter(torch.ones(1))], None, None) == (None, None)
     assert choose_devices([nn.Parameter(torch.ones(1))], [], None) == (None, None)
+
+
+def case_an_optimizer_in_backward_is_refused_at_the_first_forward_too(rank, world_size):
+    ddp = DistributedDataParallel(mlp())
+    next(ddp.module.parameters())._in_backward_optimizers = [object()]
+    with pytest.raises(RuntimeError, match="applied in backward"):
+        ddp(batch(rank))
+
+
+def case_builtin_communication_hooks(rank, world_size):
+    for kind, tolerance in ((dist.BuiltinCommHookType.ALLREDUCE, 0.0), (dist.BuiltinCommHookType.FP16_COMPRESS, 1e-2)):
+        bare = mlp()
+        twin, ddp = twin_of(bare), DistributedDataParallel(bare, bucket_cap_mb=SMALL_CAP_MB)
+        ddp._register_builtin_comm_hook(kind)
+        check_steps(ddp, twin, rank, world_size, range(3), **({"rtol": tolerance, "atol": 1e-3} if tolerance else {}))
+        with pytest.raises(RuntimeError, match="once"):
+            ddp._register_builtin_comm_hook(kind)
+    with pytest.raises(ValueError, match="FP16_COMPRESS"):
+        DistributedDataParallel(mlp())._register_builtin_comm_hook("fp8")
+
+
+def case_logging_data_as_torchs(rank, world_size):
+    models = [kind(normed(), find_unused_parameters=True) for kind in (DistributedDataParallel, TorchDDP)]
+    for model in models:
+        for step in range(2):
+            local_loss(model, rank, step).backward()
+    ours, theirs = (model._get_ddp_logging_data() for model in models)
+    for name in ("world_size", "rank", "module_name", "backend_name", "num_parameter_tensors", "bucket_sizes",
+                 "total_parameter_size_bytes", "find_unused_parameters", "broadcast_buffers", "has_sync_bn",
+                 "is_multi_device_module", "device_ids", "output_device", "bucket_cap_bytes"):  # fmt: skip
+        assert ours[name] == theirs[name], name
+    assert ours["dtypes"] == "float32" and ours["iteration"] == 2
+    assert list(models[0].named_module_buffers) == list(models[1].named_module_buffers)
+
+
+def case_hooks_removed_and_backward_checked(rank, world_size):
+    ddp, alone = DistributedDataParallel(mlp()), mlp()
+    local_loss(ddp, rank).backward()
+    ddp._check_reducer_finalized()
+    ddp.zero_grad()
+    ddp._remove_autograd_hooks()
+    for model in (ddp, alone):
+        for step in range(2):
+            local_loss(model, rank, step).backward()
+    assert_same_grads(ddp, alone)
+    broken = DistributedDataParallel(mlp())
+
+    def refuse(_: Tensor) -> None:
+        raise KeyError("the user's own error")
+
+    out = broken(batch(rank))
+    next(iter(broken.module.parameters())).register_hook(refuse)
+    with pytest.raises(KeyError):
+        out.sum().backward()
+    with pytest.raises(RuntimeError, match="did not come to its end"):
+        broken._check_reducer_finalized()
+
+
+def case_agreements_leave_no_keys_behind(rank, world_size):
+    group = dist.new_group()
+    for _ in range(5):
+        agree(group, "something", ["equal"], 5.0, "do nothing")
+    dist.barrier()
+    kept = [turn for turn in range(1, 6) if store_of(group).check([f"guozhuang/agree/{turn}/digest/{rank}"])]
+    assert kept == [4, 5]
+    dist.barrier()
 
 
 # ---- forwards -------------------------------------------------------------------------------------------------------
@@ -547,6 +691,8 @@ def test_a_world_of_one():
 
 def differs(rank, world_size, kind):
     bare, options = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), {}
+    if kind == "layout":
+        bare.append(nn.Conv2d(2, 3, 3))
     if rank == 1:
         if kind == "shape":
             bare[0] = nn.Linear(5, 3)
@@ -560,6 +706,10 @@ def differs(rank, world_size, kind):
             bare[0].bias.requires_grad_(False)
         elif kind == "buffer":
             bare[1].register_buffer("extra", torch.zeros(2))
+        elif kind == "layout":
+            bare.to(memory_format=torch.channels_last)
+        elif kind == "sparse":
+            bare[0].sparse = True
         elif kind == "option":
             options = {"find_unused_parameters": True}
         elif kind == "cap":
@@ -570,7 +720,9 @@ def differs(rank, world_size, kind):
     DistributedDataParallel(bare, **options)
 
 
-@pytest.mark.parametrize("kind", ["shape", "dtype", "count", "name", "trained", "buffer", "option", "cap"])
+@pytest.mark.parametrize(
+    "kind", ["shape", "dtype", "count", "name", "trained", "layout", "sparse", "buffer", "option", "cap"]
+)
 def test_ranks_that_differ_all_raise(kind):
     started_s = time.monotonic()
     outcomes = run_ranks(differs, 3, kind, collect_errors=True, group_timeout_s=10.0)
@@ -588,6 +740,50 @@ def test_a_rank_that_never_comes_is_named():
     for rank in (0, 2):
         assert outcomes[rank].type_name == "WorldError", outcomes[rank]
         assert "[1]" in outcomes[rank].message
+
+
+def test_a_line_names_strides_only_where_they_matter():
+    ordinary, turned = torch.ones(3, 2, 4, 4), torch.ones(3, 2, 4, 4).to(memory_format=torch.channels_last)
+    thin = torch.ones(3, 1, 1, 1)
+    named = [
+        (str(i), nn.Parameter(t))
+        for i, t in enumerate((ordinary, turned, thin, thin.as_strided((3, 1, 1, 1), (1, 9, 7, 5))))
+    ]
+    lines = [line.partition(" ")[2] for line in describe(named)]
+    assert "strides" not in lines[0] and "strides (32, 1, 8, 2)" in lines[1]
+    assert lines[2] == lines[3] == "(3, 1, 1, 1) float32 cpu trained"
+    assert describe(named[:1], frozenset({"0"}))[0].endswith("trained, sparse gradient")
+
+
+def test_a_device_without_an_index_is_that_of_the_parameters():
+    parameters: Any = [types.SimpleNamespace(device=torch.device("cuda", 3))]
+    assert choose_devices(parameters, [torch.device("cuda")], None) == ([3], 3)
+    assert choose_devices(parameters, ["cuda"], "cuda") == ([3], 3)
+    assert choose_devices(parameters, ["cuda:1"], None) == ([1], 1)
+    assert choose_devices(parameters, [0], torch.device("cuda", 2)) == ([0], 2)
+
+
+def test_a_shared_sparse_embedding_has_its_first_name():
+    model = nn.ModuleDict({"out": nn.Linear(4, 7, bias=False), "words": nn.Embedding(7, 4, sparse=True)})
+    model["out"].weight = model["words"].weight
+    assert sparse_names(model) == {"out.weight"} == {name for name, _ in model.named_parameters()}
+
+
+def test_outputs_may_be_deep_and_refer_to_anything():
+    leaf = torch.ones(2, requires_grad=True)
+    computed, hidden = leaf * 2, leaf * 3
+    deep: Any = [computed]
+    for _ in range(5000):
+        deep = [deep, computed]
+
+    def function() -> None: ...
+
+    function.loss = hidden
+    module = nn.Linear(2, 2)
+    module.loss = hidden
+    other = types.SimpleNamespace(deep=deep, module=module, torch=torch, function=function, kind=Custom, leaf=leaf)
+    (found,) = tensors_with_graph(other)
+    assert found is computed
 
 
 def no_group(rank, world_size):

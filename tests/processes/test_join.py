@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from guozhuang import DistributedDataParallel
+from guozhuang import DistributedDataParallel, SyncBatchNorm
 from tests.processes.cases import (
     assert_equal_across_ranks,
     assert_same_grads,
@@ -22,7 +23,7 @@ from tests.processes.cases import (
     results_of_cases,
     twin_of,
 )
-from tests.ranks import run_ranks
+from tests.ranks import RankError, run_ranks
 
 SMALL_CAP_MB = 0.0001
 UNEVEN = ([3, 5], [5, 3], [0, 4], [4, 0], [1, 1], [0, 0])
@@ -257,6 +258,56 @@ def case_delayed_parameters_are_refused(rank, world_size):
     train(ddp, rank, [2, 2], enable=False)
 
 
+def case_sync_batch_norm_is_refused(rank, world_size):
+    for kind in (nn.SyncBatchNorm, SyncBatchNorm):
+        ddp = DistributedDataParallel(nn.Sequential(nn.Linear(6, 8), kind(8)))
+        with pytest.raises(ValueError, match=r"SyncBatchNorm.*Fix:.*throw_on_early_termination"):
+            ddp.join()
+        with pytest.raises(ValueError, match="SyncBatchNorm"), Join([ddp]):
+            ddp(batch(rank))
+        train(ddp, rank, [2, 2], throw_on_early_termination=True)
+        train(ddp, rank, [2, 2], enable=False)
+
+
+def case_switching_requires_grad_between_contexts(rank, world_size):
+    bare = mlp()
+    twin, ddp = twin_of(bare), DistributedDataParallel(bare)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ddp, twin)]
+    for num_batches, trained in (([1, 3], True), ([3, 1], False), ([2, 0], True)):
+        for model in (bare, twin):
+            model[2].requires_grad_(trained)
+        train(ddp, rank, num_batches, optimizers[0])
+        for step in range(max(num_batches)):
+            optimizers[1].zero_grad()
+            for r in range(world_size):
+                if step < num_batches[r]:
+                    (twin(batch(r, step)).pow(2).mean() / world_size).backward()
+            optimizers[1].step()
+        assert_same_state(ddp.module, twin)
+    for model in (bare, twin):
+        model.zero_grad()
+        model[4].requires_grad_(False)  # after the contexts
+    local = ddp(batch(rank, 9)).pow(2).mean()
+    local.backward()
+    for r in range(world_size):
+        (twin(batch(r, 9)).pow(2).mean() / world_size).backward()
+    assert_same_grads(ddp, twin)
+
+
+def case_everything_is_frozen(rank, world_size):
+    ddp = DistributedDataParallel(normed())
+    train(ddp, rank, [1, 2])
+    before = ddp.module[0].weight.clone()
+    ddp.requires_grad_(False)
+    with ddp.join():
+        for step in range([1, 3][rank]):
+            ddp(batch(rank, step))
+    assert torch.equal(before, ddp.module[0].weight)
+    ddp.requires_grad_(True)
+    train(ddp, rank, [2, 1])
+    assert_equal_across_ranks(ddp)
+
+
 NAMES = names_of_cases(globals())
 RESULTS = results_of_cases(__name__, 2, NAMES)
 
@@ -278,3 +329,20 @@ def three_ranks(rank, world_size):
 
 def test_on_three_ranks():
     assert run_ranks(three_ranks, 3) == [True] * 3
+
+
+def freezes_inside(rank, world_size):
+    ddp = DistributedDataParallel(mlp())
+    with ddp.join():
+        for step in range([1, 4][rank]):
+            if step == 2:
+                ddp.module[0].requires_grad_(False)
+            ddp(batch(rank, step)).pow(2).mean().backward()
+
+
+def test_freezing_inside_is_refused_at_once():
+    started_s = time.monotonic()
+    joined, active = run_ranks(freezes_inside, 2, collect_errors=True, group_timeout_s=25.0)
+    assert time.monotonic() - started_s < 15
+    assert isinstance(joined, RankError)  # its peer has gone
+    assert active.type_name == "UsageError" and "0.weight" in active.message and "Fix:" in active.message

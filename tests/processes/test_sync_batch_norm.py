@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import guozhuang as gz
+from guozhuang.sync_batch_norm import use_on_cpu
 from tests.ranks import run_ranks
 
 STEPS = 3
@@ -264,6 +265,31 @@ def test_converted_models_train_on_cpu_like_one_process() -> None:
 
 def test_the_module_may_be_the_layer() -> None:
     run_ranks(bare, 2)
+
+
+class Own(nn.SyncBatchNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        return input * 2
+
+
+def test_conversion_keeps_hooks_and_subclasses() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.SyncBatchNorm(3), Own(3))
+    calls = []
+    handles = [
+        model[0].register_forward_hook(lambda m, args, kwargs, out: calls.append("forward"), with_kwargs=True),
+        model[0].register_forward_pre_hook(lambda m, args: calls.append("before forward")),
+        model[0].register_full_backward_hook(lambda m, a, b: calls.append("backward")),
+    ]
+    own = model[2]
+    model = gz.SyncBatchNorm.convert_sync_batchnorm(model)
+    assert [type(part) for part in model] == [gz.SyncBatchNorm, gz.SyncBatchNorm, Own] and model[2] is own
+    model(torch.randn(4, 3)).sum().backward()
+    assert calls == ["before forward", "forward", "backward"]
+    for handle in handles:
+        handle.remove()
+    model(torch.randn(4, 3)).sum().backward()
+    assert len(calls) == 3, "the user's handle no longer removes the hook"
+    assert use_on_cpu(nn.Sequential(own))[0] is own
 
 
 def test_without_a_process_group_it_is_batch_norm() -> None:

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from guozhuang import DistributedDataParallel, SyncBatchNorm
+from guozhuang.errors import UnusedParameterError, WorldError
 from tests.processes.cases import (
     assert_equal_across_ranks,
     assert_same_grads,
@@ -182,6 +184,25 @@ def case_a_set_changes_but_is_not_asked_for(rank, world_size):
     assert "branches.1.weight" not in by_rank["1"] and "branches.3.weight" in by_rank["1"]
     assert "trunk" not in str(caught.value)
     assert "find_unused_parameters" in lines[0]
+
+
+def case_a_caught_error_is_not_the_cause_of_what_comes_later(rank, world_size):
+    ddp = DistributedDataParallel(Branches())
+    ddp(batch(rank), use="012").pow(2).mean().backward()
+    with pytest.raises(UnusedParameterError):
+        ddp(batch(rank))
+    broken = RuntimeError("a connection was closed")
+    dist.barrier()
+    assert isinstance(ddp.reducer.cause_of(broken, "the exchange"), UnusedParameterError)
+    for step in range(2):
+        ddp(batch(rank, step)).pow(2).mean().backward()
+    assert isinstance(ddp.reducer.cause_of(broken, "the exchange"), WorldError)
+    ddp(batch(rank), use="01" if rank else "0123").pow(2).mean().backward()
+    dist.barrier()
+    if rank == 1:  # the earlier error of rank 0 is not in the table
+        with pytest.raises(UnusedParameterError, match=r"0 +\(none reported\)\n +1 +branches\.2"):
+            ddp(batch(rank))
+    dist.barrier()
 
 
 def case_error_about_unused_also_where_the_first_step_missed(rank, world_size):

@@ -207,6 +207,33 @@ def test_a_group_that_was_there_is_taken_and_left_alone(env: dict[str, None]) ->
         assert "'gloo'" in text
 
 
+def adopts_again(rank: int, world_size: int) -> list[int]:
+    found = []
+    for _ in range(3):
+        me = world.init()
+        found.append(me.local_rank)
+        world.shutdown()
+    return found
+
+
+def test_a_group_can_be_taken_again() -> None:
+    told = {"LOCAL_RANK": None, "LOCAL_WORLD_SIZE": None}
+    assert run_ranks(adopts_again, 2, env=told) == [[0] * 3, [1] * 3]
+
+
+def adopts_alone(rank: int, world_size: int) -> str:
+    if rank == 1:
+        return ""
+    with pytest.raises(RuntimeError) as caught:
+        world.init(timeout_s=1.0)
+    return str(caught.value)
+
+
+def test_the_time_out_holds_for_a_group_that_was_there() -> None:
+    text, _ = run_ranks(adopts_alone, 2, env={"LOCAL_RANK": None, "LOCAL_WORLD_SIZE": None})
+    assert "did not come within 1 s: 1" in text
+
+
 def user_destroys_the_group(rank: int, world_size: int) -> bool:
     world.init()
     dist.destroy_process_group()

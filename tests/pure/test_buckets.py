@@ -171,7 +171,17 @@ def test_place_knows_bucket_and_view_of_each_parameter() -> None:
     assert [b.is_last for b in placement.buckets] == [False, False, True]
     assert placement.buckets[1].names == ("c", "a")
     assert placement.dense == placement.buckets[1:]
-    assert placement.views[3] is None and placement.buckets[0].flat.numel() == 0
-    for view, parameter, b in zip(placement.views[:3], parameters[:3], placement.bucket_of[:3], strict=True):
-        assert view is not None and view.shape == parameter.shape
-        assert view.untyped_storage().data_ptr() == placement.buckets[b].flat.untyped_storage().data_ptr()
+    assert placement.buckets[0].views == [] and placement.buckets[0].flat.numel() == 0
+    for bucket in placement.dense:
+        for view, parameter in zip(bucket.views, bucket.parameters, strict=True):
+            assert view.shape == parameter.shape
+            assert view.untyped_storage().data_ptr() == bucket.flat.untyped_storage().data_ptr()
+
+
+def test_a_renewed_bucket_leaves_its_old_memory_alone() -> None:
+    bucket = Bucket(0, True, ["a", "b"], [torch.zeros(2), torch.zeros(3)])
+    bucket.flat.fill_(1.0)
+    kept = bucket.views[1]
+    bucket.renew()
+    bucket.flat.fill_(2.0)
+    assert kept.tolist() == [1.0] * 3 and bucket.views[1].tolist() == [2.0] * 3

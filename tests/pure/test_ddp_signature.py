@@ -38,7 +38,13 @@ def test_methods_take_what_torchs_take(name):
     ]
 
 
-@pytest.mark.parametrize("name", ["_set_params_and_buffers_to_ignore_for_model", "_set_static_graph"])
+PRIVATE = (
+    *("_set_params_and_buffers_to_ignore_for_model", "_set_static_graph", "_register_builtin_comm_hook"),
+    *("_get_ddp_logging_data", "_remove_autograd_hooks", "_check_reducer_finalized"),
+)
+
+
+@pytest.mark.parametrize("name", PRIVATE)
 def test_private_methods_that_other_libraries_call_exist(name):
     assert callable(getattr(DistributedDataParallel, name))
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from guozhuang.errors import UsageError
-from guozhuang.world.devices import choose
+from guozhuang.world.devices import choose, device_to_bind
 from guozhuang.world.discovery import discover
 from guozhuang.world.identity import Identity, MeetingPoint
 from guozhuang.world.rendezvous import places
@@ -254,3 +254,19 @@ def test_requests_come_through_the_environment(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("GUOZHUANG_STRATEGY", "ddp")
     monkeypatch.setenv("GUOZHUANG_TIMELINE", "/tmp/a.json")
     assert (requested_strategy(), requested_timeline()) == ("ddp", "/tmp/a.json")
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "bound"),
+    [
+        ("nccl", "cuda:1", True),
+        ("NCCL", "cuda:1", True),
+        ("cpu:gloo,cuda:nccl", "cuda:1", True),
+        ("cuda:NCCL", "cuda:1", True),
+        ("cpu:gloo,cuda:nccl", "cpu", False),
+        ("gloo", "cuda:1", False),
+        ("cpu:gloo,cuda:gloo", "cuda:1", False),
+    ],
+)
+def test_a_group_is_bound_to_a_device_that_nccl_serves(backend: str, device: str, bound: bool) -> None:
+    assert device_to_bind(backend, torch.device(device)) == (torch.device(device) if bound else None)

@@ -1,0 +1,166 @@
+"""What programs and libraries call on PyTorch's wrapper besides stepping, by PyTorch's names."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.utils import _to_kwargs
+from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
+
+from ..buckets import Caps
+from ..errors import UsageError, explain
+from ..exchange.comm_hook import Hook
+from ..reducer import Reducer
+
+
+class TorchSurface:
+    """The part of ``DistributedDataParallel`` that other parts of it do not need."""
+
+    module: nn.Module
+    reducer: Reducer | None
+    process_group: dist.ProcessGroup
+    parameters_to_ignore: set[str]
+    device_ids: list[int] | None
+    device_type: str
+    output_device: int | None
+    dim: int
+    is_multi_device_module: bool
+    forward_sync_buffers: bool
+    find_unused_parameters: bool
+    static_graph: bool
+    _caps: Caps
+    _comm_hook: tuple[Hook, object] | None
+
+    if TYPE_CHECKING:
+
+        def register_comm_hook(self, state: object, hook: Hook) -> None:
+            """See ``DistributedDataParallel``."""
+
+        def _connect(self) -> None: ...
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """PyTorch's older name of ``forward_sync_buffers``."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    @property
+    def named_module_buffers(self) -> dict[str, Tensor]:
+        """The buffers that are kept equal, by name, as the module holds them now."""
+        return {name: b for name, b in self.module.named_buffers() if name not in self.parameters_to_ignore}
+
+    @property
+    def modules_buffers(self) -> list[Tensor]:
+        """The buffers that are kept equal, as the module holds them now."""
+        return list(self.named_module_buffers.values())
+
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[Any]) -> Any:
+        """Cut inputs along ``dim`` for several accelerators, as PyTorch's method does."""
+        return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
+
+    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
+        """Move inputs to an accelerator, as PyTorch's method does."""
+        return _to_kwargs(inputs, kwargs, torch.device(self.device_type, device_id), False)
+
+    def gather(self, outputs: Any, output_device: Any) -> Any:
+        """Join outputs along ``dim`` on one accelerator, as PyTorch's method does."""
+        return gather(outputs, output_device, dim=self.dim)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
+        """Register one of PyTorch's two built-in hooks; what :meth:`register_comm_hook` says holds.
+
+        Raises:
+            UsageError: the type is neither ALLREDUCE nor FP16_COMPRESS.
+        """
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        kinds = dist.BuiltinCommHookType
+        if comm_hook_type == kinds.ALLREDUCE:
+            hook: Hook = default_hooks.allreduce_hook
+        elif comm_hook_type == kinds.FP16_COMPRESS:
+            hook = default_hooks.fp16_compress_hook
+        else:
+            fix = "give torch.distributed.BuiltinCommHookType.ALLREDUCE or .FP16_COMPRESS"
+            raise UsageError(explain("there is no such built-in communication hook", value=comm_hook_type, fix=fix))
+        self.register_comm_hook(self.process_group, hook)
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """Return what is known of this wrapper, under PyTorch's keys; sizes in bytes, flags as 0 and 1.
+
+        Times of PyTorch's dictionary are not in it; the timeline has them.
+        """
+        reducer = self.reducer
+        buckets = [] if reducer is None else reducer.buckets
+        sizes = [sum(p.numel() * p.element_size() for p in bucket.parameters) for bucket in buckets]
+        dtypes = sorted({str(p.dtype).removeprefix("torch.") for bucket in buckets for p in bucket.parameters})
+        return {
+            "world_size": self.process_group.size(),
+            "rank": self.process_group.rank(),
+            "module_name": type(self.module).__name__,
+            "backend_name": dist.get_backend(self.process_group),
+            "device_ids": ", ".join(map(str, self.device_ids or ())),
+            "output_device": -1 if self.output_device is None else self.output_device,
+            "is_multi_device_module": int(self.is_multi_device_module),
+            "has_sync_bn": int(any(isinstance(part, nn.SyncBatchNorm) for part in self.module.modules())),
+            "num_parameter_tensors": sum(len(bucket.parameters) for bucket in buckets),
+            "total_parameter_size_bytes": sum(sizes),
+            "dtypes": ", ".join(dtypes),
+            "bucket_sizes": ", ".join(map(str, sizes)),
+            "bucket_cap_bytes": self._caps.each[-1],
+            "find_unused_parameters": int(self.find_unused_parameters),
+            "broadcast_buffers": int(self.forward_sync_buffers),
+            "forward_sync_buffers": int(self.forward_sync_buffers),
+            "static_graph": int(self.static_graph),
+            "comm_hook": "" if self._comm_hook is None else getattr(self._comm_hook[0], "__qualname__", "object"),
+            "iteration": 0 if reducer is None else reducer.step,
+        }
+
+    def _remove_autograd_hooks(self) -> None:
+        """Take the hooks off the parameters; their gradients stay local from then on."""
+        if self.reducer is not None:
+            self.reducer.close()
+
+    def _check_reducer_finalized(self) -> None:
+        """Raise unless the exchanges of the last backward have ended.
+
+        Raises:
+            RuntimeError: the last backward was broken off.
+        """
+        if self.reducer is not None and self.reducer._pass is not None:
+            raise RuntimeError(
+                explain(
+                    "the last backward did not come to its end, so its gradients are not averaged",
+                    rank=self.process_group.rank(),
+                    fix="call this after backward has returned; an error in backward leaves ranks apart",
+                )
+            )
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
+    ) -> None:
+        """Name parameters and buffers of a bare module that a wrapper made later leaves alone."""
+        names = list(params_and_buffers_to_ignore)
+        module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
+        tensors: Mapping[str, Any] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        for name in names:
+            if name in tensors:
+                tensors[name]._ddp_ignored = True  # what other parts of PyTorch look for
+
+    def _set_static_graph(self) -> None:
+        """Declare, before the first backward, that every step is alike."""
+        if self.static_graph:
+            warnings.warn("static_graph was set already", stacklevel=2)
+            return
+        self.static_graph = True
+        if self.reducer is not None:
+            self.reducer.close()
+        self._connect()
