@@ -22,9 +22,9 @@ def explain(what: str, *, value: object = _ABSENT, rank: int | None = None, fix:
     text = f"[rank {rank}] {what}" if rank is not None else what
     if value is not _ABSENT:
         text += f" (got {value!r})"
-    text = text.rstrip(".") + "."
+    text = text.removesuffix(".") + "."
     if fix:
-        text += f" Fix: {fix.rstrip('.')}."
+        text += f" Fix: {fix.removesuffix('.')}."
     return text
 
 

@@ -61,9 +61,9 @@ class Timeline:
         """Record a span whose ends were read with :meth:`now`."""
         self.events.append(Span(name, track, start_ns, end_ns, args))
 
-    def mark(self, name: str, track: str, **args: Any) -> None:
-        """Record an instant, now."""
-        self.events.append(Instant(name, track, self.now(), args))
+    def mark(self, name: str, track: str, at_ns: int | None = None, **args: Any) -> None:
+        """Record an instant: now, or one that was read with :meth:`now`."""
+        self.events.append(Instant(name, track, self.now() if at_ns is None else at_ns, args))
 
     @contextmanager
     def span(self, name: str, track: str, **args: Any) -> Iterator[None]:

@@ -61,6 +61,7 @@ def run(namespace: argparse.Namespace) -> int:
             plan, details = plan_of(namespace, Path(scratch), progress)
             busy = busy_share()  # before anything of ours computes
             num_runs = len(plan.names) * (plan.settings.num_rounds + (plan.timeline is not None))
+            shutil.rmtree(plan.out / "logs", ignore_errors=True)  # of an earlier comparison
             with Reporter(progress, num_runs) as reporter:
                 rows, notes = _measure(plan, reporter)
     except KeyboardInterrupt:

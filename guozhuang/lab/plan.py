@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from guozhuang import strategies, workloads
 from guozhuang.errors import UsageError, explain
 from guozhuang.lab import units
@@ -116,6 +118,18 @@ def plan_of(namespace: argparse.Namespace, scratch: Path, console: Any) -> tuple
     if namespace.steps is not None and namespace.epochs is not None:
         raise UsageError(explain("--steps and --epochs were both given", fix="give one of them"))
     out = _writable(namespace.out)
+    if namespace.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError(
+            explain("there is no CUDA device on this machine", value="--device cuda", fix="say --device cpu")
+        )
+    if namespace.timeline is not None and namespace.timeline.is_dir():
+        raise UsageError(
+            explain(
+                "--timeline is a folder",
+                value=str(namespace.timeline),
+                fix="name a file; FILE-strategy.json are written",
+            )
+        )
     if namespace.timeline is not None:
         _writable(namespace.timeline.absolute().parent, "--timeline")
     options = workloads.options_from(namespace.workload, namespace)

@@ -121,7 +121,7 @@ def _ask_for_stacks(folder: Path) -> None:
     for path in folder.glob("pid-*"):
         with contextlib.suppress(ProcessLookupError, ValueError):
             psutil.Process(int(path.read_text())).send_signal(signal.SIGUSR1)
-    time.sleep(0.5)
+    time.sleep(2.0)  # they write at once, but on a busy machine at once takes a while
 
 
 def _end(process: subprocess.Popen[bytes], spec_file: Path) -> None:

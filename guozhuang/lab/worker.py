@@ -25,7 +25,7 @@ import torch
 
 from guozhuang import data, strategies, world
 from guozhuang.data_parallel import DataParallel
-from guozhuang.errors import UsageError
+from guozhuang.errors import UsageError, explain
 from guozhuang.lab import measure
 from guozhuang.lab.files import build, write_text
 from guozhuang.lab.results import Phases, RankRecord
@@ -113,6 +113,14 @@ class _Trainer:
         fetched = now()
         with self._span("forward"):
             loss = self.workload.loss(self.model, batch)
+            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                raise UsageError(
+                    explain(
+                        "the workload's loss must return a tensor of one element",
+                        value=loss,
+                        fix="return the mean loss",
+                    )
+                )
         computed = now()
         with self._span("backward"):
             loss.backward()

@@ -209,7 +209,8 @@ class Reducer:
             for i in current.predicted_unused:
                 current.left[i] = 0
             for i, left in enumerate(current.left):
-                current.waiting[selection.placement.bucket_of[i]] -= left == 0
+                if left == 0:
+                    self._count_down(current, selection.placement.bucket_of[i])
         return current
 
     def on_output(self) -> None:
@@ -247,13 +248,18 @@ class Reducer:
                     self._raise_late(index)
                 selection.predictable = False
             else:
-                current.waiting[bucket] -= 1
+                self._count_down(current, bucket)
             if not self.options.batched_copy:
                 selection.views.fill(index)
             if self.timeline is not None:
                 record_ends(current, self.timeline)
             if current.waiting[bucket] == 0 and self.options.overlap:
                 self._start_full(current)
+
+    def _count_down(self, current: Pass, bucket: int) -> None:
+        current.waiting[bucket] -= 1
+        if current.waiting[bucket] == 0 and self.timeline is not None:
+            self.timeline.mark(f"bucket {bucket} ready", "buckets", step=self.step)
 
     def _raise_late(self, index: int) -> None:
         promise = " although static_graph=True promised that every step is alike" if self.options.static_graph else ""
@@ -325,7 +331,10 @@ class Reducer:
 
     def _complete(self, current: Pass) -> None:
         selection, n = self._selection, len(self.parameters)
-        current.waiting = [0] * len(self.buckets)
+        for b, waiting in enumerate(current.waiting):
+            if waiting:  # what is not there now does not come any more
+                current.waiting[b] = 1
+                self._count_down(current, b)
         self._start_full(current)
         used_here = [not current.shadow and self._is_used(current, i) for i in range(n)]
         asking: UsedAnywhere | None = None

@@ -66,7 +66,7 @@ def record_start(current: Pass, bucket: Bucket, work: Work, start_ns: int, timel
     A thread of our own waits for it. A callback of the work would run in a thread of the group, which at the end of the process
     aborts, see [Note: who drops a work last]. A work that is more than a wait is only asked when a gradient comes.
     """
-    timeline.mark(f"bucket {bucket.index} started", "buckets", num_bytes=bucket.num_bytes)
+    timeline.mark(f"bucket {bucket.index} started", "buckets", start_ns, num_bytes=bucket.num_bytes)
     if not isinstance(work, dist.Work):
         current.on_timeline[bucket.index] = (work, start_ns)
         return

@@ -102,7 +102,7 @@ def decode(data: bytes, path: Path, encoding: str | None = None) -> Decoded:
         raise UsageError(
             explain(
                 f"{path} is not Unicode, and its encoding cannot be told from its bytes",
-                fix="name it: --encoding gb18030, shift_jis, euc_kr, cp1251, koi8-r, ...",
+                fix="name it: --encoding gb18030, shift_jis, euc_kr, cp1251, koi8-r or another",
             )
         )
     name = "latin-1" if set(data) & {0x81, 0x8D, 0x8F, 0x90, 0x9D} else "cp1252"

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -127,7 +128,12 @@ def _users(name: str, told: Mapping[str, Any]) -> Workload:
                 fix="write it as function(options), or leave --option out",
             )
         )
-    made = function(dict(told)) if takes else function()
+    try:
+        made = function(dict(told)) if takes else function()
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(_failed(f"the workload function {name} raised", error)) from error
     if not isinstance(made, Workload):
         raise UsageError(
             explain(
@@ -137,6 +143,15 @@ def _users(name: str, told: Mapping[str, Any]) -> Workload:
             )
         )
     return made
+
+
+def _failed(what: str, error: Exception) -> str:
+    """Describe an exception of the user's own code with the place where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown place"
+    if isinstance(error, SyntaxError) and error.filename:
+        place = f"{error.filename}:{error.lineno}"
+    return explain(f"{what} {type(error).__name__} at {place}: {error}", fix="mend it there")
 
 
 def _find(name: str) -> Callable[..., Any]:
@@ -150,8 +165,8 @@ def _find(name: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name is None or not (module_name + ".").startswith(error.name + "."):
-            raise  # the module is there; something it imports is not
+        if error.name is None or not (module_name + ".").startswith(error.name + "."):  # something that it imports
+            raise UsageError(_failed(f"importing {module_name} raised", error)) from error
         raise UsageError(
             explain(
                 f"no module named {module_name} in {here} or among the installed packages",
@@ -159,6 +174,8 @@ def _find(name: str) -> Callable[..., Any]:
                 fix="name a module as in `import`, without .py",
             )
         ) from None
+    except Exception as error:
+        raise UsageError(_failed(f"importing {module_name} raised", error)) from error
     function = getattr(module, function_name, None)
     if not callable(function):
         there = [

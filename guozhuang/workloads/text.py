@@ -177,6 +177,8 @@ def _key(chosen: TextOptions, model: bert.BertSize | Path) -> str:
     settings: dict[str, object] = {name: getattr(chosen, name) for name in names}
     files = [Path(name).expanduser() for name in (chosen.data, chosen.eval_data) if name is not None]
     for path in files:
+        if path.is_dir():
+            raise UsageError(explain("the data file is a folder", value=str(path), fix="name one file in it"))
         if not path.is_file():
             raise UsageError(explain("no such file", value=str(path), fix="give the path of a data file"))
     if chosen.data is None:

@@ -80,10 +80,10 @@ def test_a_rank_that_hangs_is_a_failed_row_with_everyones_stacks(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     began = time.monotonic()
     code, results = _compare(
-        tmp_path, "--strategies", "none", "--steps", "3", "--option", "hang=4", "--timeout", "12", "--json"
+        tmp_path, "--strategies", "none", "--steps", "3", "--option", "hang=4", "--timeout", "20", "--json"
     )
     assert code == 1
-    assert time.monotonic() - began < 40
+    assert time.monotonic() - began < 60
     failure = results.rows[0].failure
     assert failure is not None
     log = Path(failure.log).read_text()
