@@ -12,7 +12,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --e
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-text
-	$(BIN)/guozhuang compare --batch-size 16 --steps 80
+	$(BIN)/guozhuang compare --batch-size 16 --steps 60
 
 test: lint
 	$(BIN)/python -m pytest -m "not slow"
