@@ -130,5 +130,19 @@ def test_missing_modules_are_told_from_broken_ones(module, tmp_path) -> None:
     with pytest.raises(UsageError, match=r"no module named nowhere_at_all"):
         load("nowhere_at_all:f")
     next(Path(tmp_path).glob("neighbour_*")).unlink()
-    with pytest.raises(ModuleNotFoundError, match="neighbour"):
+    with pytest.raises(
+        UsageError, match=rf"importing {module} raised ModuleNotFoundError at .*{module}\.py:\d+.*neighbour"
+    ):
         load(f"{module}:plain")
+
+
+def test_a_workload_function_that_raises_is_named_with_the_place(tmp_path, monkeypatch) -> None:
+    (tmp_path / "raising_workload.py").write_text("def broken():\n    raise KeyError('my own')\n")
+    (tmp_path / "unreadable_workload.py").write_text("def broken(:\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UsageError, match=r"raising_workload:broken raised KeyError at .*raising_workload\.py:2"):
+        load("raising_workload:broken")
+    with pytest.raises(
+        UsageError, match=r"importing unreadable_workload raised SyntaxError at .*unreadable_workload\.py:1"
+    ):
+        load("unreadable_workload:broken")
