@@ -330,7 +330,11 @@ class DistributedDataParallel(TorchSurface, nn.Module, Joinable):
 
     def will_sync_module_buffers(self) -> bool:
         """Tell whether the next forward begins with a broadcast of the buffers."""
-        return self.require_forward_param_sync and self.forward_sync_buffers and bool(self.modules_buffers)
+        if not (self.require_forward_param_sync and self.forward_sync_buffers):
+            return False
+        return any(
+            name not in self.parameters_to_ignore for name, _ in self.module.named_buffers()
+        )  # ends at the first
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -362,7 +362,7 @@ class Reducer:
         selection.views.end()
         self._learn(current)
         if not current.shadow:
-            selection.unused_last = [not used for used in used_here]
+            selection.unused_last = [not was_used for was_used in used_here]
         selection.accumulated = [False] * n
         self._last_pass, self._pass, self._armed = current, None, False
         self._pass_since_forward = not current.shadow
