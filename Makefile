@@ -12,7 +12,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --e
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-text
-	$(BIN)/guozhuang compare --batch-size 16 --steps 60
+	$(BIN)/guozhuang compare --batch-size 16 --steps 60 --strategies single,ddp,torch-ddp,sharded,none
 
 test: lint
 	$(BIN)/python -m pytest -m "not slow"
@@ -37,10 +37,12 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # A stamp per set of requirements, so that a second run installs nothing.
-$(VENV)/.installed-text: pyproject.toml constraints.txt | $(BIN)/python
+ENGINE := setup.py $(wildcard guozhuang/groups/shared_memory/*.[ch])
+
+$(VENV)/.installed-text: pyproject.toml constraints.txt $(ENGINE) | $(BIN)/python
 	$(INSTALL) '.[text]'
 	@touch $@
 
-$(VENV)/.installed-test: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.installed-test: pyproject.toml constraints.txt $(ENGINE) | $(BIN)/python
 	$(INSTALL) '.[text,test]'
 	@touch $@ $(VENV)/.installed-text

@@ -3,6 +3,9 @@
 from .data import DistributedSampler, loader
 from .data_parallel import DataParallel
 from .distributed import DistributedDataParallel
+from .errors import PeerLost
+from .groups.backend import register as _register
+from .sharding import clip_grad_norm_
 from .strategies import prepare
 from .sync_batch_norm import SyncBatchNorm
 from .world import World, init, shutdown
@@ -11,10 +14,14 @@ __all__ = [
     "DataParallel",
     "DistributedDataParallel",
     "DistributedSampler",
+    "PeerLost",
     "SyncBatchNorm",
     "World",
+    "clip_grad_norm_",
     "init",
     "loader",
     "prepare",
     "shutdown",
 ]
+
+_register()  # the backend name "shm"; starts nothing

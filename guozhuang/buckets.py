@@ -7,9 +7,9 @@ a bucket passes it only when a single parameter does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,7 +17,13 @@ from torch import Tensor
 FIRST_CAP_BYTES = 1 << 20
 DEFAULT_CAP_BYTES = 25 << 20  # chosen by benchmarks/bucket_cap.py; its table stands in benchmarks/README.md
 
-T = TypeVar("T")
+Allocate: TypeAlias = Callable[[int, torch.dtype, torch.device], Tensor]
+"""``allocate(num_elements, dtype, device)`` returns a 1-dimensional tensor of zeros."""
+
+
+def in_process_memory(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Allocate zeros as PyTorch does."""
+    return torch.zeros(num_elements, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +117,13 @@ class Bucket:
     """
 
     def __init__(
-        self, index: int, is_last: bool, names: Sequence[str], parameters: Sequence[Tensor], sparse: bool = False
+        self,
+        index: int,
+        is_last: bool,
+        names: Sequence[str],
+        parameters: Sequence[Tensor],
+        sparse: bool = False,
+        allocate: Allocate = in_process_memory,
     ) -> None:
         assert parameters and (not sparse or len(parameters) == 1)
         self.index = index
@@ -119,13 +131,14 @@ class Bucket:
         self.names = tuple(names)
         self.parameters = tuple(parameters)
         self.sparse = sparse
+        self._allocate = allocate
         self.renew()
 
     def renew(self) -> None:
         """Take new memory, of zeros; whoever holds a view keeps the old."""
         first = self.parameters[0]
         num_elements = 0 if self.sparse else sum(p.numel() for p in self.parameters)
-        self.flat = torch.zeros(num_elements, dtype=first.dtype, device=first.device)
+        self.flat = self._allocate(num_elements, first.dtype, first.device)
         self.views: list[Tensor] = []
         offset = 0
         for parameter in () if self.sparse else self.parameters:
@@ -153,14 +166,18 @@ class Placement:
 
 
 def place(
-    layout: Sequence[tuple[int, ...]], names: Sequence[str], parameters: Sequence[Tensor], slots: Sequence[Slot]
+    layout: Sequence[tuple[int, ...]],
+    names: Sequence[str],
+    parameters: Sequence[Tensor],
+    slots: Sequence[Slot],
+    allocate: Allocate = in_process_memory,
 ) -> Placement:
     """Allocate the flat tensors of a layout that :func:`assign` made."""
     buckets, bucket_of = [], [0] * len(parameters)
     for b, members in enumerate(layout):
         members_names, members_parameters = [names[i] for i in members], [parameters[i] for i in members]
         sparse = slots[members[0]].sparse
-        buckets.append(Bucket(b, b == len(layout) - 1, members_names, members_parameters, sparse))
+        buckets.append(Bucket(b, b == len(layout) - 1, members_names, members_parameters, sparse, allocate))
         for i in members:
             bucket_of[i] = b
     return Placement(list(layout), buckets, bucket_of)

@@ -57,3 +57,27 @@ class UnusedParameterError(RuntimeError):
 
 class WorldError(RuntimeError):
     """Processes could not find or hear each other: a lost rank, a wait that ran out."""
+
+
+class PeerLost(WorldError):
+    """Another process of the group is gone, or did not come within the time-out; every rank that waited for it raises this.
+
+    Attributes:
+        rank: the lost rank, within the group.
+        pid: its process on this node; None where it is not known.
+        waiting_in: what this rank was doing when it noticed, e.g. ``"all_reduce of 1024 float32"``.
+    """
+
+    def __init__(self, text: str, *, rank: int, pid: int | None, waiting_in: str) -> None:
+        super().__init__(text)
+        self.rank = rank
+        self.pid = pid
+        self.waiting_in = waiting_in
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Keep the attributes when the exception goes to another process."""
+        return _peer_lost, (str(self), self.rank, self.pid, self.waiting_in)
+
+
+def _peer_lost(text: str, rank: int, pid: int | None, waiting_in: str) -> PeerLost:
+    return PeerLost(text, rank=rank, pid=pid, waiting_in=waiting_in)

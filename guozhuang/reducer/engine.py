@@ -30,9 +30,10 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from ..buckets import Bucket, Caps
-from ..errors import WorldError, explain
+from ..errors import PeerLost, WorldError, explain
 from ..exchange.base import GradientExchange, Work
 from ..exchange.sparse import all_gather_mean, no_rows
+from ..groups.allocation import zeros_for
 from ..timeline import Timeline
 from .passes import Options, Pass, record_ends, record_start, weakly
 from .selection import Selection
@@ -96,7 +97,7 @@ class Reducer:
         selection = self._selections.pop(self._signature, None)
         if selection is None:
             chosen = [(name, p) for name, p in self._candidates if p.requires_grad]
-            selection = Selection(chosen, self._sparse, self.caps)
+            selection = Selection(chosen, self._sparse, self.caps, zeros_for(self.group))
         self._selections[self._signature] = selection
         if len(self._selections) > _KEPT_SELECTIONS:  # each keeps the memory of its buckets
             del self._selections[next(iter(self._selections))]
@@ -384,7 +385,10 @@ class Reducer:
 
     def cause_of(self, error: RuntimeError, what: str) -> RuntimeError:
         """Compose the error for a collective that failed: what another rank has said of it, or that a rank is gone."""
-        return self._unused.error_elsewhere(self.step) or WorldError(
+        said = self._unused.error_elsewhere(self.step)
+        if said is None and isinstance(error, PeerLost):
+            return PeerLost(f"{error} [{what}, step {self.step}]", rank=error.rank, pid=error.pid, waiting_in=what)
+        return said or WorldError(
             explain(
                 f"{what} in step {self.step} failed: {error}",
                 rank=self.group.rank(),

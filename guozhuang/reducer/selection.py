@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from ..buckets import Caps, Slot, assign, place
+from ..buckets import Allocate, Caps, Slot, assign, place
 from .gradients import GradientViews
 
 
@@ -23,6 +23,7 @@ class Selection:
         named_parameters: those that require a gradient.
         sparse: names of parameters whose gradients are sparse.
         caps: bounds of the buckets.
+        allocate: where their memory comes from.
 
     Attributes:
         seen: got a gradient since the last pass was accounted for.
@@ -36,11 +37,17 @@ class Selection:
         learning: the ranks have not agreed on the order of buckets yet.
     """
 
-    def __init__(self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]], sparse: frozenset[str], caps: Caps):
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        sparse: frozenset[str],
+        caps: Caps,
+        allocate: Allocate,
+    ) -> None:
         pairs = list(named_parameters)
         self.names = [name for name, _ in pairs]
         self.parameters = [p for _, p in pairs]
-        self._caps = caps
+        self._caps, self._allocate = caps, allocate
         self._slots = [Slot(p.numel(), p.dtype, p.device, name in sparse) for name, p in pairs]
         self._handles: list[Any] = []
         n = len(pairs)
@@ -62,7 +69,7 @@ class Selection:
         self.seen = self.accumulated.copy()
 
     def _lay_out(self, layout: Sequence[tuple[int, ...]]) -> None:
-        self.placement = place(layout, self.names, self.parameters, self._slots)
+        self.placement = place(layout, self.names, self.parameters, self._slots, self._allocate)
         self.views = GradientViews(self.parameters, self.placement)
 
     def connect(self, on_gradient: Callable[[int], Callable[[Any, Any], None]]) -> None:

@@ -1,0 +1,26 @@
+"""Where tensors that a group will reduce should lie: a group may offer memory that it reduces in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def zeros_for(group: dist.ProcessGroup) -> Callable[[int, torch.dtype, torch.device], Tensor]:
+    """Return what allocates flat tensors of zeros for this group: ``allocate(num_elements, dtype, device)``.
+
+    CPU tensors lie in the group's own memory where it has some (``group.empty``); all others come from PyTorch. Not
+    collective: ranks may allocate different sizes at different times.
+    """
+    empty = getattr(group, "empty", None)
+
+    def allocate(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if empty is None or device.type != "cpu" or num_elements == 0:
+            return torch.zeros(num_elements, dtype=dtype, device=device)
+        flat: Tensor = empty(num_elements, dtype)
+        return flat.zero_()
+
+    return allocate

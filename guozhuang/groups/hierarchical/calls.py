@@ -1,0 +1,230 @@
+"""How a call on a group over several nodes is done: in its turn, within its time, and with an eye on the other ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from guozhuang.errors import UsageError, WorldError, explain
+from guozhuang.groups.base import PythonGroup
+from guozhuang.groups.hierarchical.collectives import Collectives
+from guozhuang.groups.hierarchical.comparison import Comparison
+from guozhuang.groups.hierarchical.crossing import Crossing, choose_address
+from guozhuang.groups.hierarchical.failure import Failure
+from guozhuang.groups.hierarchical.nodes import Nodes
+from guozhuang.groups.shared_memory.works import Turns, take_timeout
+
+_SLICE = datetime.timedelta(seconds=0.2)  # between two looks at the node while waiting for the link
+_SHUTDOWN_S = 5.0
+_REDUCIBLE = frozenset(
+    {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64}
+)
+# Operations that both ways know; others (PREMUL_SUM) are gloo's to refuse.
+_KNOWN = (
+    *(dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX),
+    *(dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR),
+)
+_BITWISE = (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)
+
+MakeGroup = Callable[[dist.Store, int, int, datetime.timedelta], dist.ProcessGroup]
+
+
+class Calls(PythonGroup):
+    """What every call on the group goes through. The arguments are those of ``HierarchicalGroup``."""
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: datetime.timedelta,
+        identities: Sequence[str],
+        inside: MakeGroup | None = None,
+    ) -> None:
+        if len(identities) != size:
+            fix = f"give one text for each of the {size} ranks"
+            raise UsageError(
+                explain("a hierarchical group needs the node of every rank", value=len(identities), fix=fix)
+            )
+        super().__init__(rank, size, "hierarchical")
+        self._store, self._timeout_s = store, timeout.total_seconds()
+        self._limit_s, self._deadline = self._timeout_s, 0.0
+        self.nodes = nodes = Nodes.of(identities, rank)
+        others = [r for r in range(size) if r not in nodes.here]
+        address = choose_address(dist.PrefixStore("route", store), rank, others)
+        self._whole = Crossing(dist.PrefixStore("whole", store), rank, size, self._timeout_s, address)
+        self._inside: dist.ProcessGroup | None = None
+        self._lane: Crossing | None = None
+        if not nodes.is_flat and len(nodes.here) > 1:
+            make = inside if inside is not None else _shared_memory
+            of_node = dist.PrefixStore(f"node/{nodes.node}", store)
+            self._inside = make(of_node, nodes.local_rank, len(nodes.here), timeout)
+            if hasattr(self._inside, "empty"):
+                self.empty = self._inside.empty
+        if not nodes.is_flat and nodes.lane is not None:
+            of_lane = dist.PrefixStore(f"lane/{nodes.lane}", store)
+            self._lane = Crossing(of_lane, nodes.node, len(nodes.members), self._timeout_s, address)
+        link, num_linked = (self._whole, size) if nodes.is_flat else (self._lane, len(nodes.members))
+        self._comparison = Comparison(rank, self._inside, len(nodes.here), link, num_linked, self._wait)
+        self._failure = Failure(dist.PrefixStore("failure", store), nodes, self._give_up, self._comparison.asked)
+        empty = getattr(self._inside, "empty", lambda num_elements, dtype: torch.empty(num_elements, dtype=dtype))
+        self._collectives = Collectives(nodes, self._inside, self._lane, self._wait, self._comparison.settle, empty)
+        self._turns = Turns(f"guozhuang hierarchical {rank}", rank)
+        # A group that is dropped without a shutdown must not leave its thread behind.
+        weakref.finalize(self, self._turns.close, WorldError("the group is gone"), 0.0)
+
+    def _moves(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether tensors can be moved in two steps, and are worth it."""
+        return not self.nodes.is_flat and all(
+            t.is_cpu and t.layout == torch.strided and t.numel() > 0 and t.dtype == tensors[0].dtype for t in tensors
+        )
+
+    def _reduces(self, tensors: Sequence[Tensor], op: Any) -> bool:
+        """Whether tensors can be combined in two steps."""
+        if not self._moves(tensors) or not any(op == known for known in _KNOWN):
+            return False
+        dtype = tensors[0].dtype
+        if dtype.is_complex:
+            return bool(op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG)
+        if dtype.is_floating_point and any(op == bitwise for bitwise in _BITWISE):
+            # Gloo would say so only when others wait for it.
+            fix = "reduce integers, or choose another operation"
+            raise UsageError(explain("bits of floating-point numbers cannot be combined", value=str(dtype), fix=fix))
+        return dtype in _REDUCIBLE and (dtype.is_floating_point or op != dist.ReduceOp.AVG)
+
+    def _gathers(self, larger: Sequence[Tensor], smaller: Sequence[Tensor]) -> bool:
+        """Whether each of ``larger`` is made of one of ``smaller`` per rank, and the nodes allow to do it in two steps."""
+        return (
+            self.nodes.is_even
+            and self._moves([*larger, *smaller])
+            and all(big.numel() == self.size() * small.numel() for big, small in zip(larger, smaller, strict=True))
+        )
+
+    def _by_gloo(self, what: str, tensors: Sequence[Tensor], method: str, *arguments: Any) -> dist.Work:
+        """Call a method of the gloo group of all ranks.
+
+        Args:
+            what: the call in words, see ``words``.
+            tensors: what holds the result.
+            method: the name.
+            arguments: of the method, options last.
+        """
+
+        def job() -> None:
+            self._comparison.settle()
+            try:
+                self._wait(getattr(self._whole.group, method)(*arguments), method)
+            except (RuntimeError, TypeError, ValueError) as error:
+                # What gloo says of connections names its own source; the rest are arguments that it refuses, on all ranks.
+                if isinstance(error, WorldError) or "gloo/" in str(error):
+                    raise
+                raise _Refused from error
+
+        return self._start(job, tensors, f"{what}, through gloo", arguments[-1])
+
+    def _start(
+        self, job: Callable[[], None], tensors: Sequence[Tensor], what: str, opts: Any, node_first: bool = False
+    ) -> dist.Work:
+        """Give a call its turn; it begins with a comparison of ``what`` among all ranks."""
+        limit_s = take_timeout(opts)
+
+        def run() -> None:
+            self._failure.check()
+            self._limit_s = limit_s if limit_s is not None else self._timeout_s
+            self._deadline = time.monotonic() + self._limit_s
+            try:
+                self._comparison.begin(what, node_first)
+                job()
+                self._comparison.settle()  # where a small tensor left nothing for this lane
+            except _Refused as error:
+                assert error.__cause__ is not None
+                raise error.__cause__  # noqa: B904
+            except BaseException as error:
+                ended = self._failure.end_with(error, what)
+                raise ended from (error if ended is not error else None)
+
+        return self._turns.later(run, tensors, what) if opts.asyncOp else self._turns.now(run, tensors, what)
+
+    def _wait(self, work: dist.Work, what: str) -> None:
+        """Wait for a work of gloo, with an eye on the time and on the ranks of this node."""
+        while True:
+            has_ended = work.is_completed()
+            left_s = self._deadline - time.monotonic()
+            try:
+                work.wait(min(_SLICE, datetime.timedelta(seconds=max(left_s, 0.001))))
+                return
+            except RuntimeError:
+                # Either the slice is over, or the work failed: then it has ended, and the next look tells.
+                if has_ended:
+                    raise
+            self._failure.look_around(what)
+            if left_s <= 0 and not work.is_completed():
+                lane = self.nodes.lane
+                peers = (
+                    self.nodes.peers_of_lane(lane)
+                    if lane is not None and self._lane is not None
+                    else range(self.size())
+                )
+                raise self._failure.late(what, [r for r in peers if r != self.rank()], self._limit_s)
+
+    # ---- the end
+
+    def _give_up(self) -> None:
+        """See [Note: how a failure spreads]."""
+        if self._inside is not None:
+            with contextlib.suppress(Exception):
+                self._inside.abort()
+        for crossing in (self._lane, self._whole):
+            if crossing is not None:
+                crossing.cut()
+
+    # ---- what is asked of every group
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return list(self._whole.group._device_types)
+
+    def _get_backend(self, device: torch.device | str) -> Any:
+        """Gloo among all ranks, which has the options of the group; raises RuntimeError for a device it cannot serve."""
+        return self._whole.group._get_backend(torch.device(device))
+
+    def get_group_store(self) -> dist.Store:
+        """The store that the group was made with."""
+        return self._store
+
+    def abort(self) -> None:
+        """Give the group up on this rank; what waits for it on others fails soon."""
+        text = explain("this group was aborted", rank=self.rank(), fix="make a new group")
+        self._failure.end_with(WorldError(text), "abort")
+
+    def shutdown(self) -> None:
+        """End the group's thread after what it still has to do, and leave the group inside the node."""
+        text = explain("this group was shut down", rank=self.rank(), fix="make a new group")
+        self._turns.close(WorldError(text), _SHUTDOWN_S)
+        if self._inside is not None:
+            self._inside.shutdown()
+        for crossing in (self._lane, self._whole):
+            if crossing is not None:
+                crossing.close()
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        """Set the limit of each collective."""
+        self._timeout_s = timeout.total_seconds()
+
+
+class _Refused(Exception):
+    """Gloo refused the arguments of a call; the cause is what it raised. The group goes on."""
+
+
+def _shared_memory(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> dist.ProcessGroup:
+    from guozhuang.groups.shared_memory import SharedMemoryGroup
+
+    return SharedMemoryGroup(store, rank, size, timeout)

@@ -1,0 +1,292 @@
+"""The collectives that are worth doing in two steps: inside the node through its own group, between nodes lane by lane.
+
+All of these block until this rank's part is done; every rank must call the same one with the same sizes. Tensors are flat.
+
+[Note: what overlaps]
+A large tensor goes in pieces. While gloo's threads carry the lanes' parts of one piece over the link, this thread does the
+inside part of the next, and brings the result of an earlier one to the ranks of the node: `IN_FLIGHT` pieces are on the link
+at a time, so that it never waits for memory. Inside the node and on each lane the pieces go in the same order on all ranks.
+
+[Note: all ranks get the same bits]
+A part is combined once: inside each node by the rank of its lane, or by all in an order that the group inside the node fixes,
+then by gloo's ring, after which every rank of the lane holds the same bits; the ranks of a node copy them from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
+
+from guozhuang.groups.hierarchical.crossing import Crossing
+from guozhuang.groups.hierarchical.nodes import Nodes, part_of, pieces_of
+from guozhuang.groups.hierarchical.tensors import Pool, begin_of
+
+#: Of one lane in one piece. Long enough that latency does not count, short enough that what does not overlap, the first
+#: piece's way in and the last one's way out, does not either.
+PART_BYTES = 1 << 20
+IN_FLIGHT = 2  # gloo's own threads per group: more would only queue
+
+Wait = Callable[[dist.Work, str], None]
+
+
+class Collectives:
+    """Collectives of one rank over its node and its lane.
+
+    Args:
+        nodes: who is where.
+        inside: the group of this rank's node; None where it has one rank.
+        lane: gloo among the ranks of this rank's lane; None where the rank is in no lane.
+        wait: waits for a work of the lane, with a limit, and says what it waits in if that fails.
+        settle: raises unless all ranks of the lane ask for the same; called before the lane is used.
+        empty: allocates memory that the group inside the node reads without a copy: (number of elements, dtype).
+    """
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        inside: dist.ProcessGroup | None,
+        lane: Crossing | None,
+        wait: Wait,
+        settle: Callable[[], None],
+        empty: Callable[[int, torch.dtype], Tensor],
+    ) -> None:
+        self._nodes, self._inside, self._lane, self._wait, self._settle = nodes, inside, lane, wait, settle
+        self._parts = Pool(empty, PART_BYTES)
+        self._wholes = Pool(empty, PART_BYTES * nodes.num_lanes)
+        # Where nodes differ in size, a larger one has ranks without a lane: its lanes are served one after the other.
+        self._is_even_here = len(nodes.here) == nodes.num_lanes
+
+    def barrier(self) -> None:
+        """Return when all ranks have come, of a call that began with a comparison in its node and only then over the link."""
+        self._settle()
+        if self._inside is not None:
+            self._inside.barrier(_quiet(dist.BarrierOptions())).wait()
+
+    def all_reduce(self, flat: Tensor, op: Any) -> None:
+        """Combine ``flat`` of all ranks, in place. ``op``: a ReduceOp; AVG for floating point only."""
+        average = op == dist.ReduceOp.AVG
+        inside_op = dist.ReduceOp.SUM if average else op
+
+        def cross(part: Tensor) -> Any:
+            return self._link().allreduce([part], _reducing(dist.AllreduceOptions(), inside_op))
+
+        def land(part: Tensor) -> None:
+            if average:
+                part.div_(self._nodes.size)
+
+        self._pipeline(flat, inside_op, cross, land, "all_reduce")
+
+    def reduce(self, flat: Tensor, op: Any, root: int) -> None:
+        """Combine ``flat`` of all ranks into that of rank ``root``; what others hold afterwards means nothing."""
+        average = op == dist.ReduceOp.AVG
+        inside_op = dist.ReduceOp.SUM if average else op
+        node = self._nodes.node_of(root)
+
+        def cross(part: Tensor) -> Any:
+            return self._link().reduce([part], _rooted(_reducing(dist.ReduceOptions(), inside_op), node))
+
+        def land(part: Tensor) -> None:
+            if average and self._nodes.node == node:
+                part.div_(self._nodes.size)
+
+        self._pipeline(flat, inside_op, cross, land, "reduce", gather=self._nodes.node == node)
+
+    def broadcast(self, flat: Tensor, root: int) -> None:
+        """Copy ``flat`` of rank ``root`` to all ranks; it crosses the link once for each other node."""
+        node = self._nodes.node_of(root)
+        if self._inside is not None and self._nodes.node == node:
+            options = _rooted(dist.BroadcastOptions(), self._nodes.here.index(root))
+            self._inside.broadcast([flat], options).wait()
+
+        def cross(part: Tensor) -> Any:
+            return self._link().broadcast([part], _rooted(dist.BroadcastOptions(), node))
+
+        def land(part: Tensor) -> None:
+            del part
+
+        self._pipeline(flat, None, cross, land, "broadcast", gather=self._nodes.node != node)
+
+    def all_gather(self, output: Tensor, flat: Tensor) -> None:
+        """Lay ``flat`` of all ranks into ``output``, in rank order. For nodes of equal size."""
+        assert self._nodes.is_even
+        members = self._nodes.members
+        of_lane = torch.empty(len(members) * flat.numel(), dtype=flat.dtype)
+        self._wait(self._link()._allgather_base(of_lane, flat, _quiet(AllgatherOptions())), "all_gather")
+        if self._inside is None:
+            gathered = of_lane
+        else:
+            gathered = torch.empty(output.numel(), dtype=output.dtype)
+            self._inside._allgather_base(gathered, of_lane, _quiet(AllgatherOptions())).wait()
+        blocks = gathered.view(self._nodes.num_lanes, len(members), -1)  # by lane, then by node
+        rows = output.view(self._nodes.size, -1)
+        for node, ranks in enumerate(members):
+            for lane, rank in enumerate(ranks):
+                rows[rank].copy_(blocks[lane, node])
+
+    def reduce_scatter(self, output: Tensor, flat: Tensor, op: Any) -> None:
+        """Combine ``flat`` of all ranks, whose r-th part is for rank r, into ``output``. For nodes of equal size."""
+        assert self._nodes.is_even
+        average = op == dist.ReduceOp.AVG
+        inside_op = dist.ReduceOp.SUM if average else op
+        members = self._nodes.members
+        order = [members[node][lane] for lane in range(self._nodes.num_lanes) for node in range(len(members))]
+        arranged = torch.empty(flat.numel(), dtype=flat.dtype)
+        torch.index_select(flat.view(self._nodes.size, -1), 0, torch.tensor(order), out=arranged.view(len(order), -1))
+        of_lane = arranged
+        if self._inside is not None:
+            of_lane = torch.empty(flat.numel() // self._nodes.num_lanes, dtype=flat.dtype)
+            options = _reducing(dist.ReduceScatterOptions(), inside_op)
+            self._inside._reduce_scatter_base(of_lane, arranged, options).wait()
+        options = _reducing(dist.ReduceScatterOptions(), inside_op)
+        self._wait(self._link()._reduce_scatter_base(output, of_lane, options), "reduce_scatter")
+        if average:
+            output.div_(self._nodes.size)
+
+    def _pipeline(
+        self,
+        flat: Tensor,
+        inside_op: Any,
+        cross: Callable[[Tensor], dist.Work],
+        land: Callable[[Tensor], None],
+        what: str,
+        gather: bool = True,
+    ) -> None:
+        """Take ``flat`` piece by piece through the steps. See [Note: what overlaps].
+
+        Args:
+            flat: the tensor, of the same size on all ranks.
+            inside_op: how the ranks of a node combine before the link; None: every rank's values stand for the node.
+            cross: begins a part's way over the link, in place.
+            land: what is done to a part when it has arrived.
+            what: the collective.
+            gather: whether the ranks of this node take the result.
+        """
+        lanes = self._nodes.num_lanes
+        longest = max(PART_BYTES // flat.element_size(), 1) * lanes
+        under_way: list[tuple[_Piece, dist.Work | None]] = []
+        for begin, end in pieces_of(flat.numel(), longest):
+            piece = _Piece(flat[begin:end], self._nodes, self._parts, self._wholes)
+            self._enter(piece, inside_op)
+            under_way.append((piece, cross(piece.part) if piece.part.numel() else None))
+            if len(under_way) == IN_FLIGHT + 1:
+                self._leave(*under_way.pop(0), land, what, gather)
+        for piece, work in under_way:
+            self._leave(piece, work, land, what, gather)
+
+    def _enter(self, piece: _Piece, inside_op: Any) -> None:
+        """Combine a piece inside the node: each lane's part lies at the rank of that lane."""
+        if self._inside is None or inside_op is None:
+            return
+        if self._is_even_here and self._nodes.num_lanes > 1:
+            options = _reducing(dist.ReduceScatterOptions(), inside_op)
+            self._inside._reduce_scatter_base(piece.hold(), piece.padded(), options).wait()
+            return
+        for lane in range(self._nodes.num_lanes):
+            part = piece.part_of(lane)
+            if part.numel():
+                options = _rooted(_reducing(dist.ReduceOptions(), inside_op), lane)
+                self._inside.reduce([part], options).wait()
+
+    def _leave(
+        self, piece: _Piece, work: dist.Work | None, land: Callable[[Tensor], None], what: str, gather: bool
+    ) -> None:
+        """Wait for a piece's part, and bring all parts to the ranks of the node."""
+        if work is not None:
+            self._wait(work, what)
+            land(piece.part)
+        if self._inside is not None and gather:
+            if self._is_even_here and self._nodes.num_lanes > 1:
+                self._inside._allgather_base(piece.padded(), piece.held(), _quiet(AllgatherOptions())).wait()
+                piece.put_back()
+            else:
+                for lane in range(self._nodes.num_lanes):
+                    part = piece.part_of(lane)
+                    if part.numel():
+                        self._inside.broadcast([part], _rooted(dist.BroadcastOptions(), lane)).wait()
+        piece.release()
+
+    def _link(self) -> Any:
+        """Gloo among the ranks of the lane, which all ask for the same."""
+        assert self._lane is not None
+        self._settle()
+        return self._lane.group
+
+
+class _Piece:
+    """A piece of a tensor and the parts of the lanes in it."""
+
+    def __init__(self, values: Tensor, nodes: Nodes, parts: Pool, wholes: Pool) -> None:
+        self._values, self._num_lanes = values, nodes.num_lanes
+        self._parts, self._wholes = parts, wholes
+        self._part_buffer: Tensor | None = None
+        self._whole_buffer: Tensor | None = None
+        self._each = -(-values.numel() // nodes.num_lanes)
+        #: What this rank's lane carries; empty where it is in no lane.
+        self.part = self.part_of(nodes.lane) if nodes.lane is not None else values[:0]
+
+    def part_of(self, lane: int) -> Tensor:
+        """Where a lane's part lies in the tensor itself."""
+        begin, end = part_of(lane, self._values.numel(), self._num_lanes)
+        return self._values[begin:end]
+
+    def hold(self) -> Tensor:
+        """Move this rank's part to memory of its own, without its values; return all of that, as long as every other part."""
+        self._part_buffer = self._parts.take()
+        held = begin_of(self._part_buffer, self._each, self._values.dtype)
+        self.part = held[: self.part.numel()]
+        return held
+
+    def held(self) -> Tensor:
+        """This rank's part, as long as every other part."""
+        if self._part_buffer is None:
+            part = self.part
+            held = self.hold()
+            self.part.copy_(part)
+            return held
+        return begin_of(self._part_buffer, self._each, self._values.dtype)
+
+    def padded(self) -> Tensor:
+        """The values, at a length that the lanes divide: the tensor itself where they divide its own."""
+        num_elements = self._each * self._num_lanes
+        if num_elements == self._values.numel():
+            return self._values
+        if self._whole_buffer is not None:
+            return begin_of(self._whole_buffer, num_elements, self._values.dtype)
+        self._whole_buffer = self._wholes.take()
+        whole = begin_of(self._whole_buffer, num_elements, self._values.dtype)
+        whole[: self._values.numel()].copy_(self._values)
+        whole[self._values.numel() :].zero_()
+        return whole
+
+    def put_back(self) -> None:
+        """Bring values that were padded back to the tensor."""
+        if self._whole_buffer is not None:
+            self._values.copy_(begin_of(self._whole_buffer, self._values.numel(), self._values.dtype))
+
+    def release(self) -> None:
+        """Let others use the memory that was taken for it."""
+        if self._part_buffer is not None:
+            self._parts.give_back(self._part_buffer)
+        if self._whole_buffer is not None:
+            self._wholes.give_back(self._whole_buffer)
+
+
+def _quiet(options: Any) -> Any:
+    """Options of a call that is waited for at once."""
+    options.asyncOp = False
+    return options
+
+
+def _reducing(options: Any, op: Any) -> Any:
+    options.reduceOp = op
+    return _quiet(options)
+
+
+def _rooted(options: Any, root: int) -> Any:
+    options.rootRank = root
+    return _quiet(options)

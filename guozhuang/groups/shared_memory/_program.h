@@ -1,0 +1,40 @@
+/* A program (program.py) as C structures, and the work of one of its rounds. */
+#ifndef GUOZHUANG_PROGRAM_H
+#define GUOZHUANG_PROGRAM_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+typedef struct {
+    long long base, ring_bytes;
+} gz_place;
+
+typedef struct {
+    long long stage, num_bytes, chunk_bytes, num_chunks;
+    size_t first_place, num_dsts, num_srcs; /* in places: destinations, then sources */
+    int kind, dtype, op;
+    double scale;
+} gz_stream;
+
+/* Filled anew for each run; the arrays only grow. */
+typedef struct {
+    gz_stream *streams;
+    gz_place *places;
+    unsigned char **addresses; /* room for those of one chunk */
+    size_t num_streams, num_places, room_streams, room_places, room_addresses;
+    long long num_rounds;
+    int trailing_barrier;
+} gz_program;
+
+/* Set a ValueError; -1. */
+int gz_invalid(const char *why);
+int gz_integer(PyObject *object, long long *value);
+
+/* Read a Program; -1 with an exception set where it makes no sense. */
+int gz_program_read(gz_program *program, PyObject *tuple);
+
+/* What this rank does in a round. Needs no GIL. */
+void gz_program_work(const gz_program *program, long long round);
+void gz_program_free(gz_program *program);
+
+#endif

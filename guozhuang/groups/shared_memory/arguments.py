@@ -1,0 +1,183 @@
+"""Tensors of a call as plain bytes: checks, copies of what is not contiguous, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .collectives import Piece
+from .link import refuse
+from .operations import Combining
+from .program import Op
+
+_COMBINING: Final = MappingProxyType(
+    {
+        dist.ReduceOp.SUM: Combining(Op.SUM, "sum"),
+        dist.ReduceOp.PRODUCT: Combining(Op.PROD, "prod"),
+        dist.ReduceOp.MIN: Combining(Op.MIN, "min"),
+        dist.ReduceOp.MAX: Combining(Op.MAX, "max"),
+        dist.ReduceOp.BAND: Combining(Op.BAND, "band"),
+        dist.ReduceOp.BOR: Combining(Op.BOR, "bor"),
+        dist.ReduceOp.BXOR: Combining(Op.BXOR, "bxor"),
+    }
+)
+
+
+def one(tensors: Sequence[Tensor] | Tensor, what: str, rank: int) -> Tensor:
+    """The one tensor of an argument that torch.distributed wraps in a list."""
+    if isinstance(tensors, Tensor):
+        return tensors
+    if len(tensors) != 1:
+        refuse(f"{what} takes one tensor a rank", len(tensors), rank, "pass a list of one tensor")
+    return tensors[0]
+
+
+def check(tensors: Sequence[Tensor], what: str, rank: int) -> None:
+    """Refuse tensors without plain bytes in this process's memory, and mixed dtypes."""
+    for tensor in tensors:
+        if not tensor.is_cpu or tensor.layout != torch.strided:
+            value = f"{tensor.layout} on {tensor.device}"
+            refuse(
+                f"{what}: tensors of one call must be alike, dense CPU tensors", value, rank, "use .to_dense(), .cpu()"
+            )
+        if tensor.dtype != tensors[0].dtype:
+            refuse(f"{what}: tensors of one call must have one dtype", f"{tensors[0].dtype}, {tensor.dtype}", rank)
+
+
+def expect(tensors: Sequence[object], num: int, what: str, rank: int) -> None:
+    """Refuse a list that does not have a tensor per rank."""
+    if len(tensors) != num:
+        refuse(f"{what} takes a list with a tensor for each of the {num} ranks", len(tensors), rank)
+
+
+def check_list(one: Tensor, many: Sequence[Tensor], num: int, what: str, rank: int) -> None:
+    """Both of the above, for a tensor of this rank and a list over the ranks."""
+    check([one, *many], what, rank)
+    expect(many, num, what, rank)
+
+
+def rows_per_rank(tensor: Tensor, splits: Sequence[int], num_ranks: int, rank: int) -> list[int]:
+    """Elements for each rank when a tensor is divided along its first dim: evenly, or as ``splits`` (rows) say."""
+    num_rows = tensor.size(0) if tensor.ndim else 1
+    if not splits:
+        if num_rows % num_ranks:
+            refuse(
+                f"all_to_all_single: the first dim does not divide by {num_ranks} ranks",
+                num_rows,
+                rank,
+                "pass split sizes",
+            )
+        splits = [num_rows // num_ranks] * num_ranks
+    if len(splits) != num_ranks or sum(splits) != num_rows or min(splits) < 0:
+        fix = f"give {num_ranks} sizes that add up to the first dim, {num_rows}"
+        refuse("all_to_all_single: split sizes do not fit the tensor", list(splits), rank, fix)
+    per_row = tensor.numel() // num_rows if num_rows else 0
+    return [split * per_row for split in splits]
+
+
+def root(rank_of_root: int, num_ranks: int, rank: int) -> int:
+    """The root, if there is such a rank."""
+    if not 0 <= rank_of_root < num_ranks:
+        fix = f"choose one of 0 to {num_ranks - 1}"
+        refuse("there is no such root rank in the group", rank_of_root, rank, fix)
+    return rank_of_root
+
+
+def combining(reduce_op: Any, num_ranks: int, rank: int) -> Combining:
+    """What a torch ``ReduceOp`` asks for."""
+    kind = getattr(reduce_op, "op", reduce_op)
+    if (how := _COMBINING.get(kind)) is not None:
+        return how
+    if kind == dist.ReduceOp.AVG:
+        return Combining(Op.SUM, "avg", 1.0 / num_ranks)
+    factor = reduce_op.factor  # the last kind there is: premultiplied sum
+    if isinstance(factor, Tensor):
+        refuse("a premultiplied sum takes a number here, not a tensor", factor, rank, "pass float(factor)")
+    return Combining(Op.SUM, f"sum times {factor}", float(factor))
+
+
+class Bytes:
+    """The tensors of one call while it runs, as contiguous memory."""
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []  # copies, alive while their addresses are used
+        self._back: list[tuple[Tensor, Tensor]] = []
+
+    def plain(self, tensor: Tensor) -> Tensor:
+        """A contiguous tensor with the same values, to read; its elements lie at multiples of their size."""
+        if is_plain(tensor):
+            return tensor
+        return self._copy(tensor)
+
+    def apart(self, tensor: Tensor, others: Sequence[Piece], own: int | None = None) -> Tensor:
+        """As ``plain``; a copy also where it overlaps what is written, ``others``, but for just being their ``own``-th."""
+        plain = self.plain(tensor)
+        return self._copy(plain) if is_mixed(piece(plain), others, own) else plain
+
+    def target_apart(self, tensor: Tensor, others: Sequence[Piece], own: int) -> Tensor:
+        """As ``target``; another one also where it overlaps what is read, ``others``, but for just being their ``own``-th."""
+        plain = self.target(tensor)
+        if not is_mixed(piece(plain), others, own):
+            return plain
+        self._back.append((tensor, self._copy(plain)))
+        return self._back[-1][1]
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        copied = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+        self._kept.append(copied)
+        return copied
+
+    def target(self, tensor: Tensor) -> Tensor:
+        """A contiguous tensor to write; ``put_back`` copies it to where it belongs."""
+        plain = self.plain(tensor)
+        if plain is not tensor:
+            self._back.append((tensor, plain))
+        return plain
+
+    def give(self, tensor: Tensor) -> Piece:
+        """Where the values are read."""
+        return piece(self.plain(tensor))
+
+    def take(self, tensor: Tensor) -> Piece:
+        """Where the result is written."""
+        return piece(self.target(tensor))
+
+    def put_back(self) -> None:
+        """Copy results to tensors that are not contiguous."""
+        for tensor, plain in self._back:
+            tensor.detach().copy_(plain)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether the values of a tensor are its bytes, one after the other, where the machine can compute with them."""
+    is_aligned = tensor.data_ptr() % tensor.itemsize == 0
+    return is_aligned and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+
+
+def is_mixed(one: Piece, others: Sequence[Piece], own: int | None) -> bool:
+    """Whether a piece overlaps one of others without being the ``own``-th of them."""
+    if own is not None and one == others[own]:
+        others = [other for rank, other in enumerate(others) if rank != own]
+    return any(
+        one.address < other.address + other.num_bytes and other.address < one.address + one.num_bytes
+        for other in others
+    )
+
+
+def piece(tensor: Tensor) -> Piece:
+    """The bytes of a contiguous tensor."""
+    return Piece(tensor.data_ptr(), tensor.numel() * tensor.itemsize)
+
+
+def cut(whole: Piece, sizes_bytes: Sequence[int]) -> list[Piece]:
+    """Cut a piece into pieces that lie one after the other."""
+    address, pieces = whole.address, []
+    for num_bytes in sizes_bytes:
+        pieces.append(Piece(address, num_bytes))
+        address += num_bytes
+    return pieces

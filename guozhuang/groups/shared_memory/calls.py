@@ -1,0 +1,430 @@
+"""What torch.distributed calls for a collective, turned into operations on shared memory.
+
+Every method takes what ``torch.distributed`` passes (tensors in lists, an options object) and returns a work. Every rank
+must call it, in the same order. Tensors that are not on the CPU go to a group of their own.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from guozhuang.errors import UsageError
+from guozhuang.groups.base import PythonGroup
+
+from . import arguments
+from .arguments import Bytes
+from .control import ONE_SHOT_BYTES
+from .link import Terms, refuse
+from .operations import Combining, Operations, describe
+from .other_devices import OtherDevices
+from .works import Turns, take_timeout
+
+Run = Callable[[Terms], object]
+# How long a wait looks before it sleeps, in microseconds: less on the group's own thread, beside which others compute.
+SYNC_SPIN_US: Final = 50
+ASYNC_SPIN_US: Final = 20
+
+
+class _Prepared(NamedTuple):
+    """A call whose arguments were looked at."""
+
+    run: Run
+    tensors: Sequence[Tensor]
+    what: str
+    opts: Any
+
+
+_Call = _Prepared | dist.Work  # the work of another group
+_Prepare = Callable[..., _Call]
+
+
+def _collective(name: str) -> Callable[[_Prepare], Callable[..., dist.Work]]:
+    """Make a call of what looks at its arguments: start what it prepared; tell the peers if it refuses."""
+
+    def decorate(prepare: _Prepare) -> Callable[..., dist.Work]:
+        @functools.wraps(prepare)
+        def call(self: CollectiveCalls, *args: Any, **named: Any) -> dist.Work:
+            try:
+                prepared = prepare(self, *args, **named)
+            except UsageError as error:
+                self._refuse(name, str(error), args[-1] if args else None)
+                raise
+            return self._start(prepared) if isinstance(prepared, _Prepared) else prepared
+
+        return call
+
+    return decorate
+
+
+class CollectiveCalls(PythonGroup):
+    """The collectives of a group, as torch.distributed calls them.
+
+    Args:
+        rank: this process in the group.
+        size: number of ranks.
+        turns: gives each call its turn.
+        operations: what the calls do.
+        others: takes tensors on other devices.
+        timeout_s: of each call that does not bring its own.
+        crowded: ranks outnumber cores; waits give the core away at once.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        turns: Turns,
+        operations: Operations,
+        others: OtherDevices,
+        timeout_s: float,
+        crowded: bool,
+    ) -> None:
+        super().__init__(rank, size, "shm")
+        self._turns, self._operations, self._others, self._timeout_s = turns, operations, others, timeout_s
+        self._sync_spin_us, self._async_spin_us = (0, 0) if crowded else (SYNC_SPIN_US, ASYNC_SPIN_US)
+        self._num_calls = 0
+
+    # Reductions.
+
+    @_collective("all_reduce")
+    def allreduce(self, tensors: list[Tensor] | Tensor, opts: Any = None) -> _Call:
+        """Combine a tensor of all ranks, on all ranks: each gets the same bits."""
+        opts = dist.AllreduceOptions() if opts is None else opts
+        tensor = tensors[0] if len(tensors) == 1 else arguments.one(tensors, "all_reduce", self._rank)
+        if not tensor.is_cpu:
+            return self._others.group_for(tensor).allreduce([tensor], opts)
+        if tensor.layout != torch.strided:
+            return self._sparse(tensor, opts)
+        return self._reduce(tensor, arguments.combining(opts.reduceOp, self._size, self._rank), None, opts)
+
+    @_collective("all_reduce")
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> _Call:
+        """Combine several tensors; small ones travel together."""
+        opts = dist.AllreduceCoalescedOptions() if opts is None else opts
+        if not tensors[0].is_cpu:
+            return self._others.group_for(tensors[0]).allreduce_coalesced(tensors, opts)
+        arguments.check(tensors, "all_reduce", self._rank)
+        how = arguments.combining(opts.reduceOp, self._size, self._rank)
+        among = f", of tensors of {[tensor.numel() for tensor in tensors]}".encode()
+
+        def run(terms: Terms) -> None:
+            small = [tensor for tensor in tensors if tensor.numel() * tensor.itemsize <= ONE_SHOT_BYTES]
+            for tensor in tensors:
+                if len(small) < 2 or tensor.numel() * tensor.itemsize > ONE_SHOT_BYTES:
+                    self._reduce_now(tensor, how, None, terms, among)
+            if len(small) > 1:
+                flat = torch.cat([tensor.detach().reshape(-1) for tensor in small])
+                self._reduce_now(flat, how, None, terms, among)
+                for tensor, part in zip(small, flat.split([tensor.numel() for tensor in small]), strict=True):
+                    tensor.detach().copy_(part.view(tensor.shape))
+
+        return _Prepared(run, tensors, "all_reduce of several tensors", opts)
+
+    @_collective("reduce")
+    def reduce(self, tensors: list[Tensor] | Tensor, opts: Any = None) -> _Call:
+        """Combine a tensor of all ranks, on the root; other ranks' tensors stay as they are."""
+        opts = dist.ReduceOptions() if opts is None else opts
+        tensor = arguments.one(tensors, "reduce", self._rank)
+        if not tensor.is_cpu:
+            return self._others.group_for(tensor).reduce([tensor], opts)
+        return self._reduce(
+            tensor,
+            arguments.combining(opts.reduceOp, self._size, self._rank),
+            arguments.root(opts.rootRank, self._size, self._rank),
+            opts,
+        )
+
+    @_collective("reduce_scatter")
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> _Call:
+        """Combine the r-th tensor of every rank's list on rank r; sizes may differ within the list."""
+        opts = dist.ReduceScatterOptions() if opts is None else opts
+        output, given = arguments.one(outputs, "reduce_scatter", self._rank), inputs[0]
+        if not output.is_cpu:
+            return self._others.group_for(output).reduce_scatter(outputs, inputs, opts)
+        arguments.check_list(output, given, self._size, "reduce_scatter", self._rank)
+        how = arguments.combining(opts.reduceOp, self._size, self._rank)
+
+        def run(terms: Terms) -> None:
+            held = Bytes()
+            pieces = [held.give(tensor) for tensor in given]
+            target = arguments.piece(held.target_apart(output, pieces, self._rank))
+            self._operations.reduce_scatter(target, pieces, given[0], False, how, terms)
+            held.put_back()
+
+        return _Prepared(run, [output], "reduce_scatter", opts)
+
+    @_collective("reduce_scatter")
+    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> _Call:
+        """Combine the r-th part of every rank's tensor on rank r."""
+        opts = dist.ReduceScatterOptions() if opts is None else opts
+        if not output.is_cpu:
+            return self._others.group_for(output)._reduce_scatter_base(output, given, opts)
+        arguments.check([output, given], "reduce_scatter", self._rank)
+        how = arguments.combining(opts.reduceOp, self._size, self._rank)
+        return _Prepared(lambda terms: self._scatter_one(output, given, how, terms), [output], "reduce_scatter", opts)
+
+    @_collective("reduce_scatter")
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> _Call:
+        """Several ``reduce_scatter_single``, as one work."""
+        opts = dist.ReduceScatterOptions() if opts is None else opts
+        if not outputs[0].is_cpu:
+            return self._others.group_for(outputs[0]).reduce_scatter_single_coalesced(outputs, inputs, opts)
+        how = arguments.combining(opts.reduceOp, self._size, self._rank)
+        for pair in zip(outputs, inputs, strict=True):
+            arguments.check(pair, "reduce_scatter", self._rank)
+
+        def run(terms: Terms) -> None:
+            for pair in zip(outputs, inputs, strict=True):
+                self._scatter_one(*pair, how, terms)
+
+        return _Prepared(run, outputs, "reduce_scatter of several tensors", opts)
+
+    # Movements.
+
+    @_collective("broadcast")
+    def broadcast(self, tensors: list[Tensor] | Tensor, opts: Any = None) -> _Call:
+        """Copy the root's tensor to all ranks."""
+        opts = dist.BroadcastOptions() if opts is None else opts
+        tensor = arguments.one(tensors, "broadcast", self._rank)
+        if not tensor.is_cpu:
+            return self._others.group_for(tensor).broadcast([tensor], opts)
+        arguments.check([tensor], "broadcast", self._rank)
+        root = arguments.root(opts.rootRank, self._size, self._rank)
+
+        def run(terms: Terms) -> None:
+            held = Bytes()
+            plain = held.plain(tensor) if root == self._rank else held.target(tensor)
+            self._operations.broadcast(arguments.piece(plain), plain, root, terms)
+            held.put_back()
+
+        return _Prepared(run, [tensor], "broadcast", opts)
+
+    @_collective("all_gather")
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> _Call:
+        """Copy every rank's tensor into the r-th of the list, on all ranks; sizes may differ among ranks."""
+        opts = torch._C._distributed_c10d.AllgatherOptions() if opts is None else opts
+        given, taken = arguments.one(inputs, "all_gather", self._rank), outputs[0]
+        if not given.is_cpu:
+            return self._others.group_for(given).allgather(outputs, inputs, opts)
+        arguments.check_list(given, taken, self._size, "all_gather", self._rank)
+        return _Prepared(lambda terms: self._gather_list(taken, given, terms), list(taken), "all_gather", opts)
+
+    @_collective("all_gather")
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> _Call:
+        """Several ``allgather`` as one work; ``outputs[r][i]`` takes input i of rank r."""
+        opts = torch._C._distributed_c10d.AllgatherOptions() if opts is None else opts
+        if not inputs[0].is_cpu:
+            return self._others.group_for(inputs[0]).allgather_coalesced(outputs, inputs, opts)
+        arguments.expect(outputs, self._size, "all_gather_coalesced", self._rank)
+        if any(len(each) != len(inputs) for each in outputs):
+            refuse("all_gather_coalesced takes an output for each input", [len(each) for each in outputs], self._rank)
+        columns = list(zip(*outputs, strict=True))
+        for given, taken in zip(inputs, columns, strict=True):
+            arguments.check_list(given, taken, self._size, "all_gather", self._rank)
+
+        def run(terms: Terms) -> None:
+            for given, taken in zip(inputs, columns, strict=True):
+                self._gather_list(taken, given, terms)
+
+        return _Prepared(run, [each for row in outputs for each in row], "all_gather of several tensors", opts)
+
+    @_collective("all_gather")
+    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> _Call:
+        """Copy every rank's tensor into the r-th part of the output, on all ranks."""
+        opts = torch._C._distributed_c10d.AllgatherOptions() if opts is None else opts
+        if not given.is_cpu:
+            return self._others.group_for(given)._allgather_base(output, given, opts)
+        arguments.check([given, output], "all_gather", self._rank)
+        return _Prepared(lambda terms: self._gather_one(output, given, terms), [output], "all_gather", opts)
+
+    @_collective("all_gather")
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> _Call:
+        """Several ``all_gather_single``, as one work."""
+        opts = torch._C._distributed_c10d.AllgatherOptions() if opts is None else opts
+        if not inputs[0].is_cpu:
+            return self._others.group_for(inputs[0]).all_gather_single_coalesced(outputs, inputs, opts)
+        for pair in zip(inputs, outputs, strict=True):
+            arguments.check(pair, "all_gather", self._rank)
+
+        def run(terms: Terms) -> None:
+            for pair in zip(outputs, inputs, strict=True):
+                self._gather_one(*pair, terms)
+
+        return _Prepared(run, outputs, "all_gather of several tensors", opts)
+
+    @_collective("gather")
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> _Call:
+        """Copy every rank's tensor into the r-th of the root's list."""
+        opts = dist.GatherOptions() if opts is None else opts
+        given, root = arguments.one(inputs, "gather", self._rank), arguments.root(opts.rootRank, self._size, self._rank)
+        if not given.is_cpu:
+            return self._others.group_for(given).gather(outputs, inputs, opts)
+        taken = outputs[0] if root == self._rank else []
+        arguments.check_list(given, taken, self._size if root == self._rank else 0, "gather", self._rank)
+
+        def run(terms: Terms) -> None:
+            held = Bytes()
+            pieces = [held.take(tensor) for tensor in taken]
+            plain = held.apart(given, pieces, root if taken else None)
+            self._operations.gather(arguments.piece(plain), given, pieces, root, terms)
+            held.put_back()
+
+        return _Prepared(run, list(taken), "gather", opts)
+
+    @_collective("scatter")
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> _Call:
+        """Copy the r-th tensor of the root's list to rank r."""
+        opts = dist.ScatterOptions() if opts is None else opts
+        output, root = (
+            arguments.one(outputs, "scatter", self._rank),
+            arguments.root(opts.rootRank, self._size, self._rank),
+        )
+        if not output.is_cpu:
+            return self._others.group_for(output).scatter(outputs, inputs, opts)
+        given = inputs[0] if root == self._rank else []
+        arguments.check_list(output, given, self._size if root == self._rank else 0, "scatter", self._rank)
+
+        def run(terms: Terms) -> None:
+            held = Bytes()
+            pieces = [held.give(tensor) for tensor in given]
+            target = held.target_apart(output, pieces, root) if given else held.target(output)
+            self._operations.scatter(arguments.piece(target), output, pieces, root, terms)
+            held.put_back()
+
+        return _Prepared(run, [output], "scatter", opts)
+
+    @_collective("all_to_all")
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> _Call:
+        """Copy the r-th tensor of every rank's list to rank r; sizes may all differ."""
+        opts = dist.AllToAllOptions() if opts is None else opts
+        if not outputs[0].is_cpu:
+            return self._others.group_for(outputs[0]).alltoall(outputs, inputs, opts)
+        arguments.check([*outputs, *inputs], "all_to_all", self._rank)
+        for tensors in (outputs, inputs):
+            arguments.expect(tensors, self._size, "all_to_all", self._rank)
+
+        def run(terms: Terms) -> None:
+            held = Bytes()
+            taken = [held.take(tensor) for tensor in outputs]
+            sent = [arguments.piece(held.apart(tensor, taken)) for tensor in inputs]
+            self._operations.all_to_all(taken, sent, outputs[0].dtype, terms)
+            held.put_back()
+
+        return _Prepared(run, outputs, "all_to_all", opts)
+
+    @_collective("all_to_all")
+    def all_to_all_single(
+        self, output: Tensor, given: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = None
+    ) -> _Call:
+        """Copy the r-th part of every rank's tensor to rank r; splits count rows of the first dim, none means evenly."""
+        opts = dist.AllToAllOptions() if opts is None else opts
+        if not output.is_cpu:
+            other = self._others.group_for(output)
+            return other.alltoall_base(output, given, list(output_splits), list(input_splits), opts)
+        arguments.check([output, given], "all_to_all", self._rank)
+        takes = arguments.rows_per_rank(output, output_splits, self._size, self._rank)
+        gives = arguments.rows_per_rank(given, input_splits, self._size, self._rank)
+
+        def run(terms: Terms) -> None:
+            held, each = Bytes(), given.itemsize
+            whole = held.take(output)
+            taken = arguments.cut(whole, [num * each for num in takes])
+            sent = arguments.cut(arguments.piece(held.apart(given, [whole])), [num * each for num in gives])
+            self._operations.all_to_all(taken, sent, given.dtype, terms)
+            held.put_back()
+
+        return _Prepared(run, [output], "all_to_all", opts)
+
+    @_collective("barrier")
+    def barrier(self, opts: Any = None) -> _Call:
+        """Wait for all ranks."""
+        opts = dist.BarrierOptions() if opts is None else opts
+        device = opts.device
+        if device is not None and device.type != "cpu":
+            return self._others.group_on(device).barrier(opts)
+        return _Prepared(lambda terms: self._operations.barrier(b"barrier", terms), [], "barrier", opts)
+
+    # The names that older versions of torch call.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # What they have in common.
+
+    def _start(self, prepared: _Prepared) -> dist.Work:
+        """Give a call its turn: before this returns, unless the options say that it may end later."""
+        run, tensors, what, opts = prepared
+        timeout_s, perform = take_timeout(opts) or self._timeout_s, self._operations.perform
+        self._num_calls += 1
+        if opts.asyncOp:
+            return self._turns.later(lambda: perform(run, what, (timeout_s, self._async_spin_us)), tensors, what)
+        return self._turns.now(lambda: perform(run, what, (timeout_s, self._sync_spin_us)), tensors, what)
+
+    def _refuse(self, name: str, why: str, opts: Any) -> None:
+        """Tell the peers, in this call's turn, that its arguments cannot work."""
+        give_turn = self._turns.later if getattr(opts, "asyncOp", False) else self._turns.now
+        give_turn(lambda: self._operations.refuse(name, why, (self._timeout_s, self._async_spin_us)), [], name)
+
+    def _reduce(self, tensor: Tensor, how: Combining, root: int | None, opts: Any) -> _Prepared:
+        reduce = self._operations.reduce if arguments.is_plain(tensor) else self._reduce_now
+
+        def run(terms: Terms) -> None:
+            reduce(tensor, how, root, terms)
+
+        return _Prepared(run, [tensor], "all_reduce" if root is None else "reduce", opts)
+
+    def _reduce_now(self, tensor: Tensor, how: Combining, root: int | None, terms: Terms, among: bytes = b"") -> None:
+        held = Bytes()
+        self._operations.reduce(held.target(tensor), how, root, terms, among)
+        held.put_back()
+
+    def _sparse(self, tensor: Tensor, opts: Any) -> _Prepared:
+        """Hand a sparse tensor to gloo, once all ranks have said that they have one."""
+        what = describe("all_reduce", [], tensor.dtype) + b", sparse"
+        limited = dist.AllreduceOptions()
+        limited.reduceOp, limited.asyncOp = opts.reduceOp, True
+
+        def run(terms: Terms) -> None:
+            self._operations.barrier(what, terms)
+            limited.timeout = datetime.timedelta(seconds=terms[0])
+            self._others.group_for(tensor).allreduce([tensor], limited).wait()
+
+        return _Prepared(run, [tensor], "all_reduce", opts)
+
+    def _gather_list(self, taken: Sequence[Tensor], given: Tensor, terms: Terms) -> None:
+        held = Bytes()
+        pieces = [held.take(tensor) for tensor in taken]
+        plain = held.apart(given, pieces, self._rank)
+        self._operations.all_gather(arguments.piece(plain), plain, pieces, terms)
+        held.put_back()
+
+    def _gather_one(self, output: Tensor, given: Tensor, terms: Terms) -> None:
+        held = Bytes()
+        whole = held.take(output)
+        num_bytes, rest = divmod(whole.num_bytes, self._size)
+        if rest:
+            refuse(f"all_gather: the output does not divide by {self._size} ranks", output.numel(), self._rank)
+        pieces = arguments.cut(whole, [num_bytes] * self._size)
+        plain = held.apart(given, pieces, self._rank)
+        self._operations.all_gather(arguments.piece(plain), plain, pieces, terms)
+        held.put_back()
+
+    def _scatter_one(self, output: Tensor, given: Tensor, how: Combining, terms: Terms) -> None:
+        held = Bytes()
+        plain = held.plain(given)
+        num_bytes, rest = divmod(plain.numel() * plain.itemsize, self._size)
+        if rest:
+            refuse(f"reduce_scatter: the input does not divide by {self._size} ranks", given.numel(), self._rank)
+        pieces = arguments.cut(arguments.piece(plain), [num_bytes] * self._size)
+        target = arguments.piece(held.target_apart(output, pieces, self._rank))
+        self._operations.reduce_scatter(target, pieces, plain, True, how, terms)
+        held.put_back()

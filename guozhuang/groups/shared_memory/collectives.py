@@ -1,0 +1,240 @@
+"""Each collective as a Program: who copies or combines which bytes, through which memory, in which round.
+
+Pure functions of addresses and sizes. A collective travels in one of three ways:
+
+- one shot: small. Every rank copies what it gives into its one-shot area; after one barrier everybody takes what it needs.
+- staged: through the rings of the ranks, in chunks; each round works on several chunks, one per stage.
+- in place: what is read (or written) lies in memory that the peers see, so nothing is copied twice.
+
+One shot and staged are the same program over different windows: see ``Window``. All bytes that leave a rank are written by
+that rank, but for results in place, where the rank that combined a part writes it to everybody.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from .program import Kind, Place, Program, Stream
+
+ALIGNMENT_BYTES: Final = 64  # of lanes and parts: a cache line, so that two ranks never write to the same one
+NUM_SLOTS: Final = 3  # of a ring: written, combined, read
+# A chunk that is small enough for the windows of all ranks to stay in the cache, large enough for few barriers.
+CHUNK_BYTES: Final = 512 * 1024
+CROWDED_CHUNK_BYTES: Final = 1024 * 1024  # when ranks outnumber cores: a barrier costs a change of process
+
+
+class Piece(NamedTuple):
+    """Bytes of this rank's own memory."""
+
+    address: int
+    num_bytes: int
+
+
+class Reduction(NamedTuple):
+    """How elements are combined: see ``Stream``."""
+
+    dtype: int
+    op: int
+    scale: float
+
+
+class Window(NamedTuple):
+    """Memory of every rank that all ranks see, through which pieces travel: lanes side by side, each holds one chunk.
+
+    Attributes:
+        bases: where it begins, by rank.
+        lane_bytes: what one lane holds; a multiple of 64.
+        slot_bytes: distance between the three slots of a ring, each with all lanes; 0: one slot, every piece is one chunk.
+    """
+
+    bases: tuple[int, ...]
+    lane_bytes: int
+    slot_bytes: int
+
+    def lane(self, rank: int, lane: int) -> Place:
+        """Where a lane of a rank's window lies."""
+        return Place(self.bases[rank] + lane * self.lane_bytes, self.slot_bytes)
+
+    def num_chunks(self, num_bytes: int) -> int:
+        """How many chunks the longest piece makes; at least 1, so that every program over a window has a barrier."""
+        return max(-(-num_bytes // self.lane_bytes), 1)
+
+
+def one_shot_window(bases: Sequence[int], area_bytes: int, num_lanes: int, longest_bytes: int) -> Window | None:
+    """Return a window over one-shot areas, or None if the pieces do not fit.
+
+    Args:
+        bases: address of the area, by rank.
+        area_bytes: of one area.
+        num_lanes: pieces that one rank puts into its area at the same time.
+        longest_bytes: of the longest piece of any rank.
+    """
+    lane_bytes = aligned(max(longest_bytes, 1))
+    return Window(tuple(bases), lane_bytes, 0) if lane_bytes * num_lanes <= area_bytes else None
+
+
+def ring_window(bases: Sequence[int], ring_bytes: int, num_lanes: int, longest_bytes: int, crowded: bool) -> Window:
+    """Return a window over the staging rings, for pieces of any size.
+
+    Args:
+        bases: address of the ring, by rank.
+        ring_bytes: of one ring.
+        num_lanes: pieces that one rank has on the way at the same time.
+        longest_bytes: of the longest piece of any rank.
+        crowded: ranks outnumber cores.
+    """
+    largest = ring_bytes // (NUM_SLOTS * num_lanes) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+    assert largest > 0, "the ring is too small for this many ranks"
+    wanted = CROWDED_CHUNK_BYTES if crowded else CHUNK_BYTES
+    lane_bytes = min(largest, wanted, aligned(max(longest_bytes, 1)))
+    return Window(tuple(bases), lane_bytes, lane_bytes * num_lanes)
+
+
+def aligned(num_bytes: int) -> int:
+    """Round up to whole cache lines."""
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def parts_of(num_bytes: int, num_parts: int) -> list[tuple[int, int]]:
+    """Divide bytes into parts on cache-line borders: ``(offset, num_bytes)`` by rank; the last ones may be shorter or empty."""
+    each = aligned(-(-num_bytes // num_parts))
+    bounds = [min(each * i, num_bytes) for i in range(num_parts + 1)]
+    return [(low, high - low) for low, high in itertools.pairwise(bounds)]
+
+
+def exchange(
+    window: Window,
+    rank: int,
+    sent: Sequence[tuple[int, Piece]],
+    taken: Sequence[tuple[int, int, Piece]],
+    kept: Sequence[tuple[int, Piece]],
+    longest_bytes: int,
+) -> Program:
+    """Move pieces between ranks: broadcast, gather, scatter, all_gather and all_to_all are choices of pieces.
+
+    Args:
+        window: a window with enough lanes.
+        rank: this rank.
+        sent: ``(lane, piece)`` that this rank puts into its window.
+        taken: ``(rank, lane, piece)``: what another rank puts there, and where it goes.
+        kept: ``(address, piece)``: where what stays comes from, and where it goes.
+        longest_bytes: the longest piece that any rank sends.
+    """
+    chunk = window.lane_bytes
+    streams = [
+        Stream(Kind.COPY, 0, piece.num_bytes, chunk, (window.lane(rank, lane),), (Place(piece.address),))
+        for lane, piece in sent
+        if piece.num_bytes
+    ]
+    # What stays is copied while others have not arrived yet.
+    streams += [_copy(piece.address, source, piece.num_bytes) for source, piece in kept if piece.num_bytes]
+    streams += [
+        Stream(Kind.COPY, 1, piece.num_bytes, chunk, (Place(piece.address),), (window.lane(peer, lane),))
+        for peer, lane, piece in taken
+        if piece.num_bytes
+    ]
+    return Program(tuple(streams), window.num_chunks(longest_bytes) + 1)
+
+
+def fetch(taken: Sequence[tuple[int, Piece]]) -> Program:
+    """Copy straight out of the peers' memory: ``(address, piece)``. The barrier at the end lets them change it again."""
+    streams = [_copy(piece.address, source, piece.num_bytes) for source, piece in taken if piece.num_bytes]
+    return Program(tuple(streams), 1, trailing_barrier=True)
+
+
+def reduce_one_shot(window: Window, rank: int, piece: Piece, reduction: Reduction, root: int | None) -> Program:
+    """Combine small tensors: everybody (or only ``root``) combines what all ranks put into their windows (1 lane)."""
+    whole, num_bytes = (Place(piece.address),), piece.num_bytes
+    if not num_bytes:
+        return Program((), 2)
+    streams = [Stream(Kind.COPY, 0, num_bytes, window.lane_bytes, (window.lane(rank, 0),), whole)]
+    if root is None or root == rank:
+        sources = tuple(whole[0] if peer == rank else window.lane(peer, 0) for peer in range(len(window.bases)))
+        streams.append(_combine(1, num_bytes, window.lane_bytes, whole, sources, reduction))
+    return Program(tuple(streams), 2)
+
+
+def reduce_staged(window: Window, rank: int, piece: Piece, reduction: Reduction, root: int | None) -> Program:
+    """Combine large tensors of equal size: rank r combines part r of all; all ranks (or only ``root``) collect the parts.
+
+    The window has a lane per rank. A rank's own part never travels to it: in round j it puts chunk j of the other parts into
+    its window, in round j + 1 it combines chunk j of its own part out of its tensor and the peers' windows, in round j + 2 it
+    takes chunk j of the other parts. Without ``root`` the result replaces the tensor; with it only the root's changes.
+    """
+    ranks, chunk = range(len(window.bases)), window.lane_bytes
+    parts = [Piece(piece.address + offset, num_bytes) for offset, num_bytes in parts_of(piece.num_bytes, len(ranks))]
+    others = [(peer, parts[peer]) for peer in ranks if peer != rank and parts[peer].num_bytes]
+    mine, collects = parts[rank], root is None or root == rank
+    streams = []
+    if collects:
+        streams += [
+            Stream(Kind.COPY, 2, part.num_bytes, chunk, (Place(part.address),), (window.lane(peer, peer),))
+            for peer, part in others
+        ]
+    if mine.num_bytes:
+        here = Place(mine.address)
+        sources = tuple(here if peer == rank else window.lane(peer, rank) for peer in ranks)
+        # Whoever collects the parts has its own at once; the others find it in the window.
+        targets = ((here,) if collects else ()) + (() if root == rank else (window.lane(rank, rank),))
+        streams.append(_combine(1, mine.num_bytes, chunk, targets, sources, reduction))
+    streams += [
+        Stream(Kind.COPY, 0, part.num_bytes, chunk, (window.lane(rank, peer),), (Place(part.address),))
+        for peer, part in others
+    ]
+    return Program(tuple(streams), window.num_chunks(parts[0].num_bytes) + 2)
+
+
+def reduce_in_place(
+    addresses: Sequence[int], rank: int, num_bytes: int, reduction: Reduction, root: int | None
+) -> Program:
+    """Combine tensors that all ranks see: rank r combines part r of all and writes it to all (or only to ``root``)."""
+    offset, part_bytes = parts_of(num_bytes, len(addresses))[rank]
+    if not part_bytes:
+        return Program((), 1, trailing_barrier=True)
+    sources = tuple(Place(address + offset) for address in addresses)
+    targets = sources if root is None else (sources[root],)
+    return Program((_combine(0, part_bytes, part_bytes, targets, sources, reduction),), 1, trailing_barrier=True)
+
+
+def reduce_scatter(
+    window: Window, rank: int, inputs: Sequence[Piece], output: int, reduction: Reduction, longest_bytes: int
+) -> Program:
+    """Combine piece r of all ranks on rank r. The window has a lane per rank; ``output`` is an address."""
+    chunk = window.lane_bytes
+    streams = [
+        Stream(Kind.COPY, 0, piece.num_bytes, chunk, (window.lane(rank, peer),), (Place(piece.address),))
+        for peer, piece in enumerate(inputs)
+        if peer != rank and piece.num_bytes
+    ]
+    mine = inputs[rank]
+    if mine.num_bytes:
+        sources = tuple(
+            Place(mine.address) if peer == rank else window.lane(peer, rank) for peer in range(len(window.bases))
+        )
+        streams.append(_combine(1, mine.num_bytes, chunk, (Place(output),), sources, reduction))
+    return Program(tuple(streams), window.num_chunks(longest_bytes) + 1)
+
+
+def reduce_scatter_in_place(sources: Sequence[int], output: int, num_bytes: int, reduction: Reduction) -> Program:
+    """Combine this rank's piece straight out of the memory of all ranks: ``sources`` are its addresses, by rank."""
+    if not num_bytes:
+        return Program((), 1, trailing_barrier=True)
+    places = tuple(Place(source) for source in sources)
+    return Program((_combine(0, num_bytes, num_bytes, (Place(output),), places, reduction),), 1, trailing_barrier=True)
+
+
+def _copy(target: int, source: int, num_bytes: int) -> Stream:
+    return Stream(Kind.COPY, 0, 0 if target == source else num_bytes, num_bytes, (Place(target),), (Place(source),))
+
+
+def _combine(
+    stage: int,
+    num_bytes: int,
+    chunk_bytes: int,
+    targets: tuple[Place, ...],
+    sources: tuple[Place, ...],
+    how: Reduction,
+) -> Stream:
+    return Stream(Kind.REDUCE, stage, num_bytes, chunk_bytes, targets, sources, how.dtype, how.op, how.scale)

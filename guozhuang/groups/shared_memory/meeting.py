@@ -1,0 +1,358 @@
+"""How the processes of a group find each other on one node, and hand each other descriptors of shared memory.
+
+[Note: who may join] The sockets' names are abstract (no file), random, and go through the group's store together with a
+secret of each rank. The first message on a connection proves that the sender knows the secrets of both ends. A store can be
+read by whoever reaches its port, so that alone proves little: the kernel's word for who is on the other end (SO_PEERCRED)
+must name this user and the process that the store named for that rank. Whoever is not that is dropped when it is looked at,
+and nobody waits for it: connections are read when they have something to say, and a queue full of strangers is emptied.
+
+[Note: why nobody waits in a circle] A rank connects to all lower ranks, in order, then accepts all higher ones. Connecting
+waits only for room in the queue of a lower rank, which empties it as soon as it has connected to the ranks below itself;
+rank 0 waits for nobody. Memory is sent without waiting (a fresh socket has room for one message), then taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import hmac
+import json
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NoReturn
+
+import torch.distributed as dist
+
+from guozhuang.errors import PeerLost, WorldError, explain
+
+from . import roll_call
+from .control import STATE_OFFSET, State
+from .peers import Peers, ended_events
+from .segments import Segment
+
+__all__ = ["Peers", "identity", "meet"]
+
+_HELLO: Final = struct.Struct(
+    "<4sii16s16s"
+)  # magic, who connects, which mesh, the secret of whom it connects to, its own
+_MAGIC: Final = b"gz01"
+_MAIN: Final = struct.Struct("<q")  # bytes of the main segment, whose descriptor comes with it
+_CREDENTIALS: Final = struct.Struct("3i")
+_NOTES, _CHANNELS = 0, 1
+_SLICE_S: Final = 0.1  # between two looks whether a rank has ended
+_MOST_STRANGERS: Final = 64  # connections that said nothing yet
+_FIX: Final = "look at that rank's own error"
+
+
+def identity() -> str:
+    """Name the node of this process (Linux): equal for processes that can share memory and see each other's end.
+
+    Made of the boot id, the user, and the namespaces of network (abstract sockets), processes (pids) and users.
+
+    Raises:
+        WorldError: /proc does not tell.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid", "user")]
+    except OSError as error:
+        what = f"shared memory needs Linux with /proc: {error}"
+        raise WorldError(explain(what, fix="use the gloo backend")) from error
+    return " ".join((boot, f"uid:{os.getuid()}", *spaces))
+
+
+@dataclass(frozen=True)
+class _Card:
+    """What a rank tells the others through the store."""
+
+    pid: int
+    name: str  # of its listening socket
+    secret: bytes
+    identity: str
+
+
+def meet(store: dist.Store, rank: int, size: int, timeout_s: float, main: Segment) -> Peers:
+    """Connect the ranks of a group on one node and map each other's main segments. Every rank must call it.
+
+    Args:
+        store: of the group alone (a PrefixStore). If ranks have left cards under "identity" there, those who ended are named.
+        rank: this process in the group.
+        size: number of ranks.
+        timeout_s: limit for all of it, in seconds.
+        main: this rank's main segment, all ranks' of one size. The peers close it; if this fails it is closed.
+
+    Raises:
+        WorldError: ranks did not come in time (the text names them), failed before, run on another node, or the store went
+            away.
+        PeerLost: a rank ended, or gave up, in the middle.
+        Nothing is left open then.
+    """
+    with contextlib.ExitStack() as on_failure:
+        on_failure.callback(main.close)
+        meeting = _Meeting(rank, size, timeout_s, main)
+        on_failure.callback(meeting.close)
+        on_failure.callback(_tell_broken, main)  # the first to run, while it is mapped
+        peers = meeting.hold(store)
+        on_failure.pop_all()
+    meeting.listener.close()
+    main.close_descriptor()
+    return peers
+
+
+def _tell_broken(main: Segment) -> None:
+    """Say to peers that have mapped it already that this rank will not come."""
+    ctypes.c_uint32.from_address(main.address + STATE_OFFSET).value = State.BROKEN
+
+
+class _Meeting:
+    """The state of one rank while it meets the others."""
+
+    def __init__(self, rank: int, size: int, timeout_s: float, main: Segment) -> None:
+        self._rank, self._size, self._timeout_s, self._main = rank, size, timeout_s, main
+        self._deadline = time.monotonic() + timeout_s
+        self._cards: list[_Card] = []
+        self._pidfds = [-1] * size
+        self._segments: list[Segment | None] = [None] * size
+        self._meshes: tuple[list[socket.socket | None], ...] = ([None] * size, [None] * size)
+        self._strangers: dict[int, socket.socket] = {}  # connected, and have not said who they are; the oldest first
+        try:
+            self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        except OSError as error:
+            self._refused(error)
+
+    def hold(self, store: dist.Store) -> Peers:
+        """Do all of it."""
+        name = f"guozhuang-{secrets.token_hex(16)}"
+        try:
+            self.listener.bind(f"\0{name}")
+            self.listener.listen(4 * self._size + 16)
+            self.listener.setblocking(False)
+            self._exchange_cards(store, _Card(os.getpid(), name, secrets.token_bytes(16), identity()))
+            for peer in self._others():
+                self._pidfds[peer] = self._open_pidfd(peer)
+            for peer in range(self._rank):
+                for mesh in (_NOTES, _CHANNELS):
+                    self._connect(peer, mesh)
+            self._accept()
+            self._drop_strangers(0)
+            self._share()
+        except PeerLost:
+            raise
+        except OSError as error:
+            self._refused(error)
+        notes, channels = self._meshes
+        for peer in self._others():
+            if self._pidfds[peer] < 0:
+                connection = notes[peer]
+                assert connection is not None
+                self._pidfds[peer] = connection.fileno()
+        segments = [segment for segment in self._segments if segment is not None]
+        assert len(segments) == self._size
+        return Peers(self._rank, [card.pid for card in self._cards], self._pidfds, segments, notes, channels)
+
+    def close(self) -> None:
+        """Give everything back after a failure."""
+        self.listener.close()
+        self._drop_strangers(0)
+        for each in (*self._meshes[0], *self._meshes[1]):
+            if each is not None:
+                each.close()
+        for fd in self._pidfds:
+            if fd >= 0:
+                os.close(fd)
+        for segment in self._segments:
+            if segment is not None:
+                segment.close()
+
+    def _others(self) -> list[int]:
+        return [peer for peer in range(self._size) if peer != self._rank]
+
+    def _left_s(self) -> float:
+        return max(self._deadline - time.monotonic(), 0.0)
+
+    # The store.
+
+    def _exchange_cards(self, store: dist.Store, mine: _Card) -> None:
+        card = json.dumps([mine.pid, mine.name, mine.secret.hex(), mine.identity])
+
+        def ended(peer: int) -> int | None:
+            process = roll_call.process_of(store, "identity", peer)
+            return process.pid if process is not None and process.has_ended(mine.identity) else None
+
+        cards = roll_call.call(store, "card", self._rank, self._size, card, self._timeout_s, ended)
+        told = [json.loads(card) for card in cards]
+        self._cards = [_Card(pid, name, bytes.fromhex(secret), node) for pid, name, secret, node in told]
+        elsewhere = [peer for peer in self._others() if self._cards[peer].identity != mine.identity]
+        if elsewhere:
+            what = f"ranks {elsewhere} cannot share memory with this one: another node, user or namespace"
+            fix = 'use the "gloo" backend, or "shm" by its name, which finds out itself'
+            raise WorldError(explain(what, value=self._cards[elsewhere[0]].identity, rank=self._rank, fix=fix))
+
+    def _open_pidfd(self, peer: int) -> int:
+        """A pidfd of a peer, or -1 where the system has none. See [Note: what tells that a peer is gone] in peers.py."""
+        try:
+            return os.pidfd_open(self._cards[peer].pid)
+        except OSError as error:
+            if error.errno == errno.ESRCH:
+                self._lost(peer, "ended while the group was made")
+            if error.errno in (errno.ENOSYS, errno.EPERM, errno.EACCES, errno.EINVAL):
+                return -1
+            raise
+
+    # The sockets. See [Note: who may join].
+
+    def _connect(self, peer: int, mesh: int) -> None:
+        card = self._cards[peer]
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        self._meshes[mesh][peer] = connection
+        connection.setblocking(False)
+        while True:
+            try:
+                connection.connect(f"\0{card.name}")
+                break
+            except BlockingIOError:  # its queue is full
+                self._look_after([peer])
+                if not self._left_s():
+                    self._missing([peer], "to connect")
+                time.sleep(0.002)
+            except ConnectionRefusedError:
+                self._lost(peer, "gave up while the group was made")
+        if not self._is(connection, peer):
+            self._lost(peer, "is not the process that listens in its place")
+        try:
+            hello = _HELLO.pack(_MAGIC, self._rank, mesh, card.secret, self._cards[self._rank].secret)
+            connection.send(hello, socket.MSG_NOSIGNAL)
+        except (BrokenPipeError, ConnectionResetError):
+            self._lost(peer, "gave up while the group was made")
+
+    def _accept(self) -> None:
+        higher = range(self._rank + 1, self._size)
+        poller = select.poll()
+        poller.register(self.listener, select.POLLIN)
+        while missing := [peer for peer in higher if not all(mesh[peer] for mesh in self._meshes)]:
+            if not self._left_s():
+                self._missing(missing, "to connect")
+            for fd, _ in poller.poll(min(self._left_s(), _SLICE_S) * 1e3):
+                if fd == self.listener.fileno():
+                    with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
+                        stranger, _ = self.listener.accept()
+                        if not any(self._is(stranger, peer) for peer in missing):
+                            stranger.close()
+                            continue
+                        stranger.setblocking(False)
+                        self._strangers[stranger.fileno()] = stranger
+                        poller.register(stranger, select.POLLIN)
+                elif fd in self._strangers:
+                    poller.unregister(fd)
+                    connection = self._strangers.pop(fd)
+                    if not self._admit(connection):
+                        connection.close()
+            for fd in self._drop_strangers(_MOST_STRANGERS + 2 * self._size):
+                poller.unregister(fd)
+            self._look_after(missing)
+
+    def _admit(self, connection: socket.socket) -> bool:
+        """Take a connection for what its first message says, if that is true."""
+        try:
+            message = connection.recv(_HELLO.size + 1)  # without room for descriptors: the kernel drops them
+        except OSError:
+            return False
+        if len(message) != _HELLO.size:
+            return False
+        magic, peer, mesh, mine, its = _HELLO.unpack(message)
+        if magic != _MAGIC or not self._rank < peer < self._size or mesh not in (_NOTES, _CHANNELS):
+            return False
+        knows = hmac.compare_digest(mine, self._cards[self._rank].secret)
+        knows &= hmac.compare_digest(its, self._cards[peer].secret)
+        if not knows or not self._is(connection, peer) or self._meshes[mesh][peer] is not None:
+            return False
+        self._meshes[mesh][peer] = connection
+        return True
+
+    def _is(self, connection: socket.socket, peer: int) -> bool:
+        """Whether the kernel says that this peer is on the other end."""
+        raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid, uid, _ = _CREDENTIALS.unpack(raw)
+        return (pid, uid) == (self._cards[peer].pid, os.getuid())
+
+    def _drop_strangers(self, num_kept: int) -> list[int]:
+        """Close the oldest of those who said nothing yet; return what their descriptors were, still open in a poller."""
+        dropped = []
+        while len(self._strangers) > num_kept:
+            fd = next(iter(self._strangers))
+            self._strangers.pop(fd).close()
+            dropped.append(fd)
+        return dropped
+
+    # The memory.
+
+    def _share(self) -> None:
+        self._segments[self._rank] = self._main
+        for peer in self._others():
+            connection = self._meshes[_NOTES][peer]
+            assert connection is not None
+            try:
+                message = _MAIN.pack(self._main.num_bytes)
+                socket.send_fds(connection, [message], [self._main.fd], socket.MSG_NOSIGNAL)
+            except (BrokenPipeError, ConnectionResetError):
+                self._lost(peer, "gave up while the group was made")
+        for peer in self._others():
+            self._segments[peer] = self._take_main(peer)
+
+    def _take_main(self, peer: int) -> Segment:
+        connection = self._meshes[_NOTES][peer]
+        assert connection is not None
+        while True:
+            try:
+                message, fds, _, _ = socket.recv_fds(connection, _MAIN.size, 1, socket.MSG_CMSG_CLOEXEC)
+            except BlockingIOError:
+                self._look_after([peer])
+                if not self._left_s():
+                    self._missing([peer], "to share its memory")
+                ready = select.poll()
+                ready.register(connection, select.POLLIN)
+                ready.poll(min(self._left_s(), _SLICE_S) * 1e3)
+                continue
+            except ConnectionResetError:
+                continue  # it went without reading everything; said once, before what it sent
+            if not message:
+                self._lost(peer, "gave up while the group was made")
+            if not fds:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            segment = Segment.adopt(fds[0], *_MAIN.unpack(message))
+            segment.close_descriptor()
+            assert segment.num_bytes == self._main.num_bytes, "ranks made main segments of different sizes"
+            return segment
+
+    # Failures.
+
+    def _look_after(self, peers: list[int]) -> None:
+        """Raise if one of these ranks has ended."""
+        poller = select.poll()
+        for peer in peers:
+            if self._pidfds[peer] >= 0:
+                poller.register(self._pidfds[peer], ended_events(self._pidfds[peer]))
+        for fd, _ in poller.poll(0):
+            self._lost(self._pidfds.index(fd), "ended while the group was made")
+
+    def _missing(self, ranks: list[int], purpose: str) -> NoReturn:
+        what = f"ranks {ranks} did not come within {self._timeout_s:g} s {purpose}"
+        fix = "look at their own errors; every rank must reach this point"
+        raise WorldError(explain(what, rank=self._rank, fix=fix))
+
+    def _lost(self, peer: int, how: str) -> NoReturn:
+        pid = self._cards[peer].pid
+        text = explain(f"rank {peer} (pid {pid}) {how}", rank=self._rank, fix=_FIX)
+        raise PeerLost(text, rank=peer, pid=pid, waiting_in="making the group")
+
+    def _refused(self, error: OSError) -> NoReturn:
+        what = f"the system refused a socket or a descriptor while the group was made: {error.strerror}"
+        fix = "raise the limit of open files (ulimit -n)"
+        raise WorldError(explain(what, rank=self._rank, fix=fix)) from error

@@ -1,0 +1,306 @@
+"""What each collective checks, compares and runs: from tensors' bytes to the programs of collectives.py.
+
+All of these block until this rank's part is done. Every rank of the group must call the same one with fitting sizes.
+Where a size is wrong on one rank only, that rank asks for something that no other rank asks for: so all of them raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from guozhuang.errors import MismatchError, explain, rank_table
+
+from . import collectives
+from .collectives import Piece, Reduction, Window
+from .control import DESCRIPTOR_BYTES, ONE_SHOT_BYTES
+from .link import MEETING, Link, Terms, cut, refuse
+from .program import DTYPE_OF, Op, Program
+
+NO_PIECE: Final = Piece(0, 0)
+_NUM_KEPT_PLANS: Final = 1024
+
+
+class Combining(NamedTuple):
+    """How a reducing collective combines: the operation, its name for people, and a factor."""
+
+    op: Op
+    name: str
+    scale: float = 1.0
+
+
+class _Plan(NamedTuple):
+    """What does not change between reductions of the same size, dtype and kind."""
+
+    what: bytes
+    reduction: Reduction
+    num_bytes: int
+    fits_one_shot: bool
+
+
+class Operations:
+    """The collectives of one rank over its link.
+
+    Args:
+        link: this rank's end.
+        crowded: ranks of this node outnumber its cores.
+    """
+
+    def __init__(self, link: Link, crowded: bool) -> None:
+        self._link, self._crowded = link, crowded
+        self._rank, self._size = link.rank, link.size
+        self._plans: dict[tuple[object, ...], _Plan] = {}
+        # Around the methods below, and instead of them.
+        self.perform, self.refuse = link.perform, link.refuse
+
+    def reduce(self, tensor: Tensor, how: Combining, root: int | None, terms: Terms, among: bytes = b"") -> None:
+        """Combine a contiguous tensor of all ranks, in place, on every rank or on ``root`` only.
+
+        ``among``, compared among ranks too, says which tensors of a call this one belongs to.
+        """
+        key = (tensor.numel(), tensor.dtype, how, root, among)
+        plan = self._plans.get(key) or self._plan(key, tensor, how, root, among)
+        link, address = self._link, tensor.data_ptr()
+        if plan.fits_one_shot:
+            program = link.remembered((key, address, link.turn), lambda: self._one_shot(plan, address, root))
+            link.begin(plan.what, program, terms)
+            return
+        places = link.meet(plan.what, terms, link.place_of(tensor))
+        link.go_on(link.remembered((key, address, places), lambda: self._large(plan, address, root, places)))
+
+    def _plan(self, key: tuple[object, ...], tensor: Tensor, how: Combining, root: int | None, among: bytes) -> _Plan:
+        if len(self._plans) >= _NUM_KEPT_PLANS:
+            self._plans.clear()
+        name = "all_reduce" if root is None else f"reduce to rank {root}"
+        what = cut(describe(name, [tensor.numel()], tensor.dtype, how) + among)
+        num_bytes = tensor.numel() * tensor.itemsize
+        reduction = self._reduction(tensor.dtype, how, what)
+        plan = self._plans[key] = _Plan(what, reduction, num_bytes, num_bytes <= ONE_SHOT_BYTES)
+        return plan
+
+    def _one_shot(self, plan: _Plan, address: int, root: int | None) -> Program:
+        window = collectives.one_shot_window(self._link.one_shot, ONE_SHOT_BYTES, 1, plan.num_bytes)
+        assert window is not None
+        return collectives.reduce_one_shot(window, self._rank, Piece(address, plan.num_bytes), plan.reduction, root)
+
+    def _large(self, plan: _Plan, address: int, root: int | None, places: Sequence[bytes]) -> Program:
+        seen = self._seen(places)
+        if seen is not None:
+            own = [address if rank == self._rank else there for rank, there in enumerate(seen)]
+            return collectives.reduce_in_place(own, self._rank, plan.num_bytes, plan.reduction, root)
+        longest = collectives.parts_of(plan.num_bytes, self._size)[0][1]
+        window = self._ring(self._size, longest)
+        return collectives.reduce_staged(window, self._rank, Piece(address, plan.num_bytes), plan.reduction, root)
+
+    def broadcast(self, piece: Piece, tensor: Tensor, root: int, terms: Terms) -> None:
+        """Copy the root's bytes to all ranks. ``tensor`` is what the piece lies in; the root's may be seen by the peers."""
+        what = describe(f"broadcast from rank {root}", [tensor.numel()], tensor.dtype)
+        sent = [(0, piece)] if root == self._rank else []
+        taken = [(root, 0, piece)] if root != self._rank else []
+        if piece.num_bytes <= ONE_SHOT_BYTES:
+            self._small(what, terms, 1, sent, taken, [], piece.num_bytes)
+            return
+        link = self._link
+        places = link.meet(what, terms, link.place_of(tensor) if root == self._rank else b"")
+        there = link.address_of(root, places[root]) if root != self._rank else None
+        if places[root][0]:
+            link.go_on(collectives.fetch([(there, piece)] if there is not None else []))
+        else:
+            self._staged(1, sent, taken, [], piece.num_bytes)
+
+    def all_gather(self, given: Piece, tensor: Tensor, outputs: Sequence[Piece], terms: Terms) -> None:
+        """Copy every rank's bytes to all ranks; ``outputs`` by rank. ``tensor`` is what the given piece lies in."""
+        counts, itemsize = _counts(outputs, tensor), tensor.itemsize
+        what = describe("all_gather", counts, tensor.dtype)
+        if given.num_bytes != outputs[self._rank].num_bytes:
+            self._complain(what, f"but this rank gives {given.num_bytes // itemsize}", terms)
+        longest = max(piece.num_bytes for piece in outputs)
+        sent, kept = [(0, given)], [(given.address, outputs[self._rank])]
+        taken = [(rank, 0, piece) for rank, piece in enumerate(outputs) if rank != self._rank]
+        if longest <= ONE_SHOT_BYTES:
+            self._small(what, terms, 1, sent, taken, kept, longest)
+            return
+        link = self._link
+        places = link.meet(what, terms, link.place_of(tensor))
+        seen = self._seen(places)
+        if seen is None:
+            self._staged(1, sent, taken, kept, longest)
+            return
+        own = [given.address if rank == self._rank else there for rank, there in enumerate(seen)]
+        link.go_on(collectives.fetch(list(zip(own, outputs, strict=True))))
+
+    def reduce_scatter(
+        self, output: Piece, inputs: Sequence[Piece], whole: Tensor, is_whole: bool, how: Combining, terms: Terms
+    ) -> None:
+        """Combine piece r of all ranks on rank r.
+
+        Args:
+            output: where this rank's result goes.
+            inputs: what this rank gives, by rank.
+            whole: the tensor in which all inputs lie one after the other, if ``is_whole``; else one of the inputs.
+            is_whole: see above.
+            how: the operation.
+            terms: see ``Terms``.
+        """
+        counts = _counts(inputs, whole)
+        what = describe("reduce_scatter", counts, whole.dtype, how)
+        reduction = self._reduction(whole.dtype, how, what)
+        if output.num_bytes != inputs[self._rank].num_bytes:
+            self._complain(what, f"but this rank takes {output.num_bytes // whole.itemsize}", terms)
+        longest, link = max(piece.num_bytes for piece in inputs), self._link
+        window = collectives.one_shot_window(link.one_shot, ONE_SHOT_BYTES, self._size, longest)
+        arguments = (self._rank, inputs, output.address, reduction, longest)
+        if window is not None:
+            link.begin(what, collectives.reduce_scatter(window, *arguments), terms)
+            return
+        places = link.meet(what, terms, link.place_of(whole) if is_whole else b"")
+        seen = self._seen(places)
+        if seen is None:
+            link.go_on(collectives.reduce_scatter(self._ring(self._size, longest), *arguments))
+            return
+        mine = inputs[self._rank]
+        offset = mine.address - inputs[0].address  # the sizes are the same on all ranks
+        sources = [mine.address if rank == self._rank else there + offset for rank, there in enumerate(seen)]
+        link.go_on(collectives.reduce_scatter_in_place(sources, output.address, output.num_bytes, reduction))
+
+    def all_to_all(self, outputs: Sequence[Piece], inputs: Sequence[Piece], dtype: torch.dtype, terms: Terms) -> None:
+        """Copy input r of every rank to rank r; sizes may all differ, as long as both ends of a pair agree."""
+        link, size = self._link, self._size
+        what = describe("all_to_all", [], dtype)
+        link.write_table([piece.num_bytes for piece in (*inputs, *outputs)])
+        link.meet(what, terms)
+        tables = link.read_tables(2 * size)
+        pairs = [(giver, taker) for giver in range(size) for taker in range(size)]
+        wrong = [pair for pair in pairs if tables[pair[0]][pair[1]] != tables[pair[1]][size + pair[0]]]
+        if wrong:
+            each = dtype.itemsize
+            rows = [(g, t, tables[g][t] // each, tables[t][size + g] // each) for g, t in wrong]
+            table = rank_table(("from rank", "to rank", "gives", "takes"), rows)
+            error = MismatchError(f"{explain('ranks differ in the sizes of an all_to_all', rank=self._rank)}\n{table}")
+            link.give_up(error)
+            raise error
+        longest = max(max(table[:size]) for table in tables)
+        sent = [(rank, piece) for rank, piece in enumerate(inputs) if rank != self._rank]
+        taken = [(rank, self._rank, piece) for rank, piece in enumerate(outputs) if rank != self._rank]
+        kept = [(inputs[self._rank].address, outputs[self._rank])]
+        self._staged(size, sent, taken, kept, longest)
+
+    def gather(self, given: Piece, tensor: Tensor, outputs: Sequence[Piece], root: int, terms: Terms) -> None:
+        """Copy every rank's bytes (the same number on all) to the root; ``outputs`` by rank, empty elsewhere."""
+        what = describe(f"gather to rank {root}", [tensor.numel()], tensor.dtype)
+        if any(piece.num_bytes != given.num_bytes for piece in outputs):
+            self._complain(what, f"but the root takes {_counts(outputs, tensor)}", terms)
+        sent = [(0, given)] if self._rank != root else []
+        taken = [(rank, 0, piece) for rank, piece in enumerate(outputs) if rank != root]
+        kept = [(given.address, outputs[root])] if self._rank == root else []
+        self._move(what, terms, 1, sent, taken, kept, given.num_bytes)
+
+    def scatter(self, output: Piece, tensor: Tensor, inputs: Sequence[Piece], root: int, terms: Terms) -> None:
+        """Copy the root's piece r to rank r (the same number of bytes for all); ``inputs`` by rank, empty elsewhere."""
+        what = describe(f"scatter from rank {root}", [tensor.numel()], tensor.dtype)
+        if any(piece.num_bytes != output.num_bytes for piece in inputs):
+            self._complain(what, f"but the root gives {_counts(inputs, tensor)}", terms)
+        sent = [(rank, piece) for rank, piece in enumerate(inputs) if rank != root]
+        taken = [(root, self._rank, output)] if self._rank != root else []
+        kept = [(inputs[root].address, output)] if self._rank == root else []
+        self._move(what, terms, self._size, sent, taken, kept, output.num_bytes)
+
+    def barrier(self, name: bytes, terms: Terms) -> None:
+        """Wait for all ranks."""
+        self._link.begin(name, MEETING, terms)
+
+    def _move(
+        self,
+        what: bytes,
+        terms: Terms,
+        num_lanes: int,
+        sent: Sequence[tuple[int, Piece]],
+        taken: Sequence[tuple[int, int, Piece]],
+        kept: Sequence[tuple[int, Piece]],
+        longest: int,
+    ) -> None:
+        """Move pieces the small way or the large way."""
+        if collectives.aligned(longest) * num_lanes <= ONE_SHOT_BYTES:
+            self._small(what, terms, num_lanes, sent, taken, kept, longest)
+            return
+        self._link.meet(what, terms)
+        self._staged(num_lanes, sent, taken, kept, longest)
+
+    def _small(
+        self,
+        what: bytes,
+        terms: Terms,
+        num_lanes: int,
+        sent: Sequence[tuple[int, Piece]],
+        taken: Sequence[tuple[int, int, Piece]],
+        kept: Sequence[tuple[int, Piece]],
+        longest: int,
+    ) -> None:
+        window = collectives.one_shot_window(self._link.one_shot, ONE_SHOT_BYTES, num_lanes, longest)
+        assert window is not None
+        self._link.begin(what, collectives.exchange(window, self._rank, sent, taken, kept, longest), terms)
+
+    def _staged(
+        self,
+        num_lanes: int,
+        sent: Sequence[tuple[int, Piece]],
+        taken: Sequence[tuple[int, int, Piece]],
+        kept: Sequence[tuple[int, Piece]],
+        longest: int,
+    ) -> None:
+        window = self._ring(num_lanes, longest)
+        self._link.go_on(collectives.exchange(window, self._rank, sent, taken, kept, longest))
+
+    def _ring(self, num_lanes: int, longest: int) -> Window:
+        link = self._link
+        return collectives.ring_window(link.rings, link.ring_bytes, num_lanes, longest, self._crowded)
+
+    def _seen(self, places: Sequence[bytes]) -> list[int] | None:
+        """Where this process sees the tensor of every rank (0 for its own), if all ranks' can be seen."""
+        if not all(place[0] for place in places):
+            return None
+        found = [0 if r == self._rank else self._link.address_of(r, place) for r, place in enumerate(places)]
+        return [0 if address is None else address for address in found]
+
+    def _reduction(self, dtype: torch.dtype, how: Combining, what: bytes) -> Reduction:
+        if dtype not in DTYPE_OF:
+            fix = f"use one of {', '.join(_name(known) for known in DTYPE_OF)}"
+            refuse(f"{what.decode()}: this dtype cannot be combined", _name(dtype), self._rank, fix)
+        bitwise = how.op in (Op.BAND, Op.BOR, Op.BXOR)
+        if bitwise and dtype.is_floating_point:
+            refuse(f"{what.decode()}: bit-wise operations need integers or bool", _name(dtype), self._rank)
+        if (how.name == "avg" or how.scale != 1.0) and not dtype.is_floating_point:
+            refuse(
+                f"{what.decode()}: the result would not be whole numbers", _name(dtype), self._rank, "convert to float"
+            )
+        return Reduction(DTYPE_OF[dtype], how.op, how.scale)
+
+    def _complain(self, what: bytes, why: str, terms: Terms) -> NoReturn:
+        """Tell the peers of sizes that do not fit on this rank; if they are wrong in the same way on all, nobody differs."""
+        what = what + f" ({why})".encode()
+        self._link.agree_on_refusal(what[:DESCRIPTOR_BYTES], terms)
+        refuse("sizes do not fit each other", what.decode(), self._rank, "make outputs as large as what goes into them")
+
+
+def describe(name: str, counts: Sequence[int], dtype: torch.dtype, how: Combining | None = None) -> bytes:
+    """A collective in words, the same on all ranks: ``all_reduce of 1024 float32, sum``."""
+    if not counts:
+        text = f"{name} of {_name(dtype)}"
+    elif len(set(counts)) == 1:
+        text = f"{name} of {f'{len(counts)} x ' if len(counts) > 1 else ''}{counts[0]} {_name(dtype)}"
+    else:
+        text = f"{name} of {list(counts)} {_name(dtype)}"
+    if how is not None:
+        text += f", {how.name}"
+    return cut(text.encode())
+
+
+def _counts(pieces: Sequence[Piece], tensor: Tensor) -> list[int]:
+    return [piece.num_bytes // tensor.itemsize for piece in pieces]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,271 @@
+"""The other ranks of a group as this process holds them: processes, sockets, and the memory they share.
+
+[Note: what tells that a peer is gone] A pidfd, which is readable once the process has ended, whatever else happens. The end
+of a socket tells less: a DataLoader worker that a rank forks inherits the rank's sockets and keeps them open past its death.
+Where the system has no pidfd (Linux before 5.3, some container policies) the socket is what there is, and the death of a rank
+with such workers is noticed when they end; PyTorch's workers look after their parent every few seconds.
+
+[Note: when a peer's memory is unmapped] A peer frees a segment when its own part of the last operation with it is done. This
+rank may still be in the middle of that operation, reading there from C on another thread. So a note about it, which any
+thread may take at any time, only marks the segment; it is unmapped when this rank begins its next operation.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import stat
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Final, NoReturn
+
+from guozhuang.errors import PeerLost, WorldError, explain
+
+from .messages import ENDED
+from .segments import Segment
+
+_NOTE: Final = struct.Struct("<cqq")  # kind, number of the segment, its bytes
+_SEGMENT, _FREED = b"S", b"F"
+_FREED_PER_NOTE: Final = 64
+_NUMBERS: Final = struct.Struct(f"<{_FREED_PER_NOTE}q")
+_NOTE_BYTES: Final = _NOTE.size + _NUMBERS.size
+_SLICE_S: Final = 0.05  # another thread may take the note that a thread waits for
+
+
+class Peers:
+    """The ranks of a group, connected. Made by ``meeting.meet``; may be used from several threads.
+
+    Args:
+        rank: this process in the group.
+        pids: process of every rank.
+        pidfds: a descriptor per rank that polls readable (or tells of a hang-up) once the rank's process is gone; -1 for
+            this one. See [Note: what tells that a peer is gone].
+        segments: the main segment of every rank, mapped here.
+        notes: per rank a connected SOCK_SEQPACKET socket for what this class sends; None for this one.
+        channels: the same, for the messages of sends and receives. Both do not block.
+
+    All of it belongs to this object, which closes it.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        pids: list[int],
+        pidfds: list[int],
+        segments: list[Segment],
+        notes: Sequence[socket.socket | None],
+        channels: Sequence[socket.socket | None],
+    ) -> None:
+        self.rank, self.size = rank, len(pids)
+        self.pids, self.pidfds, self.segments, self.channels = pids, pidfds, segments, channels
+        self._others = [peer for peer in range(self.size) if peer != rank]
+        self._notes = notes
+        self._received: list[dict[int, Segment]] = [{} for _ in pids]
+        self._freed_by_peers: deque[Segment] = deque()  # see [Note: when a peer's memory is unmapped]
+        self._freed: deque[int] = deque()  # not yet told
+        self._unsent: list[list[bytes]] = [[] for _ in pids]  # notes about freed segments that found a socket full
+        self._gone = [False] * self.size  # ranks whose socket has ended
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def send_segment(self, number: int, segment: Segment, timeout_s: float) -> None:
+        """Hand a segment of this rank to all peers; each takes it when it asks for it.
+
+        Args:
+            number: what peers ask for, new for every segment. Positive numbers belong to ``Arena``.
+            segment: still with its descriptor.
+            timeout_s: how long at most to wait for peers that take nothing, in seconds.
+
+        Raises:
+            PeerLost: a peer is gone, left, or took nothing in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        note = _NOTE.pack(_SEGMENT, number, segment.num_bytes)
+        for peer in self._others:
+            while not self._try_send(peer, note, segment.fd):
+                if time.monotonic() > deadline:
+                    self._lost(peer, f"took no memory that this rank shares within {timeout_s:g} s")
+                self.drain()  # the peer may be waiting in the same way for this rank
+                self._await(peer, select.POLLOUT, _SLICE_S)
+
+    def receive_segment(self, rank: int, number: int, timeout_s: float) -> Segment:
+        """A segment that a peer sent, or sends within ``timeout_s`` seconds; the same object each time.
+
+        Raises:
+            PeerLost: the peer is gone, left, or sent nothing in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        while (segment := self._received[rank].get(number)) is None:
+            with self._lock:
+                self._take_all(rank)
+                ended = self._gone[rank]
+            if number in self._received[rank]:
+                continue
+            if ended:
+                self._lost(rank, "closed its end")
+            if time.monotonic() > deadline:
+                self._lost(rank, f"shared no memory within {timeout_s:g} s")
+            self._await(rank, select.POLLIN, _SLICE_S)
+        return segment
+
+    def tell_freed(self, number: int) -> None:
+        """Let all peers unmap a segment, when they next begin an operation.
+
+        Never waits: may be called wherever a tensor can die.
+        """
+        self._freed.append(number)
+        self.drain()
+
+    def drain(self) -> None:
+        """Take what peers have sent and pass on what has been freed, as far as that can be done without waiting."""
+        if not self._lock.acquire(blocking=False):
+            return  # whoever has it takes and passes on all there is, or the next caller does
+        try:
+            if self._closed:
+                return
+            for peer in self._others:
+                self._take_all(peer)
+            while self._freed:
+                numbers = [self._freed.popleft() for _ in range(min(len(self._freed), _FREED_PER_NOTE))]
+                body = _NUMBERS.pack(*numbers, *(0,) * (_FREED_PER_NOTE - len(numbers)))
+                for peer in self._others:
+                    self._unsent[peer].append(_NOTE.pack(_FREED, len(numbers), 0) + body)
+            for peer in self._others:
+                self._flush(peer)
+        finally:
+            self._lock.release()
+
+    @property
+    def has_freed(self) -> bool:
+        """Whether peers have freed segments that this rank still maps."""
+        return bool(self._freed_by_peers)
+
+    def release_freed(self) -> None:
+        """Unmap what peers have freed. Only where no operation of this rank runs, as at the beginning of one."""
+        while self._freed_by_peers:
+            self._freed_by_peers.popleft().close()
+
+    def is_gone(self, rank: int) -> bool:
+        """Whether the process of a rank has ended."""
+        poller = select.poll()
+        poller.register(self.pidfds[rank], ended_events(self.pidfds[rank]))
+        return bool(poller.poll(0))
+
+    def close(self) -> None:
+        """Close sockets, descriptors and segments; a mapping on which tensors lie goes with the last of them.
+
+        No other method may be under way. Again does nothing.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            sockets = [each.fileno() for each in self._notes if each is not None]
+            for fd in self.pidfds:
+                if fd >= 0 and fd not in sockets:
+                    os.close(fd)
+            self.pidfds = [-1] * self.size
+            for each in (*self._notes, *self.channels):
+                if each is not None:
+                    each.close()
+            self.release_freed()
+            for segment in (*self.segments, *(s for received in self._received for s in received.values())):
+                segment.close()
+            self._received = [{} for _ in self.pids]
+
+    def _try_send(self, peer: int, note: bytes, fd: int) -> bool:
+        connection = self._notes[peer]
+        assert connection is not None
+        with self._lock:
+            self._check_open()
+            try:
+                socket.send_fds(connection, [note], [fd], socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return False
+            except OSError as error:
+                if error.errno in ENDED:
+                    self._lost(peer, f"closed its end ({error.strerror})")
+                what = f"the system refused to hand memory to rank {peer} (pid {self.pids[peer]}): {error.strerror}"
+                fix = "raise the limit of open files (ulimit -n); look whether that rank is stopped"
+                raise WorldError(explain(what, rank=self.rank, fix=fix)) from error
+            return True
+
+    def _await(self, peer: int, event: int, timeout_s: float) -> None:
+        """Wait, without the lock, until the socket of a peer is ready."""
+        connection = self._notes[peer]
+        assert connection is not None
+        poller = select.poll()
+        poller.register(connection, event)
+        self._check_open()
+        if self.pidfds[peer] != connection.fileno():
+            poller.register(self.pidfds[peer], select.POLLIN)
+        for fd, _ in poller.poll(timeout_s * 1e3):
+            if fd == self.pidfds[peer] and fd != connection.fileno():
+                with self._lock:
+                    if self._take_all(peer):
+                        return  # what it sent before its end counts
+                self._lost(peer, "is gone")
+
+    # Below, everything runs under the lock.
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise WorldError(explain("this group was destroyed", rank=self.rank, fix="make a new group"))
+
+    def _flush(self, peer: int) -> None:
+        connection, unsent = self._notes[peer], self._unsent[peer]
+        assert connection is not None
+        while unsent:
+            try:
+                connection.send(unsent[0], socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in ENDED:  # a peer that is gone maps nothing any more
+                    unsent.clear()
+                return  # else the system is short of memory: later
+            del unsent[0]
+
+    def _take_all(self, peer: int) -> int:
+        """Take the notes that a peer has sent; return how many there were."""
+        connection = self._notes[peer]
+        num = 0
+        while connection is not None and not self._gone[peer] and not self._closed:
+            try:
+                note, fds, flags, _ = socket.recv_fds(connection, _NOTE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+            except BlockingIOError:
+                break
+            except ConnectionResetError:
+                continue  # it went without reading everything; said once, before what it sent
+            if not note:
+                self._gone[peer] = True
+                break
+            num += 1
+            kind, number, num_bytes = _NOTE.unpack_from(note)
+            if kind == _SEGMENT:
+                if not fds or flags & socket.MSG_CTRUNC:
+                    what = f"a descriptor that rank {peer} sent could not be taken over"
+                    raise WorldError(explain(what, rank=self.rank, fix="raise the limit of open files (ulimit -n)"))
+                segment = Segment.adopt(fds[0], num_bytes)
+                segment.close_descriptor()
+                self._received[peer][number] = segment
+            else:
+                for freed in _NUMBERS.unpack_from(note, _NOTE.size)[:number]:
+                    received = self._received[peer].pop(freed, None)
+                    if received is not None:
+                        self._freed_by_peers.append(received)
+        return num
+
+    def _lost(self, peer: int, how: str) -> NoReturn:
+        text = f"rank {peer} (pid {self.pids[peer]}) {how}"
+        text = explain(text, rank=self.rank, fix="look at that rank's own error")
+        raise PeerLost(text, rank=peer, pid=self.pids[peer], waiting_in="sharing memory")
+
+
+def ended_events(fd: int) -> int:
+    """What to poll for on a descriptor of ``pidfds``: a socket is readable by messages too."""
+    return select.POLLHUP if stat.S_ISSOCK(os.fstat(fd).st_mode) else select.POLLIN

@@ -1,0 +1,168 @@
+"""The process group "shm": its life, its names, point to point, and the memory it gives."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import arguments, roll_call
+from .calls import CollectiveCalls
+from .other_devices import OtherDevices
+from .point_to_point import PointToPoint
+from .resources import Resources
+from .works import Pending
+
+_AT_EXIT_PATIENCE_S = 1.0  # for collectives that nobody waited for, when the interpreter ends
+_SHUTDOWN_PATIENCE_S = 10.0  # the same, when the group is destroyed
+
+
+class SharedMemoryGroup(CollectiveCalls):
+    """A process group of ranks on one node that talk through shared memory. Every rank must construct it.
+
+    Its collectives raise ``PeerLost`` (a rank is gone, left, gave up or did not come in time; the group cannot be used any
+    more), ``MismatchError`` (on every rank: ranks asked for different things) and ``UsageError`` (arguments that cannot work).
+
+    Args:
+        store: a key-value store of this group alone.
+        rank: this process in the group.
+        size: number of ranks.
+        timeout: of each collective, from the moment it begins on this rank, and of the creation of the group.
+        num_neighbours: how many ranks the job has on this node, if more than this group has: where they outnumber the cores,
+            ranks that wait leave the core at once.
+
+    Raises:
+        WorldError: ranks did not come within the time-out; the text names them.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta, num_neighbours: int | None = None
+    ) -> None:
+        self._store, self._timeout = store, timeout
+        self._process = os.getpid()
+        try:
+            self._resources = Resources(store, rank, size, timeout.total_seconds(), num_neighbours or size)
+        except BaseException as error:
+            roll_call.tell_failed(store, "card", rank, error)
+            raise
+        held = self._resources
+        others = OtherDevices(dist.PrefixStore("others/", store), rank, size, timeout)
+        super().__init__(rank, size, held.turns, held.operations, others, timeout.total_seconds(), held.crowded)
+        # Ends the thread and tells the peers when the group goes away, or the interpreter, without destroy_process_group.
+        self._end = weakref.finalize(self, held.close, _AT_EXIT_PATIENCE_S)
+
+    def empty(self, num_elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A 1-d tensor in memory that the group reduces in place, without copies. Not collective.
+
+        Contiguous views of it count too. A tensor is reduced in place if it is such a tensor on all ranks.
+        """
+        return self._resources.arena.empty(num_elements, dtype)
+
+    # Point to point.
+
+    def send(self, tensors: list[Tensor] | Tensor, dst: int, tag: int = 0) -> dist.Work:
+        """Send a tensor to one rank, which must receive it with the same tag."""
+        tensor = arguments.one(tensors, "send", self._rank)
+        if not tensor.is_cpu:
+            return self._others.group_for(tensor).send([tensor], dst, tag)
+        arguments.check([tensor], "send", self._rank)
+        plain = arguments.Bytes().plain(tensor)
+        return Pending(self._transfers().send(plain, dst, tag, self._timeout_s), tensor, plain, is_receive=False)
+
+    def recv(self, tensors: list[Tensor] | Tensor, src: int, tag: int = 0) -> dist.Work:
+        """Receive a tensor from one rank."""
+        return self._receive(tensors, src, tag)
+
+    def recv_anysource(self, tensors: list[Tensor] | Tensor, tag: int = 0) -> dist.Work:
+        """Receive a tensor from whichever rank sends one with this tag; the work tells the rank."""
+        return self._receive(tensors, None, tag)
+
+    def _receive(self, tensors: list[Tensor] | Tensor, src: int | None, tag: int) -> dist.Work:
+        tensor = arguments.one(tensors, "recv", self._rank)
+        if not tensor.is_cpu:
+            other = self._others.group_for(tensor)
+            return other.recv_anysource([tensor], tag) if src is None else other.recv([tensor], src, tag)
+        arguments.check([tensor], "recv", self._rank)
+        plain = arguments.Bytes().plain(tensor)
+        return Pending(self._transfers().recv(plain, src, tag, self._timeout_s), tensor, plain, is_receive=True)
+
+    def _transfers(self) -> PointToPoint:
+        """What sends and receives. Raises what broke the group."""
+        if self._resources.link.failure is not None:
+            self._resources.link.raise_failure()
+        return self._resources.point_to_point()
+
+    def monitored_barrier(self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all ranks; the error names every rank that did not come in time, whatever ``wait_all_ranks`` says."""
+        opts = dist.BarrierOptions()
+        opts.timeout, opts.asyncOp = self._timeout if timeout is None else timeout, False
+        self.barrier(opts)
+
+    # What torch.distributed asks a group, and the backend of a device, about itself. This group is its own backend.
+
+    supports_splitting = supports_coalescing = supports_shrinking = False
+    supports_tensor_alloc = supports_time_estimate = False
+
+    def rank(self) -> int:
+        """This process in the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """How many ranks the group has."""
+        return self._size
+
+    def name(self) -> str:
+        """The name of the backend."""
+        return "shm"
+
+    @property
+    def options(self) -> object:
+        """What the group was made with."""
+        return torch._C._distributed_c10d.Backend.Options("shm", self._timeout)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu"), *self._others.devices()]
+
+    def _get_backend(self, device: torch.device | str) -> object:
+        """The group itself for the CPU; raises RuntimeError for a device that it cannot serve."""
+        device = torch.device(device)
+        return self if device.type == "cpu" else self._others.group_on(device)._get_backend(device)
+
+    def get_group_store(self) -> dist.Store:
+        """The store that the group was made with."""
+        return self._store
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._num_calls
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing: calls are counted from the beginning."""
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        """Change the time-out of collectives, sends and receives that begin from now on. Each rank for itself."""
+        self._timeout, self._timeout_s = timeout, timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    # Its end.
+
+    def shutdown(self) -> None:
+        """Leave the group: collectives under way get some seconds to end; what peers still ask of this rank fails there.
+
+        In a process that was forked off it does nothing, as does ``abort``: the group is not its own.
+        """
+        if os.getpid() == self._process and self._end.detach() is not None:
+            self._resources.close(_SHUTDOWN_PATIENCE_S)
+            self._others.shutdown()
+
+    def abort(self) -> None:
+        """Leave the group at once: peers that wait for this rank raise, and so do collectives under way that wait for them."""
+        if os.getpid() == self._process and self._end.detach() is not None:
+            self._resources.link.leave()
+            self._resources.close(_AT_EXIT_PATIENCE_S)
+            self._others.abort()

@@ -1,0 +1,168 @@
+"""Hosts on one machine: each a network namespace with a name of its own, joined by a switch over links of a given rate.
+
+    with Hosts(2, rate="1gbit") as hosts:
+        process = hosts.start(1, [sys.executable, "-c", "..."], env)
+        hosts.sent_bytes(0)     # what host 0 has put on its link
+        hosts.cut(1)            # pull the cable of host 1
+
+Needs root and the commands of iproute2 and util-linux. The names of hosts resolve nowhere, as on a bare container: whoever
+takes the address of "this host" by its name gets nothing. Nothing is left: namespaces go with their links and processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+COMMANDS = ("ip", "tc", "unshare")
+_BURST, _QUEUE = "128kb", "50ms"
+
+
+def missing() -> str:
+    """Why hosts cannot be made here; "" if they can."""
+    if os.geteuid() != 0:
+        return "needs root to make network namespaces"
+    absent = [name for name in COMMANDS if shutil.which(name) is None]
+    return f"needs the commands {', '.join(absent)} (apt install iproute2 util-linux)" if absent else ""
+
+
+class Hosts:
+    """Hosts 0 .. num - 1 with the addresses 10.77.0.10, 10.77.0.11, ...
+
+    Args:
+        num: how many.
+        rate: of each link, both ways, as ``tc`` writes it ("1gbit"); "" for as fast as it goes.
+    """
+
+    def __init__(self, num: int, rate: str = "") -> None:
+        self._num, self._rate = num, rate
+        self._prefix = f"gz{os.getpid()}"  # two test runs at a time do not meet
+        self._switch = f"{self._prefix}sw"
+        self._processes: list[subprocess.Popen[str]] = []
+
+    def __enter__(self) -> Hosts:
+        try:
+            self._up()
+        except BaseException:
+            self._down()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._down()
+
+    def address(self, host: int) -> str:
+        return f"10.77.0.{10 + host}"
+
+    def start(self, host: int, command: Sequence[str], env: Mapping[str, str], **options: Any) -> subprocess.Popen[str]:
+        """Run a command on a host, with its own host name; it is ended, if need be, when the hosts go."""
+        inside = ["ip", "netns", "exec", self._name(host), "unshare", "--uts", "sh", "-c"]
+        process = subprocess.Popen(
+            [*inside, f'hostname h{host}; exec "$@"', "sh", *command],
+            env=dict(env), text=True, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options,
+        )  # fmt: skip
+        self._processes.append(process)
+        return process
+
+    def sent_bytes(self, host: int) -> int:
+        """What the host has put on its link so far, frames and all."""
+        counter = "/sys/class/net/eth0/statistics/tx_bytes"
+        return int(_ip("netns", "exec", self._name(host), "cat", counter))
+
+    def cut(self, host: int) -> None:
+        """Pull the host's cable: nothing arrives any more, and nobody is told."""
+        _ip("-n", self._switch, "link", "set", f"p{host}", "down")
+
+    def _name(self, host: int) -> str:
+        return f"{self._prefix}h{host}"
+
+    def _up(self) -> None:
+        _ip("netns", "add", self._switch)
+        _ip("-n", self._switch, "link", "add", "br0", "type", "bridge")
+        _ip("-n", self._switch, "link", "set", "br0", "up")
+        for host in range(self._num):
+            name = self._name(host)
+            _ip("netns", "add", name)
+            # Not in the namespace of the machine at any moment: names there are short and taken.
+            _ip("link", "add", "eth0", "netns", name, "type", "veth", "peer", "name", f"p{host}", "netns", self._switch)
+            _ip("-n", self._switch, "link", "set", f"p{host}", "master", "br0", "up")
+            _ip("-n", name, "link", "set", "lo", "up")
+            _ip("-n", name, "link", "set", "eth0", "up")
+            _ip("-n", name, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
+            for namespace, device in ((name, "eth0"), (self._switch, f"p{host}")) if self._rate else ():
+                shape = ("tbf", "rate", self._rate, "burst", _BURST, "latency", _QUEUE)
+                _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *shape)
+
+    def _down(self) -> None:
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+        names = [*(self._name(host) for host in range(self._num)), self._switch]
+        there = set(os.listdir("/run/netns")) if Path("/run/netns").exists() else set()
+        for name in names:
+            if name in there:
+                for pid in _ip("netns", "pids", name).split():  # of a session of its own
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(int(pid), signal.SIGKILL)
+                _ip("netns", "del", name)
+
+
+def run_everywhere(
+    hosts: Hosts,
+    ranks_of_hosts: Sequence[int],
+    command: Sequence[str],
+    env: Mapping[str, str],
+    timeout_s: float = 60.0,
+    expect_failure: bool = False,
+) -> list[str]:
+    """Run a command once per rank, with the environment of torchrun; return what each printed, in rank order.
+
+    Ranks are numbered host by host. Rank 0's host keeps the store.
+
+    Raises:
+        AssertionError: a rank did not end in time, or not with 0 (unless ``expect_failure``); the text has all output.
+    """
+    processes = []
+    size = sum(ranks_of_hosts)
+    for host, num_local in enumerate(ranks_of_hosts):
+        for local_rank in range(num_local):
+            own = {
+                "RANK": str(len(processes)), "WORLD_SIZE": str(size),
+                "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(num_local),
+                "GROUP_RANK": str(host), "GROUP_WORLD_SIZE": str(len(ranks_of_hosts)),
+                "MASTER_ADDR": hosts.address(0), "MASTER_PORT": "29500", "OMP_NUM_THREADS": "1",
+            }  # fmt: skip
+            processes.append(hosts.start(host, command, {**env, **own}))
+    deadline = time.monotonic() + timeout_s
+    printed, wrong = [], []
+    for rank, process in enumerate(processes):
+        try:
+            out, _ = process.communicate(timeout=max(deadline - time.monotonic(), 0.1))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            out, _ = process.communicate()
+            wrong.append(f"rank {rank} did not end")
+        if process.returncode != 0 and not expect_failure:
+            wrong.append(f"rank {rank} ended with {process.returncode}")
+        printed.append(out)
+    told = "\n".join(f"---- rank {rank} printed:\n{out}" for rank, out in enumerate(printed))
+    assert not wrong, f"{'; '.join(wrong)}\n{told}"
+    return printed
+
+
+def _ip(*arguments: str) -> str:
+    return _run("ip", *arguments)
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
+    return done.stdout

@@ -1,0 +1,106 @@
+"""Ranks of several nodes that ask for different things."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from guozhuang.errors import MismatchError
+from guozhuang.groups.hierarchical import HierarchicalGroup
+from tests.processes.test_hierarchical import EVEN, FLAT, ONE_AND_TWO, PART, THREE_AND_ONE, gloo_inside, make
+from tests.ranks import run_ranks
+
+CALLS: dict[str, Callable[[dist.ProcessGroup], Any]] = {
+    "sum": lambda group: dist.all_reduce(torch.ones(1000), group=group),
+    "max": lambda group: dist.all_reduce(torch.ones(1000), op=dist.ReduceOp.MAX, group=group),
+    "short": lambda group: dist.all_reduce(torch.ones(600), group=group),
+    "double": lambda group: dist.all_reduce(torch.ones(1000).double(), group=group),
+    "later": lambda group: dist.all_reduce(torch.ones(5 * PART), group=group, async_op=True).wait(),
+    "short later": lambda group: dist.all_reduce(torch.ones(4 * PART), group=group, async_op=True).wait(),
+    "reduce": lambda group: dist.reduce(torch.ones(1000), 0, group=group),
+    "to last": lambda group: dist.reduce(torch.ones(1000), dist.get_world_size() - 1, group=group),
+    "barrier": lambda group: dist.barrier(group=group),
+    "gather": lambda group: dist.gather(torch.ones(3), None if dist.get_rank() else [torch.ones(3)] * 4, group=group),
+}
+
+
+def differs(rank: int, world_size: int, layout: str, names: list[str]) -> tuple[str, str, float]:
+    group = make(layout)
+    dist.all_reduce(torch.ones(3), group=group)
+    start = time.monotonic()
+    texts = []
+    for _ in range(2):
+        try:
+            CALLS[names[rank]](group)
+        except (RuntimeError, ValueError) as error:
+            assert type(error) is MismatchError, repr(error)
+            texts.append(str(error))
+    took_s = time.monotonic() - start
+    time.sleep(0.5)
+    assert texts[0] == texts[1]
+    return texts[0], names[rank], took_s
+
+
+@pytest.mark.parametrize(
+    ("layout", "names"),
+    [
+        (EVEN, ["sum", "sum", "max", "max"]),
+        (EVEN, ["sum", "short", "sum", "sum"]),
+        (EVEN, ["later", "later", "short later", "short later"]),
+        (EVEN, ["reduce", "to last", "reduce", "to last"]),  # no lane differs
+        (EVEN, ["sum", "sum", "gather", "gather"]),
+        (THREE_AND_ONE, ["sum", "sum", "double", "sum"]),  # the one in no lane
+        (THREE_AND_ONE, ["sum", "sum", "sum", "barrier"]),
+        (FLAT, ["sum", "short", "sum"]),
+    ],
+    ids=str,
+)
+def test_ranks_that_ask_for_different_things_are_told_who_asked_for_what(layout: str, names: list[str]) -> None:
+    words = {"sum": "1000 float32, sum", "max": "1000 float32, max", "short": "600 float32, sum", "reduce": "root 0",
+             "later": f"{5 * PART} float32", "short later": f"{4 * PART} float32", "to last": "root 3", "barrier": "barrier",
+             "gather": "gather of 3 float32, root 0, through gloo", "double": "1000 float64"}  # fmt: skip
+    for text, _, took_s in run_ranks(differs, len(layout), layout, names):
+        assert took_s < 2.5, text
+        lines = text.splitlines()[2:]
+        assert len(lines) == len(layout), text
+        for rank, line in enumerate(lines):
+            assert line.split()[:2] == [str(rank), str("abc".index(layout[rank]))], text
+            assert words[names[rank]] in line, text
+
+
+class _Complains:
+    """A group inside a node that finds a difference by itself."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def reduce(self, *_: Any) -> Any:
+        raise MismatchError("[rank 0] the table of the node")
+
+
+def inside_differs(rank: int, world_size: int) -> tuple[str, str]:
+    def inside(store: dist.Store, local_rank: int, size: int, timeout: datetime.timedelta) -> Any:
+        return _Complains(gloo_inside(store, local_rank, size, timeout))
+
+    store = dist.PrefixStore("mine", dist.distributed_c10d._get_default_store())
+    group = HierarchicalGroup(store, rank, world_size, datetime.timedelta(seconds=20), list(ONE_AND_TWO), inside)
+    try:
+        group.allreduce([torch.ones(5)], dist.AllreduceOptions()).wait()
+    except RuntimeError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_what_the_group_inside_a_node_says_of_a_difference_reaches_the_other_nodes() -> None:
+    for name, text in run_ranks(inside_differs, 3):
+        assert name == "MismatchError"
+        assert "the table of the node" in text

@@ -1,0 +1,439 @@
+"""When a rank dies, stops, errs or asks for something else, every other rank raises in time and says why."""
+
+import contextlib
+import datetime
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from guozhuang.errors import MismatchError, PeerLost, UsageError, WorldError
+from tests.processes.shm_ranks import run_shm_ranks
+from tests.ranks import RankError, free_port
+
+LARGE = 3_000_000
+# Long enough for a busy machine; what is tested is that nobody waits for the time-out.
+SOON_S = 1.0 + 2.0
+
+
+def reduces_until_it_fails(num: int, asynchronous: bool) -> tuple[PeerLost, float]:
+    """All-reduce until it raises; return the error and when it came."""
+    tensor = torch.ones(num)
+    with pytest.raises(PeerLost) as caught:
+        for _ in range(100_000):
+            work = dist.all_reduce(tensor, async_op=asynchronous)
+            if work is not None:
+                work.wait()
+    return caught.value, time.time()
+
+
+def loses_rank_1(rank: int, n: int, num: int, asynchronous: bool, how: str) -> object:
+    dist.barrier()
+    if rank == 1 and how in ("kill", "exit"):
+        started = time.time()
+        while time.time() < started + 0.3:  # somewhere in the middle of something
+            dist.all_reduce(torch.ones(num))
+        if how == "exit":
+            os._exit(3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        time.sleep(0.1)
+        raise KeyError("the user's own error")
+    error, when = reduces_until_it_fails(num, asynchronous)
+    again = time.time()
+    with pytest.raises(PeerLost) as second:
+        dist.barrier()
+    assert time.time() - again < 0.5 and str(second.value) == str(error), "later calls raise the same at once"
+    assert error.pid is not None
+    return error.rank, error.waiting_in, str(error), when, error.pid
+
+
+@pytest.mark.parametrize("how", ["kill", "exit", "error"])
+@pytest.mark.parametrize(("num", "asynchronous"), [(10, False), (LARGE, False), (LARGE, True)])
+def test_a_dead_rank(how: str, num: int, asynchronous: bool) -> None:
+    results = run_shm_ranks(loses_rank_1, 3, num, asynchronous, how, collect_errors=True)
+    died = results[1]
+    assert isinstance(died, RankError)
+    assert died.exit_code == {"kill": -signal.SIGKILL, "exit": 3, "error": 1}[how]
+    for survivor in (results[0], results[2]):
+        assert not isinstance(survivor, RankError), survivor.text
+        lost, waiting_in, text, _, _ = survivor
+        assert lost == 1
+        assert "rank 1" in text and waiting_in == f"all_reduce of {num} float32, sum", text
+    assert abs(results[0][3] - results[2][3]) < SOON_S
+
+
+def stops(rank: int, n: int, num: int) -> object:
+    dist.barrier()
+    if rank == 1:
+        # Somebody has to wake it again, or the test would wait for it.
+        waker = subprocess.Popen(["sh", "-c", f"sleep 5; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+        waker.wait()
+        reduces_until_it_fails(num, False)  # the others have given up
+        return None
+    started = time.monotonic()
+    error, _ = reduces_until_it_fails(num, False)
+    return error.rank, str(error), time.monotonic() - started
+
+
+@pytest.mark.parametrize("num", [pytest.param(10, marks=pytest.mark.slow), LARGE])
+def test_a_stopped_rank_is_named_after_the_timeout(num: int) -> None:
+    results = run_shm_ranks(stops, 3, num, group_timeout_s=2.0)
+    for lost, text, seconds in (results[0], results[2]):
+        assert lost == 1 and "rank 1 (pid" in text
+        assert 1.5 < seconds < 2.0 + SOON_S
+    assert any("did not come within 2 s" in text for _, text, _ in (results[0], results[2]))
+
+
+def leaves(rank: int, n: int) -> object:
+    dist.barrier()
+    if rank == 1:
+        dist.destroy_process_group()
+        return None
+    with pytest.raises(PeerLost, match=r"rank 1 .* left the group"):
+        dist.all_reduce(torch.ones(10))
+    return None
+
+
+def aborts(rank: int, n: int) -> object:
+    dist.barrier()
+    if rank == 1:
+        work = dist.all_reduce(torch.ones(LARGE), async_op=True)  # nobody else does
+        time.sleep(0.2)
+        started = time.monotonic()
+        dist.distributed_c10d._abort_process_group()
+        assert time.monotonic() - started < SOON_S
+        return work.is_completed()
+    time.sleep(0.5)
+    with pytest.raises((PeerLost, MismatchError)):
+        dist.all_reduce(torch.ones(LARGE))
+        dist.barrier()
+    return None
+
+
+def test_a_rank_that_aborts() -> None:
+    run_shm_ranks(aborts, 3)
+
+
+def test_a_rank_that_left() -> None:
+    run_shm_ranks(leaves, 3)
+
+
+def sizes(rank: int, n: int) -> None:
+    dist.all_reduce(torch.ones(10 + (rank == 1)))
+
+
+def large_sizes(rank: int, n: int) -> None:
+    dist.all_reduce(torch.ones(LARGE if rank else 10))
+
+
+def dtypes(rank: int, n: int) -> None:
+    dist.all_reduce(torch.ones(10, dtype=torch.float64 if rank == 1 else torch.float32))
+
+
+def ops(rank: int, n: int) -> None:
+    dist.all_reduce(torch.ones(10), op=dist.ReduceOp.MAX if rank == 1 else dist.ReduceOp.SUM)
+
+
+def order(rank: int, n: int) -> None:
+    calls: list[Callable[[], object]] = [lambda: dist.all_reduce(torch.ones(10)), dist.barrier]
+    for call in calls if rank == 1 else calls[::-1]:
+        call()
+
+
+def kinds(rank: int, n: int) -> None:
+    if rank == 1:
+        dist.broadcast(torch.ones(100_000), 0)
+    else:
+        dist.all_reduce(torch.ones(100_000))
+
+
+def roots_differ(rank: int, n: int) -> None:
+    dist.broadcast(torch.ones(10), rank % 2)
+
+
+def one_rank_sparse(rank: int, n: int) -> None:
+    dist.all_reduce(torch.ones(3).to_sparse() if rank == 1 else torch.ones(3))
+
+
+def wrong_outputs(rank: int, n: int) -> None:
+    dist.all_gather([torch.zeros(4) for _ in range(n)], torch.zeros(4 + (rank == 1)))
+
+
+def wrong_list(rank: int, n: int) -> None:
+    dist.scatter(torch.zeros(4), [torch.zeros(5)] * n if rank == 1 else None, 1)
+
+
+def wrong_splits(rank: int, n: int) -> None:
+    given, taken = [1] * n, [1] * n
+    if rank == 1:
+        taken[0] = 2
+    dist.all_to_all_single(torch.zeros(sum(taken)), torch.zeros(n), taken, given)
+
+
+def coalesced_sizes(rank: int, n: int) -> None:
+    sizes = [5, 3] if rank == 1 else [3, 5]
+    dist.all_reduce_coalesced([torch.ones(size) for size in sizes])
+
+
+def asks_for_something_else(rank: int, n: int, case: Callable[[int, int], None]) -> tuple[str, float]:
+    dist.barrier()
+    started = time.monotonic()
+    with pytest.raises(MismatchError) as caught:
+        case(rank, n)
+    assert isinstance(caught.value, ValueError) and isinstance(caught.value, RuntimeError)
+    seconds = time.monotonic() - started
+    with pytest.raises(MismatchError):
+        dist.barrier()
+    return str(caught.value), seconds
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        (sizes, ["all_reduce of 10 float32, sum", "all_reduce of 11 float32, sum"]),
+        (large_sizes, ["all_reduce of 10 float32", f"all_reduce of {LARGE} float32"]),
+        (dtypes, ["10 float32", "10 float64"]),
+        (ops, ["sum", "max"]),
+        (order, ["barrier", "all_reduce of 10"]),
+        (kinds, ["broadcast from rank 0 of 100000", "all_reduce of 100000"]),
+        (roots_differ, ["from rank 0", "from rank 1"]),
+        (one_rank_sparse, ["sparse", "all_reduce of 3 float32"]),
+        (wrong_outputs, ["all_gather of 3 x 4 float32", "but this rank gives 5"]),
+        (wrong_list, ["scatter from rank 1", "but the root gives [5, 5, 5]"]),
+        (wrong_splits, ["gives", "takes"]),
+        (coalesced_sizes, ["[3, 5]", "[5, 3]"]),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_mismatches_raise_on_every_rank_with_a_table(case, words) -> None:
+    for text, seconds in run_shm_ranks(asks_for_something_else, 3, case):
+        assert all(word in text for word in words), text
+        assert seconds < SOON_S
+
+
+def same_mistake_everywhere(rank: int, n: int) -> None:
+    for _ in range(2):
+        with pytest.raises(ValueError, match="sizes do not fit"):
+            dist.all_gather([torch.zeros(4) for _ in range(n)], torch.zeros(5))
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)  # all ranks were told alike: the group goes on
+    assert tensor.tolist() == [n, n]
+
+
+def test_the_same_mistake_on_all_ranks() -> None:
+    run_shm_ranks(same_mistake_everywhere, 2)
+
+
+def unknown_dtype(rank: int, n: int, is_wrong: bool) -> None:
+    dist.all_reduce(torch.ones(10, dtype=torch.uint16 if is_wrong else torch.float32))
+
+
+def short_list(rank: int, n: int, is_wrong: bool) -> None:
+    dist.all_gather([torch.zeros(3) for _ in range(n - is_wrong)], torch.zeros(3))
+
+
+def short_list_started(rank: int, n: int, is_wrong: bool) -> None:
+    dist.all_reduce(torch.ones(LARGE), async_op=True)
+    dist.all_gather([torch.zeros(3) for _ in range(n - is_wrong)], torch.zeros(3), async_op=True).wait()
+
+
+def uneven_rows(rank: int, n: int, is_wrong: bool) -> None:
+    dist.reduce_scatter_tensor(torch.zeros(2), torch.zeros(2 * n + is_wrong))
+
+
+def refuses_on_one_rank(rank: int, n: int, case: Callable[[int, int, bool], None]) -> tuple[str, str]:
+    with pytest.raises(UsageError):
+        case(rank, n, True)  # on all ranks alike: the group goes on
+    dist.barrier()
+    started = time.monotonic()
+    with pytest.raises(UsageError if rank == 1 else MismatchError) as caught:
+        case(rank, n, rank == 1)
+    assert time.monotonic() - started < SOON_S
+    with pytest.raises(MismatchError) as later:
+        dist.barrier()
+    return str(caught.value), str(later.value)
+
+
+@pytest.mark.parametrize("case", [unknown_dtype, short_list, short_list_started, uneven_rows], ids=lambda c: c.__name__)
+def test_arguments_refused_on_one_rank_raise_on_every_rank(case) -> None:
+    results = run_shm_ranks(refuses_on_one_rank, 3, case)
+    for rank, (text, later) in enumerate(results):
+        assert rank == 1 or "refused on this rank" in text
+        assert "refused on this rank" in later
+
+
+def interrupted(group: dist.ProcessGroup) -> None:
+    """Ctrl-C after the ranks have met, before anything moves."""
+    operations = group._resources.operations
+
+    def interrupt(*args: object) -> None:
+        del operations._large
+        raise KeyboardInterrupt
+
+    operations._large = interrupt
+
+
+def no_descriptors(group: dist.ProcessGroup) -> None:
+    """No descriptor is left for a peer's segment."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # those below are taken
+
+
+def fails_within(rank: int, n: int, prepare: Callable[[dist.ProcessGroup], None]) -> tuple[list[type], str]:
+    group = dist.group.WORLD
+    dist.barrier()
+    tensor = group.empty(1_000_000).fill_(1.0)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if rank == 1:
+        prepare(group)
+    kinds, last = [], ""
+    started = time.monotonic()
+    for _ in range(2):
+        try:
+            dist.all_reduce(tensor)
+        except BaseException as error:
+            kinds.append(type(error))
+            last = str(error)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert time.monotonic() - started < SOON_S
+    return kinds, last
+
+
+@pytest.mark.parametrize("prepare", [interrupted, no_descriptors], ids=lambda p: p.__name__)
+def test_a_rank_that_fails_within_an_operation_breaks_the_group_for_all(prepare) -> None:
+    results = run_shm_ranks(fails_within, 2, prepare)
+    assert results[0][0] == [PeerLost, PeerLost] and "rank 1" in results[0][1]
+    assert results[1][0] == [KeyboardInterrupt if prepare is interrupted else WorldError, WorldError]
+
+
+def destroys_under_way(rank: int, n: int) -> None:
+    """This rank's own end is no other rank's loss."""
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(10), async_op=True)
+        time.sleep(0.1)
+        dist.distributed_c10d._abort_process_group()
+        with pytest.raises(WorldError, match="destroyed") as caught:
+            work.wait()
+        assert type(caught.value) is WorldError
+    else:
+        time.sleep(3.0)
+
+
+def test_own_destruction_is_not_a_lost_peer() -> None:
+    run_shm_ranks(destroys_under_way, 2)
+
+
+def waits(rank: int, n: int) -> None:
+    dist.barrier()
+    if rank == 1:
+        time.sleep(1.5)
+    tensor = torch.ones(10)
+    work = dist.all_reduce(tensor, async_op=True)
+    if rank == 0:
+        with pytest.raises(WorldError, match=r"did not end within the 0.2 s") as caught:
+            work.wait(datetime.timedelta(seconds=0.2))
+        assert not isinstance(caught.value, PeerLost), "nobody is lost"
+        assert not work.is_completed()
+    work.wait()  # nothing is broken by looking too early
+    assert tensor.tolist() == [n] * 10
+    # A call's own time-out, shorter than the group's.
+    if rank == 1:
+        time.sleep(1.5)
+        dist.barrier()  # rank 0 had come to this one, and has given up since
+        with pytest.raises(PeerLost, match="gave up"):
+            dist.barrier()
+    else:
+        started = time.monotonic()
+        with pytest.raises(PeerLost, match="rank 1"):
+            dist.barrier(timeout=datetime.timedelta(seconds=0.5))
+        assert time.monotonic() - started < 1.4
+
+
+def test_shorter_waits() -> None:
+    run_shm_ranks(waits, 2)
+
+
+def errors_reach_works(rank: int, n: int) -> None:
+    dist.barrier()
+    num = 10 + rank
+    works = [dist.all_reduce(torch.ones(num), async_op=True) for _ in range(3)]
+    for work in works:
+        with pytest.raises(MismatchError):
+            work.wait()
+        assert work.is_completed() and not work.is_success() and isinstance(work.exception(), MismatchError)
+        with pytest.raises(RuntimeError, match="asked for different"):
+            work.get_future().wait()
+
+
+def test_errors_reach_works_and_futures() -> None:
+    run_shm_ranks(errors_reach_works, 2)
+
+
+def does_not_come(rank: int, n: int) -> None:
+    if rank != 1:
+        with pytest.raises(RuntimeError, match=r"ranks \[1\] did not come"):
+            dist.new_group(backend="shm", timeout=datetime.timedelta(seconds=1))
+    else:
+        time.sleep(2)  # it lives, and does not come
+
+
+def test_a_group_that_a_rank_does_not_make() -> None:
+    run_shm_ranks(does_not_come, 3)
+
+
+SCRIPT = """
+import datetime, os, sys, threading
+import torch, torch.distributed as dist
+from guozhuang.groups import backend
+backend.register()
+dist.init_process_group("shm", timeout=datetime.timedelta(seconds=30))
+rank, ending = dist.get_rank(), sys.argv[1]
+dist.all_reduce(torch.ones(100_000), async_op=True).wait()
+kept = dist.group.WORLD.empty(1000)
+if ending == "waiting" and rank == 0:
+    work = dist.all_reduce(torch.ones(10), async_op=True)   # rank 1 never does
+if ending == "raises":
+    raise SystemExit(7)
+"""
+
+
+@pytest.mark.parametrize(
+    "ending", ["plain", *(pytest.param(how, marks=pytest.mark.slow) for how in ("waiting", "raises"))]
+)
+def test_an_interpreter_that_ends_without_destroying_the_group(ending: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    root = Path(__file__).parents[2]
+    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    common |= {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), ending],
+            env=common | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for rank in ranks:
+            said, _ = rank.communicate(timeout=60)
+            assert rank.returncode == (7 if ending == "raises" else 0), said
+            # torch itself may remind of destroy_process_group; the group says nothing.
+            assert "Traceback" not in said and "guozhuang" not in said, said
+    finally:
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                rank.kill()
+            rank.wait()
