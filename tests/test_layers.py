@@ -20,7 +20,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("groups", "buckets"),
     ("exchange", "sync_batch_norm", "scatter_gather", "replicas"),
     ("reducer",),
-    ("distributed", "data_parallel", "sharding", "parallel"),
+    ("distributed", "data_parallel", "parallel"),
+    ("sharding",),  # ranks begin equal by distributed.equal_start
     ("strategies", "checkpoint"),
     ("workloads",),
     ("lab",),

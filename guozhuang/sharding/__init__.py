@@ -1,0 +1,10 @@
+"""Training with the optimizer divided: each rank updates its part of the weights (stage 1), stages 2 and 3 by ``fully_shard``.
+
+Method: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020, arXiv:1910.02054.
+"""
+
+from .clip import clip_grad_norm_
+from .optimizer import ShardedOptimizer
+from .prepared import shard
+
+__all__ = ["ShardedOptimizer", "clip_grad_norm_", "shard"]

@@ -1,0 +1,148 @@
+"""``clip_grad_norm_`` for every strategy: the norm of the whole gradient, whoever holds which part of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..errors import UsageError, explain
+from .carrier import Arrival, Carrier, arrival_of
+from .whole import is_dtensor
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Clip the norm of all gradients together, as ``torch.nn.utils.clip_grad_norm_`` would in one process.
+
+    Call it after the last backward of a step and before ``optimizer.step()``. Under ``sharded`` it averages the gradients
+    over ranks first; ``p.grad`` stays what this rank computed, and the step uses the clipped average. Parameters that
+    the optimizer does not hold are left out there. Under every other strategy it is PyTorch's function.
+    Every rank must call it where gradients are divided (``sharded`` and its stages), with the same parameters.
+
+    Args:
+        parameters: whose gradients are clipped; the others stay.
+        max_norm: upper bound of the norm afterwards.
+        norm_type: of the p-norm, also ``inf``.
+        error_if_nonfinite: raise where the norm is not finite.
+        foreach: as in PyTorch.
+
+    Returns:
+        The norm before clipping, the same on all ranks: a 0-dimensional tensor of the gradients' dtype.
+
+    Raises:
+        UsageError: a norm that parts cannot give (0 or negative ``norm_type``), or one parameter held by several optimizers.
+        RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set; on every rank.
+    """
+    chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    hooks = {i: hook for i, p in enumerate(chosen) if (hook := arrival_of(p)) is not None}
+    if hooks:
+        return _clip_parts(list(hooks.values()), max_norm, float(norm_type), error_if_nonfinite)
+    if any(is_dtensor(p) for p in chosen):
+        return _clip_distributed(chosen, max_norm, float(norm_type), error_if_nonfinite, foreach)
+    return nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite, foreach)
+
+
+def _clip_parts(hooks: Sequence[Arrival], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+    if not norm_type > 0:
+        raise UsageError(
+            explain("norm_type must be above 0 where gradients are divided among ranks", value=norm_type, fix="use 2.0")
+        )
+    carriers: list[Carrier] = []
+    wanted: list[set[int]] = []
+    for hook in hooks:
+        if not any(hook.carrier is known for known in carriers):
+            carriers.append(hook.carrier)
+            wanted.append(set())
+        wanted[next(i for i, known in enumerate(carriers) if known is hook.carrier)].add(hook.parameter)
+    for carrier in carriers:
+        carrier.collect()
+    parts = [_parts(carrier, only) for carrier, only in zip(carriers, wanted, strict=True)]
+    total = _total([part for some in parts for part in some], carriers, norm_type)
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        raise RuntimeError(
+            explain(
+                f"the total norm of order {norm_type:g} of the gradients is not finite, so they cannot be clipped",
+                value=float(total),
+                fix="look for the step that made them so, or leave error_if_nonfinite out",
+            )
+        )
+    by = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for part in (part for some in parts for part in some):
+        part.mul_(by.to(device=part.device, dtype=part.dtype) if part.dtype != by.dtype else by.to(part.device))
+    return total
+
+
+def _parts(carrier: Carrier, only: set[int]) -> list[Tensor]:
+    """This rank's gradients of the chosen parameters: whole blocks where all of a block was chosen."""
+    found: list[Tensor] = []
+    for block, weight in zip(carrier.blocks, carrier.weights, strict=True):
+        gradient = weight.grad
+        if gradient is None or not (block.parameters & only):
+            continue
+        if block.parameters <= only:
+            found.append(gradient)
+            continue
+        for piece in block.pieces:
+            if piece.parameter in only:
+                start = piece.offset - block.start
+                found.append(gradient[start : start + piece.end - piece.start])
+    return found
+
+
+def _total(parts: Sequence[Tensor], carriers: Sequence[Carrier], norm_type: float) -> Tensor:
+    """The norm over all parts of all ranks."""
+    devices = {p.device for c in carriers for p in c.parameters}
+    dtypes = [p.dtype for c in carriers for p in c.parameters]
+    dtype = dtypes[0]
+    for other in dtypes[1:]:
+        dtype = torch.promote_types(dtype, other)
+    device = next(iter(devices))
+    # In float64: a sum of many norms, and a power that could overflow.
+    norms = (
+        [n.to(device=device, dtype=torch.float64) for n in torch._foreach_norm(list(parts), norm_type)] if parts else []
+    )
+    stacked = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=device)
+    if math.isinf(norm_type):
+        # A maximum may lose a NaN on its way.
+        largest = torch.stack([stacked.nan_to_num(posinf=math.inf).max(), stacked.isnan().any().to(torch.float64)])
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=carriers[0].group)
+        return torch.where(largest[1] > 0, math.nan, largest[0]).to(dtype)
+    summed = (stacked**norm_type).sum().reshape(1)
+    dist.all_reduce(summed, dist.ReduceOp.SUM, group=carriers[0].group)
+    return (summed.reshape(()) ** (1.0 / norm_type)).to(dtype)
+
+
+def _clip_distributed(
+    chosen: Sequence[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None
+) -> Tensor:
+    """Gradients that are DTensors, and perhaps others beside them."""
+    gradients = [p.grad for p in chosen if p.grad is not None]
+    divided = [g for g in gradients if is_dtensor(g)]
+    rest = [g for g in gradients if not is_dtensor(g)]
+    norms: list[Tensor] = []
+    if divided:
+        norm: Any = nn.utils.get_total_norm(divided, norm_type, False, foreach)
+        norms.append(cast(Tensor, norm.full_tensor() if is_dtensor(norm) else norm))
+    if rest:
+        norms.append(nn.utils.get_total_norm(rest, norm_type, False, foreach))
+    total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.tensor(0.0)
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        what = f"the total norm of order {norm_type:g} of the gradients is not finite, so they cannot be clipped"
+        raise RuntimeError(explain(what, value=float(total), fix="leave error_if_nonfinite out to go on"))
+    for some in (divided, rest):
+        if some:
+            by = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+            for gradient in some:
+                local: Tensor = cast(Any, gradient).to_local() if is_dtensor(gradient) else gradient
+                local.mul_(by.to(local.device))
+    return total

@@ -1,0 +1,139 @@
+"""Stages 2 and 3: gradients, or gradients and weights, divided among ranks by PyTorch's ``fully_shard``.
+
+Each repeated block of the model (a transformer layer) is gathered and reduced as a whole, what remains with the root.
+Stage 2 keeps a block's weights from its forward to its backward; stage 3 drops them after use and gathers them again.
+
+Source: Rajbhandari et al., arXiv:1910.02054; Zhao et al., PyTorch FSDP, VLDB 2023, arXiv:2304.11277.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import distribute_tensor
+from torch.optim import Optimizer
+
+from ..errors import UsageError, explain
+from ..sync_batch_norm import use_on_cpu
+from .prepared import EqualBuffers, start_equal
+from .state import is_elementwise
+
+_log = logging.getLogger("guozhuang")
+
+# They keep the parameters, or their shapes, in places of their own.
+_CANNOT_FOLLOW = {
+    "LBFGS": "it steps along a line through all weights at once",
+    "SparseAdam": "it steps rows of sparse gradients",
+    "Adafactor": "it keeps a sum per row and column of each whole weight matrix",
+}
+
+
+def shard_fully(
+    model: nn.Module, optimizer: Optimizer, group: dist.ProcessGroup | None = None, *, keep_weights: bool
+) -> tuple[nn.Module, Optimizer]:
+    """Divide gradients and optimizer state, and unless ``keep_weights`` weights, by ``fully_shard``. Every rank must call it.
+
+    Parameters become DTensors, new objects; the optimizer, the same instance, holds these from now on, with its groups,
+    defaults and state. Its ``state_dict()`` then holds DTensors; whole ordinary ones, on any number of ranks, come from and
+    go to ``torch.distributed.checkpoint.state_dict`` (``get_model_state_dict``, ``get_optimizer_state_dict``, ``set_...``,
+    with ``StateDictOptions(full_state_dict=True)``).
+
+    Args:
+        model: equal on all ranks in names, shapes and dtypes; the weights become rank 0's.
+        optimizer: over its parameters; one that acts element by element gives the same result as on one process.
+        group: the ranks; all by default.
+        keep_weights: True: stage 2, a block's weights stay from its forward to its backward; False: stage 3.
+
+    Returns:
+        The model (its class is now PyTorch's FSDP variant of the same) and the optimizer.
+
+    Raises:
+        UsageError: an optimizer that cannot follow its parameters (LBFGS, SparseAdam), or state that has neither one value
+            per element nor one per parameter; a parameter without a dimension.
+        MismatchError: ranks hold different models.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    group = dist.group.WORLD if group is None else group
+    if group is None:
+        raise UsageError(explain("there is no process group", fix="call gz.init() first, on every rank"))
+    who = type(optimizer).__name__
+    if dist.get_rank(group) == 0:
+        _log.warning(
+            "model.state_dict() and optimizer.state_dict() hold this rank's part alone from now on (DTensors): save whole ones "
+            "with torch.distributed.checkpoint.state_dict.get_model_state_dict(..., StateDictOptions(full_state_dict=True))"
+        )
+    if who in _CANNOT_FOLLOW:
+        what = f"{who} cannot step divided weights: {_CANNOT_FOLLOW[who]}"
+        raise UsageError(explain(what, fix="train with the strategy ddp"))
+    flat = [name for name, p in model.named_parameters() if p.dim() == 0]
+    if flat:
+        what = "fully_shard divides along the first dimension, and some parameters have none"
+        raise UsageError(explain(what, value=flat, fix="give them shape (1,), or train with the strategy sharded"))
+    if all(p.device.type == "cpu" for p in model.parameters()):
+        model = use_on_cpu(model)
+    start_equal(model, group)
+    name_of = {id(p): name for name, p in model.named_parameters()}
+    kept = {name_of[id(p)]: optimizer.state.pop(p) for p in list(optimizer.state) if isinstance(p, Tensor)}
+    elementwise = {
+        (name, key): is_elementwise(key, value, model.get_parameter(name), who)
+        for name, values in kept.items()
+        for key, value in values.items()
+    }
+    named = [[name_of[id(p)] for p in g["params"]] for g in optimizer.param_groups]
+    mesh = DeviceMesh.from_group(group, next(model.parameters()).device.type)
+    for block in [*repeated_blocks(model), model]:
+        fully_shard(block, mesh=mesh, reshard_after_forward=not keep_weights)
+    model.register_forward_pre_hook(EqualBuffers(model, group))
+    new = dict(model.named_parameters(remove_duplicate=False))
+    for param_group, names in zip(optimizer.param_groups, named, strict=True):
+        param_group["params"] = [new[name] for name in names]
+    rest = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+    optimizer.state = defaultdict(dict, rest)
+    for name, values in kept.items():
+        optimizer.state[new[name]] = {
+            key: _like(new[name], value) if elementwise[name, key] else value for key, value in values.items()
+        }
+    return model, optimizer
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """Find the parts that a model repeats: members of a ModuleList, and alike composite members of a Sequential.
+
+    The outermost ones, each with parameters of its own that no other part of the model uses. A block must be called as a
+    module: a model that reads a member's weights past its forward cannot be divided so.
+    """
+    uses = Counter(id(p) for part in model.modules() for p in part._parameters.values() if p is not None)
+
+    def alone(block: nn.Module) -> bool:
+        inside = Counter(id(p) for part in block.modules() for p in part._parameters.values() if p is not None)
+        return bool(inside) and all(uses[key] == count for key, count in inside.items())
+
+    return [block for block in _repeated(model) if alone(block)]
+
+
+def _repeated(part: nn.Module) -> Iterator[nn.Module]:
+    children = list(part.children())
+    kinds = Counter(type(child) for child in children)
+    for child in children:
+        is_container = isinstance(child, nn.ModuleList | nn.ModuleDict)
+        repeats = isinstance(part, nn.ModuleList) or (
+            isinstance(part, nn.Sequential) and kinds[type(child)] > 1 and any(True for _ in child.children())
+        )
+        if repeats and not is_container:
+            yield child
+        else:
+            yield from _repeated(child)
+
+
+def _like(parameter: Any, value: Tensor) -> Tensor:
+    """This rank's part of a whole tensor, divided as the parameter is."""
+    with torch.no_grad():
+        return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -1,0 +1,132 @@
+"""Weight gradients of linear layers, computed where they are to lie instead of copied there.
+
+[Note: a gradient that is born in its place]
+PyTorch multiplies the gradient of a linear layer's weight into new memory, and from there it would go to the buffer that
+peers read: a write, a read and a second write of all large weights in each step. Here the product is written to the
+buffer itself, by the same multiplication, so with the same bits; autograd gets a tensor over that memory as the gradient it is.
+The buffer holds this step's gradient of the weight and nothing else, so it is written to only
+ - while ``p.grad`` is None: what is there is of no use to anybody. A second backward gets what PyTorch makes, and adds it up.
+ - while no tensor but the buffer's own holds the memory (the storage counts its holders). A second use of the weight in
+   one forward, whose gradient meets the first one's inside the engine, gets what PyTorch makes.
+ - if the gradient goes to ``p.grad``, where the hook of its arrival finds it. ``autograd.grad`` gives it away, to keep.
+ - if no hook of the program's on the weight sees it before that.
+With ``create_graph=True``, autocast, under compilation, tracing and functorch nothing is done at all.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from .output_hooks import OutputHook, can_count_holders, holders_of, is_traced, without_history
+
+#: Below this size of the weight, the time of a Python function in backward is longer than that of the copy.
+SMALLEST_BYTES: Final = 1 << 21
+
+
+class GradientPlace:
+    """Where the gradient of one linear layer's weight is to lie. See [Note: a gradient that is born in its place].
+
+    Args:
+        parameter: the weight, num_outputs x num_inputs, row-major.
+        view: of its shape and strides; nobody else holds its storage but for this object's maker.
+    """
+
+    def __init__(self, parameter: nn.Parameter, view: Tensor) -> None:
+        self.parameter, self.view = parameter, view
+        self.is_used = False  # whether gradients are to come here at all
+        self._num_holders = holders_of(view)
+
+    def is_free(self, accumulate: Any) -> bool:
+        """Tell whether a gradient may be computed here that goes to this node of autograd's, an AccumulateGrad."""
+        if not self.is_used or self.parameter.grad is not None or self.parameter._backward_hooks:
+            return False
+        return holders_of(self.view) == self._num_holders and _goes_to_grad(accumulate)
+
+
+def _goes_to_grad(accumulate: Any) -> bool:
+    try:
+        return bool(torch._C._will_engine_execute_node(accumulate))
+    except RuntimeError:  # so it says under autograd.grad
+        return False
+
+
+class PlacingHook(OutputHook):
+    """A forward hook of a linear layer: lets its backward compute the weight's gradient in its place."""
+
+    def __init__(self, place: GradientPlace) -> None:
+        self._place = place
+
+    def __call__(self, module: nn.Linear, args: tuple[Any, ...], output: Any) -> Tensor | None:
+        """Return the output with another backward, or None where PyTorch's own is to run."""
+        place = self._place
+        if is_traced() or not torch.is_grad_enabled() or not isinstance(output, Tensor) or len(args) != 1:
+            return None
+        if not place.is_used or module.weight is not place.parameter or not _is_product(output, module.weight):
+            return None
+        apply: Any = _Product.apply
+        result: Tensor = apply(args[0], module.weight, module.bias, (output, place))  # in a tuple, unseen by autograd
+        return result
+
+
+def _is_product(output: Tensor, weight: Tensor) -> bool:
+    """Tell whether autograd recorded this as one product with the weight itself (not with a copy of it in another dtype)."""
+    node: Any = output.grad_fn
+    while node is not None and node.name() in ("ViewBackward0", "UnsafeViewBackward0"):
+        node = node.next_functions[0][0]
+    if node is None or node.name() not in ("AddmmBackward0", "MmBackward0") or not output.is_contiguous():
+        return False
+    transpose = node.next_functions[-1][0]
+    if transpose is None or transpose.name() != "TBackward0":
+        return False
+    return getattr(transpose.next_functions[0][0], "variable", None) is weight
+
+
+class _Product(torch.autograd.Function):
+    """``told[0]`` is what ``nn.functional.linear(input, weight, bias)`` returned."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, told: tuple[Tensor, GradientPlace]
+    ) -> Tensor:
+        output, ctx.place = told
+        ctx.save_for_backward(input, weight)
+        return without_history(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (input, weight), gradient = ctx.saved_tensors, gradients[0]
+        of_input = of_weight = of_bias = None
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        if ctx.needs_input_grad[1]:
+            place: GradientPlace = ctx.place
+            columns, inputs = rows.t(), input.reshape(-1, input.shape[-1])
+            if torch.is_grad_enabled() or not place.is_free(ctx.next_functions[1][0]):
+                of_weight = columns.mm(inputs)
+            else:
+                # A tensor of its own over the memory: autograd keeps a gradient that nobody else refers to, and would copy
+                # another.
+                of_weight = place.view.detach()
+                torch.mm(columns, inputs, out=of_weight)
+        if ctx.needs_input_grad[2]:
+            of_bias = rows.sum(0)
+        if ctx.needs_input_grad[0]:
+            of_input = rows.mm(weight).view(input.shape)
+        return of_input, of_weight, of_bias, None
+
+
+def linear_layers_of(model: nn.Module) -> list[nn.Linear]:
+    """Return the layers whose weight's gradient can be computed in its place."""
+    if not (can_count_holders() and hasattr(torch._C, "_will_engine_execute_node")):
+        return []
+    return [
+        part
+        for part in model.modules()
+        if isinstance(part, nn.Linear)
+        and type(part).forward is nn.Linear.forward
+        and isinstance(part.weight, nn.Parameter)
+        and part.weight.is_contiguous()
+        and part.weight.numel() * part.weight.itemsize >= SMALLEST_BYTES
+    ]

@@ -1,0 +1,344 @@
+"""``ShardedOptimizer``: the user's own optimizer, with which each rank steps a part.
+
+[Note: two views of one optimizer] The user's instance stays what steps, so that its class, its groups, its schedulers and
+all edits of ``param_groups`` keep their meaning. Between steps its groups hold the user's parameters; while it steps, and
+only then, they hold this rank's blocks. Its ``state`` belongs to the blocks at all times. Its hooks are taken over by the
+facade, which is what the program calls; a step of the instance itself is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..distributed.equal_start import timeout_s
+from ..errors import UsageError, explain
+from ..groups import agree
+from . import scaling
+from .carrier import Carrier
+from .elementwise import steps_as_torch
+from .parts import Layout, Member, lay_out
+from .state import Values, apart, check_kinds, cut, regroup, signs, whole
+
+MakeCarrier = Callable[[Sequence[str], Sequence[nn.Parameter], Layout], Carrier]
+
+_HOOKS = (
+    *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
+    *("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"),
+    *("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
+)
+
+
+class ShardedOptimizer(Optimizer):
+    """Steps this rank's part of the weights with the user's optimizer, and lets every rank see the whole.
+
+    Made by :func:`guozhuang.sharding.shard`. Every rank must call ``step``, ``state_dict`` and ``load_state_dict``.
+    ``param_groups`` are those of the user's optimizer. Changes of them (a learning rate, ``add_param_group``, a parameter
+    that is frozen or unfrozen) take effect at the next step: make them alike on all ranks.
+
+    Attributes:
+        inner: the user's optimizer. See [Note: two views of one optimizer].
+        carrier: what moves gradients and weights.
+        group: the ranks.
+    """
+
+    # GradScaler leaves it to the step to unscale and to skip, on all ranks alike.
+    _step_supports_amp_scaling = True
+
+    def __init__(self, model: nn.Module, inner: Optimizer, group: dist.ProcessGroup, make_carrier: MakeCarrier) -> None:
+        # Optimizer.__init__ would make groups and state of its own.
+        self.defaults = inner.defaults
+        for name in _HOOKS:
+            setattr(self, name, getattr(inner, name))  # the same dictionaries: handles the user holds still remove
+            setattr(inner, name, OrderedDict())
+        self._patch_step_function()
+        self.inner, self.group = inner, group
+        self._model, self._make_carrier = model, make_carrier
+        self._who = type(inner).__name__
+        self._is_stepping = self._kinds_checked = False
+        # Another class may count its calls of step() somewhere.
+        self._steps_in_parts = steps_as_torch(type(inner))
+        self.carrier: Carrier
+        own = {p: inner.state.pop(p) for g in inner.param_groups for p in g["params"] if p in inner.state}
+        self._connect(own)
+        inner.register_step_pre_hook(self._refuse_other_steps)
+        scaling.silence_warning()
+
+    # ---- what PyTorch's other parts look at ------------------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The groups of the user's optimizer, with the user's parameters."""
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:  # type: ignore[override]
+        """What this rank keeps, as of now: for each parameter that it has a part of, the elements of that part, 1-dimensional.
+
+        A copy, for looking at; ``state_dict()`` gives whole parameters.
+        """
+        found: defaultdict[Tensor, Any] = defaultdict(dict)
+        for block, weight in zip(self._blocks, self._weights, strict=True):
+            for piece in block.pieces:
+                into = found[self._parameters[piece.parameter]]
+                start = piece.offset - block.start
+                for key, value in self.inner.state.get(weight, {}).items():
+                    if isinstance(value, Tensor) and value.shape == weight.shape:
+                        part = value[start : start + piece.end - piece.start]
+                        into[key] = torch.cat([into[key], part]) if key in into else part.clone()
+                    else:
+                        into[key] = copy.deepcopy(value)
+        found.update((p, values) for p, values in self._others.items())
+        found.update((key, value) for key, value in self.inner.state.items() if not isinstance(key, Tensor))
+        return defaultdict(dict, {key: value for key, value in found.items() if value})
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters lie."""
+        return self._parameters[0].device if self._parameters else torch.device("cpu")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        what = "a ShardedOptimizer cannot be copied or pickled: it holds a part of the state, and a process group"
+        raise UsageError(explain(what, fix="keep optimizer.state_dict(), called on every rank"))
+
+    # ---- a step ------------------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: Any = None) -> Any:
+        """Average gradients, step this rank's part, and share the new weights. Every rank must call it.
+
+        Args:
+            closure: computes the loss and the gradients; called once, before gradients are averaged.
+            grad_scaler: given by ``torch.amp.GradScaler.step``. Where any rank finds a gradient that is not finite, all skip.
+
+        Returns:
+            What ``closure`` returned, else None.
+
+        Raises:
+            UsageError: gradients that cannot be averaged (see :class:`~guozhuang.sharding.carrier.Carrier`); the groups of
+                the optimizer were changed in a way that cannot be followed; state that cannot be cut in parts.
+            MismatchError: ranks changed the groups differently.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._signature() != self._known:
+            self._rebuild()
+        if grad_scaler is not None:
+            self.collect()
+            if not scaling.unscale_together(grad_scaler, self, self.carrier):
+                self.carrier.skip()
+                self.inner._opt_called = True  # type: ignore[attr-defined]  # a schedule made before prepare() may go on
+                return loss
+        if not self._steps_in_parts:
+            self.collect()
+        for part in self.carrier.stretches():
+            self._follow_splits()
+            with self._as_blocks(part):
+                self.inner.step()
+        if not self._kinds_checked:
+            check_kinds(((w, self.inner.state.get(w, {})) for w in self.carrier.weights), self._who)
+            self._kinds_checked = bool(self.inner.state)
+        changed = [p for p in self._parameters if p.grad is not None]
+        torch.autograd.graph.increment_version(changed)  # a graph that saved the old values then says so
+        self.carrier.publish()
+        return loss
+
+    def collect(self) -> None:
+        """Average gradients over ranks; a second call before the step does nothing. Every rank must call it."""
+        self.carrier.collect()
+        self._follow_splits()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, also those that ``clip_grad_norm_`` has averaged already."""
+        super().zero_grad(set_to_none)
+        self.carrier.skip()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters of the model as in ``torch.optim``; the ranks divide them at the next step."""
+        self.inner.add_param_group(param_group)
+        strangers = {id(p) for p in self.inner.param_groups[-1]["params"]} - {id(p) for p in self._model.parameters()}
+        if strangers:
+            del self.inner.param_groups[-1]
+            what = "the new group holds parameters that are not the model's"
+            raise UsageError(explain(what, value=len(strangers), fix="add parameters of the model that was prepared"))
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state in the format of ``torch.optim``, the same on every rank. Every rank must call it.
+
+        It loads into the same optimizer on one process, and here on any number of ranks.
+
+        Raises:
+            WorldError: a rank did not come within the group's time-out; the text names it.
+            MismatchError: ranks hold different groups.
+        """
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        index_of = {id(p): i for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
+        state: dict[Any, Any] = {}
+        for parameter, values in self._whole().items():
+            state[index_of[id(parameter)]] = values
+        state = dict(sorted(state.items()))
+        state.update((key, value) for key, value in self.inner.state.items() if not isinstance(key, Tensor))
+        groups = [
+            {**{k: v for k, v in g.items() if k != "params"}, "params": [index_of[id(p)] for p in g["params"]]}
+            for g in self.param_groups
+        ]
+        found: dict[str, Any] = {"state": state, "param_groups": groups}
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            result = post_hook(self, found)
+            found = found if result is None else result
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take this rank's part of a whole state, from here or from an unsharded run. Every rank must call it.
+
+        Raises:
+            ValueError: other groups, or numbers of parameters in them, than this optimizer's.
+            MismatchError: ranks were given different states.
+            WorldError: a rank did not come within the group's time-out; the text names it.
+        """
+        state_dict = state_dict.copy()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            result = hook(self, state_dict)
+            state_dict = state_dict if result is None else result
+        saved, groups = state_dict["param_groups"], self.param_groups
+        counts = [[len(g["params"]) for g in some] for some in (groups, saved)]
+        if counts[0] != counts[1]:
+            what = f"the loaded state has groups of {counts[1]} parameters, this optimizer groups of {counts[0]}"
+            raise UsageError(explain(what, rank=self.group.rank(), fix="make the optimizer with the same groups"))
+        own = [p for g in groups for p in g["params"]]
+        by_id = dict(zip((i for g in saved for i in g["params"]), own, strict=True))
+        loaded = {by_id[key]: values for key, values in state_dict["state"].items() if key in by_id}
+        rest = {key: value for key, value in state_dict["state"].items() if key not in by_id}
+        if self._signature() != self._known:
+            self._rebuild()
+        full = {i: loaded[p] for i, p in enumerate(self._parameters) if p in loaded}
+        lines = signs(full, self._parameters, self._who)
+        agree(self.group, "the optimizer's state to load", lines, timeout_s(self.group), "load the same on every rank")
+        self.carrier.skip()
+        per_block = self._divide(full)
+        numbers = iter(range(len(self._blocks)))
+        with self._as_blocks():
+            packed = [
+                {
+                    **{k: v for k, v in saved[i].items() if k != "params"},
+                    "params": [next(numbers) for _ in group["params"]],
+                }
+                for i, group in enumerate(groups)
+            ]
+            state = {i: values for i, values in enumerate(per_block) if values} | rest
+            self.inner.load_state_dict({"state": state, "param_groups": packed})
+        self._others = {p: copy.deepcopy(values) for p, values in loaded.items() if id(p) not in self._index_of}
+        self._kinds_checked = False
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    # ---- the two views -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _as_blocks(self, chosen: Iterable[int] | None = None) -> Iterator[None]:
+        """Let the inner optimizer hold blocks, the chosen ones or all. See [Note: two views of one optimizer]."""
+        whole_groups = [group["params"] for group in self.inner.param_groups]
+        parts: list[list[nn.Parameter]] = [[] for _ in whole_groups]
+        for i in range(len(self._blocks)) if chosen is None else chosen:
+            parts[self._blocks[i].group].append(self._weights[i])
+        for group, part in zip(self.inner.param_groups, parts, strict=True):
+            group["params"] = part
+        self._is_stepping = True
+        try:
+            yield
+        finally:
+            self._is_stepping = False
+            for group, params in zip(self.inner.param_groups, whole_groups, strict=True):
+                group["params"] = params
+
+    def _refuse_other_steps(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._is_stepping:
+            what = f"this {self._who} steps through the optimizer that prepare() returned"
+            raise UsageError(
+                explain(what, fix="write `model, optimizer = gz.prepare(model, optimizer)`, step that one")
+            )
+
+    def _signature(self) -> list[list[int]]:
+        return [[id(p) for p in group["params"] if p.requires_grad] for group in self.inner.param_groups]
+
+    def _values(self, blocks: Sequence[Any], weights: Sequence[nn.Parameter]) -> list[tuple[Any, Values]]:
+        return [(b, self.inner.state.get(w, {})) for b, w in zip(blocks, weights, strict=True)]
+
+    def _follow_splits(self) -> None:
+        """Carry the state over if the carrier has made finer blocks."""
+        if self.carrier.blocks is not self._blocks:
+            self._follow(regroup(self._values(self._blocks, self._weights), self.carrier.blocks, self.carrier.weights))
+
+    def _follow(self, per_block: Sequence[Values]) -> None:
+        """Hold the carrier's blocks from now on, with this state."""
+        self._blocks, self._weights = self.carrier.blocks, self.carrier.weights
+        rest = {key: value for key, value in self.inner.state.items() if not isinstance(key, Tensor)}
+        self.inner.state = defaultdict(dict, rest)
+        self.inner.state.update((w, v) for w, v in zip(self._weights, per_block, strict=True) if v)
+
+    def _divide(self, full: dict[int, Values]) -> list[Values]:
+        """Cut the state of whole parameters for the carrier's blocks, finer ones if their numbers differ."""
+        self.carrier.split(apart(full, self.carrier.layout, self._parameters, self._who))
+        per_block = cut(full, self._parameters, self.carrier.blocks, self.carrier.weights, self._who)
+        self._follow(per_block)
+        return per_block
+
+    def _connect(self, own: dict[Any, Values]) -> None:
+        """Divide the parameters as they are in the groups now, and with them the state of whole parameters."""
+        position = {id(p): i for i, p in enumerate(self._model.parameters())}
+        name_of = {id(p): name for name, p in self._model.named_parameters()}
+        chosen = [(g, p) for g, group in enumerate(self.param_groups) for p in group["params"] if p.requires_grad]
+        members = [Member(p.numel(), p.dtype, p.device, g, position[id(p)]) for g, p in chosen]
+        layout = lay_out(members, self.group.size())
+        self._parameters = [p for _, p in chosen]
+        self._index_of = {id(p): i for i, p in enumerate(self._parameters)}
+        self._known = self._signature()
+        names = [name_of[id(p)] for p in self._parameters]
+        full = {self._index_of[id(p)]: values for p, values in own.items() if id(p) in self._index_of}
+        self._others = {p: values for p, values in own.items() if id(p) not in self._index_of}
+        lines = [*names, *layout.describe(), *signs(full, self._parameters, self._who)]
+        fix = "make the optimizer the same way on every rank"
+        agree(self.group, "the optimizer's parameters and state", lines, timeout_s(self.group), fix)
+        self.carrier = self._make_carrier(names, self._parameters, layout)
+        self._divide(full)
+
+    def _whole(self) -> dict[Any, Values]:
+        """Every parameter's state. Every rank must call it."""
+        lines = [f"{self._who}, groups of {[len(g) for g in self._known]} parameters that require a gradient"]
+        fix = "call state_dict() on every rank, then save on one"
+        agree(self.group, "the state of the optimizer", lines, timeout_s(self.group), fix)
+        values = [v for _, v in self._values(self._blocks, self._weights)]
+        full = whole(self.carrier.layout, self._parameters, self._blocks, values, self.group)
+        return {self._parameters[i]: v for i, v in full.items()} | self._others
+
+    def _rebuild(self) -> None:
+        """Divide anew after a change of the groups."""
+        own = self._whole()
+        for group in self.param_groups:
+            # Some optimizers (Adagrad) make the state of a new parameter when it is added.
+            own.update({p: self.inner.state.pop(p) for p in group["params"] if p in self.inner.state})
+        self.carrier.close()
+        self._connect(own)
+
+
+def warn_of_forgotten(model: nn.Module, optimizer: Optimizer) -> None:
+    """Name parameters that require a gradient and are in no group: nothing averages their gradients, nothing steps them."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    forgotten = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+    if forgotten:
+        shown = ", ".join(forgotten[:5]) + (f" and {len(forgotten) - 5} more" if len(forgotten) > 5 else "")
+        what = f"in no group of the optimizer, so that their gradients stay each rank's own, are {shown}"
+        warnings.warn(explain(what, fix="give them to the optimizer, or call requires_grad_(False)"), stacklevel=4)

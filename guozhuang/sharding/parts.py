@@ -1,0 +1,303 @@
+"""Which rank updates which elements: parameters to flat buckets, buckets to slices, slices to blocks. No communication.
+
+A bucket is one flat tensor that holds parameters of one optimizer group, dtype and device, one after the other. Rank r
+owns the r-th of its ``num_ranks`` equal slices. What the user's optimizer sees of a slice are blocks: 1-dimensional
+pieces small enough that an optimizer which passes over its tensors several times finds them in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..buckets import DEFAULT_CAP_BYTES, Caps, Slot, assign
+
+#: Every parameter, slice and block begins at a multiple of this many elements: 64 bytes of float32.
+ALIGN_ELEMENTS = 16
+#: Upper bound of a block: four tensors of it (weight, gradient, two of state) in float32 fit into a second-level cache.
+BLOCK_ELEMENTS = 1 << 17
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """What the layout needs to know of one parameter.
+
+    Attributes:
+        num_elements: may be 0.
+        dtype: of the parameter, its gradient and its flat memory.
+        device: where it lies.
+        group: index of its group in the optimizer.
+        position: its place among the model's parameters; later ones get their gradients earlier.
+    """
+
+    num_elements: int
+    dtype: torch.dtype
+    device: torch.device
+    group: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements [start, end) of a parameter, counted in its memory order, lie at ``offset`` of the bucket's flat tensor."""
+
+    parameter: int
+    start: int
+    end: int
+    bucket: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Elements [start, end) of a bucket's flat tensor: what one rank's optimizer holds as one 1-dimensional parameter.
+
+    Attributes:
+        group: index of the group in the optimizer.
+        bucket: index of the bucket.
+        start: first element, a multiple of :data:`ALIGN_ELEMENTS`.
+        end: behind the last element. Between and behind the pieces there may be padding.
+        pieces: what it holds of which parameters, in order; never empty.
+    """
+
+    group: int
+    bucket: int
+    start: int
+    end: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """Size with the padding."""
+        return self.end - self.start
+
+    @property
+    def parameters(self) -> frozenset[int]:
+        """Indices of the parameters that it holds a piece of."""
+        return frozenset(piece.parameter for piece in self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class FlatBucket:
+    """Parameters that lie one after the other in one flat tensor.
+
+    Attributes:
+        index: place in the order in which gradients are expected, and in which collectives are issued.
+        group: index of the group in the optimizer.
+        dtype: of the flat tensor.
+        device: of the flat tensor.
+        parameters: indices of the parameters, in flat order.
+        offsets: where each begins, in elements.
+        num_elements: size with all padding, a multiple of ``num_ranks * ALIGN_ELEMENTS``.
+        slice_elements: size of the slice of one rank.
+    """
+
+    index: int
+    group: int
+    dtype: torch.dtype
+    device: torch.device
+    parameters: tuple[int, ...]
+    offsets: tuple[int, ...]
+    num_elements: int
+    slice_elements: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the flat tensor in bytes."""
+        return self.num_elements * self.dtype.itemsize
+
+    def slice_of(self, rank: int) -> tuple[int, int]:
+        """Return first and last-but-one element of the part that ``rank`` owns."""
+        return rank * self.slice_elements, (rank + 1) * self.slice_elements
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Who owns what; the same on all ranks.
+
+    Attributes:
+        num_ranks: how many slices a bucket has.
+        members: every parameter, by index: the user's order over all groups, those that require a gradient.
+        buckets: in the order of their collectives.
+        block_elements: upper bound of a block.
+    """
+
+    num_ranks: int
+    members: tuple[Member, ...]
+    buckets: tuple[FlatBucket, ...]
+    block_elements: int = BLOCK_ELEMENTS
+
+    @cached_property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """For each parameter its bucket and its offset there, in elements."""
+        found: dict[int, tuple[int, int]] = {}
+        for bucket in self.buckets:
+            for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True):
+                found[parameter] = (bucket.index, offset)
+        return tuple(found[i] for i in range(len(self.members)))
+
+    def blocks_of(self, rank: int, separate: Collection[int] = frozenset()) -> list[Block]:
+        """Return the blocks of a rank, by group, then bucket, then start.
+
+        Args:
+            rank: the owner.
+            separate: parameters that share a block with no other.
+        """
+        blocks = [block for bucket in self.buckets for block in self._cut(bucket, rank, separate)]
+        return sorted(blocks, key=lambda block: (block.group, block.bucket, block.start))
+
+    def pieces_of(self, parameter: int) -> tuple[tuple[int, Piece], ...]:
+        """Return the pieces of a parameter with their owners, in element order; none if it has no elements."""
+        index, offset = self.places[parameter]
+        bucket, num_elements = self.buckets[index], self.members[parameter].num_elements
+        found = []
+        for rank in range(offset // bucket.slice_elements, self.num_ranks):
+            low, high = bucket.slice_of(rank)
+            low, high = max(low, offset), min(high, offset + num_elements)
+            if low >= high:
+                break
+            found.append((rank, Piece(parameter, low - offset, high - offset, index, low)))
+        return tuple(found)
+
+    def describe(self) -> list[str]:
+        """Return one line per bucket, for ranks to compare."""
+        return [
+            f"bucket {b.index} of group {b.group}: {b.num_elements} {str(b.dtype).removeprefix('torch.')}, "
+            f"parameters {', '.join(map(str, b.parameters))}"
+            for b in self.buckets
+        ]
+
+    def _cut(self, bucket: FlatBucket, rank: int, separate: Collection[int]) -> Iterator[Block]:
+        for start, end in self._runs(bucket, *bucket.slice_of(rank), separate):
+            for low in range(start, end, self.block_elements):
+                high = min(low + self.block_elements, end)
+                pieces = tuple(self._pieces_in(bucket, low, high))
+                if pieces:
+                    yield Block(bucket.group, bucket.index, low, high, pieces)
+
+    def _runs(self, bucket: FlatBucket, start: int, end: int, separate: Collection[int]) -> Iterator[tuple[int, int]]:
+        """Cut [start, end) around the parameters that stand alone."""
+        begin = start
+        for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True):
+            if parameter not in separate:
+                continue
+            low, high = max(offset, start), min(offset + aligned(self.members[parameter].num_elements), end)
+            if low >= high:
+                continue
+            if begin < low:
+                yield begin, low
+            yield low, high
+            begin = high
+        if begin < end:
+            yield begin, end
+
+    def _pieces_in(self, bucket: FlatBucket, low: int, high: int) -> Iterator[Piece]:
+        for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True):
+            first, last = max(offset, low), min(offset + self.members[parameter].num_elements, high)
+            if first < last:
+                yield Piece(parameter, first - offset, last - offset, bucket.index, first)
+
+
+def aligned(num_elements: int) -> int:
+    """Round up to a multiple of :data:`ALIGN_ELEMENTS`."""
+    return -(-num_elements // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
+
+
+def lay_out(
+    members: Sequence[Member],
+    num_ranks: int,
+    cap_bytes: int = DEFAULT_CAP_BYTES,
+    block_elements: int = BLOCK_ELEMENTS,
+) -> Layout:
+    """Divide parameters among ranks.
+
+    Args:
+        members: every parameter, by index.
+        num_ranks: how many ranks share the work.
+        cap_bytes: upper bound of a bucket; a single parameter may pass it.
+        block_elements: upper bound of a block, a multiple of :data:`ALIGN_ELEMENTS`.
+    """
+    assert num_ranks > 0 and block_elements > 0 and block_elements % ALIGN_ELEMENTS == 0
+    found: list[tuple[int, tuple[int, ...]]] = []  # (position of the parameter whose gradient comes last, the bucket)
+    for group in sorted({m.group for m in members}):
+        indices = [i for i, m in enumerate(members) if m.group == group]
+        indices.sort(key=lambda i: -members[i].position)
+        slots = [Slot(aligned(members[i].num_elements), members[i].dtype, members[i].device) for i in indices]
+        for bucket in assign(slots, range(len(slots)), Caps((cap_bytes,))):
+            chosen = tuple(indices[k] for k in bucket)
+            found.append((min(members[i].position for i in chosen), chosen))
+    found.sort(key=lambda item: -item[0])
+    buckets = tuple(_bucket(members, num_ranks, index, chosen) for index, (_, chosen) in enumerate(found))
+    return Layout(num_ranks, tuple(members), buckets, block_elements)
+
+
+def _bucket(members: Sequence[Member], num_ranks: int, index: int, chosen: tuple[int, ...]) -> FlatBucket:
+    offsets, offset = [], 0
+    for i in chosen:
+        offsets.append(offset)
+        offset += aligned(members[i].num_elements)
+    slice_elements = aligned(-(-max(offset, 1) // num_ranks))
+    first = members[chosen[0]]
+    return FlatBucket(
+        index,
+        first.group,
+        first.dtype,
+        first.device,
+        chosen,
+        tuple(offsets),
+        slice_elements * num_ranks,
+        slice_elements,
+    )
+
+
+def dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """Return the strides in which the tensor's elements lie in flat memory.
+
+    Its own if they fill their memory without gaps (row-major or channels_last), else those of a row-major tensor.
+    """
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return _row_major(tensor.shape)
+            expected *= size
+    return tuple(tensor.stride())
+
+
+def in_flat(flat: Tensor, offset: int, like: Tensor) -> Tensor:
+    """Return a tensor in ``flat``'s memory from ``offset`` (elements) on, with the shape and strides of ``like``.
+
+    Made by ``set_``, so that it is no view to autograd and has a version counter of its own.
+    """
+    empty = torch.empty(0, dtype=flat.dtype, device=flat.device)
+    start = flat.storage_offset() + offset
+    return empty.set_(flat.untyped_storage(), start, like.shape, dense_stride(like))
+
+
+def in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return ``tensor``'s elements as a 1-dimensional tensor, in the order in which ``like``'s lie in memory.
+
+    A view where ``tensor`` lies in that order itself, else a copy.
+
+    Args:
+        tensor: of ``like``'s shape.
+        like: a parameter.
+    """
+    tensor = tensor.detach()
+    stride = dense_stride(like)
+    if tensor.numel() > 1 and tuple(tensor.stride()) != stride:
+        copy = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+        tensor = copy.copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

@@ -1,0 +1,140 @@
+"""``shard``: make a model and its optimizer train in parts over a group."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._compile import _disable_dynamo
+from torch.optim import Optimizer
+
+from ..distributed.arguments import sparse_names
+from ..distributed.equal_start import broadcast_tensors, describe, state_of, verify_equal_layout
+from ..errors import UsageError, explain
+from ..sync_batch_norm import use_on_cpu
+from .carrier import Carrier, arrival_of
+from .elementwise import check_elementwise
+from .gathered import GatheredCarrier
+from .optimizer import ShardedOptimizer, warn_of_forgotten
+from .output_hooks import NoHook
+from .parts import Layout
+
+
+def shard(
+    model: nn.Module,
+    optimizer: Optimizer,
+    group: dist.ProcessGroup | None = None,
+    *,
+    share_weights: bool = True,
+    overlap_gather: bool = True,
+) -> tuple[nn.Module, ShardedOptimizer]:
+    """Let each rank of a group step its part of the weights with the user's own optimizer. Every rank must call it.
+
+    The weights become rank 0's. Where the group is one node's shared memory and the model lies on the CPU, the weights then
+    exist once, read by all ranks; elsewhere each rank keeps all of them, and they travel after each step.
+
+    Args:
+        model: equal on all ranks in names, shapes and dtypes; not wrapped.
+        optimizer: over parameters of the model; acts element by element.
+        group: the ranks; all by default.
+        share_weights: False: each rank keeps all weights also where they could exist once.
+        overlap_gather: let new weights travel on while the program goes on; who reads one waits for it
+            (:mod:`guozhuang.sharding.arriving`). Of no meaning in shared memory.
+
+    Returns:
+        The model itself (with SyncBatchNorm parts that work on CPU), and the optimizer to step in place of the user's.
+
+    Raises:
+        UsageError: the optimizer does not act element by element, parameters that cannot be divided (complex, sparse
+            gradients, several devices), or parameters that are divided already.
+        MismatchError: ranks hold different models or optimizers.
+    """
+    group = dist.group.WORLD if group is None else group
+    if group is None:
+        raise UsageError(explain("there is no process group", fix="call gz.init() first, on every rank"))
+    if isinstance(optimizer, ShardedOptimizer):
+        what = "the model and its optimizer are prepared already"
+        raise UsageError(explain(what, value=type(optimizer).__name__, fix="hand over the user's own optimizer, once"))
+    check_elementwise(optimizer)
+    _check_parameters(model, optimizer)
+    warn_of_forgotten(model, optimizer)
+    if all(p.device.type == "cpu" for p in model.parameters()):
+        model = use_on_cpu(model)
+    start_equal(model, group)
+    model.register_forward_pre_hook(EqualBuffers(model, group))
+    ranks = group
+
+    def make_carrier(names: Sequence[str], parameters: Sequence[nn.Parameter], layout: Layout) -> Carrier:
+        if share_weights and sys.platform == "linux" and all(p.device.type == "cpu" for p in parameters):
+            from .shared import SharedCarrier, can_share
+
+            if can_share(ranks, parameters):
+                return SharedCarrier(model, names, parameters, layout, ranks)
+        return GatheredCarrier(model, names, parameters, layout, ranks, overlap_gather)
+
+    return model, ShardedOptimizer(model, optimizer, group, make_carrier)
+
+
+def start_equal(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Compare the ranks' models and give all of them rank 0's weights and buffers. Every rank must call it.
+
+    Raises:
+        MismatchError: names, shapes, dtypes or memory layouts differ.
+    """
+    state = state_of(model, frozenset(), buffers=True)
+    verify_equal_layout(group, describe(state, sparse_names(model)))
+    broadcast_tensors([tensor for _, tensor in state], group, source=0)
+
+
+class EqualBuffers:
+    """Before a training forward, gives all ranks rank 0's buffers, as DistributedDataParallel does.
+
+    Copies and pickles of the model get a hook that does nothing.
+
+    Args:
+        model: the one whose forward it is.
+        group: the ranks.
+    """
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    @_disable_dynamo
+    def __call__(self, model: nn.Module, inputs: Any) -> None:
+        """Broadcast, if gradients are enabled and the model is in training mode. Every rank must call the forward."""
+        if model.training and torch.is_grad_enabled():
+            broadcast_tensors(model.buffers(), self._group, source=0)
+
+    def __reduce__(self) -> Any:
+        return NoHook, ()
+
+
+def _check_parameters(model: nn.Module, optimizer: Optimizer) -> None:
+    name_of = {id(p): name for name, p in model.named_parameters()}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(id(p) not in name_of for p in held):
+        what = "the optimizer holds parameters that are not the model's"
+        raise UsageError(explain(what, fix="make the optimizer from the parameters of the very model you hand over"))
+    if not any(p.requires_grad for p in held):
+        what = "no parameter of the optimizer requires a gradient"
+        raise UsageError(explain(what, fix="call requires_grad_(True) on what is to be trained"))
+    fix = "train with the strategy ddp"
+    sparse = sparse_names(model)
+    for p in held:
+        name = name_of[id(p)]
+        if name in sparse and p.requires_grad:
+            raise UsageError(explain(f"{name} has sparse gradients, which have no place in flat parts", fix=fix))
+        if p.is_complex():
+            raise UsageError(
+                explain(f"{name} is complex, and its parts cannot be stepped alone", value=p.dtype, fix=fix)
+            )
+        if arrival_of(p) is not None:
+            raise UsageError(explain(f"{name} is divided among ranks already", fix="prepare a model once"))
+    devices = {p.device for p in held}
+    if len(devices) > 1:
+        what = "the optimizer's parameters lie on several devices"
+        raise UsageError(explain(what, value=sorted(map(str, devices)), fix="put the model on one device per rank"))

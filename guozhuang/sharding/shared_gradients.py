@@ -1,0 +1,232 @@
+"""The gradients of a node: a buffer of shared memory per rank, and the sums of one rank's part of all of them.
+
+[Note: which way a gradient goes]
+Autograd leaves each gradient in memory of its own, but for those of large linear layers, which are computed in the
+shared buffer (linear_gradients.py). The others go to the buffer in one of three ways:
+ - *eagerly*: the hook that runs when it is complete copies it, while it is in the cache, and ``p.grad`` becomes the
+   buffer's view of it. Its own memory is free at once, and the next gradient finds it warm. Later backwards accumulate
+   into the view.
+ - *by rows*: of the gradient of a large embedding only the rows that a batch named are copied, at the step (embedding_rows.py).
+ - *late*: it stays where it is, and is taken at the step, pages of zeros left out (groups/shared_memory/sparse.py). So go those
+   that are mostly zeros, small ones, for which a hook's time is longer than the copy, and all in the first step,
+   which shows what is mostly zeros. Ranks may differ in it. Nothing is assumed of the gradient before the step, so it does
+   not matter how or when it was changed.
+A gradient may be read by peers from the first meeting of a step to the second ([Note: one copy of the weights] in
+shared_weights.py); nothing writes to the buffer then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..groups.shared_memory.program import DTYPE_OF
+from ..groups.shared_memory.segments import Segment
+from ..groups.shared_memory.shared_segments import SharedSegments
+from ..groups.shared_memory.sparse import PAGE_BYTES, Piece, add, num_pages, take
+from .carrier import check_gradient
+from .embedding_rows import LentGradient, RowPlace
+from .linear_gradients import GradientPlace
+from .parts import Block, Layout
+from .shared_weights import ALIGN_BYTES, Places, shaped
+
+EAGER_BYTES: Final = 1 << 16  # below this, a hook that copies costs more than it saves
+_MOSTLY: Final = 0.5  # share of pages with anything in them above which zeros are not looked for
+
+
+class Run(NamedTuple):
+    """A stretch of a bucket that is summed at once.
+
+    Attributes:
+        start: in the segment, in bytes.
+        num_bytes: length.
+        dtype: of its elements.
+        blocks: indices of the blocks that it consists of.
+    """
+
+    start: int
+    num_bytes: int
+    dtype: torch.dtype
+    blocks: tuple[int, ...]
+
+
+class SharedGradients:
+    """The buffers. Every rank must make one, with an equal layout. See [Note: which way a gradient goes].
+
+    Attributes:
+        views: per parameter, its place in this rank's buffer.
+        brought: per parameter, whether its hook is to call :meth:`bring`.
+    """
+
+    def __init__(
+        self,
+        segments: SharedSegments,
+        names: Sequence[str],
+        parameters: Sequence[nn.Parameter],
+        layout: Layout,
+        where: Places,
+    ) -> None:
+        self._names, self._parameters, self._layout, self._where = names, parameters, layout, where
+        self._rank, self._scale = segments.rank, 1.0 / segments.size
+        # Behind the gradients: a mark per page, and for each parameter whether this rank has a gradient.
+        self._marks_start = where.num_bytes
+        self._used_start = self._marks_start + where.num_bytes // PAGE_BYTES
+        made = segments.make(self._used_start + max(len(parameters), 1), "gradients")
+        self._segments: list[Segment] = [segment for segment in made if segment is not None]
+        for segment in self._segments:
+            segment.close_descriptor()
+        own = self._segments[self._rank]
+        self.address = own.address
+        # Each has a storage of its own: what is saved of one is that one.
+        self.views: list[Tensor] = [
+            shaped(own.tensor(start, p.numel(), p.dtype), p) for start, p in zip(where.starts, parameters, strict=True)
+        ]
+        self._marks = own.tensor(self._marks_start, where.num_bytes // PAGE_BYTES, torch.uint8)
+        self._used = [segment.tensor(self._used_start, len(parameters), torch.uint8) for segment in self._segments]
+        self.brought = [False] * len(parameters)
+        self._lent: dict[int, tuple[LentGradient, RowPlace]] = {}
+        self._computed: dict[int, GradientPlace] = {}
+        self._filled = [False] * len(parameters)  # the place may hold something else than zeros
+        self._has_chosen = False
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def lend(self, index: int) -> LentGradient:
+        """Return what lends an embedding its gradient."""
+        if index not in self._lent:
+            place = RowPlace(self.views[index], self._marks_of(index))
+            self._lent[index] = LentGradient(self._parameters[index]), place
+        return self._lent[index][0]
+
+    def compute(self, index: int) -> GradientPlace:
+        """Return the place that a linear layer's backward may compute its weight's gradient in."""
+        if index not in self._computed:
+            self._computed[index] = GradientPlace(self._parameters[index], self.views[index])
+        return self._computed[index]
+
+    # ---- this rank's own ------------------------------------------------------------
+
+    def bring(self, index: int, gradient: Tensor) -> None:
+        """Bring a gradient to its place, and let ``p.grad`` be the place."""
+        view = self.views[index]
+        if gradient.requires_grad:  # made with create_graph=True: the user needs this very tensor
+            return
+        check_gradient(gradient, view, self._names[index], self._rank)
+        if gradient.data_ptr() == view.data_ptr():
+            assert gradient.stride() == view.stride(), "computed in its place"
+        elif gradient.stride() == view.stride():
+            take([(view.data_ptr(), gradient.data_ptr(), self._where.sizes[index], 0)])
+        else:
+            with torch.no_grad():
+                view.copy_(gradient)
+        self._filled[index] = True
+        self._parameters[index].grad = view
+
+    def take(self) -> bool:
+        """Bring what is not in the buffer yet. Not collective; before the first meeting of a step.
+
+        Returns:
+            Whether every parameter has a gradient.
+
+        Raises:
+            UsageError: a gradient is sparse or of another dtype.
+        """
+        pieces: list[Piece] = []
+        unused: list[int] = []
+        for i, (parameter, view) in enumerate(zip(self._parameters, self.views, strict=True)):
+            gradient = parameter.grad
+            if gradient is view:
+                self._filled[i] = True
+            elif gradient is None:
+                unused.append(i)
+                if self._filled[i]:
+                    view.zero_()
+                    self._filled[i] = False
+            elif i in self._lent and (rows := self._lent[i][0].rows_of(gradient)) is not None:
+                self._lent[i][1].put(gradient, rows)
+                self._filled[i] = True
+            else:
+                check_gradient(gradient, view, self._names[i], self._rank)
+                self._filled[i] = True
+                start, size = self._where.starts[i], self._where.sizes[i]
+                marks = 0 if self.brought[i] else self._mark_of(start)
+                if i in self._lent:
+                    self._lent[i][1].forget()
+                if gradient.stride() == view.stride():
+                    pieces.append((self.address + start, gradient.data_ptr(), size, marks))
+                else:
+                    with torch.no_grad():
+                        view.copy_(gradient)
+                    self._mark_all(i)
+        if pieces:
+            take(pieces)
+        used = self._used[self._rank]
+        used.fill_(1)
+        for i in unused:
+            used[i] = 0
+        if not self._has_chosen:
+            self._choose(unused)
+        return not unused
+
+    def _choose(self, unused: Sequence[int]) -> None:
+        self._has_chosen = True
+        for i, size in enumerate(self._where.sizes):
+            if size < EAGER_BYTES or i in unused or i in self._lent:
+                continue
+            marks = self._marks_of(i)
+            if float(marks.count_nonzero()) > _MOSTLY * marks.numel():
+                self._mark_all(i)
+                self.brought[i] = True
+                if i in self._computed:
+                    self._computed[i].is_used = True
+
+    def _mark_of(self, start: int) -> int:
+        return self.address + self._marks_start + start // PAGE_BYTES
+
+    def _mark_all(self, index: int) -> None:
+        self._marks_of(index).fill_(1)
+
+    def _marks_of(self, index: int) -> Tensor:
+        start, size = self._where.starts[index], self._where.sizes[index]
+        first = start // PAGE_BYTES
+        return self._marks[first : first + num_pages(start, size)]
+
+    # ---- everybody's, between the two meetings of a step ------------------------------------------------------------
+
+    def used(self) -> list[bool]:
+        """For each parameter, whether any rank has a gradient."""
+        return [bool(flag) for flag in torch.stack(self._used).amax(0).tolist()] if self._used[0].numel() else []
+
+    def runs(self, blocks: Sequence[Block], cap_bytes: int) -> list[Run]:
+        """Put neighbouring blocks together up to a size, so that a sum is still in the cache when it is stepped.
+
+        The last come first: their gradients came last, and are warm.
+        """
+        found: list[Run] = []
+        for i, block in enumerate(blocks):
+            itemsize = self._layout.buckets[block.bucket].dtype.itemsize
+            start = self._where.bucket_starts[block.bucket] + block.start * itemsize
+            num_bytes = block.num_elements * itemsize
+            last = found[-1] if found else None
+            if (
+                last is not None
+                and last.start + last.num_bytes == start
+                and last.num_bytes + num_bytes <= cap_bytes
+                and blocks[last.blocks[-1]].bucket == block.bucket
+            ):
+                found[-1] = Run(last.start, last.num_bytes + num_bytes, last.dtype, (*last.blocks, i))
+            else:
+                found.append(Run(start, num_bytes, self._layout.buckets[block.bucket].dtype, (i,)))
+        return found[::-1]
+
+    def sum_into(self, run: Run, into: Tensor) -> None:
+        """Write the mean over ranks of a run's gradients to a 1-d tensor of its size and dtype."""
+        srcs = tuple(segment.address + run.start for segment in self._segments)
+        page = self._marks_start + run.start // PAGE_BYTES
+        marks = tuple(segment.address + page for segment in self._segments)
+        add(into.data_ptr(), srcs, marks, run.num_bytes, DTYPE_OF[run.dtype], self._scale)
+
+
+assert ALIGN_BYTES % PAGE_BYTES == 0

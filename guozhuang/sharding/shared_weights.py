@@ -1,0 +1,209 @@
+"""The weights of a node, once, in shared memory; and what becomes of changes that the program makes to them between steps.
+
+[Note: one copy of the weights]
+Every rank reads the weights in place while it computes, and each rank's optimizer writes its own part. No rank reads a weight
+while another writes it, because weights are written only inside ``step()``, between two meetings of all ranks:
+ - The first meeting (``collect``): a rank comes to it after its last backward of the step. Its forward and backward, which
+   read weights, are over; it does not leave before all others are there too. So when the first element is written every
+   rank is inside ``step()``, and no rank reads more than the part that it alone writes.
+ - The second meeting (``publish``): a rank comes to it after its last write, and returns from ``step()`` only once all have
+   come. So whatever runs after ``step()`` sees all new weights and no further write before its own next ``step()``.
+Reading weights between steps (evaluation, ``state_dict``, ``deepcopy``, ``save``) therefore needs no meeting and may
+happen on one rank alone: the others cannot pass the first meeting without this rank. What is outside that reasoning
+is code that runs while its own process is inside ``step()``: other threads, and processes that were forked off and
+share this memory. They must bring a copy.
+
+[Note: changes between steps]
+The program may change weights in place between steps: ``load_state_dict``, ``clamp_`` under ``no_grad``, a swap with
+a moving average. Under data parallelism each rank does so to its own weights, all alike. Applied by every rank to one
+copy, ``mul_(0.5)`` would halve it n times, while others read. So what the program sees is a *private* mapping of the
+shared memory: a page that the program writes to becomes this rank's own, and nobody else sees it; all other pages
+show the one copy. At the next step the change is found (the version counter that autograd keeps of every parameter,
+or a parameter that was given other memory), ranks compare what they have changed it to, each rank copies its part of
+it into the one copy between the two meetings, and drops its own pages. All ranks must make the same changes, as they
+must under data parallelism; here it is checked. Writes through ``p.data`` pass the counter by. The kernel knows which
+pages are private; asking costs 50 ns a page, so a part of the weights is looked at in each step, and all of them in
+the first steps. Such a write raises.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import zlib
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UsageError, explain
+from ..groups.shared_memory.segments import Segment
+from ..groups.shared_memory.shared_segments import PrivateView, SharedSegments
+from .parts import Layout, dense_stride
+
+ALIGN_BYTES: Final = 1 << 16  # every bucket begins at a page, also where pages are large
+_FULL_LOOKS: Final = 3  # steps in which all pages are looked at; the habits of a program show in the first ones
+_LOOK_SHARE: Final = 32  # after that, one part of so many per step
+
+
+class Places:
+    """Where buckets and parameters lie in a segment, in bytes.
+
+    Attributes:
+        bucket_starts: of every bucket.
+        starts: of every parameter.
+        num_bytes: of all buckets.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.bucket_starts: list[int] = []
+        at = 0
+        for bucket in layout.buckets:
+            self.bucket_starts.append(at)
+            at += -(-bucket.num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        self.num_bytes = at
+        self.starts = [
+            self.bucket_starts[bucket] + offset * member.dtype.itemsize
+            for (bucket, offset), member in zip(layout.places, layout.members, strict=True)
+        ]
+        self.sizes = [member.num_elements * member.dtype.itemsize for member in layout.members]
+
+
+class SharedWeights:
+    """Places parameters in one segment of the node. Every rank must make one, with equal parameters.
+
+    See [Note: one copy of the weights] and [Note: changes between steps].
+
+    Attributes:
+        flats: per bucket the one copy, as a flat tensor; written between the two meetings of a step only.
+        places: per parameter what its ``data`` is.
+    """
+
+    def __init__(
+        self,
+        segments: SharedSegments,
+        names: Sequence[str],
+        parameters: Sequence[nn.Parameter],
+        layout: Layout,
+        where: Places,
+    ) -> None:
+        self._names, self._parameters, self._layout, self._where = names, parameters, layout, where
+        self._rank = segments.rank
+        # The rest is to try the private view on, a page for each rank.
+        num_bytes = where.num_bytes + segments.size * mmap.PAGESIZE
+        made = segments.make(num_bytes if segments.rank == 0 else 0, "weights")
+        assert made[0] is not None
+        self._segment: Segment = made[0]
+        self._view = PrivateView(self._segment)
+        self._segment.close_descriptor()
+        if not self._view.follows(self._segment, where.num_bytes + segments.rank * mmap.PAGESIZE):
+            what = "this system does not show changes of shared memory in private mappings of it, as Linux does"
+            raise UsageError(
+                explain(what, rank=self._rank, fix="use another group, e.g. gloo, for the strategy sharded")
+            )
+        self.flats = [
+            self._segment.tensor(start, bucket.num_elements, bucket.dtype)
+            for bucket, start in zip(layout.buckets, where.bucket_starts, strict=True)
+        ]
+        self.places = [
+            shaped(self._view.tensor(start, p.numel(), p.dtype), p)
+            for start, p in zip(where.starts, parameters, strict=True)
+        ]
+        if segments.rank == 0:
+            for i, parameter in enumerate(parameters):
+                with torch.no_grad():
+                    shaped(self._segment.tensor(where.starts[i], parameter.numel(), parameter.dtype), parameter).copy_(
+                        parameter
+                    )
+        segments.meet(b"the weights are in shared memory")
+        for parameter, place in zip(parameters, self.places, strict=True):
+            parameter.data = place
+        self._addresses = [place.data_ptr() for place in self.places]
+        self._num_looks = 0
+        self.remember()
+
+    def remember(self) -> None:
+        """Take the parameters as they are now for unchanged."""
+        self._versions = [p._version for p in self._parameters]
+
+    def changed(self) -> list[int]:
+        """Return the parameters that the program has changed since :meth:`remember`, in its own pages, and put moved ones back.
+
+        Raises:
+            UsageError: one has another dtype, shape or device now, or was written to past autograd's version counter.
+        """
+        found = {i for i, p in enumerate(self._parameters) if p._version != self._versions[i]}
+        for i, (parameter, address) in enumerate(zip(self._parameters, self._addresses, strict=True)):
+            if parameter.data_ptr() != address:
+                self._bring_back(i)
+                found.add(i)
+        self._look_for_hidden(found)
+        return sorted(found)
+
+    def digest(self, changed: Sequence[int]) -> int:
+        """A number of 64 bits that tells what the parameters were changed to; 0 for no change."""
+        digest = len(changed)
+        for i in changed:
+            start, size = self._where.starts[i], self._where.sizes[i]
+            seen = (ctypes.c_char * size).from_address(self._view.address + start) if size else b""
+            digest = zlib.crc32(seen, zlib.crc32(i.to_bytes(8, "little"), digest & 0xFFFFFFFF)) | len(changed) << 32
+        return digest
+
+    def take_up(self, changed: Sequence[int]) -> None:
+        """Make the changes part of the one copy, each rank its part, and drop this rank's own pages.
+
+        Between the two meetings of a step, on all ranks.
+        """
+        for i in changed:
+            start = self._where.starts[i]
+            for owner, piece in self._layout.pieces_of(i):
+                if owner == self._rank:
+                    itemsize = self._layout.members[i].dtype.itemsize
+                    at, num_bytes = start + piece.start * itemsize, (piece.end - piece.start) * itemsize
+                    ctypes.memmove(self._segment.address + at, self._view.address + at, num_bytes)
+        for i in changed:
+            self._view.forget(self._where.starts[i], self._where.starts[i] + self._where.sizes[i])
+
+    def _bring_back(self, index: int) -> None:
+        parameter, place = self._parameters[index], self.places[index]
+        if (parameter.dtype, parameter.device, parameter.shape) != (place.dtype, place.device, place.shape):
+            what = (
+                f"{self._names[index]} was {place.dtype} {tuple(place.shape)} on {place.device} when it was prepared and is "
+                f"{parameter.dtype} {tuple(parameter.shape)} on {parameter.device} now"
+            )
+            raise UsageError(explain(what, rank=self._rank, fix="convert the model before prepare()"))
+        with torch.no_grad():
+            place.copy_(parameter)
+        parameter.data = place
+
+    def _look_for_hidden(self, known: set[int]) -> None:
+        total, turn = self._where.num_bytes, self._num_looks - _FULL_LOOKS
+        self._num_looks += 1
+        low, high = 0, total
+        if turn >= 0:
+            share = max(-(-total // _LOOK_SHARE), ALIGN_BYTES)
+            low = turn * share % (-(-total // share) * share)
+            high = min(low + share, total)
+        own = self._view.own_pages(low, high) if low < high else []
+        if not own:
+            return
+        for i, (start, size) in enumerate(zip(self._where.starts, self._where.sizes, strict=True)):
+            if i in known or not any(at < start + size and start < at + mmap.PAGESIZE for at in own):
+                continue
+            # Nobody writes to the one copy now. Equal values, or a neighbour's page, are no change.
+            mine = (ctypes.c_char * size).from_address(self._view.address + start)
+            if bytes(mine) != bytes((ctypes.c_char * size).from_address(self._segment.address + start)):
+                what = f"{self._names[i]} was written to through .data or .numpy(), which hides the change from the optimizer"
+                fix = "write `with torch.no_grad(): p.mul_(...)`, on every rank"
+                raise UsageError(explain(what, rank=self._rank, fix=fix))
+        spans = [(self._where.starts[i], self._where.starts[i] + self._where.sizes[i]) for i in known]
+        for at in own:  # what stays private does not follow the one copy
+            if not any(start < at + mmap.PAGESIZE and at < end for start, end in spans):
+                self._view.forget(at, at + mmap.PAGESIZE)
+
+
+def shaped(flat: Tensor, like: Tensor) -> Tensor:
+    """Return a flat tensor's memory with the shape and strides of a parameter; it is no view to autograd."""
+    empty = torch.empty(0, dtype=flat.dtype)
+    return empty.set_(flat.untyped_storage(), 0, like.shape, dense_stride(like))

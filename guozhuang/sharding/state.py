@@ -1,0 +1,244 @@
+"""The optimizer's state: per parameter as PyTorch writes it in checkpoints, per block as a rank keeps it.
+
+A value in the state is *elementwise* if it has an element for each element of its weight, and is cut and put together like
+the weight. Everything else must be one number (or any object that is no tensor): it belongs to the whole parameter, and
+parameters may share a block only where these are equal.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import UsageError, explain
+from .parts import Block, Layout, Piece, dense_stride, in_memory_order
+
+#: State of one parameter or one block, by name.
+Values: TypeAlias = dict[str, Any]
+# Names by which PyTorch's optimizers keep one number per parameter: needed only where the weight itself is a number.
+_NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
+
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def is_elementwise(key: str, value: object, weight: Tensor, who: str) -> bool:
+    """Tell the two kinds of state apart.
+
+    Args:
+        key: its name.
+        value: what the optimizer keeps.
+        weight: the block or parameter it belongs to.
+        who: the optimizer's class, for the error.
+
+    Raises:
+        UsageError: it is a tensor of neither kind.
+    """
+    if not isinstance(value, Tensor):
+        return False
+    if value.shape == weight.shape and not (value.dim() == 0 and key in _NUMBERS):
+        return True
+    if value.numel() == 1:
+        return False
+    what = (
+        f"{who} keeps {key!r} of shape {tuple(value.shape)} for a weight of shape {tuple(weight.shape)}: neither one value per "
+        "element nor one number"
+    )
+    raise UsageError(explain(what, fix="train with the strategy ddp, which leaves the optimizer whole"))
+
+
+def regroup(old: Sequence[tuple[Block, Values]], blocks: Sequence[Block], weights: Sequence[Tensor]) -> list[Values]:
+    """Carry the state of one rank over to other blocks of the same elements. Not collective.
+
+    Args:
+        old: the blocks so far with their state.
+        blocks: finer ones.
+        weights: their weights, for the shapes.
+    """
+    holders: dict[int, list[tuple[Block, Piece, Values]]] = {}
+    for block, values in old:
+        for piece in block.pieces:
+            holders.setdefault(piece.bucket, []).append((block, piece, values))
+    found = []
+    for block, weight in zip(blocks, weights, strict=True):
+        new: Values = {}
+        for source, piece, values in holders.get(block.bucket, ()):
+            low, high = max(piece.offset, block.start), min(piece.offset + piece.end - piece.start, block.end)
+            if low >= high:
+                continue
+            for key, value in values.items():
+                if isinstance(value, Tensor) and value.shape == (source.num_elements,):
+                    into = new.setdefault(key, torch.zeros(weight.shape, dtype=value.dtype, device=value.device))
+                    into[low - block.start : high - block.start] = value[low - source.start : high - source.start]
+                else:
+                    new.setdefault(key, copy.deepcopy(value))
+        found.append(new)
+    return found
+
+
+def apart(full: Mapping[int, Values], layout: Layout, parameters: Sequence[Tensor], who: str) -> frozenset[int]:
+    """Return the parameters that cannot share blocks because their numbers differ from most others' of their group.
+
+    Args:
+        full: state by index of the parameter; those without any may be missing.
+        layout: of the parameters.
+        parameters: by index.
+        who: the optimizer's class, for errors.
+    """
+    signs: dict[int, dict[int, str]] = {}
+    for i, member in enumerate(layout.members):
+        signs.setdefault(member.group, {})[i] = _sign(full.get(i, {}), parameters[i], who)
+    odd: set[int] = set()
+    for group in signs.values():
+        usual = Counter(group.values()).most_common(1)[0][0]
+        odd |= {i for i, sign in group.items() if sign != usual}
+    return frozenset(odd)
+
+
+def cut(
+    full: Mapping[int, Values],
+    parameters: Sequence[Tensor],
+    blocks: Sequence[Block],
+    weights: Sequence[Tensor],
+    who: str,
+) -> list[Values]:
+    """Return the state of one rank's blocks out of that of whole parameters. Not collective.
+
+    Args:
+        full: state by index of the parameter. Parameters that share a block have equal numbers (see :func:`apart`).
+        parameters: by index.
+        blocks: of this rank.
+        weights: one per block.
+        who: the optimizer's class, for errors.
+    """
+    found = []
+    for block, weight in zip(blocks, weights, strict=True):
+        new: Values = {}
+        for piece in block.pieces:
+            parameter = parameters[piece.parameter]
+            for key, value in full.get(piece.parameter, {}).items():
+                if is_elementwise(key, value, parameter, who):
+                    into = new.setdefault(key, torch.zeros(weight.shape, dtype=value.dtype, device=weight.device))
+                    start = piece.offset - block.start
+                    part = in_memory_order(value, parameter)[piece.start : piece.end]
+                    into[start : start + part.numel()].copy_(part)
+                else:
+                    new.setdefault(key, copy.deepcopy(value))
+        found.append(new)
+    return found
+
+
+def whole(
+    layout: Layout,
+    parameters: Sequence[Tensor],
+    blocks: Sequence[Block],
+    values: Sequence[Values],
+    group: dist.ProcessGroup,
+) -> dict[int, Values]:
+    """Put the state of all ranks' blocks together. Every rank must call it, with the same layout.
+
+    Returns:
+        For each parameter that has state: its values in the shape, strides and device of the parameter; the same on all ranks.
+    """
+    known = _known_by_any(blocks, values, group)
+    found: dict[int, Values] = {
+        i: {key: value for key, (elementwise, value) in known[i].items() if not elementwise} for i in sorted(known)
+    }
+    for bucket in layout.buckets:
+        kinds = sorted(
+            {
+                (key, str(value))
+                for i in bucket.parameters
+                for key, (elementwise, value) in known.get(i, {}).items()
+                if elementwise
+            }
+        )
+        for key, dtype_name in kinds:
+            dtype = getattr(torch, dtype_name)
+            flat = _gather_flat(layout, bucket.index, key, dtype, blocks, values, group)
+            for i, offset in zip(bucket.parameters, bucket.offsets, strict=True):
+                if known.get(i, {}).get(key) == (True, dtype_name):
+                    like = parameters[i]
+                    new = torch.empty_strided(like.shape, dense_stride(like), dtype=dtype, device=like.device)
+                    in_memory_order(new, like).copy_(flat[offset : offset + like.numel()])
+                    found[i][key] = new
+    # In the order in which the optimizer made them.
+    return {i: {key: found[i][key] for key in known[i]} for i in found}
+
+
+def _gather_flat(
+    layout: Layout,
+    bucket: int,
+    key: str,
+    dtype: torch.dtype,
+    blocks: Sequence[Block],
+    values: Sequence[Values],
+    group: dist.ProcessGroup,
+) -> Tensor:
+    flat_bucket = layout.buckets[bucket]
+    start, end = flat_bucket.slice_of(group.rank())
+    own = torch.zeros(end - start, dtype=dtype, device=flat_bucket.device)
+    for block, state in zip(blocks, values, strict=True):
+        if block.bucket == bucket and key in state and state[key].dtype == dtype:
+            own[block.start - start : block.end - start] = state[key]
+    flat = torch.empty(flat_bucket.num_elements, dtype=dtype, device=flat_bucket.device)
+    all_gather_single(flat, own, group=group)
+    return flat
+
+
+def _known_by_any(
+    blocks: Sequence[Block], values: Sequence[Values], group: dist.ProcessGroup
+) -> dict[int, dict[str, tuple[bool, Any]]]:
+    """For each parameter and key, from its first owner: (True, dtype) of an elementwise value, (False, value) of another."""
+    own: dict[int, dict[str, tuple[bool, Any]]] = {}
+    for block, state in zip(blocks, values, strict=True):
+        for piece in block.pieces:
+            if state and piece.parameter not in own:
+                own[piece.parameter] = {key: _summary(value, block) for key, value in state.items()}
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, own, group=group)
+    known: dict[int, dict[str, tuple[bool, Any]]] = {}
+    for theirs in reversed(everyone):
+        known.update(theirs)
+    return known
+
+
+def _summary(value: object, block: Block) -> tuple[bool, Any]:
+    if isinstance(value, Tensor) and value.shape == (block.num_elements,):
+        return True, str(value.dtype).removeprefix("torch.")
+    # A clone: the number that the optimizer goes on counting with is not the one in the checkpoint.
+    return False, value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+def _sign(values: Values, parameter: Tensor, who: str) -> str:
+    """What must be equal for two parameters to share a block."""
+    parts: list[str] = []
+    for key in sorted(values):
+        value = values[key]
+        if is_elementwise(key, value, parameter, who):
+            parts.append(f"{key}: {value.dtype}")
+        else:
+            parts.append(f"{key} = {value.item()!r}" if isinstance(value, Tensor) else f"{key} = {value!r}")
+    return ", ".join(parts)
+
+
+def signs(full: Mapping[int, Values], parameters: Sequence[Tensor], who: str) -> list[str]:
+    """Describe the state of each parameter, for ranks to compare: names, dtypes, numbers."""
+    return [f"parameter {i}: {_sign(full[i], parameters[i], who)}" for i in sorted(full)]
+
+
+def check_kinds(pairs: Iterable[tuple[Tensor, Values]], who: str) -> None:
+    """Refuse state of neither kind.
+
+    Raises:
+        UsageError: see :func:`is_elementwise`.
+    """
+    for weight, values in pairs:
+        for key, value in values.items():
+            is_elementwise(key, value, weight, who)
