@@ -13,15 +13,19 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree
 
 from guozhuang.data_parallel import DataParallel
 from guozhuang.distributed import DistributedDataParallel
+from guozhuang.distributed.equal_start import timeout_s
 from guozhuang.errors import UsageError, explain
+from guozhuang.groups import round_robin
+from guozhuang.sharding import shard
 from guozhuang.timeline import Timeline
-from guozhuang.world import World, current, requested_strategy, requested_timeline
+from guozhuang.world import World, current, requested_groups, requested_strategy, requested_timeline
 
 DEFAULT = "ddp"
 
@@ -37,10 +41,12 @@ class Setup:
     Attributes:
         world: the world of this process.
         num_replicas: how many copies a strategy of one process makes; None leaves the choice to the strategy.
+        num_groups: how many process groups take the buckets in turn.
     """
 
     world: World
     num_replicas: int | None = None
+    num_groups: int = 1
 
 
 Prepared: TypeAlias = tuple[nn.Module, Optimizer]
@@ -58,6 +64,7 @@ class Strategy:
         one_process: the whole global batch goes through one process; a world of several ranks is impossible.
         prepare: does it; called on every rank.
         source: the paper or the software that it comes from, for reports; empty where there is none.
+        takes_groups: its buckets can be handed to several process groups in turn.
     """
 
     name: str
@@ -67,6 +74,7 @@ class Strategy:
     one_process: bool
     prepare: Callable[[nn.Module, Optimizer, Setup], Prepared]
     source: str = ""
+    takes_groups: bool = False
 
 
 def _single(model: nn.Module, optimizer: Optimizer, setup: Setup) -> Prepared:
@@ -83,11 +91,28 @@ def _none(model: nn.Module, optimizer: Optimizer, setup: Setup) -> Prepared:
 
 
 def _ddp(model: nn.Module, optimizer: Optimizer, setup: Setup) -> Prepared:
-    return DistributedDataParallel(model, device_ids=_device_ids(model)), optimizer
+    return DistributedDataParallel(model, device_ids=_device_ids(model), process_group=_group(setup)), optimizer
 
 
 def _torch_ddp(model: nn.Module, optimizer: Optimizer, setup: Setup) -> Prepared:
-    return nn.parallel.DistributedDataParallel(model, device_ids=_device_ids(model)), optimizer
+    wrapped = nn.parallel.DistributedDataParallel(model, device_ids=_device_ids(model), process_group=_group(setup))
+    return wrapped, optimizer
+
+
+def _sharded(model: nn.Module, optimizer: Optimizer, setup: Setup) -> Prepared:
+    return shard(model, optimizer)
+
+
+def _sharded_gradients(model: nn.Module, optimizer: Optimizer, setup: Setup) -> Prepared:
+    from guozhuang.sharding.fully import shard_fully  # DTensor and all that it imports
+
+    return shard_fully(model, optimizer, keep_weights=True)
+
+
+def _sharded_weights(model: nn.Module, optimizer: Optimizer, setup: Setup) -> Prepared:
+    from guozhuang.sharding.fully import shard_fully
+
+    return shard_fully(model, optimizer, keep_weights=False)
 
 
 def _dp(model: nn.Module, optimizer: Optimizer, setup: Setup) -> Prepared:
@@ -114,6 +139,14 @@ def _dp(model: nn.Module, optimizer: Optimizer, setup: Setup) -> Prepared:
     return DataParallel(model, device_ids=devices), optimizer
 
 
+def _group(setup: Setup) -> dist.ProcessGroup | None:
+    """What takes the buckets: None for the default group."""
+    if setup.num_groups == 1:
+        return None
+    assert dist.group.WORLD is not None
+    return round_robin.over(setup.num_groups, timeout_s(dist.group.WORLD))
+
+
 def _device_ids(model: nn.Module) -> list[torch.device] | None:
     """Name the device only where there is exactly one accelerator to name; CPU and several devices take None."""
     devices = {parameter.device for parameter in model.parameters()}
@@ -122,6 +155,10 @@ def _device_ids(model: nn.Module) -> list[torch.device] | None:
 
 _VLDB = (
     "Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020, arXiv:2006.15704"
+)
+_ZERO = (
+    "Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020, "
+    "arXiv:1910.02054"
 )
 
 # Simplest to live with first: where measurements tie, the earlier one is recommended.
@@ -145,6 +182,7 @@ STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
                 one_process=False,
                 prepare=_ddp,
                 source=_VLDB,
+                takes_groups=True,
             ),
             Strategy(
                 "torch-ddp",
@@ -154,6 +192,7 @@ STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
                 one_process=False,
                 prepare=_torch_ddp,
                 source=_VLDB,
+                takes_groups=True,
             ),
             Strategy(
                 "dp",
@@ -164,6 +203,33 @@ STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
                 prepare=_dp,
                 source="torch.nn.DataParallel, of which it is a drop-in; Krizhevsky, One weird trick for parallelizing "
                 "convolutional neural networks, 2014, arXiv:1404.5997",
+            ),
+            Strategy(
+                "sharded",
+                "each rank updates its part of the weights; in the shared memory of one CPU node they exist once",
+                exact=True,
+                trains=True,
+                one_process=False,
+                prepare=_sharded,
+                source=_ZERO,
+            ),
+            Strategy(
+                "sharded-gradients",
+                "gradients and optimizer state divided, by PyTorch's fully_shard",
+                exact=True,
+                trains=True,
+                one_process=False,
+                prepare=_sharded_gradients,
+                source=_ZERO,
+            ),
+            Strategy(
+                "sharded-weights",
+                "weights divided too, gathered layer by layer, by PyTorch's fully_shard",
+                exact=True,
+                trains=True,
+                one_process=False,
+                prepare=_sharded_weights,
+                source=_ZERO,
             ),
             Strategy(
                 "none",
@@ -189,11 +255,25 @@ def get(name: str) -> Strategy:
     return STRATEGIES[name]
 
 
+def check_groups(strategy: Strategy, num_groups: int) -> None:
+    """Refuse several groups for a strategy that hands nothing to groups.
+
+    Raises:
+        UsageError: it is asked for more groups than it can use.
+    """
+    if num_groups > 1 and not strategy.takes_groups:
+        takers = [one.name for one in STRATEGIES.values() if one.takes_groups]
+        what = f"strategy {strategy.name} does not hand buckets to several groups"
+        fix = f"leave --groups out, or choose one of {', '.join(takers)}"
+        raise UsageError(explain(what, value=f"--groups {num_groups}", fix=fix))
+
+
 def prepare(
     model: nn.Module, optimizer: Optimizer, strategy: str | None = None, *, num_replicas: int | None = None
 ) -> Prepared:
     """Make a plain model and its optimizer train over the whole world. Every rank must call this, after ``init()``.
 
+    Under ``guozhuang run --groups K`` the buckets of a strategy that exchanges gradients go to K process groups in turn.
     Under ``guozhuang run --timeline FILE`` what the model and the optimizer do from now on is recorded, and written when
     the process ends. A model that lies on the CPU while this rank owns an accelerator is moved there, which is said in the log.
 
@@ -217,12 +297,14 @@ def prepare(
         )
     asked_for = strategy if strategy is not None else requested_strategy()
     chosen = get(asked_for if asked_for is not None else DEFAULT)
+    num_groups = requested_groups()
+    check_groups(chosen, num_groups)
     _check(model, optimizer, chosen, world, num_replicas)
     _place(model, optimizer, world)
     if world.rank == 0:
         why = "as asked" if asked_for is not None else "the default"
         _log.info("strategy %s (%s): %s; %d rank(s)", chosen.name, why, chosen.summary, world.size)
-    prepared = chosen.prepare(model, optimizer, Setup(world, num_replicas))
+    prepared = chosen.prepare(model, optimizer, Setup(world, num_replicas, num_groups))
     path = requested_timeline()
     if path is not None:
         timeline = Timeline(world.rank)

@@ -20,16 +20,19 @@ NAMES = {
     "DataParallel",
     "DistributedDataParallel",
     "DistributedSampler",
+    "PeerLost",
     "SyncBatchNorm",
     "World",
+    "clip_grad_norm_",
     "init",
     "loader",
     "prepare",
     "shutdown",
 }
 COMMANDS = {"compare", "run"}
-RUN_OPTIONS_BESIDES_TORCHRUN = {"-np", "--strategy", "--timeline"}
+RUN_OPTIONS_BESIDES_TORCHRUN = {"-np", "--backend", "--groups", "--strategy", "--timeline"}
 COMPARE_OPTIONS = {
+    "--backend",
     "--bad-rows",
     "--batch-size",
     "--data",
@@ -43,6 +46,7 @@ COMPARE_OPTIONS = {
     "--eval-fraction",
     "--eval-limit",
     "--fused",
+    "--groups",
     "--header",
     "--help",
     "--json",
@@ -75,7 +79,7 @@ COMPARE_OPTIONS = {
     "--weight-decay",
     "--workload",
 }
-ENVIRONMENT = {"GUOZHUANG_STRATEGY", "GUOZHUANG_TIMELINE"}
+ENVIRONMENT = {"GUOZHUANG_BACKEND", "GUOZHUANG_GROUPS", "GUOZHUANG_STRATEGY", "GUOZHUANG_TIMELINE"}
 # Imported where they are used, never by `import guozhuang`.
 HEAVY = {"matplotlib", "transformers", "tokenizers", "rich", "jinja2", "psutil", "pyarrow", "torch._dynamo", "pandas"}
 

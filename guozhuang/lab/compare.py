@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from guozhuang import strategies, timeline
 from guozhuang.lab import units
+from guozhuang.lab.contender import Contender
 from guozhuang.lab.exactness import difference
 from guozhuang.lab.files import to_json
 from guozhuang.lab.machine import busy_share, describe, num_cores
@@ -104,18 +105,19 @@ def _measure(plan: Plan, reporter: Reporter) -> tuple[tuple[Row, ...], tuple[str
         _round(plan, number, found, reporter)
     if plan.timeline is not None:
         _trace(plan, plan.timeline, found, reporter)
-    return tuple(_row(plan, name, found) for name in plan.names), tuple(found.notes)
+    return tuple(_row(plan, one, found) for one in plan.contenders), tuple(found.notes)
 
 
 def _round(plan: Plan, number: int, found: _Found, reporter: Reporter) -> None:
     """Run each strategy that has not failed once; after the first round, compare what they learned."""
     first = (number - 1) % len(plan.names)  # over the rounds, each strategy comes early, late and between
     weights: dict[str, Path] = {}
-    for name in (*plan.names[first:], *plan.names[:first]):
+    for contender in (*plan.contenders[first:], *plan.contenders[:first]):
+        name = contender.name
         if name in found.failures:
             reporter.skip()
             continue
-        spec = _spec(plan, name, "first" if number == 1 else "timing")
+        spec = _spec(plan, contender, "first" if number == 1 else "timing")
         reporter.begin(f"round {number}/{plan.settings.num_rounds}, {name}", spec.num_warmup_steps + spec.num_steps)
         outcome = _execute(plan, spec, number, reporter)
         if isinstance(outcome, Failure):
@@ -135,11 +137,12 @@ def _round(plan: Plan, number: int, found: _Found, reporter: Reporter) -> None:
 
 def _trace(plan: Plan, path: Path, found: _Found, reporter: Reporter) -> None:
     """Run each strategy that has not failed once more, for its timeline."""
-    for name in plan.names:
+    for contender in plan.contenders:
+        name = contender.name
         if name in found.failures:
             reporter.skip()
             continue
-        spec = _spec(plan, name, "timeline")
+        spec = _spec(plan, contender, "timeline")
         reporter.begin(f"timeline, {name}", spec.num_warmup_steps + spec.num_steps)
         outcome = _execute(plan, spec, plan.settings.num_rounds + 1, reporter)
         if isinstance(outcome, Failure):
@@ -152,24 +155,27 @@ def _trace(plan: Plan, path: Path, found: _Found, reporter: Reporter) -> None:
         reporter.end(str(out))
 
 
-def _spec(plan: Plan, name: str, purpose: str) -> RunSpec:
+def _spec(plan: Plan, contender: Contender, purpose: str) -> RunSpec:
     settings = plan.settings
     cores = num_cores()
     return RunSpec(
-        strategy=name,
+        name=contender.name,
+        strategy=contender.strategy,
         purpose=purpose,
-        folder=new_folder(plan.scratch, name),
+        folder=new_folder(plan.scratch, contender.name),
         workload=plan.workload,
         options=plan.options,
         data_folder=str(plan.scratch / "data"),
         num_ranks=settings.num_ranks,
-        num_threads=cores if strategies.get(name).one_process else settings.threads_per_rank,
+        num_threads=cores if contender.entry.one_process else settings.threads_per_rank,
         num_cores=cores,
         num_steps=min(settings.num_steps, _TIMELINE_STEPS) if purpose == "timeline" else settings.num_steps,
         num_warmup_steps=settings.num_warmup_steps,
         seed=settings.seed,
         timeout_s=plan.timeout_s,
         device=plan.device,
+        backend=contender.backend,
+        num_groups=contender.num_groups,
     )
 
 
@@ -177,30 +183,31 @@ def _execute(plan: Plan, spec: RunSpec, number: int, reporter: Reporter) -> tupl
     log = Path(spec.folder) / "log"
     found = execute(spec, log, reporter.tick)
     if isinstance(found, Failure):
-        kept = (
-            plan.out / "logs" / f"{spec.strategy}-{'timeline' if spec.purpose == 'timeline' else f'round{number}'}.log"
-        )
+        kept = plan.out / "logs" / f"{spec.name}-{'timeline' if spec.purpose == 'timeline' else f'round{number}'}.log"
         kept.parent.mkdir(exist_ok=True)
         shutil.copyfile(log, kept)
         return replace(found, log=str(kept), round=number)
     return found
 
 
-def _row(plan: Plan, name: str, found: _Found) -> Row:
-    strategy = strategies.get(name)
+def _row(plan: Plan, contender: Contender, found: _Found) -> Row:
+    name, strategy = contender.name, contender.entry
     return Row(
         name=name,
-        summary=strategy.summary,
+        strategy=contender.strategy,
+        summary=contender.summary,
         exact=strategy.exact,
         trains=strategy.trains,
         one_process=strategy.one_process,
         source=strategy.source,
-        simplicity=list(strategies.STRATEGIES).index(name),
+        simplicity=list(strategies.STRATEGIES).index(contender.strategy),
         num_processes=1 if strategy.one_process else plan.settings.num_ranks,
         rounds=tuple(found.rounds[name]),
         difference=found.differences.get(name),
         failure=found.failures.get(name),
         timeline=found.traces.get(name),
+        asked_backend=contender.backend,
+        num_groups=contender.num_groups,
     )
 
 

@@ -13,6 +13,7 @@ import torch
 from guozhuang import strategies, workloads
 from guozhuang.errors import UsageError, explain
 from guozhuang.lab import units
+from guozhuang.lab.contender import Contender, contenders
 from guozhuang.lab.machine import num_cores
 from guozhuang.lab.results import Settings
 
@@ -26,7 +27,7 @@ class Plan:
     """A comparison that was asked for, checked.
 
     Attributes:
-        names: the strategies, in the order of the table.
+        contenders: the strategies and their backends, in the order of the table.
         workload: its name, or ``module:function``.
         options: the workload's own.
         settings: the rest of what the report prints.
@@ -37,7 +38,7 @@ class Plan:
         timeline: where traces go; None for none.
     """
 
-    names: tuple[str, ...]
+    contenders: tuple[Contender, ...]
     workload: str
     options: dict[str, Any]
     settings: Settings
@@ -47,13 +48,30 @@ class Plan:
     out: Path
     timeline: Path | None
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the rows are called."""
+        return tuple(one.name for one in self.contenders)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options, the workloads' own among them."""
     names = ",".join(strategies.STRATEGIES)
     what = parser.add_argument_group("what is compared")
     what.add_argument(
-        "--strategies", default=names, metavar="A,B,C", help=f"which, and in which order (default: {names})"
+        "--strategies",
+        default=names,
+        metavar="A,B@BACKEND,C",
+        help=f"which, and in which order; name@backend sets one's backend (default: {names})",
+    )
+    what.add_argument(
+        "--backend",
+        metavar="NAME",
+        help="carries the collectives of strategies that name none; torch-ddp on CPUs is on gloo unless it names another "
+        "(default: shm on CPUs of one Linux node, gloo on others, nccl on CUDA)",
+    )
+    what.add_argument(
+        "--groups", type=int, default=1, metavar="K", help="process groups that take buckets in turn (default: 1)"
     )
     what.add_argument(
         "--workload",
@@ -101,7 +119,8 @@ def plan_of(namespace: argparse.Namespace, scratch: Path, console: Any) -> tuple
     Returns:
         The plan, and what the workload says about itself.
     """
-    names = _names(namespace.strategies)
+    on_cpu = namespace.device == "cpu" or not torch.cuda.is_available()
+    compared = contenders(namespace.strategies, namespace.backend, namespace.groups, on_cpu)
     for option, least, why in (
         ("ranks", 1, ""),
         ("steps", 1, ""),
@@ -170,7 +189,7 @@ def plan_of(namespace: argparse.Namespace, scratch: Path, console: Any) -> tuple
         dataset_size=dataset_size,
     )
     plan = Plan(
-        names,
+        compared,
         namespace.workload,
         options,
         settings,
@@ -181,19 +200,6 @@ def plan_of(namespace: argparse.Namespace, scratch: Path, console: Any) -> tuple
         namespace.timeline,
     )
     return plan, dict(workload.details)
-
-
-def _names(text: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
-    if not names:
-        raise UsageError(
-            explain("--strategies names none", value=text, fix=f"give some of {', '.join(strategies.STRATEGIES)}")
-        )
-    for name in names:
-        strategies.get(name)
-        if names.count(name) > 1:
-            raise UsageError(explain("--strategies names one twice", value=name, fix="name each once"))
-    return names
 
 
 def _writable(folder: Path, option: str = "--out") -> Path:

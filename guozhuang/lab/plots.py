@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import re
 from collections.abc import Callable, Mapping
@@ -14,7 +15,8 @@ NAMES = ("speed", "step", "loss")
 _INK = "#1f2328"  # in the SVG it becomes currentColor, so that text follows the page, light or dark
 _GRID = "#8b949e"
 _COLORS = {"single": "#4477aa", "ddp": "#cc3344", "torch-ddp": "#ee8822", "dp": "#228866", "none": "#8b949e"}
-_MORE_COLORS = ("#aa66aa", "#66aacc", "#997744", "#5a5ac8", "#b0a000")
+_MORE_COLORS = ("#aa66aa", "#33a0b8", "#997744", "#5a5ac8", "#b0a000", "#d0609a", "#70a040", "#404a5c", "#c8a080")
+_Drawing = Callable[[list[Row], Mapping[str, str], Any], None]
 _PHASE_COLORS = {
     "data": "#a0a8b0",
     "forward": "#4477aa",
@@ -33,17 +35,26 @@ def draw(results: Results) -> Mapping[str, tuple[bytes, str]]:
     rows = [row for row in results.rows if row.ok]
     if not rows:
         return {}
-    drawings: dict[str, Callable[[list[Row], Any], None]] = {"speed": _speed, "step": _step, "loss": _loss}
+    chosen = colors(results)
+    drawings: dict[str, _Drawing] = {"speed": _speed, "step": _step, "loss": _loss}
     heights = {"speed": 0.9 + 0.36 * len(rows), "step": 1.25 + 0.36 * len(rows), "loss": 3.2}
-    return {name: _render(name, drawing, rows, heights[name]) for name, drawing in drawings.items()}
+    return {
+        name: _render(name, functools.partial(drawing, rows, chosen), heights[name])
+        for name, drawing in drawings.items()
+    }
 
 
-def color(name: str, index: int = 0) -> str:
-    """Return the colour of a strategy, the same in every plot."""
-    return _COLORS.get(name, _MORE_COLORS[index % len(_MORE_COLORS)])
+def colors(results: Results) -> dict[str, str]:
+    """Return a colour for the name of each row, the same in every plot; no two rows share one while there are enough."""
+    names = [row.name for row in results.rows]
+    spare = [*_MORE_COLORS, *(color for name, color in _COLORS.items() if name not in names)]
+    others = [name for name in names if name not in _COLORS]
+    return {name: _COLORS[name] for name in names if name in _COLORS} | {
+        name: spare[i % len(spare)] for i, name in enumerate(others)
+    }
 
 
-def _render(name: str, drawing: Callable[[list[Row], Any], None], rows: list[Row], height: float) -> tuple[bytes, str]:
+def _render(name: str, drawing: Callable[[Any], None], height: float) -> tuple[bytes, str]:
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -65,7 +76,7 @@ def _render(name: str, drawing: Callable[[list[Row], Any], None], rows: list[Row
         figure = Figure(figsize=(7.6, height), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
-        drawing(rows, axes)
+        drawing(axes)
         png, svg = io.BytesIO(), io.StringIO()
         figure.savefig(png, format="png", dpi=160, facecolor="white")
         figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
@@ -86,7 +97,7 @@ def _inline(name: str, svg: str) -> str:
     return svg.replace("<svg", f'<svg class="plot" role="img" aria-label="{name}"', 1).strip()
 
 
-def _speed(rows: list[Row], axes: Any) -> None:
+def _speed(rows: list[Row], chosen: Mapping[str, str], axes: Any) -> None:
     from guozhuang.lab import units
 
     places = range(len(rows))
@@ -95,7 +106,7 @@ def _speed(rows: list[Row], axes: Any) -> None:
         places,
         medians,
         height=0.62,
-        color=[color(row.name, i) for i, row in enumerate(rows)],
+        color=[chosen[row.name] for row in rows],
         alpha=0.9,
         zorder=2,
     )
@@ -115,7 +126,7 @@ def _speed(rows: list[Row], axes: Any) -> None:
     axes.set_xlabel("samples/s: median, slowest and fastest round (more is better)")
 
 
-def _step(rows: list[Row], axes: Any) -> None:
+def _step(rows: list[Row], chosen: Mapping[str, str], axes: Any) -> None:
     starts = [0.0] * len(rows)
     for k, phase in enumerate(PHASES):
         widths = [row.phases.parts()[k] * 1e3 for row in rows]
@@ -129,14 +140,14 @@ def _step(rows: list[Row], axes: Any) -> None:
     )
 
 
-def _loss(rows: list[Row], axes: Any) -> None:
+def _loss(rows: list[Row], chosen: Mapping[str, str], axes: Any) -> None:
     for i, row in enumerate(rows):
         losses = row.losses
         axes.plot(
             range(1, len(losses) + 1),
             _smooth(losses),
             label=row.name if row.trains else f"{row.name} (no training)",
-            color=color(row.name, i),
+            color=chosen[row.name],
             linestyle=("-", (0, (5, 2)), (0, (2, 2)), (0, (6, 2, 1, 2)))[i % 4],  # equal curves lie on each other
             linewidth=1.7,
             marker="o" if len(losses) < 8 else None,
@@ -146,7 +157,7 @@ def _loss(rows: list[Row], axes: Any) -> None:
     axes.set_xlabel("step")
     window = _window(len(rows[0].losses))
     axes.set_ylabel("loss" if window == 1 else f"loss, mean of {window} steps")
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4)  # above: curves go anywhere
 
 
 def _window(num_steps: int) -> int:

@@ -65,7 +65,7 @@ def html(results: Results, verdict: Verdict, svgs: dict[str, str]) -> str:
         failed=[row for row in results.rows if row.failure is not None],
         timelines=[row for row in results.rows if row.timeline],
         metrics=list(dict.fromkeys(name for row in rows for name in row.metrics)),
-        colors={row.name: plots.color(row.name, i) for i, row in enumerate(results.rows)},
+        colors=plots.colors(results),
         plots=svgs,
         sources=_sources(results),
         on_device=any(rank.peak_device_bytes is not None for rank in ranks),

@@ -67,6 +67,7 @@ class RankRecord:
         device: the device it trained on.
         dataset_size: the number of training samples.
         batch_size: the samples of one step on this rank.
+        backend: what carried its collectives; empty in a strategy of one process, which has none.
     """
 
     rank: int
@@ -87,6 +88,7 @@ class RankRecord:
     device: str
     dataset_size: int
     batch_size: int
+    backend: str = ""
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,14 @@ class Failure:
 
 @dataclass(frozen=True)
 class Row:
-    """All that was found about one strategy."""
+    """All that was found about one strategy.
+
+    Attributes:
+        name: what it is called in this comparison: the strategy's name, or ``strategy@backend``.
+        strategy: the strategy's name; empty where it is ``name``.
+        asked_backend: the backend it was to use; None: what ``gz.init`` chose, see ``backend``.
+        num_groups: how many process groups took its buckets in turn.
+    """
 
     name: str
     summary: str
@@ -148,11 +157,19 @@ class Row:
     difference: Difference | None = None
     failure: Failure | None = None
     timeline: str | None = None
+    strategy: str = ""
+    asked_backend: str | None = None
+    num_groups: int = 1
 
     @property
     def ok(self) -> bool:
         """Whether every round came to its end."""
         return self.failure is None and bool(self.rounds)
+
+    @property
+    def backend(self) -> str:
+        """What carried the collectives; empty without any."""
+        return self.rounds[0].ranks[0].backend
 
     @property
     def samples_per_s(self) -> float:
@@ -296,6 +313,14 @@ class Results:
     def row(self, name: str) -> Row | None:
         """Return the row of that strategy if it was compared and did not fail."""
         return next((r for r in self.rows if r.name == name and r.ok), None)
+
+    def backends(self) -> dict[str, list[str]]:
+        """Return for each backend that carried collectives the names of the rows that it did so for."""
+        found: dict[str, list[str]] = {}
+        for row in self.rows:
+            if row.ok and row.backend:
+                found.setdefault(row.backend, []).append(row.name)
+        return found
 
     def ratio(self, row: Row, to: str) -> float | None:
         """Return the row's samples/s over those of the strategy ``to``; None where that one has none."""

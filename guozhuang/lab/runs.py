@@ -65,6 +65,8 @@ def command(spec: RunSpec, spec_file: Path) -> list[str]:
         return [sys.executable, *worker]
     # The launcher's own files go where they are removed with the run's.
     options = ["--nproc-per-node", str(spec.num_ranks), "--log-dir", str(Path(spec.folder) / "launcher")]
+    options += ["--strategy", spec.strategy, "--groups", str(spec.num_groups)]
+    options += ["--backend", spec.backend] if spec.backend is not None else []
     return [sys.executable, "-m", "guozhuang", "run", *options, *worker]
 
 

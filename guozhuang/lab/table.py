@@ -28,6 +28,9 @@ def show(console: Console, results: Results, verdict: Verdict, report: Path) -> 
             f"{settings.num_rounds} round{'s' * (settings.num_rounds > 1)}",
         )
     )
+    carried = [f"{', '.join(names)} on {backend}" for backend, names in results.backends().items()]
+    if carried:
+        console.print(Text("; ".join(carried), style="dim"))
     if any(row.ok for row in results.rows):
         for table in (_speed(results, verdict), _step(results, verdict), _cost(results, verdict)):
             console.print(table)

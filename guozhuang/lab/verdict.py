@@ -77,6 +77,9 @@ def how(results: Results, row: Row) -> tuple[str, ...]:
     num_processes = 1 if row.one_process else settings.num_ranks
     batch_size = settings.global_batch_size if row.one_process else settings.batch_size
     replicas = f", num_replicas={settings.num_ranks}" if row.name == "dp" else ""
+    chosen = f"--strategy {row.strategy or row.name}"
+    chosen += f" --backend {row.asked_backend}" if row.asked_backend is not None else ""
+    chosen += f" --groups {row.num_groups}" if row.num_groups > 1 else ""
     return (
         "# in train.py:",
         "import guozhuang as gz",
@@ -85,7 +88,7 @@ def how(results: Results, row: Row) -> tuple[str, ...]:
         f"for batch in gz.loader(dataset, batch_size={batch_size}): ...  # each rank takes its share",
         "",
         "# in the shell:",
-        f"guozhuang run --nproc-per-node {num_processes} --strategy {row.name} train.py",
+        f"guozhuang run --nproc-per-node {num_processes} {chosen} train.py",
     )
 
 

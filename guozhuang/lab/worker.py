@@ -29,6 +29,7 @@ from guozhuang.errors import UsageError, explain
 from guozhuang.lab import measure
 from guozhuang.lab.files import build, write_text
 from guozhuang.lab.results import Phases, RankRecord
+from guozhuang.sharding.whole import full_weights, is_divided, load_whole
 from guozhuang.timeline import Timeline
 from guozhuang.workloads import Workload, load
 
@@ -42,6 +43,7 @@ class RunSpec:
     """What a run is to do; the same for each of its ranks.
 
     Attributes:
+        name: what the row is called, for the names of files.
         strategy: a name from ``guozhuang.strategies``.
         purpose: one of :data:`PURPOSES`.
         folder: where the ranks leave what they found.
@@ -55,8 +57,11 @@ class RunSpec:
         seed: of the initial weights and the order of the samples.
         timeout_s: the limit of every wait for other ranks.
         device: ``cpu`` or ``cuda``; None: what ``init`` finds.
+        backend: what carries collectives; None: what ``init`` chooses.
+        num_groups: how many process groups take the buckets in turn.
     """
 
+    name: str
     strategy: str
     purpose: str
     folder: str
@@ -71,6 +76,8 @@ class RunSpec:
     seed: int
     timeout_s: float
     device: str | None = None
+    backend: str | None = None
+    num_groups: int = 1
 
 
 @dataclass
@@ -97,6 +104,7 @@ class _Trainer:
         self.last_gradient = measure.LastGradient(self.bare, self.clock)
         num_replicas = spec.num_ranks if spec.strategy == "dp" else None
         self.model, self.optimizer = strategies.prepare(self.bare, optimizer, spec.strategy, num_replicas=num_replicas)
+        self.divided = is_divided(self.bare)
         if self.timeline is not None and hasattr(self.model, "timeline"):
             cast(Any, self.model).timeline = self.timeline  # its buckets then stand in the trace too
         self.batch_size = self.workload.batch_size * (spec.num_ranks if self.strategy.one_process else 1)
@@ -130,7 +138,9 @@ class _Trainer:
         with self._span("optimizer"):
             self.optimizer.step()
             self.optimizer.zero_grad()
-        self.recording.marks.append((start, fetched, computed, self.last_gradient.mark, returned, now()))
+        # Divided parameters are other objects than those that are watched; backward then ends when it returns.
+        last_gradient = returned if self.divided else self.last_gradient.mark
+        self.recording.marks.append((start, fetched, computed, last_gradient, returned, now()))
         self.recording.losses.append(loss.detach())
         if self._progress is not None:
             self._progress.tell(number)
@@ -193,12 +203,13 @@ def _run(spec: RunSpec, here: world.World) -> RankRecord | None:
         peak_device_bytes=torch.cuda.max_memory_allocated(here.device) if here.device.type == "cuda" else None,
         main_share=trainer.model.imbalance().main_share if isinstance(trainer.model, DataParallel) else None,
         gradient_bytes=sum(p.numel() * p.element_size() for p in trainable),
-        weights_digest=measure.digest(trainer.bare.parameters()),
+        weights_digest=measure.digest(full_weights(trainer.bare).values()),
         metrics=metrics,
         num_threads=spec.num_threads,
         device=str(here.device),
         dataset_size=len(trainer.workload.train),  # type: ignore[arg-type]
         batch_size=trainer.batch_size,
+        backend=str(torch.distributed.get_backend()) if here.size > 1 else "",
     )
 
 
@@ -214,20 +225,25 @@ def _warm_up(trainer: _Trainer) -> int | None:
 
     for number in range(1, num_steps + 1):
         trainer.step(number, weigh if number == num_steps else None)
-    trainer.last_gradient.keep_last()
+    if not trainer.divided:
+        trainer.last_gradient.keep_last()
     return found[0]
 
 
 def _keep_first(trainer: _Trainer) -> dict[str, float]:
     """Leave an exact strategy's weights in the run's folder, and evaluate rank 0's bare model while the others wait."""
     metrics: dict[str, float] = {}
+    whole = full_weights(trainer.bare)  # on every rank, because divided weights are gathered
     if trainer.here.rank == 0:
         if trainer.strategy.exact:
-            weights = {name: p.detach().cpu() for name, p in trainer.bare.named_parameters()}
+            weights = {name: weight.cpu() for name, weight in whole.items()}
             torch.save(weights, Path(trainer.spec.folder) / "weights.pt")
         if trainer.workload.evaluate is not None:
             torch.set_num_threads(trainer.spec.num_cores)
-            metrics = {name: float(value) for name, value in trainer.workload.evaluate(trainer.bare).items()}
+            model = trainer.bare
+            if trainer.divided:  # a forward of it needs all ranks
+                model = load_whole(trainer.workload.model().to(trainer.here.device), whole, model)
+            metrics = {name: float(value) for name, value in trainer.workload.evaluate(model).items()}
     _wait_for_all(trainer.here)
     return metrics
 
@@ -240,7 +256,8 @@ def _mean_phases(trainer: _Trainer) -> Phases:
         for i, (start, end) in enumerate(pairwise(step)):
             sums[i] += seconds(start, end)
     data_s, forward_s, backward_s, exchange_s, optimizer_s = (total / len(marks) for total in sums)
-    if trainer.strategy.one_process:  # what follows the last gradient is the end of backward, not communication
+    # In one process what follows the last gradient is the end of backward, not communication.
+    if trainer.strategy.one_process or trainer.divided:
         return Phases(data_s, forward_s, backward_s + exchange_s, None, optimizer_s)
     return Phases(data_s, forward_s, backward_s, exchange_s, optimizer_s)
 

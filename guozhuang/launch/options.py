@@ -43,6 +43,15 @@ def parser() -> argparse.ArgumentParser:
     ours = found.add_argument_group("guozhuang")
     ours.add_argument("-np", dest="nproc_per_node", type=str, metavar="N", help="Short for --nproc-per-node.")
     ours.add_argument("--strategy", metavar="NAME", help="How gz.prepare spreads the training; see the README.")
+    ours.add_argument(
+        "--backend", metavar="NAME", help="What carries collectives, where the script leaves it to gz.init."
+    )
+    ours.add_argument(
+        "--groups",
+        type=int,
+        metavar="K",
+        help="Process groups that take buckets in turn under gz.prepare (default: 1).",
+    )
     ours.add_argument("--timeline", metavar="FILE", help="Write what every rank did, as a Chrome trace for Perfetto.")
     if "PET_NPROC_PER_NODE" not in os.environ:
         found.set_defaults(nproc_per_node=None)
@@ -53,8 +62,8 @@ def plan(arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
     """Read the command line; check what can be checked before anything is started.
 
     Raises:
-        UsageError: a script that is not there, a strategy that is unknown or cannot run on so many ranks, or a number
-            of ranks that makes no sense.
+        UsageError: a script that is not there, a strategy or backend that is unknown, a strategy that cannot run on so
+            many ranks or groups, or a number of ranks or groups that makes no sense.
     """
     found = parser().parse_args(list(arguments))
     chosen: list[str] = []
@@ -76,6 +85,12 @@ def plan(arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
     if found.strategy is not None:
         _check_strategy(found.strategy, num_local_ranks, found.nnodes)
         variables["GUOZHUANG_STRATEGY"] = found.strategy
+    if found.backend is not None:
+        _check_backend(found.backend)
+        variables["GUOZHUANG_BACKEND"] = found.backend
+    if found.groups is not None:
+        _check_groups(found.groups, found.strategy)
+        variables["GUOZHUANG_GROUPS"] = str(found.groups)
     timeline = None
     if found.timeline is not None:
         timeline = os.path.abspath(found.timeline)
@@ -139,3 +154,19 @@ def _check_strategy(name: str, num_local_ranks: int, nnodes: str) -> None:
     if strategy.one_process and (num_local_ranks > 1 or nnodes not in ("1", "1:1")):
         what = f"strategy {name!r} runs in one process, but more than one rank was asked for"
         raise UsageError(explain(what, value=f"{num_local_ranks} per node, {nnodes} nodes", fix="give -np 1"))
+
+
+def _check_backend(name: str) -> None:
+    from guozhuang.world.devices import served_types
+
+    served_types(name)
+
+
+def _check_groups(number: int, strategy: str | None) -> None:
+    from guozhuang import strategies
+
+    if number < 1:
+        raise UsageError(
+            explain("--groups is a count of process groups, at least 1", value=number, fix="give 1 or more")
+        )
+    strategies.check_groups(strategies.get(strategy or strategies.DEFAULT), number)

@@ -5,7 +5,23 @@ Read in this order: ``identity`` (what a launcher can tell), ``torchrun`` (one l
 """
 
 from guozhuang.world.identity import World
-from guozhuang.world.requests import requested_strategy, requested_timeline
+from guozhuang.world.requests import (
+    requested_backend,
+    requested_gloo_interface,
+    requested_groups,
+    requested_strategy,
+    requested_timeline,
+)
 from guozhuang.world.session import current, init, shutdown
 
-__all__ = ["World", "current", "init", "requested_strategy", "requested_timeline", "shutdown"]
+__all__ = [
+    "World",
+    "current",
+    "init",
+    "requested_backend",
+    "requested_gloo_interface",
+    "requested_groups",
+    "requested_strategy",
+    "requested_timeline",
+    "shutdown",
+]

@@ -2,23 +2,53 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
 from guozhuang.errors import UsageError, explain
 
+# The backend of guozhuang.groups for ranks that share memory; `import guozhuang` registers the name.
+SHARED_MEMORY = "shm"
+
+
+def backend_of_cpu_ranks(hosts: Sequence[str], platform: str = sys.platform) -> tuple[str, str]:
+    """The default backend for ranks that compute on CPUs, and why it is that one, for the log.
+
+    Args:
+        hosts: the host identity of every rank, equal for ranks of one node.
+        platform: as ``sys.platform`` has it.
+    """
+    size, num_nodes = len(hosts), len(set(hosts))
+    if size == 1:
+        return dist.Backend.GLOO, "a world of one rank exchanges nothing"
+    if num_nodes > 1:
+        return dist.Backend.GLOO, f"{size} ranks on {num_nodes} nodes; {SHARED_MEMORY!r} would share memory inside each"
+    if platform != "linux":
+        return dist.Backend.GLOO, f"the backend {SHARED_MEMORY!r} needs Linux"
+    if not dist.is_backend_available(SHARED_MEMORY):
+        return dist.Backend.GLOO, f"the backend {SHARED_MEMORY!r} is not registered in this process"
+    return SHARED_MEMORY, f"{size} ranks on one node exchange through its memory"
+
 
 def choose(
-    backend: str | None, device: str | torch.device | None, local_rank: int, num_cuda: int
+    backend: str | None,
+    device: str | torch.device | None,
+    local_rank: int,
+    num_cuda: int,
+    cpu_backend: str = "gloo",
 ) -> tuple[str, torch.device]:
     """Fill in what the user left open.
 
     Args:
         backend: "gloo", "nccl", another registered name, one per device type as in "cpu:gloo,cuda:nccl", or None:
-            nccl where the device is CUDA, gloo where it is the CPU.
+            nccl where the device is CUDA, ``cpu_backend`` where it is the CPU.
         device: None: CUDA where there is any and the backend allows it, else the CPU. "cuda": the one of ``local_rank``.
         local_rank: this process among those of its node.
         num_cuda: how many CUDA devices this process can see.
+        cpu_backend: the default where the device is the CPU.
 
     Returns:
         The backend as ``torch.distributed.init_process_group`` wants it, and the device, with its index if it is CUDA.
@@ -26,7 +56,7 @@ def choose(
     Raises:
         UsageError: an unknown name, a device that is not there, or a backend that cannot serve the device.
     """
-    serves = None if backend is None else _served_types(backend)
+    serves = None if backend is None else served_types(backend)
     if device is None:
         chosen = torch.device(_default_type(backend, serves, num_cuda))
     else:
@@ -38,12 +68,12 @@ def choose(
     if chosen.type == "cuda":
         chosen = _with_index(chosen, local_rank, num_cuda)
     if backend is None:
-        defaults = {"cpu": "gloo", "cuda": "nccl"}
+        defaults = {"cpu": cpu_backend, "cuda": "nccl"}
         if chosen.type not in defaults:
             fix = "give gz.init(backend=...) too"
             raise UsageError(explain("no backend is known for this type of device", value=chosen.type, fix=fix))
         backend = defaults[chosen.type]
-        _served_types(backend)
+        served_types(backend)
     elif serves is not None and chosen.type not in serves:
         fix = f"choose a device of type {' or '.join(sorted(serves))}, or another backend"
         raise UsageError(explain(f"backend {backend!r} cannot serve device {chosen}", fix=fix))
@@ -59,14 +89,20 @@ def device_to_bind(backend: str, device: torch.device) -> torch.device | None:
     return None
 
 
-def _served_types(backend: str) -> set[str]:
-    """The device types that a backend, or each part of "type:name,type:name", serves; checks that it is there."""
+def served_types(backend: str) -> set[str]:
+    """The device types that a backend, or each part of "type:name,type:name", serves; checks that it is there.
+
+    Raises:
+        UsageError: a name that is unknown, or that this build of PyTorch lacks.
+    """
     types: set[str] = set()
     for part in backend.split(","):
         device_type, _, name = part.rpartition(":")
         name = name.strip().lower()
         if name not in dist.Backend.backend_list or name == dist.Backend.UNDEFINED:
-            known = ", ".join(n for n in dist.Backend.backend_list if n != dist.Backend.UNDEFINED)
+            known = ", ".join(
+                n for n in dist.Backend.backend_list if n not in (dist.Backend.UNDEFINED, dist.Backend.FAKE)
+            )
             raise UsageError(explain("backend is not known", value=backend, fix=f"choose one of {known}"))
         if not dist.is_backend_available(name):
             fix = "choose gloo, or install a build of PyTorch that has it"

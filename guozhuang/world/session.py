@@ -25,10 +25,11 @@ import torch
 import torch.distributed as dist
 
 from guozhuang.errors import UsageError, WorldError, explain
-from guozhuang.world.devices import choose, device_to_bind
+from guozhuang.world.devices import backend_of_cpu_ranks, choose, device_to_bind
 from guozhuang.world.discovery import discover
 from guozhuang.world.identity import Identity, MeetingPoint, World
 from guozhuang.world.rendezvous import open_store, places, roll_call
+from guozhuang.world.requests import requested_backend
 
 DEFAULT_TIMEOUT_S = 600.0
 # See [Note: leaving].
@@ -75,8 +76,8 @@ def init(
     called before, its group is taken as it is, and stays the caller's to destroy.
 
     Args:
-        backend: None: nccl for CUDA, gloo for the CPU. Else any name torch.distributed knows, also
-            "cpu:gloo,cuda:nccl".
+        backend: None: what ``guozhuang run --backend`` asked for; without that nccl for CUDA, and for the CPU "shm" where
+            all ranks are on one Linux node, else gloo. Else any name torch.distributed knows, also "cpu:gloo,cuda:nccl".
         device: None: the CUDA device of the local rank where there is one and the backend serves it, else the CPU.
             Else "cpu", "cuda" (the one of the local rank), "cuda:1" or a ``torch.device``.
         timeout_s: limit for the ranks to find each other (covering both the store and the roll call: each gets it in
@@ -96,6 +97,7 @@ def init(
     if world is not None:
         _check_same(world, backend, device, timeout_s)
         return world
+    backend = backend if backend is not None else requested_backend()
     if dist.is_initialized():
         return _adopt(backend, device, timeout_s)
     identity = discover(os.environ)
@@ -106,7 +108,10 @@ def init(
     hosts = roll_call(store, identity.rank, identity.size, timeout_s) if identity.size > 1 else [""]
     identity = _complete(identity, hosts)
     assert identity.local_rank is not None
-    chosen_backend, chosen_device = choose(backend, device, identity.local_rank, num_cuda)
+    cpu_backend, why = backend_of_cpu_ranks(hosts)
+    chosen_backend, chosen_device = choose(backend, device, identity.local_rank, num_cuda, cpu_backend)
+    if backend is None and chosen_device.type == "cpu" and identity.rank == 0:
+        _log.info("backend %s, the default here: %s", chosen_backend, why)
     if chosen_device.type == "cuda":
         torch.cuda.set_device(chosen_device)
     _session.set_interface = len(set(hosts)) == 1 and _keep_gloo_on_loopback()
@@ -225,7 +230,9 @@ def _adopt(backend: str | None, device: str | torch.device | None, timeout_s: fl
     rank, size, found = dist.get_rank(), dist.get_world_size(), str(dist.get_backend())
     if backend is not None and backend.lower() not in (found, dist.get_backend_config()):
         what = f"torch.distributed was initialised before, with backend {found!r}"
-        raise UsageError(explain(what, value=backend, rank=rank, fix="leave backend out, or initialise only once"))
+        raise UsageError(
+            explain(what, value=backend, rank=rank, fix="leave the backend (--backend) out, or initialise once")
+        )
     told = Identity("environment", rank, size)
     # Who made the group by hand may run under half an environment, and was not helped by it.
     with contextlib.suppress(UsageError):

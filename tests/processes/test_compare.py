@@ -3,6 +3,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ import pytest
 from guozhuang.lab import compare
 from guozhuang.lab.files import from_json
 from guozhuang.lab.results import Results
+from guozhuang.lab.verdict import judge
 
 TINY = "tests.processes.tiny_workload:make"
 
@@ -51,9 +53,16 @@ def test_strategies_side_by_side_and_one_that_fails(tmp_path: Path, capsys: pyte
     phases = torch_ddp.phases
     assert phases.exchange_s is not None and phases.exchange_s > 0
     assert single.phases.exchange_s is None
+    assert (single.backend, torch_ddp.backend, torch_ddp.asked_backend, none.asked_backend) == (
+        "",
+        "gloo",
+        "gloo",
+        None,
+    )
     for row in (single, torch_ddp, none):
-        rank = row.rounds[0].ranks[0]
-        assert row.phases.step_s * rank.num_steps == pytest.approx(rank.elapsed_s, rel=0.5)
+        ranks = row.rounds[0].ranks
+        elapsed_s = statistics.fmean(rank.elapsed_s for rank in ranks)
+        assert row.phases.step_s * ranks[0].num_steps == pytest.approx(elapsed_s, rel=0.5)
         assert row.machine_bytes is None or row.machine_bytes > 0
     if sys.platform == "linux":
         gradient_bytes = torch_ddp.rounds[0].ranks[0].gradient_bytes
@@ -68,12 +77,30 @@ def test_strategies_side_by_side_and_one_that_fails(tmp_path: Path, capsys: pyte
     assert "made to fail" in Path(failed.failure.log).read_text()
 
     printed = capsys.readouterr().out
+    assert "torch-ddp on gloo" in printed or "torch-ddp, none on gloo" in printed
     assert "ddp failed" in printed and "torch-ddp" in printed and str(out / "report.html") in printed.replace("\n", "")
     assert {p.name for p in out.iterdir()} == {
         "report.html", "results.json", "speed.png", "step.png", "loss.png", "logs"
     }  # fmt: skip
 
 
+@pytest.mark.slow
+def test_the_same_strategy_on_several_backends_and_groups(tmp_path: Path) -> None:
+    names = "ddp@gloo,torch-ddp"
+    code, results = _compare(tmp_path / "report", "--strategies", names, "--steps", "3", "--groups", "2")
+    assert code == 0
+    rows = {row.name: row for row in results.rows if row.ok}
+    assert list(rows) == names.split(",")
+    assert {name: (row.strategy, row.backend, row.num_groups) for name, row in rows.items()} == {
+        "ddp@gloo": ("ddp", "gloo", 2),
+        "torch-ddp": ("torch-ddp", "gloo", 1),
+    }
+    assert rows["ddp@gloo"].losses == pytest.approx(rows["torch-ddp"].losses, rel=1e-5)
+    how = judge(results).how[-1]
+    assert "--backend gloo" in how and "@" not in how
+
+
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_a_failed_row_with_everyones_stacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,7 +118,7 @@ def test_a_rank_that_hangs_is_a_failed_row_with_everyones_stacks(
     assert _processes_of(str(tmp_path)) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_an_interrupted_comparison_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()

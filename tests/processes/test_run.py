@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import json, os, signal, sys, time
 names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS",
-         "GUOZHUANG_STRATEGY", "GUOZHUANG_TIMELINE")
+         "GUOZHUANG_STRATEGY", "GUOZHUANG_TIMELINE", "GUOZHUANG_BACKEND", "GUOZHUANG_GROUPS")
 rank = os.environ["RANK"]
 told = {name: os.environ.get(name) for name in names} | {"argv": sys.argv[1:]}
 with open(os.path.join(os.environ["OUT"], rank), "w") as out:
@@ -75,7 +75,8 @@ def told(folder: Path) -> list[dict[str, object]]:
 
 
 def test_ranks_are_started_and_told_what_was_asked(script: Path, tmp_path: Path) -> None:
-    done = guozhuang("run", "-np", "2", "--strategy", "ddp", script, "--lr", "0.1", folder=tmp_path)
+    options = ("-np", "2", "--strategy", "ddp", "--backend", "gloo", "--groups", "2")
+    done = guozhuang("run", *options, script, "--lr", "0.1", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     ranks = told(tmp_path)
     num_threads = max(1, len(os.sched_getaffinity(0)) // 2)
@@ -88,6 +89,8 @@ def test_ranks_are_started_and_told_what_was_asked(script: Path, tmp_path: Path)
             "OMP_NUM_THREADS": str(num_threads),
             "GUOZHUANG_STRATEGY": "ddp",
             "GUOZHUANG_TIMELINE": None,
+            "GUOZHUANG_BACKEND": "gloo",
+            "GUOZHUANG_GROUPS": "2",
             "argv": ["--lr", "0.1"],
         }
     assert len(ranks) == 2
@@ -165,6 +168,9 @@ def test_a_timeline_that_nobody_wrote_is_said(script: Path, tmp_path: Path) -> N
         (["run", "nosuch.py"], "there is no such script (got 'nosuch.py')"),
         (["run", "--strategy", "nosuch", "train.py"], "'nosuch'"),
         (["run", "--strategy", "single", "-np", "2", "train.py"], "runs in one process"),
+        (["run", "--backend", "glue", "train.py"], "'glue'"),
+        (["run", "--groups", "0", "train.py"], "--groups"),
+        (["run", "--groups", "2", "--strategy", "none", "train.py"], "--groups 2"),
         (["run", "-np", "0", "train.py"], "at least 1"),
         (["run", "-np", "many", "train.py"], "'many'"),
         (["run", "--nnodes", "0", "train.py"], "torch elastic refused"),

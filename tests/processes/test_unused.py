@@ -317,7 +317,15 @@ def misses_alone(rank, world_size, who, buffers, setup):
 
 
 @pytest.mark.parametrize(
-    ("who", "buffers", "setup"), [(1, False, "file"), (0, False, "tcp"), (1, True, "tcp"), (0, True, "file")]
+    ("who", "buffers", "setup"),
+    [
+        (1, False, "file"),
+        (0, True, "tcp"),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in [(0, False, "tcp"), (1, True, "tcp"), (0, True, "file")]
+        ),
+    ],
 )
 def test_one_rank_missed_and_exits(who, buffers, setup):
     started_s = time.monotonic()
@@ -334,7 +342,7 @@ def test_one_rank_missed_and_exits(who, buffers, setup):
         assert other.type_name == "UnusedParameterError", other.text
         assert "branches.3.weight" in other.message
     else:  # the store may have gone with the rank that held it
-        assert other.type_name in ("UnusedParameterError", "WorldError"), other.text
+        assert other.type_name in ("UnusedParameterError", "WorldError", "PeerLost"), other.text
 
 
 def freezes_alone(rank, world_size, who):
@@ -356,7 +364,7 @@ def test_one_rank_freezes_a_parameter(who):
     assert all(isinstance(o, RankError) and o.exit_code == 1 for o in outcomes), outcomes
     assert outcomes[who].type_name in ("MismatchError", "WorldError")
     assert "branches.2.weight" in outcomes[who].message
-    assert outcomes[1 - who].type_name in ("MismatchError", "WorldError"), outcomes[1 - who].text
+    assert outcomes[1 - who].type_name in ("MismatchError", "WorldError", "PeerLost"), outcomes[1 - who].text
 
 
 def freezes_differently(rank, world_size):

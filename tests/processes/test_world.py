@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import signal
 import socket
@@ -145,16 +147,18 @@ def enters_twice(rank: int, world_size: int) -> tuple[world.World, list[str], li
     return me, addresses, sums
 
 
+@pytest.mark.parametrize("backend", ["gloo", None])
 @pytest.mark.parametrize("told", ["everything", "rank and size only"])
-def test_ranks_meet_and_meet_again(told: str) -> None:
-    hidden = {"GLOO_SOCKET_IFNAME": None}
+def test_ranks_meet_and_meet_again(told: str, backend: str | None) -> None:
+    hidden = {"GLOO_SOCKET_IFNAME": None, "GUOZHUANG_BACKEND": backend}
     if told != "everything":
         hidden |= {"LOCAL_RANK": None, "LOCAL_WORLD_SIZE": None}
     for rank, (me, addresses, sums) in enumerate(run_ranks(enters_twice, 3, init=False, env=hidden)):
         assert me == world.World(rank, 3, rank, 3, 0, 1, torch.device("cpu"), "environment")
         assert sums == [6, 6, 6]
         assert set(addresses) <= LOOPBACK, "ranks of one node listen on loopback only"
-        assert addresses
+        # Without gloo nobody listens but rank 0, which keeps the store.
+        assert bool(addresses) == (backend == "gloo" or rank == 0 or sys.platform != "linux")
 
 
 def asks_again(rank: int, world_size: int) -> list[str]:
@@ -205,6 +209,44 @@ def test_a_group_that_was_there_is_taken_and_left_alone(env: dict[str, None]) ->
         assert (me.rank, me.size, me.local_rank, me.local_size, me.num_nodes) == (rank, 2, rank, 2, 1)
         assert still_there
         assert "'gloo'" in text
+
+
+def uses_what_was_requested(rank: int, world_size: int, *, by_the_script: str | None = None) -> tuple[str, str]:
+    logged = io.StringIO()
+    handler = logging.StreamHandler(logged)
+    logging.getLogger("guozhuang").addHandler(handler)
+    logging.getLogger("guozhuang").setLevel(logging.INFO)
+    world.init(by_the_script, "cpu", timeout_s=20)
+    logging.getLogger("guozhuang").removeHandler(handler)
+    backend = str(dist.get_backend())
+    dist.barrier()
+    world.shutdown()
+    return backend, logged.getvalue()
+
+
+def uses_its_own(rank: int, world_size: int) -> tuple[str, str]:
+    return uses_what_was_requested(rank, world_size, by_the_script="gloo")
+
+
+def test_the_backend_comes_from_the_script_then_the_command_line_then_the_default() -> None:
+    requested = {"GUOZHUANG_BACKEND": "cpu:gloo,cuda:gloo"}
+    for rank, (backend, said) in enumerate(run_ranks(uses_what_was_requested, 2, init=False, env=requested)):
+        assert (backend, f"rank {rank} of 2" in said, "(as asked)" in said) == (
+            requested["GUOZHUANG_BACKEND"],
+            True,
+            True,
+        )
+    assert run_ranks(uses_its_own, 2, init=False, env={"GUOZHUANG_BACKEND": "fake"})[1][0] == "gloo"
+    default = run_ranks(uses_what_was_requested, 2, init=False)
+    expected = "shm" if sys.platform == "linux" and "shm" in dist.Backend.backend_list else "gloo"
+    assert [backend for backend, _ in default] == [expected, expected]
+    assert ["the default here" in said for _, said in default] == [True, False]  # said once
+    assert f"backend {expected}, the default here" in default[0][1]
+
+
+def test_a_request_that_comes_too_late_is_refused() -> None:
+    errors = run_ranks(adopts, 2, env={"GUOZHUANG_BACKEND": "fake"}, collect_errors=True)
+    assert all(isinstance(e, RankError) and e.type_name == "UsageError" and "--backend" in e.message for e in errors)
 
 
 def adopts_again(rank: int, world_size: int) -> list[int]:
@@ -359,7 +401,9 @@ def ranks_that_leave(how: str, num_ranks: int) -> list[subprocess.Popen[str]]:
     return [script(LEAVES, how, RANK=str(rank), **meeting) for rank in range(num_ranks)]
 
 
-@pytest.mark.parametrize(("how", "codes"), [("exits", [7, -9, 9]), ("raises", [1, -9, 1])])
+@pytest.mark.parametrize(
+    ("how", "codes"), [("exits", [7, -9, 9]), pytest.param("raises", [1, -9, 1], marks=pytest.mark.slow)]
+)
 def test_ranks_that_lost_a_peer_leave_with_their_own_code(how: str, codes: list[int]) -> None:
     ends = [end_of(process) for process in ranks_that_leave(how, 3)]
     assert [code for code, _, _ in ends] == codes, ends

@@ -33,6 +33,34 @@ def test_defaults_compare_every_strategy_over_two_ranks(tmp_path: Path) -> None:
     assert plan.out == tmp_path / "out"
 
 
+def _backends(plan: Plan) -> dict[str, tuple[str, str | None, int]]:
+    return {one.name: (one.strategy, one.backend, one.num_groups) for one in plan.contenders}
+
+
+def test_each_row_has_its_backend_and_groups(tmp_path: Path) -> None:
+    names = "single,ddp,torch-ddp,torch-ddp@fake,ddp@gloo,none"
+    assert _backends(_plan(tmp_path, "--device", "cpu", "--strategies", names)) == {
+        "single": ("single", None, 1),
+        "ddp": ("ddp", None, 1),
+        "torch-ddp": ("torch-ddp", "gloo", 1),  # as people use it
+        "torch-ddp@fake": ("torch-ddp", "fake", 1),
+        "ddp@gloo": ("ddp", "gloo", 1),
+        "none": ("none", None, 1),
+    }
+    plan = _plan(tmp_path, "--device", "cpu", "--strategies", names, "--backend", "fake", "--groups", "3")
+    assert _backends(plan) == {
+        "single": ("single", None, 1),
+        "ddp": ("ddp", "fake", 3),
+        "torch-ddp": ("torch-ddp", "gloo", 1),
+        "torch-ddp@fake": ("torch-ddp", "fake", 3),
+        "ddp@gloo": ("ddp", "gloo", 3),
+        "none": ("none", "fake", 1),
+    }
+    summaries = {one.name: one.summary for one in plan.contenders}
+    assert summaries["ddp@gloo"].endswith("(on gloo, 3 groups in turn)")
+    assert summaries["torch-ddp"] == strategies.get("torch-ddp").summary
+
+
 def test_epochs_become_steps_less_the_warm_up(tmp_path: Path) -> None:
     assert _plan(tmp_path, "--epochs", "2", "--warmup-steps", "3").settings.num_steps == 2 * 12 - 3
 
@@ -44,9 +72,19 @@ def test_options_of_a_workload_reach_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--strategies", "single,dpp"), "single, ddp, torch-ddp, dp, none"),
+        (
+            ("--strategies", "single,dpp"),
+            "single, ddp, torch-ddp, dp, sharded, sharded-gradients, sharded-weights, none",
+        ),
         (("--strategies", "ddp,single,ddp"), "one twice"),
         (("--strategies", " , "), "names none"),
+        (("--strategies", "ddp@glue"), "'glue'"),
+        (("--strategies", "single@gloo"), "runs in one process"),
+        (("--strategies", "nosuch@gloo"), "no such strategy"),
+        (("--backend", "glue"), "'glue'"),
+        (("--groups", "0"), "--groups"),
+        (("--groups", "2", "--strategies", "single,none"), "can use several groups"),
+        (("--groups", "2", "--device", "cpu", "--strategies", "torch-ddp"), "can use several groups"),
         (("--ranks", "0"), "--ranks"),
         (("--steps", "0"), "--steps"),
         (("--epochs", "-1"), "--epochs"),

@@ -18,6 +18,7 @@ from guozhuang.workloads.split import cap, classes_of, hold_out
 from guozhuang.workloads.vocabulary import SPECIAL, encode, ragged, train_wordpiece
 
 
+@pytest.mark.slow
 def test_the_library_gives_enough_texts_and_classes() -> None:
     labels, texts = corpus()
     counts = Counter(labels)

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from guozhuang.errors import UsageError
-from guozhuang.world.devices import choose, device_to_bind
+from guozhuang.world.devices import backend_of_cpu_ranks, choose, device_to_bind
 from guozhuang.world.discovery import discover
 from guozhuang.world.identity import Identity, MeetingPoint
 from guozhuang.world.rendezvous import places
-from guozhuang.world.requests import requested_strategy, requested_timeline
+from guozhuang.world.requests import requested_backend, requested_groups, requested_strategy, requested_timeline
 
 
 def torchrun(
@@ -250,10 +250,49 @@ def test_what_cannot_work_is_said(backend: str | None, device: str | None, num_c
 def test_requests_come_through_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GUOZHUANG_STRATEGY", raising=False)
     monkeypatch.setenv("GUOZHUANG_TIMELINE", "")
+    monkeypatch.delenv("GUOZHUANG_BACKEND", raising=False)
+    monkeypatch.setenv("GUOZHUANG_GROUPS", "")
     assert (requested_strategy(), requested_timeline()) == (None, None)
+    assert (requested_backend(), requested_groups()) == (None, 1)
     monkeypatch.setenv("GUOZHUANG_STRATEGY", "ddp")
     monkeypatch.setenv("GUOZHUANG_TIMELINE", "/tmp/a.json")
     assert (requested_strategy(), requested_timeline()) == ("ddp", "/tmp/a.json")
+    monkeypatch.setenv("GUOZHUANG_BACKEND", "gloo")
+    monkeypatch.setenv("GUOZHUANG_GROUPS", "3")
+    assert (requested_backend(), requested_groups()) == ("gloo", 3)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "two", "1.5"])
+def test_groups_are_a_count(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GUOZHUANG_GROUPS", text)
+    with pytest.raises(UsageError, match="GUOZHUANG_GROUPS") as caught:
+        requested_groups()
+    assert repr(text) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "platform", "registered", "expected", "why"),
+    [
+        (["a", "a"], "linux", True, "shm", "2 ranks on one node"),
+        (["a", "a"], "darwin", True, "gloo", "needs Linux"),
+        (["a", "a"], "linux", False, "gloo", "not registered"),
+        (["a", "b", "a"], "linux", True, "gloo", "3 ranks on 2 nodes"),
+        ([""], "linux", True, "gloo", "one rank"),
+    ],
+)
+def test_cpu_ranks_of_one_linux_node_share_memory(
+    hosts: list[str], platform: str, registered: bool, expected: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: registered)
+    backend, reason = backend_of_cpu_ranks(hosts, platform)
+    assert backend == expected
+    assert why in reason
+    # The name goes into the choice for CPUs only.
+    monkeypatch.setattr(torch.distributed.Backend, "backend_list", ["gloo", "nccl", "shm"])
+    monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: True)
+    assert choose(None, "cpu", 0, 2, backend) == (expected, CPU)
+    assert choose(None, None, 1, 2, backend) == ("nccl", CUDA)
+    assert choose("gloo", "cpu", 0, 2, backend) == ("gloo", CPU)
 
 
 @pytest.mark.parametrize(

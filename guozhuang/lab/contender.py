@@ -1,0 +1,88 @@
+"""A row of a comparison before it has run: a strategy, and what carries its collectives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from guozhuang import strategies
+from guozhuang.errors import UsageError, explain
+from guozhuang.strategies import Strategy
+from guozhuang.world.devices import served_types
+
+#: PyTorch's own wrapper stands for what people use today, and on CPUs they use it with this backend, one group.
+_PEER, _BACKEND_OF_THE_PEER = "torch-ddp", "gloo"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One row of the table.
+
+    Attributes:
+        name: what the row is called: the strategy's name, or ``strategy@backend`` as it was asked for.
+        strategy: its name in ``guozhuang.strategies``.
+        backend: what carries collectives; None leaves it to ``gz.init``.
+        num_groups: how many process groups take the buckets in turn.
+    """
+
+    name: str
+    strategy: str
+    backend: str | None = None
+    num_groups: int = 1
+
+    @property
+    def entry(self) -> Strategy:
+        """The strategy itself."""
+        return strategies.get(self.strategy)
+
+    @property
+    def summary(self) -> str:
+        """One line for tables."""
+        added = [f"on {self.backend}"] if self.name != self.strategy else []
+        added += [f"{self.num_groups} groups in turn"] if self.num_groups > 1 else []
+        return f"{self.entry.summary} ({', '.join(added)})" if added else self.entry.summary
+
+
+def contenders(text: str, backend: str | None, num_groups: int, on_cpu: bool) -> tuple[Contender, ...]:
+    """Read ``--strategies``, with ``--backend`` and ``--groups``.
+
+    A strategy may be written ``name@backend``. One without a backend takes ``--backend``, but for ``torch-ddp`` on CPUs, the
+    peer, which is what it is in most people's hands: one gloo group. Strategies that use no groups are left as they are.
+
+    Raises:
+        UsageError: no name, one twice, an unknown strategy or backend, a backend for a strategy of one process, fewer
+            than one group, or several groups and no strategy that can use them.
+    """
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not names:
+        fix = f"give some of {', '.join(strategies.STRATEGIES)}"
+        raise UsageError(explain("--strategies names none", value=text, fix=fix))
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(explain("--strategies names one twice", value=name, fix="name each once"))
+    if num_groups < 1:
+        raise UsageError(explain("--groups is a count of at least 1", value=num_groups))
+    if backend is not None:
+        served_types(backend)
+    found = tuple(_contender(name, backend, num_groups, on_cpu) for name in names)
+    if num_groups > 1 and all(one.num_groups == 1 for one in found):
+        fix = "leave --groups out, or compare ddp or torch-ddp@gloo too"
+        raise UsageError(
+            explain("none of --strategies can use several groups", value=f"--groups {num_groups}", fix=fix)
+        )
+    return found
+
+
+def _contender(name: str, backend: str | None, num_groups: int, on_cpu: bool) -> Contender:
+    strategy, at, own = name.partition("@")
+    entry = strategies.get(strategy)
+    if at:
+        served_types(own)
+        if entry.one_process:
+            what = f"strategy {strategy} runs in one process, where no backend carries anything"
+            raise UsageError(explain(what, value=name, fix=f"write {strategy}"))
+        return Contender(name, strategy, own, num_groups if entry.takes_groups else 1)
+    if entry.one_process:
+        return Contender(name, strategy)
+    if strategy == _PEER and on_cpu:
+        return Contender(name, strategy, _BACKEND_OF_THE_PEER)
+    return Contender(name, strategy, backend, num_groups if entry.takes_groups else 1)
