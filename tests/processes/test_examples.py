@@ -17,8 +17,11 @@ RUN = ["-m", "guozhuang", "run", "--nproc-per-node", "2"]
 
 @pytest.mark.parametrize(
     "command",
-    [["examples/train.py"], [*RUN, "examples/train.py"], [*RUN, "--strategy", "torch-ddp", "examples/train.py"]],
-    ids=["alone", "ddp", "torch-ddp"],
+    [
+        pytest.param(["examples/train.py"], id="alone"),
+        pytest.param([*RUN, "examples/train.py"], id="ddp"),
+        pytest.param([*RUN, "--strategy", "torch-ddp", "examples/train.py"], id="torch-ddp", marks=pytest.mark.slow),
+    ],
 )
 def test_train_learns_under_every_launcher(command: list[str]) -> None:
     done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=90)
