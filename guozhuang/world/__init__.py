@@ -1,7 +1,8 @@
 """Who am I: the world of this process, found out from its environment.
 
-Read in this order: ``identity`` (what a launcher can tell), ``torchrun`` (one launcher), ``discovery`` (the list of all),
-``rendezvous`` (how ranks find each other), ``session`` (``init`` and ``shutdown``).
+Read in this order: ``identity`` (what a launcher can tell), ``torchrun``, ``slurm``, ``mpi`` (launchers), ``discovery`` (the
+list of all), ``rendezvous`` (how ranks find each other: a store that is told, or by ``search`` at a sequence of ``ports``, with
+a ``door`` before it), ``session`` (``init`` and ``shutdown``).
 """
 
 from guozhuang.world.identity import World

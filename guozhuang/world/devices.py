@@ -39,6 +39,7 @@ def choose(
     local_rank: int,
     num_cuda: int,
     cpu_backend: str = "gloo",
+    is_bound: bool = False,
 ) -> tuple[str, torch.device]:
     """Fill in what the user left open.
 
@@ -49,6 +50,8 @@ def choose(
         local_rank: this process among those of its node.
         num_cuda: how many CUDA devices this process can see.
         cpu_backend: the default where the device is the CPU.
+        is_bound: the launcher may have given this process devices of its own (Slurm and MPI do): where it sees exactly one,
+            that is the device, whatever its local rank.
 
     Returns:
         The backend as ``torch.distributed.init_process_group`` wants it, and the device, with its index if it is CUDA.
@@ -66,7 +69,7 @@ def choose(
             fix = 'give "cpu", "cuda", "cuda:1" or a torch.device'
             raise UsageError(explain("device is not known to PyTorch", value=device, fix=fix)) from None
     if chosen.type == "cuda":
-        chosen = _with_index(chosen, local_rank, num_cuda)
+        chosen = _with_index(chosen, 0 if is_bound and num_cuda == 1 else local_rank, num_cuda)
     if backend is None:
         defaults = {"cpu": cpu_backend, "cuda": "nccl"}
         if chosen.type not in defaults:

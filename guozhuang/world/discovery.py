@@ -4,26 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from guozhuang.world import alone, foreign, torchrun
+from guozhuang.errors import UsageError, explain
+from guozhuang.world import alone, mpi, slurm, torchrun
 from guozhuang.world.identity import Identity
+from guozhuang.world.variables import number
 
-# In the order of asking: what was exported for this very purpose outranks what a scheduler leaves in every process.
+# In the order of asking: mpirun within a job of Slurm starts its helpers by srun, whose variables the ranks see as well.
 # A further launcher is one file with such a function, and one line here.
 LAUNCHERS: tuple[Callable[[Mapping[str, str]], Identity | None], ...] = (
-    torchrun.read,
-    foreign.refuse,
-    alone.read,
+    mpi.read_open_mpi,
+    slurm.read,
+    mpi.read_hydra,
 )
 
 
 def discover(environ: Mapping[str, str]) -> Identity:
-    """The identity of the process that has this environment. Pure: reads nothing else, changes nothing.
+    """The identity of the process that has this environment. Changes nothing.
+
+    RANK was exported for this very purpose, so it outranks what a scheduler leaves in every process. Reads nothing but
+    ``environ``, except under Hydra, where only the command line of its helper tells one run from another.
 
     Raises:
-        UsageError: the environment is half set, contradicts itself, or belongs to a launcher we cannot follow.
+        UsageError: the environment is half set, or contradicts itself.
     """
-    for read in LAUNCHERS:
-        identity = read(environ)
-        if identity is not None:
-            return identity
-    raise AssertionError("the last launcher of the list always answers")
+    if "RANK" not in environ:
+        for read in LAUNCHERS:
+            identity = read(environ)
+            if identity is not None:
+                _check_size(environ, identity)
+                return identity
+    return torchrun.read(environ) or alone.read(environ)
+
+
+def _check_size(environ: Mapping[str, str], identity: Identity) -> None:
+    """A batch script may export WORLD_SIZE for all; it must not say otherwise."""
+    size = number(environ, "WORLD_SIZE", fix="leave WORLD_SIZE out: the launcher tells it")
+    if size is not None and size != identity.size:
+        what = (
+            f"WORLD_SIZE={size} was exported, but the launcher ({identity.launcher}) started {identity.size} processes"
+        )
+        fix = "leave WORLD_SIZE out, or export RANK for each process too"
+        raise UsageError(explain(what, rank=identity.rank, fix=fix))

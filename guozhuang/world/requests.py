@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Mapping
 
+from guozhuang.errors import UsageError, explain
 from guozhuang.world.variables import number
+
+_MIN_SECRET_BYTES = 8
 
 
 def requested_strategy() -> str | None:
@@ -41,3 +46,47 @@ def requested_timeline() -> str | None:
     joins the parts of its node into the file itself when the ranks have ended.
     """
     return os.environ.get("GUOZHUANG_TIMELINE") or None
+
+
+def requested_hang_timeout() -> float | None:
+    """The seconds given by ``guozhuang run --hang-timeout S`` (environment GUOZHUANG_HANG_TIMEOUT); None if none were.
+
+    Raises:
+        UsageError: the variable holds no number of seconds above 0.
+    """
+    text = os.environ.get("GUOZHUANG_HANG_TIMEOUT", "").strip()
+    if not text:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds > 0):
+        what = "environment variable GUOZHUANG_HANG_TIMEOUT must be a number of seconds above 0"
+        raise UsageError(explain(what, value=text, fix="give `guozhuang run --hang-timeout` seconds, or unset it"))
+    return seconds
+
+
+def requested_secret(environ: Mapping[str, str] | None = None) -> bytes:
+    """What only the processes of this run know (environment GUOZHUANG_SECRET, in hexadecimal); empty if nothing was given.
+
+    Args:
+        environ: the environment to look into; None: the one of this process.
+
+    Raises:
+        UsageError: the variable holds no hexadecimal number, or one that is too short to be a secret.
+    """
+    text = (os.environ if environ is None else environ).get("GUOZHUANG_SECRET", "").strip()
+    if not text:
+        return b""
+    fix = "export GUOZHUANG_SECRET=$(openssl rand -hex 32) before the ranks are started, the same for all"
+    try:
+        secret = bytes.fromhex(text)
+    except ValueError:
+        # The value is not shown: it may be somebody's secret all the same.
+        what = "environment variable GUOZHUANG_SECRET must hold an even number of hexadecimal digits and nothing else"
+        raise UsageError(explain(what, fix=fix)) from None
+    if len(secret) < _MIN_SECRET_BYTES:
+        what = f"environment variable GUOZHUANG_SECRET must have at least {2 * _MIN_SECRET_BYTES} hexadecimal digits"
+        raise UsageError(explain(what, value=f"{len(text)} digits", fix=fix))
+    return secret

@@ -25,17 +25,20 @@ import torch
 import torch.distributed as dist
 
 from guozhuang.errors import UsageError, WorldError, explain
+from guozhuang.world import interfaces, slurm
 from guozhuang.world.devices import backend_of_cpu_ranks, choose, device_to_bind
 from guozhuang.world.discovery import discover
-from guozhuang.world.identity import Identity, MeetingPoint, World
-from guozhuang.world.rendezvous import open_store, places, roll_call
-from guozhuang.world.requests import requested_backend
+from guozhuang.world.identity import Identity, MeetingPoint, PortSequence, World
+from guozhuang.world.rendezvous import Meeting, open_store, places, roll_call
+from guozhuang.world.requests import requested_backend, requested_hang_timeout
+from guozhuang.world.versions import default_store
 
 DEFAULT_TIMEOUT_S = 600.0
 # See [Note: leaving].
 _LEAVE_AFTER_ERROR_S = 5.0
 _LAST_WORK_S = 0.02
-_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+#: Launchers that may give each process a device of its own, the only one it sees.
+BIND_DEVICES = ("slurm", "openmpi", "hydra")
 _log = logging.getLogger("guozhuang")
 
 
@@ -48,20 +51,22 @@ class _Session:
         made_group: the default process group is ours to destroy.
         backend: of the default process group, as asked for or chosen.
         timeout_s: as given to ``init``.
-        set_interface: we set GLOO_SOCKET_IFNAME, and remove it again.
-        store: kept over ``shutdown``, because a peer may come back to it before we have left.
-        met_at: what ``store`` belongs to.
-        generation: how many worlds were entered through ``store``.
+        set_interfaces: the variables of gloo and NCCL that we set, and remove again.
+        meeting: kept over ``shutdown``, because a peer may come back to its store before we have left.
+        met_at: what ``meeting`` belongs to.
+        generation: how many worlds were entered through ``meeting``.
+        has_heartbeat: to be stopped before the group is destroyed.
     """
 
     world: World | None = None
     made_group: bool = False
     backend: str = ""
     timeout_s: float = DEFAULT_TIMEOUT_S
-    set_interface: bool = False
-    store: dist.Store | None = None
-    met_at: MeetingPoint | None = None
+    set_interfaces: tuple[str, ...] = ()
+    meeting: Meeting | None = None
+    met_at: MeetingPoint | PortSequence | None = None
     generation: int = 0
+    has_heartbeat: bool = False
 
 
 _session = _Session()
@@ -102,19 +107,24 @@ def init(
         return _adopt(backend, device, timeout_s)
     identity = discover(os.environ)
     num_cuda = _num_cuda()
+    is_bound = identity.launcher in BIND_DEVICES
+    hang_timeout_s = requested_hang_timeout()
     # Before any waiting: what cannot work is said at once. The local rank may be known only after the roll call.
-    choose(backend, device, identity.local_rank or 0, num_cuda)
-    store = _store(identity, timeout_s)
+    choose(backend, device, identity.local_rank or 0, num_cuda, is_bound=is_bound)
+    if identity.launcher == "alone" and slurm.hint(os.environ):
+        _log.warning("%s", slurm.hint(os.environ))
+    store, meeting = meet(identity, timeout_s)
     hosts = roll_call(store, identity.rank, identity.size, timeout_s) if identity.size > 1 else [""]
+    meeting.everybody_came()
     identity = _complete(identity, hosts)
     assert identity.local_rank is not None
     cpu_backend, why = backend_of_cpu_ranks(hosts)
-    chosen_backend, chosen_device = choose(backend, device, identity.local_rank, num_cuda, cpu_backend)
+    chosen_backend, chosen_device = choose(backend, device, identity.local_rank, num_cuda, cpu_backend, is_bound)
     if backend is None and chosen_device.type == "cpu" and identity.rank == 0:
         _log.info("backend %s, the default here: %s", chosen_backend, why)
     if chosen_device.type == "cuda":
         torch.cuda.set_device(chosen_device)
-    _session.set_interface = len(set(hosts)) == 1 and _keep_gloo_on_loopback()
+    _set_interfaces(len(set(hosts)) > 1, meeting.host)
     try:
         dist.init_process_group(
             chosen_backend,
@@ -125,11 +135,27 @@ def init(
             device_id=device_to_bind(chosen_backend, chosen_device),
         )
     except RuntimeError as error:
-        _restore_interface()
+        _restore_interfaces()
         what = f"the ranks met, but backend {chosen_backend!r} could not connect them: {error}"
         fix = "set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME to the network interface that leads to the other nodes"
         raise WorldError(explain(what, rank=identity.rank, fix=fix)) from error
-    return _enter(identity, chosen_device, chosen_backend, timeout_s, made_group=True, asked=(backend, device))
+    world = _enter(identity, chosen_device, chosen_backend, timeout_s, made_group=True, asked=(backend, device))
+    if hang_timeout_s is not None:
+        from guozhuang.world import heartbeat
+
+        point = identity.meeting_point
+        keeps = world.rank == 0 and not (isinstance(point, MeetingPoint) and point.is_kept_by_launcher)
+        _session.has_heartbeat = heartbeat.start(store, world, hang_timeout_s, keeps_store=keeps)
+    return world
+
+
+def identity() -> Identity:
+    """What the launcher of this process tells about it, before it has met anybody.
+
+    Raises:
+        UsageError: the environment is half set, or contradicts itself.
+    """
+    return discover(os.environ)
 
 
 def current() -> World | None:
@@ -147,6 +173,7 @@ def shutdown() -> None:
     """
     if current() is None:
         return
+    _stop_heartbeat()
     if _session.made_group:
         dist.destroy_process_group()
         if dist.is_gloo_available():
@@ -156,8 +183,17 @@ def shutdown() -> None:
     _forget()
 
 
+def _stop_heartbeat() -> None:
+    if _session.has_heartbeat:
+        from guozhuang.world import heartbeat
+
+        _session.has_heartbeat = False
+        heartbeat.stop()
+
+
 def _forget() -> None:
-    _restore_interface()
+    _stop_heartbeat()
+    _restore_interfaces()
     _session.world = None
     _session.made_group = False
     atexit.unregister(_leave)
@@ -217,7 +253,11 @@ def _check_same(world: World, backend: str | None, device: str | torch.device | 
     if backend is not None and backend.lower() != _session.backend.lower():
         what = f"gz.init was called before, with backend {_session.backend!r}"
         raise UsageError(explain(what, value=backend, rank=world.rank, fix=fix))
-    if device is not None and choose(None, device, world.local_rank, _num_cuda())[1] != world.device:
+    if (
+        device is not None
+        and choose(None, device, world.local_rank, _num_cuda(), is_bound=world.launcher in BIND_DEVICES)[1]
+        != world.device
+    ):
         what = f"gz.init was called before, with device {str(world.device)!r}"
         raise UsageError(explain(what, value=str(device), rank=world.rank, fix=fix))
     if _session.made_group and timeout_s not in (DEFAULT_TIMEOUT_S, _session.timeout_s):
@@ -241,7 +281,7 @@ def _adopt(backend: str | None, device: str | torch.device | None, timeout_s: fl
     if told.launcher == "alone" or size == 1:
         identity = _complete(replace(told, local_rank=None, local_size=None), [""])
     elif None in (told.local_rank, told.local_size, told.node_rank, told.num_nodes):
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         # Each rank counts in the store how often it came: a group that is adopted again needs keys that nobody has used.
         turn = store.add(f"guozhuang/adopted/turns/{rank}", 1)
         store = dist.PrefixStore(f"guozhuang/adopted/{turn}", store)
@@ -250,20 +290,38 @@ def _adopt(backend: str | None, device: str | torch.device | None, timeout_s: fl
         identity = told
     assert identity.local_rank is not None
     known = found if found in dist.Backend.backend_list and found != dist.Backend.UNDEFINED else None
-    _, chosen_device = choose(known, device, identity.local_rank, _num_cuda())
+    is_bound = identity.launcher in BIND_DEVICES
+    _, chosen_device = choose(known, device, identity.local_rank, _num_cuda(), is_bound=is_bound)
     if chosen_device.type == "cuda":
         torch.cuda.set_device(chosen_device)
     return _enter(identity, chosen_device, found, timeout_s, made_group=False, asked=(backend, device))
 
 
-def _store(identity: Identity, timeout_s: float) -> dist.Store:
-    """The store of this world, or the next part of the one that an earlier world of this process met at."""
-    if _session.store is None or identity.meeting_point is None or _session.met_at != identity.meeting_point:
-        _session.store, _session.generation = open_store(identity, timeout_s), 0
-        _session.met_at = identity.meeting_point
+def meet(identity: Identity, timeout_s: float) -> tuple[dist.Store, Meeting]:
+    """The store of this world, or the next part of the one that an earlier world of this process met at.
+
+    Every rank must call, as often as the others. ``init`` does; a program that does so before gets a part of its own.
+
+    Raises:
+        UsageError, WorldError: the store cannot be kept, or not be reached in time.
+    """
+    meeting = _session.meeting
+    if meeting is None or identity.meeting_point is None or _session.met_at != identity.meeting_point:
+        _leave_meeting()
+        meeting = _session.meeting = open_store(identity, timeout_s)
+        _session.generation, _session.met_at = 0, identity.meeting_point
+        # Before the interpreter ends: threads that serve a door must not see it end.
+        atexit.unregister(_leave_meeting)
+        atexit.register(_leave_meeting)
     _session.generation += 1
     attempt = identity.meeting_point.attempt if identity.meeting_point else "0"
-    return dist.PrefixStore(f"guozhuang/{attempt}/{_session.generation}", _session.store)
+    return dist.PrefixStore(f"guozhuang/{attempt}/{_session.generation}", meeting.store), meeting
+
+
+def _leave_meeting() -> None:
+    if _session.meeting is not None:
+        _session.meeting.close()
+        _session.meeting = None
 
 
 def _complete(identity: Identity, hosts: list[str]) -> Identity:
@@ -278,23 +336,30 @@ def _complete(identity: Identity, hosts: list[str]) -> Identity:
     )
 
 
-def _keep_gloo_on_loopback() -> bool:
-    """Gloo listens where the host name points to; ranks of one machine need no other interface than loopback."""
-    if _GLOO_INTERFACE in os.environ or not hasattr(socket, "if_nameindex"):
-        return False
-    names = {name for _, name in socket.if_nameindex()}
-    loopback = next((name for name in ("lo", "lo0") if name in names), None)
-    if loopback is None:
-        return False
-    # For as long as the world lasts: groups that are made later read it as well.
-    os.environ[_GLOO_INTERFACE] = loopback
-    return True
+def _set_interfaces(is_remote: bool, host: str | None) -> None:
+    """Left alone, gloo listens where the host name points to, which may be nowhere, or nowhere that others can reach.
+
+    Ranks of one machine need no other interface than loopback; those of several the one that leads to rank 0.
+    """
+    wanted: dict[str, str] = {}
+    if is_remote and host is not None:
+        try:
+            wanted = interfaces.variables_towards(host, os.environ)
+        except WorldError as error:
+            _log.debug("no interface chosen: %s", error)
+    elif not is_remote and interfaces.GLOO not in os.environ and hasattr(socket, "if_nameindex"):
+        names = {name for _, name in socket.if_nameindex()}
+        loopback = next((name for name in ("lo", "lo0") if name in names), None)
+        wanted = {} if loopback is None else {interfaces.GLOO: loopback}
+    # For as long as the world lasts: groups that are made later read them as well.
+    os.environ.update(wanted)
+    _session.set_interfaces = tuple(wanted)
 
 
-def _restore_interface() -> None:
-    if _session.set_interface:
-        os.environ.pop(_GLOO_INTERFACE, None)
-        _session.set_interface = False
+def _restore_interfaces() -> None:
+    for name in _session.set_interfaces:
+        os.environ.pop(name, None)
+    _session.set_interfaces = ()
 
 
 def _num_cuda() -> int:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from guozhuang.errors import UsageError, explain
 from guozhuang.world.identity import Identity, MeetingPoint
+from guozhuang.world.requests import requested_secret
 from guozhuang.world.variables import number
 
 _NEEDED = ("RANK", "WORLD_SIZE")
@@ -94,4 +95,5 @@ def _meeting_point(environ: Mapping[str, str]) -> MeetingPoint:
         port=port,
         is_kept_by_launcher=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        secret=requested_secret(environ),
     )

@@ -35,3 +35,17 @@ def number(
         limit = f"{below[0]}={below[1]}"
         raise UsageError(explain(f"environment variable {name} must be below {limit}", value=text, fix=fix))
     return value
+
+
+def asked_meeting(environ: Mapping[str, str]) -> tuple[list[str], list[int]]:
+    """MASTER_ADDR and MASTER_PORT where the user exported them for a launcher that sets neither; each empty if not set.
+
+    Raises:
+        UsageError: MASTER_PORT is no port.
+    """
+    fix = "export the number of a TCP port, or leave it out: the ranks find one by themselves"
+    host = environ.get("MASTER_ADDR", "").strip()
+    port = None
+    if environ.get("MASTER_PORT", "").strip():
+        port = number(environ, "MASTER_PORT", at_least=1, below=("the number of TCP ports", 65536), fix=fix)
+    return [host] if host else [], [port] if port is not None else []

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -485,3 +486,22 @@ def test_a_hung_rank_is_asked_where_it_is() -> None:
     assert "in one_sleeps" in str(caught.value)
     assert "in barrier" in str(caught.value)
     assert time.monotonic() - started < 10
+
+
+def heartbeats(rank: int, world_size: int) -> tuple[list[str], list[str]]:
+    def threads() -> list[str]:
+        return sorted(thread.name for thread in threading.enumerate() if "heartbeat" in thread.name)
+
+    world.init("gloo", timeout_s=30)
+    during = threads()
+    dist.barrier()
+    world.shutdown()
+    return during, threads()
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_heartbeat_runs_where_it_was_asked_for(asked: bool) -> None:
+    env = {"GUOZHUANG_HANG_TIMEOUT": "60" if asked else None}
+    for during, after in run_ranks(heartbeats, 2, init=False, env=env):
+        assert bool(during) == asked
+        assert not after

@@ -14,7 +14,14 @@ from guozhuang.world.devices import backend_of_cpu_ranks, choose, device_to_bind
 from guozhuang.world.discovery import discover
 from guozhuang.world.identity import Identity, MeetingPoint
 from guozhuang.world.rendezvous import places
-from guozhuang.world.requests import requested_backend, requested_groups, requested_strategy, requested_timeline
+from guozhuang.world.requests import (
+    requested_backend,
+    requested_groups,
+    requested_hang_timeout,
+    requested_secret,
+    requested_strategy,
+    requested_timeline,
+)
 
 
 def torchrun(
@@ -172,21 +179,18 @@ def test_any_environment_gives_a_sound_identity_or_one_clear_error(environ: dict
         assert 0 <= told.node_rank < told.num_nodes <= told.size
 
 
-@pytest.mark.parametrize(
-    ("environ", "seen"),
-    [
-        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1", "SLURM_STEP_ID": "0"}, "srun started 4"),
-        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, "Open MPI's mpirun started 2"),
-        ({"PMI_SIZE": "3", "PMI_RANK": "0"}, "Hydra's mpiexec"),
-    ],
-)
-def test_other_launchers_are_no_silent_worlds_of_one(environ: dict[str, str], seen: str) -> None:
-    text = error(environ)
-    assert seen in text
-    assert "guozhuang run" in text
-    # What torchrun says inside such a step counts, and so does a step of one.
-    assert discover(environ | torchrun()).size == 4
-    assert discover({name: "1" if name.endswith(("SIZE", "TASKS")) else "0" for name in environ}).launcher == "alone"
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_what_torchrun_says_inside_of_another_launcher_counts(name: str) -> None:
+    assert discover({name: "7"} | torchrun()) == discover(torchrun())
+
+
+def test_a_size_exported_for_all_must_be_the_launchers() -> None:
+    step = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    step |= {"PMIX_NAMESPACE": "1"}
+    assert discover(step | {"WORLD_SIZE": "2"}).launcher == "openmpi"
+    text = error(step | {"WORLD_SIZE": "4"})
+    assert "WORLD_SIZE=4" in text
+    assert "2 processes" in text
 
 
 def test_places_follow_the_hosts() -> None:
@@ -219,6 +223,18 @@ def test_choice_of_backend_and_device(
     backend: str | None, device: str | torch.device | None, num_cuda: int, expected: tuple[str, torch.device]
 ) -> None:
     assert choose(backend, device, local_rank=1, num_cuda=num_cuda) == expected
+
+
+@pytest.mark.parametrize("backend", [None, "nccl", "cpu:gloo,cuda:nccl"])
+def test_a_device_of_its_own_is_the_one(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: True)
+    own = torch.device("cuda", 0)
+    assert choose(backend, None, local_rank=3, num_cuda=1, is_bound=True) == (backend or "nccl", own)
+    assert choose(backend, "cuda", local_rank=3, num_cuda=1, is_bound=True)[1] == own
+    # All devices of the node are visible: by the local rank as ever.
+    assert choose(backend, None, local_rank=3, num_cuda=4, is_bound=True)[1] == torch.device("cuda", 3)
+    with pytest.raises(UsageError, match="LOCAL_RANK=3 has no CUDA device: 2 visible"):
+        choose(backend, None, local_rank=3, num_cuda=2, is_bound=True)
 
 
 @pytest.mark.parametrize("backend", [None, "nccl", "cpu:gloo,cuda:nccl"])
@@ -260,6 +276,31 @@ def test_requests_come_through_the_environment(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("GUOZHUANG_BACKEND", "gloo")
     monkeypatch.setenv("GUOZHUANG_GROUPS", "3")
     assert (requested_backend(), requested_groups()) == ("gloo", 3)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [(None, None), ("", None), ("30", 30.0), (" 1.5 ", 1.5)])
+def test_a_hang_timeout_is_seconds(text: str | None, seconds: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GUOZHUANG_HANG_TIMEOUT", raising=False)
+    if text is not None:
+        monkeypatch.setenv("GUOZHUANG_HANG_TIMEOUT", text)
+    assert requested_hang_timeout() == seconds
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "soon", "inf", "nan"])
+def test_a_hang_timeout_that_is_none_is_named(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GUOZHUANG_HANG_TIMEOUT", text)
+    with pytest.raises(UsageError, match="GUOZHUANG_HANG_TIMEOUT") as caught:
+        requested_hang_timeout()
+    assert repr(text) in str(caught.value)
+
+
+def test_a_secret_is_hexadecimal_and_long() -> None:
+    assert requested_secret({}) == requested_secret({"GUOZHUANG_SECRET": " "}) == b""
+    assert requested_secret({"GUOZHUANG_SECRET": "00ff" * 8 + "\n"}) == bytes([0, 255] * 8)
+    for wrong in ("xyz" * 8, "0" * 17, "0011"):
+        with pytest.raises(UsageError, match="GUOZHUANG_SECRET") as caught:
+            requested_secret({"GUOZHUANG_SECRET": wrong})
+        assert wrong not in str(caught.value), "it may be somebody's secret all the same"
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "two", "1.5"])

@@ -1,0 +1,151 @@
+"""Which network interface of this node leads to another one, and how gloo and NCCL are told to use it.
+
+Left alone, gloo listens where the name of the host points to, which may be loopback or no address at all, and NCCL takes
+the first interface it finds; across nodes both then wait for a peer that cannot come.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from guozhuang.errors import UsageError, WorldError, explain
+
+# What the variables of gloo and of NCCL are called.
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+# Any port does: connecting a datagram socket sends nothing, it only asks the kernel for a route.
+_ANY_PORT = 9
+
+
+@dataclass(frozen=True)
+class Interface:
+    """A network interface of this node, and the address of this node on it that matters here."""
+
+    name: str
+    address: str
+
+
+def addresses() -> dict[str, list[str]]:
+    """The addresses of every interface of this node, IPv4 before IPv6; interfaces without an address have none.
+
+    IPv6 addresses that are valid on one link only carry their interface, as in ``fe80::1%eth0``.
+    """
+    import psutil
+
+    found: dict[str, list[str]] = {}
+    for name, entries in psutil.net_if_addrs().items():
+        known = [e for e in entries if e.family in (socket.AF_INET, socket.AF_INET6)]
+        known.sort(key=lambda entry: entry.family != socket.AF_INET)
+        found[name] = [str(entry.address) for entry in known]
+    return found
+
+
+def own_address_towards(host: str) -> str:
+    """The address of this node that packets to ``host`` leave from; nothing is sent.
+
+    Args:
+        host: a name, or an IPv4 or IPv6 address.
+
+    Raises:
+        WorldError: the name does not resolve, or there is no route.
+    """
+    try:
+        found = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
+    except OSError as error:
+        fix = "give its address, or put the name into DNS or /etc/hosts of this node"
+        raise WorldError(explain(f"the name of the host cannot be resolved: {error}", value=host, fix=fix)) from error
+    reason: OSError | None = None
+    for family, kind, protocol, _, target in found:
+        try:
+            with socket.socket(family, kind, protocol) as asking:
+                asking.connect(target)
+                return str(asking.getsockname()[0])
+        except OSError as error:
+            reason = reason or error
+    what = f"this node ({socket.gethostname()}) has no route to the host: {reason}"
+    raise WorldError(explain(what, value=host, fix="check its network, or give another address"))
+
+
+def holding(address: str) -> Interface | None:
+    """The interface that has this address; None if no interface of this node has it."""
+    wanted = _plain(address)
+    for name, known in addresses().items():
+        if any(_plain(each) == wanted for each in known):
+            return Interface(name, address)
+    return None
+
+
+def towards(host: str) -> Interface:
+    """The interface of this node through which packets to ``host`` leave, with this node's address on it.
+
+    To an address of this node itself the kernel goes over loopback; then it is the interface that has that address,
+    because this node is where others come to.
+
+    Raises:
+        WorldError: the name does not resolve, there is no route, or the route's address is on no interface.
+    """
+    own = own_address_towards(host)
+    found = holding(own)
+    if found is None:
+        what = f"packets to {host} leave from the address {own}, which no interface of this node has"
+        raise WorldError(explain(what, fix="name the interface by --interface"))
+    return found
+
+
+def named(name: str) -> Interface:
+    """The interface of that name, with its first address that other nodes can reach.
+
+    Raises:
+        UsageError: there is none, or it has no address; the text lists those there.
+    """
+    known = addresses()
+    usable = [each for each in known.get(name, []) if not ipaddress.ip_address(_plain(each)).is_link_local]
+    if not usable:
+        there = ", ".join(f"{n} ({', '.join(a)})" for n, a in sorted(known.items()) if a) or "none with an address"
+        what = "has no address" if name in known or name in _names() else "does not exist"
+        what = f"network interface {what} on {socket.gethostname()}"
+        raise UsageError(explain(what, value=name, fix=f"choose one of those there: {there}"))
+    return Interface(name, usable[0])
+
+
+def variables(interface: Interface, environ: Mapping[str, str], *, override: bool = False) -> dict[str, str]:
+    """What to set so that gloo and NCCL use this interface: nothing that ``environ`` sets already.
+
+    Args:
+        interface: the one to use.
+        environ: the environment that the ranks would get.
+        override: set them all the same, because the user named the interface on the command line.
+    """
+    # NCCL takes a bare name as a prefix; "=" makes it exact, and is needed only where another name begins with it.
+    is_prefix = any(other != interface.name and other.startswith(interface.name) for other in _names())
+    wanted = {GLOO: interface.name, NCCL: f"={interface.name}" if is_prefix else interface.name}
+    return {key: value for key, value in wanted.items() if override or not environ.get(key)}
+
+
+def variables_towards(master: str, environ: Mapping[str, str], asked: str | None = None) -> dict[str, str]:
+    """What a node sets in the environment of its ranks, so that gloo and NCCL meet the other nodes.
+
+    Args:
+        master: name or address of the node that the others reach; one of the others, seen from that node itself its own.
+        environ: the environment that the ranks would get; what the user set there stays.
+        asked: the interface that the user named (``--interface``); None: the one that routes to ``master``.
+
+    Raises:
+        UsageError: the interface asked for is not there.
+        WorldError: no route leads to ``master``.
+    """
+    if asked is not None:
+        return variables(named(asked), environ, override=True)
+    if environ.get(GLOO) and environ.get(NCCL):
+        return {}
+    return variables(towards(master), environ)
+
+
+def _names() -> set[str]:
+    return {name for _, name in socket.if_nameindex()} if hasattr(socket, "if_nameindex") else set()
+
+
+def _plain(address: str) -> str:
+    return str(ipaddress.ip_address(address.partition("%")[0]))

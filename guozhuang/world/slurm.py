@@ -1,0 +1,134 @@
+"""``srun``: every task of a step is a rank.
+
+Only SLURM_STEP_* says "inside srun": the batch script has SLURM_PROCID=0 and SLURM_NTASKS as well, and is one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from guozhuang.errors import UsageError, explain
+from guozhuang.world import node_lists, ports
+from guozhuang.world.identity import Identity, LaunchedNode, PortSequence
+from guozhuang.world.requests import requested_secret
+from guozhuang.world.variables import asked_meeting, number
+
+_FIX = "start the script with srun, which sets it; or unset the SLURM_ variables to run as one process"
+
+
+@dataclass(frozen=True)
+class _Step:
+    rank: int
+    size: int
+    local_rank: int | None
+    node_rank: int | None
+    num_nodes: int | None
+    num_tasks: int | None
+
+
+def read(environ: Mapping[str, str]) -> Identity | None:
+    """The identity of a task of ``srun``; None outside of a step, and in a step of one task.
+
+    Raises:
+        UsageError: the environment is half set, or contradicts itself.
+    """
+    step = _step(environ)
+    if step is None or step.size == 1:
+        return None
+    return Identity(
+        launcher="slurm",
+        rank=step.rank,
+        size=step.size,
+        local_rank=step.local_rank,
+        local_size=step.num_tasks,
+        node_rank=step.node_rank,
+        num_nodes=step.num_nodes,
+        meeting_point=_meeting_point(environ, step),
+    )
+
+
+def node_of(environ: Mapping[str, str]) -> LaunchedNode | None:
+    """The node of this task of ``srun``, among those of the step, for an agent per node; None outside of a step.
+
+    Raises:
+        UsageError: the environment is half set, or contradicts itself, or does not tell the nodes.
+    """
+    step = _step(environ)
+    if step is None:
+        return None
+    if step.node_rank is None or step.num_nodes is None or step.num_tasks is None or step.local_rank is None:
+        what = "srun did not say which node of the step this is (SLURM_NODEID, SLURM_STEP_TASKS_PER_NODE)"
+        raise UsageError(explain(what, fix=_FIX))
+    meets = step.num_nodes > 1
+    return LaunchedNode(
+        node_rank=step.node_rank,
+        num_nodes=step.num_nodes,
+        num_tasks=step.num_tasks,
+        local_rank=step.local_rank,
+        meeting_point=_meeting_point(environ, step) if meets else None,
+    )
+
+
+def hint(environ: Mapping[str, str]) -> str:
+    """What to tell a process that runs alone although its job has several tasks; "" if there is nothing to tell."""
+    in_step = environ.get("SLURM_STEP_NUM_TASKS") is not None
+    tasks = environ.get("SLURM_NTASKS", "").strip()
+    if in_step or not environ.get("SLURM_JOB_ID") or not (tasks.isascii() and tasks.isdigit()) or int(tasks) < 2:
+        return ""
+    return (
+        f"this process is outside of srun, so it is a world of one, although the job has {tasks} tasks (SLURM_NTASKS). "
+        "Start the script with `srun python ...` for a rank in each"
+    )
+
+
+def _step(environ: Mapping[str, str]) -> _Step | None:
+    size = number(environ, "SLURM_STEP_NUM_TASKS", at_least=1, fix=_FIX)
+    if size is None:
+        return None
+    # MPI's launchers start one helper on each node by srun: what they tell the ranks is finer than what srun told the helper.
+    for mpi in ("PMI", "OMPI_COMM_WORLD"):
+        theirs = environ.get(f"{mpi}_SIZE", str(size)), environ.get(f"{mpi}_RANK", environ.get("SLURM_PROCID"))
+        if theirs != (str(size), environ.get("SLURM_PROCID")):
+            return None
+    rank = number(environ, "SLURM_PROCID", below=("SLURM_STEP_NUM_TASKS", size), fix=_FIX)
+    if rank is None:
+        seen = f"SLURM_STEP_NUM_TASKS={size}"
+        raise UsageError(explain(f"environment variable SLURM_PROCID is not set, but {seen} is", fix=_FIX))
+    local_rank = number(environ, "SLURM_LOCALID", below=("SLURM_STEP_NUM_TASKS", size), fix=_FIX)
+    node_rank = number(environ, "SLURM_NODEID", fix=_FIX)
+    text = environ.get("SLURM_STEP_TASKS_PER_NODE", "").strip()
+    tasks = node_lists.counts(text) if text else []
+    if node_rank is None or node_rank >= len(tasks) or sum(tasks) != size:
+        # Parts of a step that spans several kinds of nodes are told for their kind only: the ranks find out when they meet.
+        return _Step(rank, size, local_rank, None, None, None)
+    if local_rank is not None and local_rank >= tasks[node_rank]:
+        what = f"environment variable SLURM_LOCALID must be below the {tasks[node_rank]} tasks of node {node_rank}"
+        raise UsageError(explain(what, value=environ["SLURM_LOCALID"], fix=_FIX))
+    return _Step(rank, size, local_rank, node_rank, len(tasks), tasks[node_rank])
+
+
+def _meeting_point(environ: Mapping[str, str], step: _Step) -> PortSequence:
+    names = ("SLURM_CLUSTER_NAME", "SLURM_JOB_UID", "SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
+    if not environ.get("SLURM_JOB_ID") or not environ.get("SLURM_STEP_ID"):
+        what = "SLURM_STEP_NUM_TASKS is set, but SLURM_JOB_ID or SLURM_STEP_ID is not, so the ranks cannot tell steps apart"
+        raise UsageError(explain(what, fix=_FIX))
+    key = ["slurm", *(environ.get(name, "") for name in names)]
+    # Where srun of this very step listens, the same for all of its tasks (SLURM_SRUN_COMM_PORT is not, on many nodes).
+    srun = environ.get("SLURM_STEP_LAUNCHER_PORT", "")
+    asked_host, asked_port = asked_meeting(environ)
+    reserved = environ.get("SLURM_STEP_RESV_PORTS", "").strip()
+    # The ports depend on job and step alone: who looks at a firewall or a log can come to the same.
+    wanted = [*asked_port, *(node_lists.ports(reserved) if reserved else []), *ports.sequence(key)]
+    nodes = node_lists.expand(environ["SLURM_STEP_NODELIST"]) if environ.get("SLURM_STEP_NODELIST") else []
+    is_one_node = step.num_nodes == 1
+    # The address of srun's node is that of rank 0 where a batch script runs srun. A wrong guess costs nothing.
+    guesses = [*asked_host, *nodes[:1], environ.get("SLURM_LAUNCH_NODE_IPADDR", "").strip()]
+    hosts = ("127.0.0.1",) if is_one_node else tuple(dict.fromkeys(each for each in guesses if each))
+    return PortSequence(
+        hosts=hosts,
+        ports=tuple(dict.fromkeys(wanted)),
+        secret=ports.secret(requested_secret(environ), [*key, srun]),
+        is_one_node=is_one_node,
+        others=() if is_one_node else tuple(nodes[1:4]),
+    )

@@ -1,0 +1,108 @@
+"""Worlds that meet at a door or at a sequence of ports: real processes with the variables of launchers."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from guozhuang import world
+from guozhuang.errors import WorldError
+from guozhuang.world.search import own_address
+from tests.processes.test_world import LOOPBACK, listening
+from tests.ranks import free_port, run_ranks
+
+ADDRESS = own_address([], [])
+SECRET = "5ec4e7" * 8
+needs_an_address = pytest.mark.skipif(ADDRESS.startswith("127."), reason="needs an address besides loopback")
+NOT_TORCHRUN: dict[str, str | None] = dict.fromkeys(
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME")
+)
+
+
+def as_kernel(address: str) -> str:
+    return "".join(f"{int(part):02X}" for part in reversed(address.split(".")))
+
+
+def meets(rank: int, world_size: int) -> tuple[world.World, list[str], list[float]]:
+    sums = []
+    for _ in range(2):
+        me = world.init("gloo", timeout_s=30)
+        tensor = torch.tensor(float(rank + 1))
+        dist.all_reduce(tensor)
+        sums.append(float(tensor))
+        addresses = listening()
+        dist.barrier()
+        world.shutdown()
+    return me, addresses, sums
+
+
+@needs_an_address
+def test_with_a_secret_the_store_is_behind_a_door() -> None:
+    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as anything may export them, and GUOZHUANG_SECRET."""
+    env = {"MASTER_ADDR": ADDRESS, "MASTER_PORT": str(free_port()), "GUOZHUANG_SECRET": SECRET}
+    env |= {"LOCAL_RANK": None, "LOCAL_WORLD_SIZE": None, "GLOO_SOCKET_IFNAME": None}  # type: ignore[dict-item]
+    for rank, (me, addresses, sums) in enumerate(run_ranks(meets, 2, init=False, env=env)):
+        assert (me.rank, me.size, me.local_rank, me.local_size, me.num_nodes) == (rank, 2, rank, 2, 1)
+        assert sums == [3, 3]
+        # Rank 0's door is all that others can reach.
+        assert set(addresses) - LOOPBACK == ({as_kernel(ADDRESS)} if rank == 0 else set())
+
+
+def brings_another_secret(rank: int, world_size: int) -> str:
+    if rank == 1:
+        os.environ["GUOZHUANG_SECRET"] = "ab" * 16
+    started = time.monotonic()
+    with pytest.raises(WorldError) as caught:
+        world.init("gloo", timeout_s=6)
+    assert rank == 0 or time.monotonic() - started < 5, "who is refused does not wait for the time-out"
+    return str(caught.value)
+
+
+@needs_an_address
+def test_a_wrong_secret_is_refused_and_said_on_both_sides() -> None:
+    env = {"MASTER_ADDR": ADDRESS, "MASTER_PORT": str(free_port()), "GUOZHUANG_SECRET": SECRET}
+    waited, refused = run_ranks(brings_another_secret, 2, init=False, env=env)
+    assert "1 of 2 ranks did not come within 6 s: 1" in waited
+    assert "closed to us" in refused and "GUOZHUANG_SECRET" in refused
+
+
+def as_slurm(rank: int, nodes: str, tasks: str, *, late: int, **more: str) -> None:
+    node = rank if "," in tasks else 0
+    told = {"SLURM_PROCID": rank, "SLURM_LOCALID": 0 if node else rank, "SLURM_NODEID": node}
+    os.environ.update({name: str(value) for name, value in told.items()})
+    os.environ.update(SLURM_STEP_NODELIST=nodes, SLURM_STEP_TASKS_PER_NODE=tasks, **more)
+    if rank == late:
+        time.sleep(1)
+
+
+def one_node(rank: int, world_size: int) -> tuple[world.World, list[str], list[float]]:
+    as_slurm(rank, "n0", "2", late=0)
+    return meets(rank, world_size)
+
+
+def two_nodes(rank: int, world_size: int) -> tuple[world.World, list[str], list[float]]:
+    as_slurm(rank, "n[0-1]", "1,1", late=1, SLURM_LAUNCH_NODE_IPADDR=ADDRESS)
+    return meets(rank, world_size)
+
+
+STEP = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+
+
+def test_a_sequence_on_one_node_is_on_loopback_and_the_store_is_reached_directly() -> None:
+    for rank, (me, addresses, sums) in enumerate(run_ranks(one_node, 2, init=False, env=NOT_TORCHRUN | STEP)):
+        assert (me.rank, me.local_rank, me.num_nodes, me.launcher) == (rank, rank, 1, "slurm")
+        assert sums == [3, 3]
+        assert set(addresses) <= LOOPBACK
+
+
+@needs_an_address
+def test_a_sequence_over_nodes_is_on_the_network() -> None:
+    results = run_ranks(two_nodes, 2, init=False, env=NOT_TORCHRUN | STEP | {"SLURM_STEP_ID": "1"})
+    for rank, (me, addresses, sums) in enumerate(results):
+        assert (me.rank, me.local_rank, me.node_rank, me.num_nodes) == (rank, 0, rank, 2)
+        assert sums == [3, 3]
+        assert set(addresses) - LOOPBACK == ({as_kernel(ADDRESS)} if rank == 0 else set())
