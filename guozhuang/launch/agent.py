@@ -6,16 +6,29 @@ import contextlib
 import glob
 import logging
 import os
+import signal
+import socket
 import sys
-import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
+from typing import NoReturn
 
 from guozhuang import timeline
-from guozhuang.errors import UsageError, explain
+from guozhuang.errors import WorldError
 from guozhuang.launch.failures import describe, exit_code, first
 from guozhuang.launch.options import Plan, plan
 
 _log = logging.getLogger("guozhuang")
+# What torch elastic says of its own; we say it in our words. LOGLEVEL or TORCH_LOGS bring it back.
+_SILENT = (
+    "torch.distributed.run",
+    "torch.distributed.launcher.api",
+    "torch.distributed.elastic.agent.server.api",
+    "torch.distributed.elastic.agent.server.local_elastic_agent",
+    "torch.distributed.elastic.multiprocessing.api",
+    "torch.distributed.elastic.rendezvous.dynamic_rendezvous",
+)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -25,42 +38,92 @@ def main(arguments: Sequence[str]) -> int:
         arguments: the command line after ``guozhuang run``.
 
     Returns:
-        0 if every rank ended with 0; else the exit code of the rank that failed first, 128 + its number for a signal.
+        0 if every rank ended with 0; else the exit code of the rank that failed first, 128 + its number for a signal;
+        1 if the nodes did not meet.
 
     Raises:
         UsageError: the command line cannot work; nothing was started.
     """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
     ours = plan(arguments, os.environ)
+    if ours.hosts:
+        from guozhuang.launch import hosts
+
+        return hosts.start(ours, arguments)
     for decision in ours.chosen:
         _log.info("chosen: %s", decision)
+    for note in ours.notes:
+        print(f"guozhuang run: {note}", file=sys.stderr, flush=True)
     for part in _timeline_parts(ours):
         os.unlink(part)  # of an earlier run that was ended before it could join them
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
     try:
-        with _variables(ours.variables), _log_folder(ours):
-            _start(ours)
-        return 0
-    except ChildFailedError as error:
-        print(f"guozhuang run: {describe(error.failures)}\n{error}", file=sys.stderr)
-        return exit_code(error.failures[first(error.failures)].exitcode)
+        with _signals(ours.elastic.signals_to_handle, SignalException), _variables(ours.variables), _silence():
+            return _run(ours)
     except SignalException as error:
         print(f"guozhuang run: got {error.sigval.name}; the ranks of this node were ended", file=sys.stderr)
-        return 128 + error.sigval.value
+        return 128 + int(error.sigval)
+    except WorldError as error:
+        print(f"guozhuang run: {error}", file=sys.stderr)
+        return getattr(error, "code", 1)
     finally:
         _join_timelines(ours)
 
 
-def _start(ours: Plan) -> None:
-    from torch.distributed.run import run
+def _run(ours: Plan) -> int:
+    from guozhuang.launch.elastic import Run
 
+    run = Run(ours.elastic, ours.pass_local_rank, ours.log_folder, ours.secret, ours.node)
     try:
-        run(ours.elastic)
-    except (ValueError, AssertionError) as error:
-        # How torch elastic refuses an option: a range of nodes, a rendezvous, a filter that cannot be read.
-        what = f"torch elastic refused the options: {error}"
-        raise UsageError(explain(what, fix="see `guozhuang run --help`")) from error
+        ended = run.start()
+    finally:
+        run.close()
+    if ended.elsewhere:
+        print(f"guozhuang run: the first failure was on {ended.elsewhere}\nhere, then:", file=sys.stderr)
+    if not ended.failures:
+        return ended.code
+    print(f"guozhuang run: {describe(ended.failures, socket.gethostname(), ended.num_nodes)}", file=sys.stderr)
+    if ended.elsewhere:
+        return ended.code
+    return exit_code(ended.failures[first(ended.failures)].code)
+
+
+@contextlib.contextmanager
+def _signals(names: str, kind: type[Exception]) -> Iterator[None]:
+    """From now on a signal is the exception that torch elastic raises for it, also before it has started anything."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def told(number: int, frame: FrameType | None) -> NoReturn:
+        raise kind(f"got signal {number}", signal.Signals(number))
+
+    numbers = [getattr(signal, name.strip(), None) for name in names.split(",")]
+    known = [number for number in numbers if isinstance(number, signal.Signals)]
+    # Torch elastic sets handlers of its own for the same signals when it starts ranks; both are undone here.
+    before = {number: signal.signal(number, told) for number in known}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Torch elastic's log says in many lines what the report says; only what would be lost comes through."""
+    loggers = [] if {"LOGLEVEL", "TORCH_LOGS"} & os.environ.keys() else [logging.getLogger(name) for name in _SILENT]
+    import torch.distributed.elastic.agent.server.api
+    import torch.distributed.launcher.api  # they set their level when they are imported  # noqa: F401
+
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
 
 
 @contextlib.contextmanager
@@ -73,18 +136,6 @@ def _variables(wanted: Mapping[str, str]) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-@contextlib.contextmanager
-def _log_folder(ours: Plan) -> Iterator[None]:
-    """A folder for torch elastic's error files that goes away again, unless the user wants logs in files."""
-    options = ours.elastic
-    if options.log_dir is not None or options.redirects != "0" or options.tee != "0":
-        yield
-        return
-    with tempfile.TemporaryDirectory(prefix="guozhuang-run-") as folder:
-        options.log_dir = folder
-        yield
 
 
 def _timeline_parts(ours: Plan) -> list[str]:

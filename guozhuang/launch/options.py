@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from guozhuang.errors import UsageError, explain
+from guozhuang.launch import hosts, nodes, script
+from guozhuang.world import interfaces
+from guozhuang.world.identity import LaunchedNode
+
+# Torchrun's defaults for how nodes meet. Its parser takes a PET_ variable for the default, and so would hide what it said.
+_UNSAID = {
+    "nnodes": "1:1", "node_rank": 0, "master_addr": "127.0.0.1", "master_port": None, "rdzv_backend": "static",
+    "rdzv_endpoint": "", "rdzv_id": "none", "rdzv_conf": "", "standalone": False,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -20,6 +29,12 @@ class Plan:
         num_local_ranks: how many ranks this node gets.
         variables: what the ranks find in their environment besides what torch elastic puts there.
         timeline: where the timeline of all ranks goes; None without one.
+        log_folder: where each rank writes a file; None: its output is shown.
+        pass_local_rank: the option by which the script is told its local rank ("--local-rank"); None: it is not.
+        secret: that joining the store of several nodes needs (GUOZHUANG_SECRET, hexadecimal); None without one.
+        notes: what the user should know before the ranks start.
+        node: where srun or mpirun started an agent per node and the options do not say how they meet; else None.
+        hosts: whether other hosts are to be started over ssh (``-H``, ``--hostfile``).
         chosen: what the user left open and how it was decided, for the log.
     """
 
@@ -28,6 +43,12 @@ class Plan:
     variables: Mapping[str, str]
     timeline: str | None
     chosen: Sequence[str]
+    log_folder: str | None = None
+    pass_local_rank: str | None = None
+    secret: bytes | None = None
+    notes: Sequence[str] = ()
+    node: LaunchedNode | None = None
+    hosts: bool = False
 
 
 def parser() -> argparse.ArgumentParser:
@@ -53,6 +74,27 @@ def parser() -> argparse.ArgumentParser:
         help="Process groups that take buckets in turn under gz.prepare (default: 1).",
     )
     ours.add_argument("--timeline", metavar="FILE", help="Write what every rank did, as a Chrome trace for Perfetto.")
+    ours.add_argument(
+        "--hang-timeout",
+        "--hang_timeout",
+        type=float,
+        metavar="S",
+        help="End the run, with the Python stacks of all ranks, when a rank has not moved for S seconds.",
+    )
+    ours.add_argument(
+        "--pass-local-rank",
+        "--pass_local_rank",
+        choices=["local-rank", "local_rank"],
+        help="Pass --local-rank=N (or --local_rank=N) to the script, as torch.distributed.launch did.",
+    )
+    ours.add_argument(
+        "--use-env",
+        "--use_env",
+        dest="by_variables",  # torch reads `use_env` where it is there, and would pass an option when it is false
+        action="store_true",
+        help="Tell the script its rank by variables only. That is the default; accepted from torch.distributed.launch.",
+    )
+    hosts.add_arguments(ours)
     if "PET_NPROC_PER_NODE" not in os.environ:
         found.set_defaults(nproc_per_node=None)
     return found
@@ -67,14 +109,24 @@ def plan(arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
     """
     found = parser().parse_args(list(arguments))
     chosen: list[str] = []
-    _check_script(found)
+    if hosts.is_asked_for(found):
+        # Another node reads the rest of the command line, and its folder is carried there.
+        return Plan(found, 0, {}, None, chosen, hosts=True)
+    script.check(found, environ)
     if found.nproc_per_node is None:
         found.nproc_per_node, why = _default_ranks()
         chosen.append(f"{found.nproc_per_node} ranks per node ({why})")
     num_local_ranks = _num_local_ranks(found.nproc_per_node)
     found.nproc_per_node = str(num_local_ranks)
-    if _stands_alone(found):
-        found.standalone = True
+    said = _said(found)
+    node = None if said else nodes.of_this_agent(environ)
+    if node is not None:
+        said = True
+        found.nnodes, found.node_rank, found.rdzv_id = str(node.num_nodes), node.node_rank, "step"
+        chosen.append(f"node {node.node_rank} of {node.num_nodes}, as the launcher of this agent says")
+    if found.standalone or (found.nnodes in ("1", "1:1") and not said):
+        found.standalone, found.rdzv_backend, found.rdzv_endpoint, found.master_port = True, "static", "", None
+        found.rdzv_id = secrets.token_hex(8)
         # Torch would use the host name, which need not resolve; nobody else has to reach this node.
         found.local_addr = found.local_addr or "localhost"
     variables = {}
@@ -98,20 +150,75 @@ def plan(arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
             what = "the timeline cannot be written: its folder does not exist, or the name is a folder"
             raise UsageError(explain(what, value=found.timeline, fix="give --timeline the path of a file"))
         variables["GUOZHUANG_TIMELINE"] = timeline
-    return Plan(found, num_local_ranks, variables, timeline, chosen)
+    if found.hang_timeout is not None:
+        if not 0 < found.hang_timeout < float("inf"):
+            what = "--hang-timeout is a number of seconds above 0"
+            raise UsageError(explain(what, value=found.hang_timeout, fix="leave it out to wait for ever"))
+        variables["GUOZHUANG_HANG_TIMEOUT"] = f"{found.hang_timeout:g}"
+    if found.by_variables and found.pass_local_rank is not None:
+        what = "--use-env and --pass-local-rank exclude each other"
+        raise UsageError(explain(what, fix="leave out --use-env if the script reads an option"))
+    option = None if found.pass_local_rank is None else f"--{found.pass_local_rank}"
+    notes = []
+    if num_local_ranks > _num_cores():
+        notes.append(f"{num_local_ranks} ranks share {_num_cores()} cores of this node")
+    log_folder = _log_folder(found)
+    if log_folder is not None:
+        notes.append(f"the output of each rank goes to {os.path.join(log_folder, 'rank0.log')} and so on")
+    if node is not None or found.nnodes not in ("1", "1:1"):
+        variables |= _interface(found, environ, node)
+    elif found.interface is not None:
+        variables |= interfaces.variables_towards("", environ, found.interface)
+    return Plan(found, num_local_ranks, variables, timeline, chosen, log_folder, option, _secret(environ), notes, node)
 
 
-def _check_script(found: argparse.Namespace) -> None:
-    script = found.training_script
-    if found.module and found.no_python:
-        raise UsageError(explain("-m and --no-python exclude each other", fix="leave one out"))
-    if found.no_python:
-        if shutil.which(script) is None:
-            fix = "check the path, and that the file may be executed"
-            raise UsageError(explain("there is no such program", value=script, fix=fix))
-    elif not found.module and not os.path.exists(script):
-        fix = "check the path; options of `guozhuang run` stand before the script, the script's own after it"
-        raise UsageError(explain("there is no such script", value=script, fix=fix))
+def _interface(found: argparse.Namespace, environ: Mapping[str, str], node: LaunchedNode | None) -> dict[str, str]:
+    """The network interface that leads to the other nodes, for gloo and NCCL."""
+    from guozhuang.world import search
+
+    if node is not None and node.meeting_point is not None:
+        own = search.own_address(node.meeting_point.hosts, node.meeting_point.others)
+        ours = interfaces.holding(own)
+        asked = found.interface
+        if asked is not None:
+            ours = interfaces.named(asked)
+        return {} if ours is None else interfaces.variables(ours, environ, override=asked is not None)
+
+    endpoint = found.rdzv_endpoint.rpartition(":")[0] or found.rdzv_endpoint
+    asked = found.interface
+    host = endpoint.strip("[]") or found.master_addr.strip("[]")
+    # Nodes that meet on loopback are one machine, or have a tunnel whose owner has set the interface.
+    if asked is None and host in ("localhost", "127.0.0.1", "::1"):
+        return {}
+    return interfaces.variables_towards(host, environ, asked)
+
+
+def _secret(environ: Mapping[str, str]) -> bytes | None:
+    text = environ.get("GUOZHUANG_SECRET")
+    if not text:
+        return None
+    try:
+        return bytes.fromhex(text)
+    except ValueError as error:
+        what = "GUOZHUANG_SECRET is not hexadecimal"
+        raise UsageError(explain(what, fix="set it to the output of `openssl rand -hex 32` on all nodes")) from error
+
+
+def _log_folder(found: argparse.Namespace) -> str | None:
+    """The folder for a file per rank; None without one, or where torch's own way of logging was asked for."""
+    filters = found.duplicate_stdout_filters or found.duplicate_stderr_filters
+    if found.log_dir is None or found.redirects != "0" or found.tee != "0" or found.logs_specs or filters:
+        return None
+    folder: str = os.path.abspath(found.log_dir)
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        what = f"the folder for logs cannot be made: {error.strerror}"
+        raise UsageError(explain(what, value=found.log_dir, fix="give --log-dir another folder")) from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        what = "the folder for logs cannot be written to"
+        raise UsageError(explain(what, value=found.log_dir, fix="give --log-dir another folder"))
+    return folder
 
 
 def _default_ranks() -> tuple[str, str]:
@@ -135,12 +242,9 @@ def _num_local_ranks(text: str) -> int:
     return number
 
 
-def _stands_alone(found: argparse.Namespace) -> bool:
-    """One node, and nothing said about where ranks meet."""
-    untouched = parser().parse_args(["script"])
-    said = ("rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "master_addr", "master_port", "node_rank")
-    is_untouched = all(getattr(found, name) == getattr(untouched, name) for name in said)
-    return bool(found.standalone or (found.nnodes in ("1", "1:1") and is_untouched))
+def _said(found: argparse.Namespace) -> bool:
+    """Whether anything was said about how many nodes there are, or where they meet."""
+    return any(getattr(found, name) != default for name, default in _UNSAID.items())
 
 
 def _num_cores() -> int:

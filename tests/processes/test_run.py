@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,8 +14,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-
-from guozhuang.launch.failures import describe, exit_code, first
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -102,6 +101,50 @@ def test_modules_and_programs(script: Path, tmp_path: Path) -> None:
     assert (told(tmp_path)[0]["argv"], told(tmp_path)[0]["OMP_NUM_THREADS"]) == (["a"], "3")
     assert guozhuang("run", "--no-python", sys.executable, script, "b", folder=tmp_path).returncode == 0
     assert told(tmp_path)[0]["argv"] == ["b"]
+    assert guozhuang("run", "--run-path", script, "c", folder=tmp_path).returncode == 0
+    assert told(tmp_path)[0]["argv"] == ["c"]
+
+
+@pytest.mark.parametrize("option", ["local-rank", "local_rank"])
+def test_the_old_way_of_telling_the_local_rank(script: Path, tmp_path: Path, option: str) -> None:
+    done = guozhuang("run", "-np", "2", "--pass_local_rank", option, script, "a", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [rank["argv"] for rank in told(tmp_path)] == [[f"--{option}={rank}", "a"] for rank in range(2)]
+
+
+def test_variables_of_torchrun_are_read(script: Path, tmp_path: Path) -> None:
+    done = guozhuang("run", "--use_env", script, folder=tmp_path, PET_NPROC_PER_NODE="2", PET_MASTER_PORT="0")
+    assert done.returncode == 0, done.stderr
+    assert len(told(tmp_path)) == 2
+
+
+def test_a_port_that_is_taken_is_an_error_of_the_command_line(script: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for options in (("--master-port", port), ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}")):
+            done = guozhuang("run", *options, script, folder=tmp_path)
+            assert done.returncode == 2
+            assert f"port {port} is taken by another process" in done.stderr
+            assert not told(tmp_path)
+    assert guozhuang("run", "--master-port", port, script, folder=tmp_path).returncode == 0
+
+
+def test_on_one_node_nothing_listens_but_on_loopback(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, psutil\n"
+        "found = [c.laddr for c in psutil.Process(os.getppid()).net_connections('tcp') if c.status == 'LISTEN']\n"
+        "print(*{address.ip for address in found}, str(found[0].port) == os.environ['MASTER_PORT'])\n"
+    )
+    assert guozhuang("run", "-np", "1", script, folder=tmp_path).stdout == "127.0.0.1 True\n"
+
+
+def test_more_ranks_than_cores_work_and_are_said_once(script: Path, tmp_path: Path) -> None:
+    num_cores = len(os.sched_getaffinity(0))
+    done = guozhuang("run", "-np", str(num_cores + 1), script, folder=tmp_path)
+    assert done.returncode == 0
+    assert done.stderr.count(f"{num_cores + 1} ranks share {num_cores} cores") == 1
+    assert len(told(tmp_path)) == num_cores + 1
 
 
 def test_the_first_failure_is_shown_first_and_its_code_returned(script: Path, tmp_path: Path) -> None:
@@ -177,6 +220,16 @@ def test_a_timeline_that_nobody_wrote_is_said(script: Path, tmp_path: Path) -> N
         (["run", "--timeline", "no/such/folder/t.json", "train.py"], "timeline cannot be written"),
         (["run", "--no-python", "nosuch-program"], "there is no such program"),
         (["run", "-m", "--no-python", "x"], "exclude each other"),
+        (["run", "broken.py"], "syntax error in broken.py, line 2"),
+        (["run", "-m", "broken"], "broken.py, line 2"),
+        (["run", "-m", "nosuch.module"], "there is no such module (got 'nosuch.module')"),
+        (["run", "-m", "folder"], "no __main__"),
+        (["run", "folder"], "no __main__.py"),
+        (["run", "--use-env", "--pass-local-rank", "local-rank", "train.py"], "exclude each other"),
+        (["run", "--hang-timeout", "0", "train.py"], "--hang-timeout"),
+        (["run", "--log-dir", "train.py/x", "train.py"], "folder for logs"),
+        (["run", "--nnodes", "2", "--node-rank", "2", "train.py"], "--node-rank"),
+        (["run", "--rdzv-endpoint", "localhost:x", "train.py"], "HOST:PORT"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )
@@ -191,6 +244,9 @@ def test_what_cannot_work_is_one_line_and_starts_nothing(
     from guozhuang import cli
 
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.py").write_text("import os\nfor x in:\n    pass\n")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "__init__.py").touch()
     assert cli.main(arguments) == 2
     err = capsys.readouterr().err
     assert words in err
@@ -222,21 +278,3 @@ def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> No
         cli.main(["dance"])
     assert caught.value.code == 2
     assert "'dance'" in capsys.readouterr().err
-
-
-class Failed:
-    def __init__(self, exitcode: int, timestamp: int = 100) -> None:
-        self.exitcode, self.timestamp, self.local_rank, self.pid = exitcode, timestamp, 0, 4711
-
-
-def test_the_cause_is_told_from_its_consequences() -> None:
-    # Seen in the same second: rank 1 was killed, rank 0 raised because of it, rank 2 was ended by the launcher.
-    failures = {0: Failed(1), 1: Failed(-9), 2: Failed(-15)}
-    assert first(failures) == 1
-    assert "\nthen rank 0: exit code 1, rank 2: signal 15 (SIGTERM)" in describe(failures)
-    assert first({0: Failed(1, 101), 1: Failed(3, 100)}) == 1
-    assert first({2: Failed(1), 1: Failed(1)}) == 1
-    assert first({0: Failed(-15), 1: Failed(31)}) == 1
-    assert first({0: Failed(-15)}) == 0
-    assert (exit_code(3), exit_code(-11)) == (3, 139)
-    assert "then" not in describe({0: Failed(1)})

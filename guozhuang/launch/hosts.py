@@ -1,0 +1,364 @@
+"""``guozhuang run -H host1:2,host2:2``: which hosts, how many ranks on each, and what each is told to run."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import logging
+import os
+import re
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from guozhuang.errors import UsageError, explain
+from guozhuang.launch import ssh
+
+if TYPE_CHECKING:
+    from guozhuang.launch.options import Plan
+
+DEFAULT_START_TIMEOUT_S = 60.0
+_SECRET_BYTES = 32
+# Options that say how nodes meet, which is what -H finds out by itself.
+_EXCLUDED = (
+    "--nnodes", "--node-rank", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--standalone", "--local-addr",
+)  # fmt: skip
+_log = logging.getLogger("guozhuang")
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host and how many ranks it can take; ``slots`` is None where the user did not say."""
+
+    name: str
+    slots: int | None
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """What ``-H`` and its companions ask for.
+
+    Attributes:
+        placed: each host that gets ranks, with how many: a number, or a word that the host resolves ("gpu").
+        ssh: how to connect.
+        environment: what goes to every host besides the list of ``ssh.CARRIED``.
+        start_timeout_s: limit for all hosts to be reached, and for each step of their meeting.
+        interface: the network interface to use on each host; None: the one that leads to the first host.
+        master: address of the first host as the user gave it; None: to be found out.
+        port: on the first host; 0: any free one.
+        timeline: the file for the timeline; each host writes one of its own.
+        arguments: the rest of the command line, for the agent of each host.
+    """
+
+    placed: Sequence[tuple[str, str]]
+    ssh: ssh.Options
+    environment: Mapping[str, str]
+    start_timeout_s: float
+    interface: str | None
+    master: str | None
+    port: int
+    timeline: str | None
+    arguments: Sequence[str]
+
+
+def add_arguments(parser: argparse._ActionsContainer) -> None:
+    """Add the options for several hosts."""
+
+    def add(*names: str, **more: Any) -> None:
+        underscored = ["--" + name[2:].replace("-", "_") for name in names if "-" in name[2:]]
+        parser.add_argument(*names, *underscored, **more)
+
+    add(
+        "-H",
+        dest="hosts",
+        action="append",
+        metavar="H:N,...",
+        help="Start N ranks on each host, over ssh (default N: 1).",
+    )
+    add(
+        "--hostfile",
+        metavar="FILE",
+        help="Hosts from a file: lines like 'host slots=2' or 'host:2'; # begins a comment.",
+    )
+    add(
+        "-x",
+        dest="exported",
+        action="append",
+        metavar="NAME[=VALUE]",
+        help="Give every host this environment variable.",
+    )
+    add("--ssh-port", type=int, metavar="PORT", help="Port of ssh on the hosts.")
+    add("--ssh-identity", metavar="FILE", help="Private key for ssh.")
+    add("--ssh-config", metavar="FILE", help="Configuration file for ssh, instead of ~/.ssh/config.")
+    add(
+        "--start-timeout",
+        type=float,
+        metavar="SECONDS",
+        help=f"How long hosts may take to be reached, and again to be ready (default: {DEFAULT_START_TIMEOUT_S:g}).",
+    )
+    add(
+        "--interface",
+        metavar="NAME",
+        help="Network interface for gloo and NCCL, and with -H for the meeting point (default: the one that leads to the "
+        "master).",
+    )
+
+
+def is_asked_for(options: argparse.Namespace) -> bool:
+    """Whether the command line names hosts.
+
+    Raises:
+        UsageError: it does not, but has options that serve nothing else.
+    """
+    if options.hosts or options.hostfile is not None:
+        return True
+    alone = {
+        "-x": options.exported, "--ssh-port": options.ssh_port, "--ssh-identity": options.ssh_identity,
+        "--ssh-config": options.ssh_config, "--start-timeout": options.start_timeout,
+    }  # fmt: skip
+    given = [name for name, value in alone.items() if value is not None]
+    if given:
+        what = f"{', '.join(given)} serves only hosts that are started over ssh, and none is named"
+        raise UsageError(explain(what, fix="give -H host:ranks,... or --hostfile FILE, or leave it out"))
+    return False
+
+
+def start(ours: Plan, arguments: Sequence[str]) -> int:
+    """Start all hosts that the command line names, and stay until the last rank has ended.
+
+    Args:
+        ours: the command line as ``options.plan`` read it.
+        arguments: the command line itself, after ``guozhuang run``.
+
+    Returns:
+        0 if every rank ended with 0; else the exit code of the first failure, 128 + its number for a signal; 255 if a
+        host could not be reached or was lost.
+
+    Raises:
+        UsageError: the command line cannot work; no host was started.
+    """
+    from guozhuang.launch.hosts_run import Run
+
+    script = [ours.elastic.training_script, *ours.elastic.training_script_args]
+    wanted = plan(arguments, script, os.environ)
+    options = wanted.ssh
+    is_local = [ssh.is_this_machine(name, options) for name, _ in wanted.placed]
+    if not all(is_local):
+        ssh.check_installed()
+    where = ", ".join(f"{name} ({count})" for name, count in wanted.placed)
+    _log.info("%d hosts, with their ranks: %s", len(wanted.placed), where)
+    num_restarts = max(0, int(ours.elastic.max_restarts))
+    for attempt in range(num_restarts + 1):
+        run = Run(wanted, is_local, secrets.token_bytes(_SECRET_BYTES))
+        code = run.run()
+        if code == 0 or not run.may_try_again:
+            break
+        if attempt < num_restarts:
+            print(f"guozhuang run: starting all ranks again, time {attempt + 1} of {num_restarts}", file=sys.stderr)
+    return code
+
+
+def plan(arguments: Sequence[str], script: Sequence[str], environ: Mapping[str, str]) -> Hosts:
+    """Read what the command line says about hosts.
+
+    Args:
+        arguments: after ``guozhuang run``.
+        script: its end: the training script and the script's own arguments, which are passed on untouched.
+        environ: the launcher's environment.
+
+    Raises:
+        UsageError: hosts, slots, ranks or variables that make no sense or do not fit each other.
+    """
+    head = list(arguments[: len(arguments) - len(script)])
+    if list(arguments[len(head) :]) != list(script):
+        fix = "write options before the script, and no '--' behind them"
+        raise UsageError(explain("the end of the command line is not the script", value=list(arguments), fix=fix))
+    found, rest = _parser().parse_known_args(head)
+    rest = [each for each in rest if each != "--"]
+    _check_rest(rest)
+    hosts = [host for text in found.hosts or () for host in parse_hosts(text)]
+    if found.hostfile is not None:
+        if hosts:
+            raise UsageError(explain("-H and --hostfile exclude each other", fix="leave one out"))
+        hosts = read_hostfile(found.hostfile)
+    timeout_s = DEFAULT_START_TIMEOUT_S if found.start_timeout is None else found.start_timeout
+    if not 0 < timeout_s < 1e6:
+        raise UsageError(explain("--start-timeout is a number of seconds above 0", value=timeout_s, fix="leave it out"))
+    for name, port in (("--ssh-port", found.ssh_port), ("--master-port", found.master_port)):
+        if port is not None and not 0 < port < 65536:
+            raise UsageError(explain(f"{name} is no TCP port", value=port, fix="give 1 to 65535, or leave it out"))
+    for name, path in (("--ssh-identity", found.ssh_identity), ("--ssh-config", found.ssh_config)):
+        if path is not None and not os.access(path, os.R_OK):
+            raise UsageError(
+                explain(f"{name}: there is no such file, or it cannot be read", value=path, fix="check the path")
+            )
+    return Hosts(
+        placed=place(hosts, found.num_ranks, found.per_host),
+        ssh=ssh.Options(found.ssh_port, found.ssh_identity, found.ssh_config),
+        environment=ssh.asked_for(found.exported or (), environ),
+        start_timeout_s=timeout_s,
+        interface=found.interface,
+        master=found.master_addr,
+        port=found.master_port or 0,
+        timeline=found.timeline,
+        arguments=[*rest, *script],
+    )
+
+
+def parse_hosts(text: str) -> list[Host]:
+    """The hosts of ``-H``: ``host1:2,host2``; an IPv6 address with slots stands in brackets.
+
+    Raises:
+        UsageError: a name or number that cannot be read.
+    """
+    found = [_host(entry.strip(), text) for entry in text.split(",") if entry.strip()]
+    if not found:
+        raise UsageError(explain("-H names no host", value=text, fix="write host1:2,host2:2"))
+    return found
+
+
+def read_hostfile(path: str) -> list[Host]:
+    """The hosts of a file: a line each, ``host slots=2``, ``host:2`` or ``host``; empty lines and # comments are skipped.
+
+    Raises:
+        UsageError: a file that cannot be read, or a line that says something else; the text has its number.
+    """
+    fix = "write lines like 'host slots=2' or 'host:2'"
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = file.read().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(explain(f"the hostfile cannot be read: {error}", value=path, fix="check the path")) from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        where = f"{path}, line {number}"
+        host = _host(words[0], where)
+        for word in words[1:]:
+            matched = re.fullmatch(r"slots=([0-9]{1,6})", word)
+            if not matched or host.slots is not None:
+                raise UsageError(explain(f"{where} is no host with its slots", value=line, fix=fix))
+            host = Host(host.name, _slots(matched[1], where))
+        found.append(host)
+    if not found:
+        raise UsageError(explain("the hostfile names no host", value=path, fix=fix))
+    return found
+
+
+def place(hosts: Sequence[Host], num_ranks: int | None, per_host: str | None) -> list[tuple[str, str]]:
+    """How many ranks each host gets, in the order of the hosts; one that is named twice has the slots of both.
+
+    Args:
+        hosts: as named.
+        num_ranks: ``-np``: of all hosts together; they fill the first slots. None: every slot.
+        per_host: ``--nproc-per-node``: on each host, a number of ranks or a word. None: as many as it has slots.
+
+    Raises:
+        UsageError: more ranks than slots, or both numbers.
+    """
+    slots: dict[str, int | None] = {}
+    for host in hosts:
+        if host.name in slots:
+            slots[host.name] = (slots[host.name] or 1) + (host.slots or 1)
+        else:
+            slots[host.name] = host.slots
+    if per_host is not None:
+        if num_ranks is not None:
+            what = "-np counts the ranks of all hosts, --nproc-per-node those of each: they exclude each other"
+            raise UsageError(explain(what, fix="leave one out"))
+        if per_host.isdecimal():
+            _check_positive("--nproc-per-node", int(per_host))
+            for name, number in slots.items():
+                if number is not None and int(per_host) > number:
+                    what = f"--nproc-per-node asks for more ranks than {name} has slots ({number})"
+                    raise UsageError(explain(what, value=int(per_host), fix=f"write {name}:{per_host}"))
+        return [(name, per_host) for name in slots]
+    free = {name: 1 if number is None else number for name, number in slots.items()}
+    if num_ranks is None:
+        return [(name, str(number)) for name, number in free.items()]
+    _check_positive("-np", num_ranks)
+    if num_ranks > sum(free.values()):
+        there = ", ".join(f"{name}:{number}" for name, number in free.items())
+        what = f"-np asks for more ranks than there are slots, which are {sum(free.values())} ({there})"
+        raise UsageError(explain(what, value=num_ranks, fix="give hosts more slots, as in host:4, or lower -np"))
+    placed = []
+    for name, number in free.items():
+        here = min(number, num_ranks)
+        num_ranks -= here
+        if here:
+            placed.append((name, str(here)))
+    return placed
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Only what is ours of the command line; it was read as a whole before, so errors have been said."""
+    parser = argparse.ArgumentParser(prog="guozhuang run", add_help=False, allow_abbrev=False)
+    add_arguments(parser)
+    parser.add_argument("-np", dest="num_ranks", type=int)
+    parser.add_argument("--nproc-per-node", "--nproc_per_node", dest="per_host")
+    parser.add_argument(
+        "--max-restarts", "--max_restarts", type=int
+    )  # the launcher restarts all hosts, not each its own
+    parser.add_argument("--timeline")
+    parser.add_argument("--master-addr", "--master_addr")
+    parser.add_argument("--master-port", "--master_port", type=int)
+    return parser
+
+
+def _check_rest(rest: Sequence[str]) -> None:
+    """What agents are told must not name hosts again, nor how to meet."""
+    ours = [name for action in _parser()._actions for name in action.option_strings]
+    for word in rest:
+        name = word.partition("=")[0].replace("_", "-")
+        if name in _EXCLUDED:
+            what = f"{name} and -H exclude each other: -H says which nodes there are, and they meet by themselves"
+            raise UsageError(
+                explain(what, fix=f"leave {name} out; --master-addr, --master-port and --interface are taken")
+            )
+        full = [each for each in ours if len(name) > 2 and name.startswith("--") and each.startswith(name)]
+        if full:
+            raise UsageError(explain("with -H options are written in full", value=word, fix=f"write {full[0]}"))
+
+
+def _host(text: str, where: str) -> Host:
+    fix = "write host, host:2, user@host:2 or [IPv6 address]:2"
+    matched = re.fullmatch(r"((?:[^@\[\]\s]+@)?)\[([^\[\]\s]+)\](?::([0-9]{1,6}))?", text)
+    if matched:
+        return Host(_name(matched[1] + matched[2], where, fix), _slots(matched[3], where))
+    name, colon, slots = text.partition(":")
+    if slots.count(":") and _is_ipv6(text.rpartition("@")[2]):
+        return Host(_name(text, where, fix), None)
+    if colon and not re.fullmatch(r"[0-9]{1,6}", slots):
+        raise UsageError(explain(f"the number of slots cannot be read in {where}", value=text, fix=fix))
+    return Host(_name(name, where, fix), _slots(slots, where))
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        return ipaddress.ip_address(text.partition("%")[0]).version == 6
+    except ValueError:
+        return False
+
+
+def _name(text: str, where: str, fix: str) -> str:
+    # What begins with "-" would be an option of ssh.
+    if not text or text.startswith("-") or not re.fullmatch(r"[^\s\x00-\x1f,;'\"`$|&<>()\\\[\]]+", text):
+        raise UsageError(explain(f"a host has no name that ssh could take, in {where}", value=text, fix=fix))
+    return text
+
+
+def _slots(text: str | None, where: str) -> int | None:
+    if not text:
+        return None
+    if int(text) == 0:
+        raise UsageError(explain(f"a host needs at least one slot, in {where}", value=text, fix="leave the host out"))
+    return int(text)
+
+
+def _check_positive(name: str, number: int) -> None:
+    if number < 1:
+        raise UsageError(explain(f"{name} must be at least 1", value=number, fix="give the number of ranks"))

@@ -1,0 +1,236 @@
+"""The launcher's end of the wire to one host: the process there or the ssh client for it, and what comes through.
+
+See [Note: the wire] in remote.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from guozhuang.launch import ssh
+
+_HEAD_BYTES = 5
+_CHUNK_BYTES = 1 << 16
+_MAX_WORDS_BYTES = 1 << 14
+_END_S = 5.0
+
+
+@dataclass(eq=False)
+class Link:
+    """One host of a run, as the launcher sees it.
+
+    Attributes:
+        name: of the host, as the user wrote it.
+        node_rank: its place among the hosts.
+        is_local: it is this machine, and no ssh is between.
+        messages: what the host said last under each word.
+        code: how the agent ended: its exit code, or minus the number of a signal; None as long as it has not said.
+        words: what ssh, and the shell there, wrote to stderr; the last of it.
+        has_started: its process was made.
+        is_closed: nothing comes any more, and the client's process is gone.
+    """
+
+    name: str
+    node_rank: int
+    is_local: bool
+    messages: dict[str, Any] = field(default_factory=dict)
+    code: int | None = None
+    words: str = ""
+    has_started: bool = False
+    is_closed: bool = False
+
+    def start(
+        self,
+        command: Sequence[str],
+        token: str,
+        header: Mapping[str, Any],
+        output: Callable[[Link, str, bytes], None],
+    ) -> None:
+        """Run the command and give it the header.
+
+        Args:
+            command: the supervisor's, or the ssh client's for it.
+            token: what the supervisor says first; what comes before was written by a login shell.
+            header: the first line for the supervisor.
+            output: is called with what the ranks wrote to "stdout" or "stderr".
+        """
+        self._token, self._output = f"\n{token}\n".encode(), output
+        self._received, self._stderr = bytearray(), bytearray()
+        self._has_begun = False
+        self._lock = threading.Lock()
+        self._unsent = bytearray(ssh.supervisor_source() + json.dumps(header).encode() + b"\n")
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
+            start_new_session=True,  # the terminal's Ctrl-C is for the launcher, which then ends the hosts in order
+        )  # fmt: skip
+        self.has_started = True
+        assert self._process.stdin and self._process.stdout and self._process.stderr
+        self._open = {self._process.stdout.fileno(): self._take, self._process.stderr.fileno(): self._take_words}
+        for descriptor in (self._process.stdin.fileno(), *self._open):
+            flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_NONBLOCK)
+        self.send_more()
+
+    def reading(self) -> list[int]:
+        """The descriptors to watch for something to read."""
+        return list(self._open)
+
+    def writing(self) -> int | None:
+        """The descriptor to watch for room to write; None if nothing waits."""
+        stdin = self._process.stdin
+        return stdin.fileno() if self._unsent and stdin is not None and not stdin.closed else None
+
+    def say(self, request: Mapping[str, Any]) -> None:
+        """Send the host a request."""
+        with self._lock:
+            self._unsent += json.dumps(request).encode() + b"\n"
+        self.send_more()
+
+    def send_more(self) -> None:
+        """Write what waits, as far as there is room."""
+        with self._lock:
+            self._send()
+
+    def ping(self) -> None:
+        """Say that the launcher lives. For a thread of its own: a terminal that takes no output must not end the run."""
+        with self._lock:
+            if not self._unsent:
+                self._unsent += b"\n"
+            self._send()
+
+    def _send(self) -> None:
+        stdin = self._process.stdin
+        while self._unsent and stdin is not None and not stdin.closed:
+            try:
+                del self._unsent[: os.write(stdin.fileno(), self._unsent[:_CHUNK_BYTES])]
+            except BlockingIOError:
+                return
+            except OSError:  # the client is gone; its stdout says how
+                self._unsent.clear()
+
+    def receive(self, descriptor: int) -> None:
+        """Read what came on one of ``reading()``."""
+        try:
+            data = os.read(descriptor, _CHUNK_BYTES)
+        except BlockingIOError:
+            return
+        if data:
+            self._open[descriptor](data)
+        else:
+            del self._open[descriptor]
+
+    def look(self) -> bool:
+        """Whether this link has closed just now."""
+        if self.is_closed or self._process.poll() is None or self._open:
+            return False
+        self._close()
+        return True
+
+    @property
+    def client_code(self) -> int | None:
+        """How the ssh client, or the local supervisor, ended."""
+        return self._process.returncode
+
+    def hang_up(self) -> None:
+        """Let go of stdin, by which the supervisor knows that nobody is interested any more."""
+        with self._lock, contextlib.suppress(OSError):
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+
+    def abandon(self) -> None:
+        """End the client's process, whatever becomes of the host."""
+        self.hang_up()
+        with contextlib.suppress(OSError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+        self._open.clear()
+        self._close()
+
+    def _close(self) -> None:
+        self.is_closed = True
+        self.hang_up()
+        for stream in (self._process.stdout, self._process.stderr):
+            if stream is not None:
+                stream.close()
+
+    def _take_words(self, data: bytes) -> None:
+        self._stderr += data
+        del self._stderr[:-_MAX_WORDS_BYTES]
+        self.words = self._stderr.decode(errors="replace")
+
+    def _take(self, data: bytes) -> None:
+        self._received += data
+        if not self._has_begun:
+            # A login shell may have written something without a line's end before it.
+            before, found, rest = bytes(b"\n" + self._received).partition(self._token)
+            if not found:
+                return
+            self._has_begun, self._received = True, bytearray(rest)
+            if before.strip():
+                self._take_words(before.strip() + b"\n")
+        while len(self._received) >= _HEAD_BYTES:
+            kind, length = bytes(self._received[:1]), struct.unpack(">I", self._received[1:_HEAD_BYTES])[0]
+            if len(self._received) < _HEAD_BYTES + length:
+                return
+            payload = bytes(self._received[_HEAD_BYTES : _HEAD_BYTES + length])
+            del self._received[: _HEAD_BYTES + length]
+            if kind == b"J":
+                self._understand(json.loads(payload))
+            else:
+                self._output(self, "stdout" if kind == b"O" else "stderr", payload)
+
+    def _understand(self, message: dict[str, Any]) -> None:
+        self.messages.update(message)
+        if "ended" in message:
+            self.code = int(message["ended"])
+        elif "killed" in message:
+            self.code = -int(message["killed"])
+
+
+class Lines:
+    """Puts what comes in pieces from many hosts together to whole lines, and writes each at once.
+
+    A carriage return ends a line too, so that progress bars move.
+    """
+
+    def __init__(self) -> None:
+        self._rest: dict[tuple[str, str, int], bytes] = {}
+
+    def add(self, link: Link, stream: str, data: bytes) -> list[bytes]:
+        """The lines that are whole now."""
+        key = (link.name, stream, link.node_rank)
+        data = self._rest.pop(key, b"") + data
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        if len(data) - end > _CHUNK_BYTES:
+            end = len(data)
+        if data[end:]:
+            self._rest[key] = data[end:]
+        return data[:end].splitlines(keepends=True)
+
+    def rest(self, link: Link, stream: str) -> bytes:
+        """What came without the end of a line."""
+        return self._rest.pop((link.name, stream, link.node_rank), b"")
+
+
+def write(stream: str, data: bytes) -> None:
+    """Write to our stdout or stderr; a reader that has gone away is not worth a traceback for each line."""
+    target = sys.stdout if stream == "stdout" else sys.stderr
+    with contextlib.suppress(BrokenPipeError):
+        if hasattr(target, "buffer"):
+            target.flush()
+            target.buffer.write(data)
+            target.buffer.flush()
+        else:
+            target.write(data.decode(errors="replace"))

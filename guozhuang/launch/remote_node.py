@@ -1,0 +1,216 @@
+"""What the supervisor of a host runs: it finds the way to the first host, then becomes the agent of its host.
+
+``python -m guozhuang.launch.remote_node IN OUT``, where IN and OUT are descriptors for lines of JSON from and to the
+launcher. The first line says what this node is; it answers "ready" and does what it is told until it is told "go".
+
+[Note: the meeting point] The first host opens a store on loopback and a door (``world.door``) on each address that others
+might reach it by, each at a port that the kernel gave; the others knock at all of them. The launcher takes the first door
+that let everybody in, so neither address nor port is guessed and nothing is released in between. Every other host then
+opens a passage to that door on its own loopback. So on each host MASTER_ADDR is 127.0.0.1, and scripts that know nothing of
+doors pass through all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from guozhuang.errors import UsageError, WorldError, explain
+from guozhuang.launch import agent
+from guozhuang.world import interfaces
+from guozhuang.world.door import Door, NotOurDoorError, WrongSecretError, knock, pass_through
+from guozhuang.world.rendezvous import host_identity
+
+_KNOCK_S = 5.0
+_STORE_S = 300.0
+_ORPHAN_S = 5.0
+# What the environment may say about how nodes meet, which is settled here: torchrun's options, and a secret of an outer run.
+_SETTLED = (
+    "PET_NNODES", "PET_NODE_RANK", "PET_NPROC", "PET_MASTER", "PET_RDZV", "PET_STANDALONE", "PET_LOCAL_ADDR", "PET_MAX_RES",
+    "GUOZHUANG_SECRET",
+)  # fmt: skip
+
+
+class Node:
+    """One host of the run: answers the launcher until it says "go", then is the agent."""
+
+    def __init__(self, channel: Channel, told: dict[str, Any]) -> None:
+        self._channel = channel
+        for name in [name for name in os.environ if name.startswith(_SETTLED)]:
+            del os.environ[name]
+        self._rank, self._num_nodes = int(told["node_rank"]), int(told["num_nodes"])
+        self._arguments: list[str] = told["arguments"]
+        self._interface: str | None = told["interface"]
+        self._secret = bytes.fromhex(told["secret"])
+        self._store: dist.Store | None = None
+        self._store_port = 0
+        self._doors: dict[tuple[str, int], Door] = {}
+
+    def run(self) -> int:
+        """Meet, then do what ``guozhuang run`` does on one node; the exit code."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._close_doors)
+            arguments = self._arguments
+            if self._num_nodes > 1:
+                arguments = [*self._meet(stack), *arguments]
+            elif self._interface is not None:
+                os.environ.update(interfaces.variables_towards("", os.environ, self._interface))
+            stack.enter_context(self._channel.watched())
+            return agent.main(arguments)
+
+    def _meet(self, stack: contextlib.ExitStack) -> list[str]:
+        known = interfaces.addresses()
+        if self._interface is not None:
+            known = {self._interface: [interfaces.named(self._interface).address, *known[self._interface]]}
+        # "client address, its port, server address, its port": the address by which the launcher came.
+        by_ssh = os.environ.get("SSH_CONNECTION", "").split()
+        reached_at = by_ssh[2] if len(by_ssh) == 4 else None
+        ready = {"host": socket.gethostname(), "same": host_identity(), "addresses": known, "reached_at": reached_at}
+        self._channel.say({"ready": ready})
+        while True:
+            request = self._channel.hear()
+            if "listen" in request:
+                self._channel.say({"listening": self._listen(request["listen"], int(request["port"]))})
+            elif "knock" in request:
+                self._channel.say({"knocked": self._knock([(host, port) for host, port in request["knock"]])})
+            else:
+                host, port = request["go"]
+                return self._go(str(host), int(port), stack)
+
+    def _listen(self, candidates: Sequence[str], port: int) -> dict[str, Any]:
+        listener = socket.create_server(("127.0.0.1", 0))
+        self._store_port = int(listener.getsockname()[1])
+        # Torch elastic asks for a store at this port, and gets this one, because both say multi_tenant.
+        self._store = dist.TCPStore(
+            "127.0.0.1", self._store_port, None, True, datetime.timedelta(seconds=_STORE_S),
+            wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach(),
+        )  # fmt: skip
+        refused = {}
+        for host in candidates:
+            try:
+                family = socket.AF_INET6 if ":" in host else socket.AF_INET
+                outer = socket.create_server(socket.getaddrinfo(host, port, family)[0][4], family=family)
+            except OSError as error:
+                refused[host] = error.strerror or str(error)
+                continue
+            found = (host, int(outer.getsockname()[1]))
+            self._doors[found] = Door(outer, self._store_port, self._secret)
+        return {"doors": list(self._doors), "refused": refused}
+
+    def _knock(self, doors: Sequence[tuple[str, int]]) -> dict[str, Any]:
+        opened: dict[int, str] = {}
+        refused: dict[int, str] = {}
+
+        def try_one(number: int, host: str, port: int) -> None:
+            try:
+                with knock(host, port, self._secret, _KNOCK_S) as connection:
+                    opened[number] = str(connection.getsockname()[0])
+            except (OSError, NotOurDoorError, WrongSecretError) as error:
+                refused[number] = "nobody answered" if isinstance(error, TimeoutError) else str(error)
+
+        threads = [threading.Thread(target=try_one, args=(n, *door), daemon=True) for n, door in enumerate(doors)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * _KNOCK_S)
+        return {"opened": dict(opened), "refused": dict(refused)}
+
+    def _go(self, host: str, port: int, stack: contextlib.ExitStack) -> list[str]:
+        """Keep the chosen door, or pass through it; the options for the agent that follow."""
+        if self._rank == 0:
+            for found in [each for each in self._doors if each != (host, port)]:
+                self._doors.pop(found).close()
+            own_port = self._store_port
+        else:
+            passage = pass_through(host, port, self._secret, _KNOCK_S)
+            stack.callback(passage.close)
+            own_port = passage[1]
+        os.environ.update(interfaces.variables_towards(host, os.environ, self._interface))
+        options = {
+            "nnodes": self._num_nodes,
+            "node-rank": self._rank,
+            "master-addr": "127.0.0.1",
+            "master-port": own_port,
+        }
+        return [f"--{name}={value}" for name, value in options.items()]
+
+    def _close_doors(self) -> None:
+        for door in self._doors.values():
+            door.close()
+
+
+class Channel:
+    """Lines of JSON from and to the launcher; once nobody holds the other end, this process ends its ranks and itself."""
+
+    def __init__(self, reading: int, writing: int) -> None:
+        self._reading, self._writing = os.fdopen(reading, "rb"), writing
+        os.set_inheritable(reading, False)
+        os.set_inheritable(writing, False)
+
+    def hear(self) -> dict[str, Any]:
+        """The next request.
+
+        Raises:
+            WorldError: the supervisor is gone.
+        """
+        line = self._reading.readline()
+        if not line:
+            raise WorldError(explain("the supervisor of this host is gone"))
+        request: dict[str, Any] = json.loads(line)
+        return request
+
+    def say(self, message: dict[str, Any]) -> None:
+        """Tell the launcher."""
+        with contextlib.suppress(OSError):
+            os.write(self._writing, json.dumps(message).encode() + b"\n")
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """While the agent runs: a supervisor that was killed takes the agent and its ranks with it."""
+
+        def watch() -> None:
+            while os.read(self._reading.fileno(), 4096):  # not the buffered reader: it would be in use at exit
+                pass
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(_ORPHAN_S)
+            _kill_everything()
+
+        threading.Thread(target=watch, name="guozhuang supervisor watch", daemon=True).start()
+        yield
+
+
+def _kill_everything() -> None:
+    import psutil
+
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    os._exit(128 + signal.SIGKILL)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Be one node of the run; the agent's exit code."""
+    logging.basicConfig(format="guozhuang: %(message)s", level=logging.WARNING)
+    channel = Channel(int(arguments[0]), int(arguments[1]))
+    try:
+        node = Node(channel, channel.hear())
+        return node.run()
+    except (UsageError, WorldError) as error:
+        channel.say({"refused": str(error)})
+        return 2 if isinstance(error, UsageError) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,99 @@
+"""Whether there is anything to start: the script, module or program, looked at before a process is started."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.machinery
+import importlib.util
+import os
+import shutil
+import sys
+import warnings
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from guozhuang.errors import UsageError, explain
+
+_ORDER = "options of `guozhuang run` stand before the script, the script's own after it"
+
+
+def check(found: argparse.Namespace, environ: Mapping[str, str]) -> None:
+    """Look whether the script exists and is Python; compiles it, and runs nothing of it.
+
+    Raises:
+        UsageError: it is not there, or has a syntax error; the text names the file and the line.
+    """
+    script = found.training_script
+    if found.module and found.no_python:
+        raise UsageError(explain("-m and --no-python exclude each other", fix="leave one out"))
+    is_ours = "PYTHON_EXEC" not in environ  # another Python may know another grammar, and other modules
+    if found.no_python and not found.run_path:
+        if shutil.which(script) is None:
+            fix = "check the path, and that the file may be executed"
+            raise UsageError(explain("there is no such program", value=script, fix=fix))
+    elif found.module and not found.run_path:
+        if is_ours:
+            _check_module(script)
+    elif not os.path.exists(script):
+        raise UsageError(explain("there is no such script", value=script, fix=f"check the path; {_ORDER}"))
+    elif is_ours:
+        path = Path(script)
+        if path.is_dir():
+            path /= "__main__.py"
+            if not path.exists():
+                raise UsageError(explain("the folder has no __main__.py to start", value=script, fix="give a script"))
+        if not zipfile.is_zipfile(path):
+            _compile(path)
+
+
+def _check_module(name: str) -> None:
+    spec = _spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = _spec(f"{name}.__main__")
+        if spec is None:
+            fix = "name the module inside it that is to run"
+            raise UsageError(explain("the package has no __main__ to start", value=name, fix=fix))
+    if spec is None:
+        fix = f"check the name, and that it can be imported from the current folder or is installed; {_ORDER}"
+        raise UsageError(explain("there is no such module", value=name, fix=fix))
+    if spec.origin is not None and os.path.exists(spec.origin):
+        _compile(Path(spec.origin))
+
+
+def _spec(name: str) -> importlib.machinery.ModuleSpec | None:
+    """Where a module lies, without importing the packages around it, as ``python -m`` will in each rank."""
+    top, *below = name.split(".")
+    path = [os.getcwd(), *sys.path]
+    found = importlib.machinery.PathFinder.find_spec(top, path)
+    if found is None:
+        try:
+            found = importlib.util.find_spec(top)  # built in, or found by an importer of its own
+        except (ImportError, ValueError):
+            found = None
+    name = top
+    for part in below:
+        if found is None or found.submodule_search_locations is None:
+            return None
+        name = f"{name}.{part}"
+        found = importlib.machinery.PathFinder.find_spec(name, list(found.submodule_search_locations))
+    return found
+
+
+def _compile(path: Path) -> None:
+    if path.suffix in (".pyc", *importlib.machinery.EXTENSION_SUFFIXES) or not path.is_file():
+        return
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # each rank says them
+            compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+    except OSError as error:
+        fix = "check its permissions"
+        raise UsageError(explain(f"the script cannot be read: {error.strerror}", value=str(path), fix=fix)) from error
+    except SyntaxError as error:
+        where = f"{path}, line {error.lineno}" if error.lineno else str(path)
+        text = f": {error.text.strip()}" if error.text else ""
+        fix = "mend that line; for a program that is not Python there is --no-python"
+        raise UsageError(explain(f"syntax error in {where}: {error.msg}{text}", fix=fix)) from error
+    except (ValueError, RecursionError, MemoryError):
+        return  # NUL bytes, or more than this process can take: the rank will say it

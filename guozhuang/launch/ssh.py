@@ -1,0 +1,181 @@
+"""How a host is reached: the ssh command for it, whether it is this very machine, and what of the environment goes along."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from guozhuang.errors import UsageError, explain
+
+# The client asks the host for a sign of life so often, and gives the connection up after so many without an answer.
+ALIVE_S, ALIVE_COUNT = 4, 3
+_RESOLVE_S = 10.0
+_SSH_PORT = "22"
+
+# What goes to every host without being asked for (docs/hosts.md has the same list). What names devices or addresses of this
+# very machine stays here, and so does what a scheduler told this process about itself.
+CARRIED = (
+    "PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV", "LANG", "LANGUAGE", "TZ", "NO_COLOR",
+    "CUDA_HOME", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_ORDER", "CUDA_MODULE_LOADING", "CUBLAS_WORKSPACE_CONFIG",
+)  # fmt: skip
+CARRIED_BEGINNINGS = (
+    "PYTHON", "PYTORCH_", "TORCH", "PET_", "GUOZHUANG_", "GLOO_", "NCCL_", "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_",
+    "NUMEXPR_", "LC_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_",
+)  # fmt: skip
+LEFT = ("GUOZHUANG_SECRET", "GUOZHUANG_RUN", "PYTHONHOME", "TORCHELASTIC_")
+# Lists of folders: what the host itself has in them is kept, after ours.
+LISTS = ("PATH", "LD_LIBRARY_PATH")
+
+# Read the supervisor's source up to a zero byte, and run it. One line without quotes, for whatever shell the user has there.
+_BOOTSTRAP = r'import os;exec(b"".join(iter(lambda:os.read(0,1)or os._exit(1),b"\0")))'
+
+
+@dataclass(frozen=True)
+class Options:
+    """How ssh is to connect: its own port, key and configuration file; None: as ssh decides."""
+
+    port: int | None = None
+    identity: str | None = None
+    config: str | None = None
+
+    def arguments(self) -> list[str]:
+        """As the ssh client takes them."""
+        found = []
+        for flag, value in (("-p", self.port), ("-i", self.identity), ("-F", self.config)):
+            found += [] if value is None else [flag, str(value)]
+        return found
+
+
+def supervisor_source() -> bytes:
+    """What is sent to a host, with the zero byte that ends it."""
+    return Path(__file__).with_name("remote.py").read_bytes() + b"\0"
+
+
+def local_command(token: str) -> list[str]:
+    """The command that runs the supervisor on this machine, without ssh."""
+    return [sys.executable, "-c", _BOOTSTRAP, token]
+
+
+def command(host: str, options: Options, timeout_s: float, token: str) -> list[str]:
+    """The command that runs the supervisor on ``host`` over ssh.
+
+    Nothing of the user's but the path of the interpreter is on it: the rest goes through stdin.
+
+    Args:
+        host: as the user wrote it, with "user@" where he did.
+        options: how to connect.
+        timeout_s: ssh's own limit for the connection, in seconds.
+        token: what the supervisor says first.
+    """
+    settings = {
+        "BatchMode": "yes",  # nobody is there to type a password
+        "ConnectTimeout": str(max(1, round(timeout_s))),
+        "ServerAliveInterval": str(ALIVE_S),
+        "ServerAliveCountMax": str(ALIVE_COUNT),
+        "RequestTTY": "no",
+        "RemoteCommand": "none",
+        "PermitLocalCommand": "no",
+        "ForwardX11": "no",
+        "ForwardAgent": "no",
+        "ClearAllForwardings": "yes",  # a port forwarded for each of several hosts would be taken
+    }
+    remote = " ".join(["exec", *map(shlex.quote, local_command(token))])
+    chosen = [part for name, value in settings.items() for part in ("-o", f"{name}={value}")]
+    return ["ssh", *chosen, *options.arguments(), "--", host, remote]
+
+
+def check_installed() -> None:
+    """Raise UsageError where there is no ssh client."""
+    if shutil.which("ssh") is None:
+        fix = "install it (Debian: apt install openssh-client), or leave -H out to run on this machine alone"
+        raise UsageError(explain("-H starts hosts over ssh, and there is no command ssh on this machine", fix=fix))
+
+
+def is_this_machine(host: str, options: Options) -> bool:
+    """Whether ``host`` stands for this machine, so that no ssh is needed.
+
+    Not where ssh would go to another port than its usual one: that is a container, or a forward to somewhere else.
+    """
+    user, _, name = host.rpartition("@")
+    if user:
+        return False
+    target, port = _as_ssh_sees(name, options)
+    if port != _SSH_PORT:
+        return False
+    own = socket.gethostname()
+    if target in ("localhost", own):
+        return True
+    try:
+        found = socket.getaddrinfo(target, 0, type=socket.SOCK_DGRAM)
+    except OSError:
+        return False
+    return any(_is_own(family, str(address[0])) for family, _, _, _, address in found)
+
+
+def _as_ssh_sees(name: str, options: Options) -> tuple[str, str]:
+    """(host name, port) after ssh's configuration; the name as it is where there is no ssh."""
+    plain = str(options.port or _SSH_PORT)
+    if shutil.which("ssh") is None:
+        return name, plain
+    asked = ["ssh", "-G", *options.arguments(), "--", name]
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=_RESOLVE_S, stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired:
+        return name, plain
+    words = dict(line.split(" ", 1) for line in done.stdout.splitlines() if " " in line)
+    if words.get("proxyjump", "none") != "none" or words.get("proxycommand", "none") != "none":
+        return words.get("hostname", name), "by a proxy"
+    return words.get("hostname", name), words.get("port", plain)
+
+
+def _is_own(family: int, address: str) -> bool:
+    if ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        return True
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as asking:  # only an address of one's own can be bound
+            asking.bind((address, 0))
+        return True
+    except OSError:
+        return False
+
+
+def carried(environ: Mapping[str, str]) -> dict[str, str]:
+    """What of this environment every host gets."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if (name in CARRIED or name.startswith(CARRIED_BEGINNINGS)) and not name.startswith(LEFT)
+    }
+
+
+def asked_for(entries: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """What ``-x NAME`` and ``-x NAME=VALUE`` add to that.
+
+    Raises:
+        UsageError: a name that is not set here, or is none.
+    """
+    found = {}
+    for entry in entries:
+        name, is_given, value = entry.partition("=")
+        if not name or "\0" in entry:
+            raise UsageError(explain("-x takes NAME or NAME=VALUE", value=entry, fix="give the name of a variable"))
+        if not is_given and name not in environ:
+            fix = f"export it, or give -x {name}=VALUE"
+            raise UsageError(explain("-x names an environment variable that is not set here", value=name, fix=fix))
+        found[name] = value if is_given else environ[name]
+    return found
+
+
+def folder() -> str:
+    """The working directory, by the name the user knows it under: links may lead elsewhere on another host."""
+    here = os.getcwd()
+    known = os.environ.get("PWD", "")
+    return known if os.path.isabs(known) and os.path.isdir(known) and os.path.samefile(known, here) else here

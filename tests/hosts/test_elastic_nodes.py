@@ -1,0 +1,205 @@
+"""Several agents of ``guozhuang run``: on hosts of their own, meeting by number or as they come, with and without a secret."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.hosts.network import Hosts, missing
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.skipif(bool(missing()), reason=missing())]
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Meets the others with nothing but torch, by a store; says who is there; then waits to be ended, or for a file.
+SCRIPT = """
+import datetime, os, sys, time
+import torch.distributed as dist
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+found = [None] * size
+dist.all_gather_object(found, os.uname().nodename)
+print(f"met {size}: {' '.join(found)} attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", flush=True)
+stop = os.path.join(os.environ["OUT"], "stop")
+once = os.path.join(os.environ["OUT"], "once")
+if "fail" in sys.argv and rank == 0 and not os.path.exists(once):
+    open(once, "w").close()
+    raise ValueError("boom")
+while "wait" in sys.argv and not os.path.exists(stop):
+    time.sleep(0.05)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+class Agent:
+    """One agent and what it has printed so far."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process, self.text = process, ""
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with contextlib.suppress(ValueError):
+            for line in self.process.stdout:
+                self.text += line
+
+    def says(self, pattern: str, limit_s: float = 60.0) -> float:
+        """Wait until it has printed that; return how long it took."""
+        begin = time.monotonic()
+        while not re.search(pattern, self.text):
+            assert time.monotonic() < begin + limit_s, f"no {pattern!r} in {limit_s} s:\n{self.text}"
+            time.sleep(0.02)
+        return time.monotonic() - begin
+
+    def wait(self, limit_s: float = 60.0) -> int:
+        code = self.process.wait(limit_s)
+        self._thread.join(10)
+        return code
+
+
+Start = Callable[..., Agent]
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    with Hosts(3) as made:
+        yield made
+
+
+@pytest.fixture
+def start(hosts: Hosts, tmp_path: Path) -> Iterator[Start]:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "tmp").mkdir()
+    agents: list[Agent] = []
+
+    def begin(host: int, options: str, *arguments: str, **more: str) -> Agent:
+        env = {
+            "PATH": os.environ["PATH"],
+            "OUT": str(tmp_path),
+            "TMPDIR": str(tmp_path / "tmp"),
+            "PYTHONPATH": str(ROOT),
+        }
+        command = [sys.executable, "-m", "guozhuang", "run", *options.split(), str(tmp_path / "train.py"), *arguments]
+        agents.append(Agent(hosts.start(host, command, env | more)))
+        return agents[-1]
+
+    yield begin
+    for agent in agents:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(agent.process.pid, signal.SIGKILL)
+        agent.process.wait()
+        agent._thread.join(10)
+
+
+def listening(host: int, hosts: Hosts) -> set[str]:
+    """The addresses of a host at which something listens."""
+    name = hosts._name(host)
+    command = ["ip", "netns", "exec", name, "cat", "/proc/net/tcp", "/proc/net/tcp6"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = set()
+    for words in (line.split() for line in text.splitlines()):
+        if len(words) > 3 and words[3] == "0A":
+            address = bytes.fromhex(words[1].split(":")[0])
+            found.add(socket.inet_ntop(socket.AF_INET, address[::-1]) if len(address) == 4 else f"v6 {address.hex()}")
+    return found
+
+
+@pytest.mark.parametrize("is_secret", [True, False], ids=["secret", "open"])
+def test_nodes_meet_by_number_and_again_after_a_failure(
+    start: Start, hosts: Hosts, tmp_path: Path, is_secret: bool
+) -> None:
+    more = {"GUOZHUANG_SECRET": secrets.token_hex(16)} if is_secret else {}
+    options = "-np 2 --nnodes 2 --master-addr 10.77.0.10 --master-port 29444 --max-restarts 1 --node-rank"
+    agents = [start(host, f"{options} {host}", "fail", "wait", **more) for host in (0, 1)]
+    for agent in agents:
+        agent.says("met 4: h0 h0 h1 h1 attempt 1")
+    assert "rank 0 failed first: exit code 1" in agents[0].text and "started anew" in agents[0].text
+    stores = listening(0, hosts) - {"127.0.0.1"}
+    assert not any(address in ("0.0.0.0", "v6 " + "00" * 16) for address in stores), stores
+    (tmp_path / "stop").touch()
+    assert [agent.wait() for agent in agents] == [0, 0], agents[0].text + agents[1].text
+
+
+def test_who_does_not_know_the_secret_is_not_let_in(start: Start) -> None:
+    options = "--nnodes 2 --master-addr 10.77.0.10 --rdzv-conf timeout=3 --node-rank"
+    first = start(0, f"{options} 0", GUOZHUANG_SECRET=secrets.token_hex(16))
+    other = start(1, f"{options} 1", GUOZHUANG_SECRET=secrets.token_hex(16))
+    assert [first.wait(), other.wait()] == [1, 1]
+    assert "1 of 2 nodes did not come within 3 s: 1" in first.text
+    assert "GUOZHUANG_SECRET" in other.text and "Traceback" not in first.text + other.text
+
+
+def test_a_node_that_gives_up_ends_the_others(start: Start) -> None:
+    """Its ranks are asleep, in no collective that could fail."""
+    options = "-np 1 --nnodes 2 --master-addr 10.77.0.10 --node-rank"
+    agents = [start(host, f"{options} {host}", "wait") for host in (0, 1)]
+    for agent in agents:
+        agent.says("met 2: h0 h1")
+    [rank] = [p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get("GROUP_RANK") == "1"]
+    rank.kill()
+    assert [agent.wait(20) for agent in agents] == [137, 137], agents[0].text + agents[1].text
+    assert "rank 1 failed first: signal 9 (SIGKILL)" in agents[1].text
+    assert "node 1: rank 1 failed first: signal 9 (SIGKILL)" in agents[0].text
+
+
+ELASTIC = "-np 1 --nnodes 1:3 --rdzv-backend c10d --rdzv-endpoint 10.77.0.10:29555 --rdzv-id job --max-restarts 3"
+
+
+def test_a_node_joins_late(start: Start, tmp_path: Path) -> None:
+    first = start(0, ELASTIC, "wait")
+    first.says("met 1: h0")
+    second = start(1, ELASTIC, "wait")
+    second.says("met 2: h[01] h[01]", 45)
+    first.says("met 2: h[01] h[01]", 5)
+    assert "now 2 nodes, before 1" in first.text
+    (tmp_path / "stop").touch()
+    assert [first.wait(), second.wait()] == [0, 0], first.text + second.text
+
+
+@pytest.mark.parametrize("how", ["killed", "cut"])
+def test_a_lost_node_is_left_behind_within_ten_seconds(start: Start, hosts: Hosts, tmp_path: Path, how: str) -> None:
+    agents = [start(host, ELASTIC, "wait") for host in (0, 1)]
+    for agent in agents:
+        agent.says("met 2: h[01] h[01]")
+    if how == "killed":
+        for process in psutil.Process(agents[1].process.pid).children(recursive=True):
+            process.kill()
+        agents[1].process.kill()
+    else:
+        hosts.cut(1)
+    took_s = agents[0].says("met 1: h0", 40)
+    if os.getloadavg()[0] < 2 * len(os.sched_getaffinity(0)):
+        assert took_s < 14, f"{took_s} s, of which the script needs a few to import torch"
+    (tmp_path / "stop").touch()
+    assert agents[0].wait() == 0, agents[0].text
+
+
+def test_a_signal_while_waiting_for_others_ends_the_agent(start: Start, tmp_path: Path) -> None:
+    agent = start(0, "--nnodes 2 --master-addr 10.77.0.10 --node-rank 0")
+    deadline = time.monotonic() + 60
+    while not list((tmp_path / "tmp").glob("guozhuang-run-*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(1)
+    lines = {p: p.info["cmdline"] or [] for p in psutil.process_iter(["cmdline"])}
+    script = str(tmp_path / "train.py")
+    [process] = [p for p, line in lines.items() if line[1:4] == ["-m", "guozhuang", "run"] and script in line]
+    process.send_signal(signal.SIGINT)
+    assert agent.wait(10) == 130, agent.text
+    assert not list((tmp_path / "tmp").iterdir())

@@ -1,0 +1,52 @@
+"""The heartbeat on hosts with a network between them: what either side says after a cable is cut."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from guozhuang.world.heartbeat_report import EXIT_CODE
+from tests.hosts.network import Hosts, missing
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.skipif(bool(missing()), reason=missing() or "it can")]
+
+ROOT = Path(__file__).resolve().parents[2]
+HANG_S = 6.0
+
+
+def test_a_cut_cable_is_named_on_both_sides_and_ends_both(tmp_path: Path) -> None:
+    told = ("GLOO_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "GUOZHUANG", "TORCHELASTIC")
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(told)} | {"PYTHONPATH": str(ROOT)}
+    code = f"from tests.processes.heartbeat_rank import main; main('train', -1, {HANG_S})"
+    with Hosts(2) as hosts:
+        processes = []
+        for rank in range(4):
+            own = {
+                "RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": hosts.address(0), "MASTER_PORT": "29500",
+                "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0",
+            }  # fmt: skip
+            processes.append(hosts.start(rank // 2, [sys.executable, "-c", code], environ | own))
+        for process in processes:
+            assert process.stdout is not None
+            while not (line := process.stdout.readline()).startswith("PID"):
+                assert line, "a rank ended before it was ready"
+        time.sleep(1.5)  # all have heard of each other
+        hosts.cut(1)
+        start = time.monotonic()
+        texts = [process.communicate(timeout=60)[0] for process in processes]
+        took_s = time.monotonic() - start
+    assert [process.returncode for process in processes] == [EXIT_CODE] * 4, "\n".join(texts)
+    assert took_s < HANG_S + 20, "60 s would be the time-out of the collective"
+    for rank in (0, 1):  # with the store
+        assert "ranks 2-3 of 4: no sign of life for 3 s, nor from any other rank of its node" in texts[rank]
+        assert "held up by ranks 2-3, lost" in texts[rank]
+    assert "---- ranks 2-3: gave no stack" in texts[0] and "in all_reduce" in texts[0]
+    for rank in (2, 3):  # without it
+        assert f"[rank {rank}] no answer from the store of the world for 3 s: rank 0, which keeps it" in texts[rank]
+        assert "or this node cut off" in texts[rank]
+        assert f"(--hang-timeout {HANG_S:g}), and ends itself with exit code {EXIT_CODE}" in texts[rank]
+        assert "in all_reduce" in texts[rank]

@@ -1,0 +1,193 @@
+"""The supervisor of a host, without ssh and without PyTorch: what it passes on, and that nothing outlives the launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from guozhuang.launch import ssh
+from guozhuang.launch.remote_link import Link
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="what a supervisor finds of its descendants, it finds by /proc"
+)
+
+TOKEN = "guozhuang-0123"
+
+
+class Host:
+    """A link to a supervisor whose agent is a piece of Python."""
+
+    def __init__(self, agent: str, where: Path, before: str = "", **more: Any) -> None:
+        header = {
+            "folder": str(where), "is_remote": True, "environment": {"CARRIED": "a\nb"}, "lists": ssh.LISTS,
+            "asked_environment": {}, "package": "json", "lost_after_s": 60.0, "lost_grace_s": 1.0, "command": ["-c", agent],
+            "node": {"told": "é \n"},
+        }  # fmt: skip
+        self.link = Link("a", 0, True)
+        self.out = {"stdout": b"", "stderr": b""}
+        command: Sequence[str] = ssh.local_command(TOKEN)
+        if before:
+            command = ["sh", "-c", f'{before}; exec "$@"', "sh", *command]
+        self.link.start(command, TOKEN, header | more, self._take)
+
+    def _take(self, link: Link, stream: str, data: bytes) -> None:
+        self.out[stream] += data
+
+    def wait(self, until: Any = None, limit_s: float = 20.0) -> None:
+        """Serve the link until something is true, or until it closes."""
+        deadline = time.monotonic() + limit_s
+        while not self.link.look() and not self.link.is_closed and not (until and until()):
+            assert time.monotonic() < deadline, (self.link.messages, self.out, self.link.words)
+            for descriptor in select.select(self.link.reading(), [], [], 0.02)[0]:
+                self.link.receive(descriptor)
+            self.link.send_more()
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Any]:
+    hosts: list[Host] = []
+
+    def make(agent: str, **more: Any) -> Host:
+        hosts.append(Host(agent, tmp_path, **more))
+        return hosts[-1]
+
+    yield make
+    for host in hosts:
+        if not host.link.is_closed:
+            host.link.abandon()
+
+
+# Starts a child in a session of its own, which takes no SIGTERM, and tells the process ids.
+FAMILY = """
+import os, signal, subprocess, sys, time
+if "deaf" in os.environ["CARRIED"]:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(99)"
+child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE)
+child.stdout.readline()
+print(os.getpid(), child.pid, flush=True)
+time.sleep(99)
+"""
+
+
+def family(host: Host) -> list[psutil.Process]:
+    host.wait(lambda: host.out["stdout"].endswith(b"\n"))
+    found = [psutil.Process(int(pid)) for pid in host.out["stdout"].split()]
+    assert len(found) == 2
+    return found
+
+
+def gone(processes: Sequence[psutil.Process], limit_s: float) -> bool:
+    deadline = time.monotonic() + limit_s
+    while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def test_streams_stay_apart_and_the_exit_code_is_told(begin: Any, tmp_path: Path) -> None:
+    host = begin(
+        "import json, os, sys\n"
+        "told = json.loads(os.fdopen(int(sys.argv[1])).readline())\n"
+        "os.write(int(sys.argv[2]), json.dumps({'word': told['told']}).encode() + b'\\n')\n"
+        "sys.stdout.write('x' * 3_000_000 + os.environ['CARRIED']); sys.stderr.write(os.getcwd()); sys.stdout.flush()\n"
+        "sys.exit(3)"
+    )
+    host.wait()
+    assert host.link.code == 3
+    assert host.link.messages["word"] == "é \n"
+    assert host.out == {"stdout": b"x" * 3_000_000 + b"a\nb", "stderr": os.fsencode(tmp_path)}
+
+
+def test_what_a_login_shell_prints_is_kept_out(begin: Any) -> None:
+    host = begin("print('mine')", before="echo welcome; printf 'no end of line'; echo oops >&2")
+    host.wait()
+    assert (host.out["stdout"], host.link.code) == (b"mine\n", 0)
+    assert "welcome" in host.link.words and "no end of line" in host.link.words and "oops" in host.link.words
+
+
+def test_an_agent_that_is_killed_takes_its_family_along(begin: Any) -> None:
+    host = begin(FAMILY)
+    processes = family(host)
+    processes[0].kill()
+    host.wait()
+    assert host.link.code == -signal.SIGKILL
+    assert gone(processes, 0.5)
+
+
+def test_the_end_is_asked_for_first(begin: Any) -> None:
+    host = begin(
+        "import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(7))\nprint(1, flush=True)\ntime.sleep(99)"
+    )
+    host.wait(lambda: host.out["stdout"])
+    host.link.say({"end": 20})
+    host.wait()
+    assert host.link.code == 7
+
+
+def test_who_does_not_end_is_killed_after_the_grace(begin: Any) -> None:
+    host = begin(FAMILY, environment={"CARRIED": "deaf"})
+    processes = family(host)
+    start = time.monotonic()
+    host.link.say({"end": 1.0})
+    host.wait()
+    assert 0.9 < time.monotonic() - start < 6
+    assert host.link.code == -signal.SIGKILL
+    assert gone(processes, 0.5)
+
+
+def test_a_launcher_that_is_gone_ends_everything(begin: Any) -> None:
+    host = begin(FAMILY)
+    processes = family(host)
+    host.link.hang_up()
+    assert gone(processes, 6)
+
+
+def test_a_launcher_that_is_silent_is_taken_for_gone(begin: Any) -> None:
+    host = begin(FAMILY, lost_after_s=1.5)
+    processes = family(host)
+    for _ in range(12):  # signs of life, for longer than the limit
+        time.sleep(0.2)
+        host.link.ping()
+    assert not gone(processes, 0)
+    assert gone(processes, 8)
+
+
+def test_a_supervisor_that_is_killed_ends_its_agent(begin: Any) -> None:
+    host = begin("import time; print(1, flush=True); time.sleep(99)")
+    host.wait(lambda: host.out["stdout"])
+    agent = psutil.Process(host.link.messages["agent"])
+    os.kill(host.link.messages["supervisor"], signal.SIGKILL)
+    assert gone([agent], 5)
+    host.wait()
+    assert host.link.code is None, "nobody told how the agent ended: the connection was lost"
+
+
+@pytest.mark.parametrize(
+    ("more", "missing"), [({"folder": "/no/such/folder"}, "no folder"), ({"package": "no_such_package"}, "no package")]
+)
+def test_what_is_missing_is_told(begin: Any, more: dict[str, str], missing: str) -> None:
+    host = begin("print('never')", **more)
+    host.wait()
+    assert host.link.messages["missing"] == missing
+    assert json.dumps(next(iter(more.values())))[1:-1] in host.link.messages["why"]
+    assert host.out["stdout"] == b""
+
+
+def test_lists_of_folders_keep_what_the_host_has(begin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/there:/both")
+    host = begin("import os; print(os.environ['PATH'])", environment={"PATH": "/ours:/both"})
+    host.wait()
+    assert host.out["stdout"] == b"/ours:/both:/there\n"

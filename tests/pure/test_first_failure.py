@@ -1,0 +1,125 @@
+"""Which rank failed first, told from what ranks printed and when; and how that is reported."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+from guozhuang.launch import tracebacks
+from guozhuang.launch.failures import Failure, describe, exit_code, first
+
+LOST = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:52617. This is typically caused by a crash."
+
+
+def raised(error: str) -> list[str]:
+    return ["Traceback (most recent call last):", '  File "train.py", line 3, in <module>', "    step()", error]
+
+
+def failed(rank: int, code: int, ended: float, lines: list[str] | None = None, began: float | None = None) -> Failure:
+    lines = lines or []
+    return Failure(rank, code, 4711, ended, lines, [ended if began is None else began] * len(lines))
+
+
+def test_who_ended_first_failed_first() -> None:
+    failures = {0: failed(0, 1, 10.02), 1: failed(1, 3, 10.01), 2: failed(2, -signal.SIGTERM, 10.0)}
+    assert first(failures) == 1
+
+
+def test_who_began_to_fail_first_failed_first_though_it_took_long_to_end() -> None:
+    slow = failed(0, 1, 12.0, raised("ValueError: boom"), began=10.0)
+    assert first({0: slow, 1: failed(1, 1, 11.0, raised("KeyError: 'x'"))}) == 0
+
+
+def test_who_lost_a_peer_is_no_cause() -> None:
+    abort = failed(0, -signal.SIGABRT, 10.0, raised(LOST))
+    assert first({0: abort, 1: failed(1, 1, 10.5, raised("ValueError: boom"))}) == 1
+    assert first({0: abort}) == 0
+    killed = failed(0, -signal.SIGKILL, 10.0, [LOST])
+    assert first({0: killed, 1: failed(1, 1, 10.1, raised(LOST))}) == 0
+
+
+def test_who_raised_and_was_ended_while_leaving_is_the_cause() -> None:
+    leaving = failed(1, -signal.SIGTERM, 11.0, raised("ValueError: boom"), began=10.0)
+    failures = {0: failed(0, 1, 10.2, raised(LOST)), 1: leaving, 2: failed(2, -signal.SIGTERM, 11.0, ["step"])}
+    assert first(failures) == 1 and leaving.code == 1
+    assert describe(failures, "h").startswith("rank 1 failed first: an exception (process 4711 on host h)\n  Traceback")
+    handled = failed(1, -signal.SIGTERM, 11.0, [*raised("OSError: tried again"), *["step"] * 5], began=9.0)
+    assert first({0: failed(0, 1, 10.2, raised("ValueError: boom")), 1: handled}) == 0
+
+
+def test_in_the_same_moment_a_signal_comes_first() -> None:
+    assert first({0: failed(0, 1, 10.0), 1: failed(1, -signal.SIGSEGV, 10.0)}) == 1
+
+
+def test_exit_codes() -> None:
+    assert (exit_code(3), exit_code(-11)) == (3, 139)
+
+
+def test_the_report() -> None:
+    lines = ["epoch 1", "epoch 2", *raised("ValueError: boom")]
+    failures = {
+        1: failed(1, 1, 10.0, lines),
+        0: failed(0, 1, 10.1, raised(LOST)),
+        2: failed(2, -signal.SIGTERM, 10.2),
+    }
+    assert describe(failures, "node7").splitlines() == [
+        "rank 1 failed first: exit code 1 (process 4711 on host node7)",
+        "  Traceback (most recent call last):",
+        '    File "train.py", line 3, in <module>',
+        "      step()",
+        "  ValueError: boom",
+        "the last lines of rank 1 before that:",
+        "  epoch 1",
+        "  epoch 2",
+        "ended because of it:",
+        f"  rank 0: exit code 1: {LOST}"[:200],
+        "  rank 2: signal 15 (SIGTERM), sent by guozhuang run",
+    ]
+
+
+def test_the_report_of_a_killed_rank() -> None:
+    text = describe({0: failed(0, -9, 10.0, ["step 7"])}, "node7")
+    assert "signal 9 (SIGKILL)" in text and "ran out of memory" in text
+    assert text.endswith("the last lines of rank 0:\n  step 7")
+
+
+def test_what_came_after_the_traceback_is_shown() -> None:
+    text = describe({0: failed(0, 1, 10.0, [*raised("ValueError: boom"), "warning: left in a hurry"])}, "h")
+    assert "  ValueError: boom\nthe last lines of rank 0" in text and "  warning: left in a hurry" in text
+
+
+def test_several_nodes_point_at_each_other() -> None:
+    assert "see that node's output" in describe({3: failed(3, 1, 10.0, raised(LOST))}, "h", num_nodes=2)
+    assert "see that node's output" not in describe({3: failed(3, 1, 10.0, raised("ValueError: x"))}, "h", num_nodes=2)
+
+
+def test_the_traceback_that_ended_the_process() -> None:
+    lines = ["x", *raised("OSError: no"), "went on", *raised("ValueError: boom"), "[W] a warning"]
+    found = tracebacks.last(lines)
+    assert found is not None and lines[found[0] : found[1]] == raised("ValueError: boom")
+    assert tracebacks.last(["nothing", "here"]) is None
+
+
+def test_tracebacks_that_end_nothing() -> None:
+    lines = [*raised("ValueError: boom"), "Exception ignored in: <function f>", *raised("OSError: no")]
+    found = tracebacks.last(lines)
+    assert found is not None and lines[found[1] - 1] == "ValueError: boom"
+
+
+def test_real_tracebacks() -> None:
+    """Chained, with a text of several lines, with marks under the place: as this very Python prints them."""
+    code = "try:\n  1 / 0\nexcept Exception as e:\n  raise KeyError('two') from e"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30).stderr.splitlines()
+    assert tracebacks.last(["before", *out, "after"]) == (1, 1 + len(out))
+    assert out[0].startswith("Traceback") and any("ZeroDivisionError" in line for line in out)
+    group = "raise ExceptionGroup('both', [ValueError('one'), OSError('two')])"
+    out = subprocess.run([sys.executable, "-c", group], capture_output=True, text=True, timeout=30).stderr.splitlines()
+    found = tracebacks.last(["before", *out])
+    assert found == (1, 1 + len(out))
+
+
+def test_the_mark_of_torch_is_taken_away() -> None:
+    assert tracebacks.plain('[rank1]:   File "x"') == '  File "x"'
+    assert tracebacks.plain("[rank12]: Traceback (most recent call last):") == "Traceback (most recent call last):"
+    assert tracebacks.plain("rank 1: hello") == "rank 1: hello"

@@ -1,0 +1,376 @@
+"""The rules of the heartbeat on made-up beats with a made-up clock, and the texts that follow."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from guozhuang.errors import UsageError
+from guozhuang.world import World, heartbeat
+from guozhuang.world.heartbeat_line import Watch, Word, look_at_neighbours, process_state
+from guozhuang.world.heartbeat_report import hang, last_line, losses, table, trouble
+from guozhuang.world.heartbeat_rules import GONE, STOPPED, AwakeClock, Beat, Judge, Limits
+from guozhuang.world.stacks import MAX_STACK_BYTES, MainThread, is_of_a_collective, merged, ranks_text, stacks_text
+
+LIMITS = Limits.of(1.0)
+
+
+def beat(count: int, **more: Any) -> Beat:
+    known = {"pid": 100, "born_s": 0.0, "node": "a", "collectives": 5, "idle_s": 0.0, "still_s": 0.0, "place": "train"}
+    return Beat(count=count, **(known | more))
+
+
+class Made:
+    """A world of made-up ranks: each gives a beat per second, unless it is told not to."""
+
+    def __init__(self, size: int, hang_timeout_s: float | None = None) -> None:
+        self.judge = Judge(size, LIMITS, hang_timeout_s, 0.0)
+        self.size, self.now_s, self.count = size, 0.0, 0
+
+    def run(self, seconds: int, mute: tuple[int, ...] = (), **more: Any) -> Made:
+        """``more`` of each beat: a value, or a function of (rank, seconds from the start of this call)."""
+        for second in range(1, seconds + 1):
+            self.now_s, self.count = self.now_s + 1, self.count + 1
+            for rank in set(range(self.size)) - set(mute):
+                fields = {name: value(rank, second) if callable(value) else value for name, value in more.items()}
+                self.judge.take(rank, beat(self.count, **fields), self.now_s)
+        return self
+
+    @property
+    def lost(self) -> dict[int, str]:
+        return self.judge.lost(self.now_s)
+
+    @property
+    def hangs(self) -> bool:
+        return self.judge.hangs(self.now_s)
+
+
+WAITS: dict[str, Any] = {"idle_s": lambda _, s: s, "still_s": lambda _, s: s, "waits_in": "all_reduce"}
+
+
+# ---- lost
+
+
+def test_nobody_is_lost_while_all_beat() -> None:
+    made = Made(4).run(100)
+    assert not made.lost
+    assert not made.judge.silent(made.now_s)
+
+
+def test_a_silent_rank_is_asked_about_before_anything_is_said() -> None:
+    made = Made(3).run(5).run(3, mute=(1,))
+    assert made.judge.silent(made.now_s) == [1]
+    assert not made.lost
+
+
+@pytest.mark.parametrize(("state", "word"), [(GONE, "is gone"), (STOPPED, "is stopped")])
+def test_what_a_neighbour_saw_is_said_at_once(state: str, word: str) -> None:
+    made = Made(3).run(5).run(3, mute=(1,)).run(1, mute=(1,), saw=lambda rank, _: {1: state} if rank == 2 else {})
+    assert list(made.lost) == [1]
+    assert word in made.lost[1]
+
+
+def test_a_silent_process_that_is_there_gets_patience() -> None:
+    made = Made(3).run(5).run(29, mute=(1,), saw={1: "running"})
+    assert not made.lost
+    made.run(1, mute=(1,), saw={1: "running"})
+    assert "no sign of life for 30 s, though its process 100 is there (running)" in made.lost[1]
+
+
+def test_where_nobody_can_look_the_limit_is_between() -> None:
+    node: dict[str, Any] = {"node": lambda rank, _: "ab"[rank // 2]}
+    made = Made(4).run(5, **node).run(9, mute=(2, 3), **node)
+    assert not made.lost
+    made.run(1, mute=(2, 3), **node)
+    assert list(made.lost) == [2, 3]
+    assert "nor from any other rank of its node: the node is down, or cut off" in made.lost[2]
+
+
+def test_who_left_is_not_lost_and_who_failed_is_told() -> None:
+    made = Made(3).run(5).run(1, left=lambda rank, _: ["", "ValueError: no", None][rank]).run(50, mute=(0, 1))
+    assert not made.lost
+    assert made.judge.failed() == {1: "ValueError: no"}
+
+
+def test_who_never_came_is_lost_in_the_end() -> None:
+    made = Made(3).run(29, mute=(2,))
+    assert not made.lost
+    assert "since the world began, 30 s ago" in made.run(1, mute=(2,)).lost[2]
+
+
+def test_a_rank_that_slept_is_back_with_its_next_beat() -> None:
+    made = Made(3).run(5).run(10, mute=(1,), saw={1: STOPPED})
+    assert made.lost
+    assert not made.run(1).lost
+
+
+def test_a_successor_knows_how_long_the_watching_rank_was_silent() -> None:
+    made = Made(2)
+    made.judge.silent_since(0, -4.0)
+    made.judge.take(0, beat(7), 1.0)
+    made.judge.take(1, beat(7), 1.0)
+    assert made.judge.silent(1.0) == [0]
+    made.judge.take(0, beat(8), 2.0)
+    assert made.judge.silent(2.0) == []
+
+
+# ---- hangs
+
+
+def test_a_hang_is_that_nobody_starts_anything_and_somebody_stands_still() -> None:
+    made = Made(3, 60.0).run(59, **WAITS)
+    assert not made.hangs
+    made = Made(3, 60.0).run(60, **WAITS)
+    assert made.hangs
+
+
+def test_one_rank_that_goes_on_is_no_hang() -> None:
+    made = Made(3, 60.0).run(300, **WAITS | {"idle_s": lambda rank, s: 0 if rank == 2 else s})
+    assert not made.hangs
+
+
+def test_nobody_standing_still_is_no_hang() -> None:
+    assert not Made(3, 60.0).run(300, idle_s=lambda _, s: s, still_s=3).hangs
+
+
+def test_one_that_polls_while_others_wait_is_a_hang() -> None:
+    assert Made(3, 60.0).run(61, **WAITS | {"still_s": lambda rank, s: 0 if rank == 2 else s}).hangs
+
+
+def test_without_a_time_out_nothing_is_a_hang() -> None:
+    assert not Made(3).run(10_000, **WAITS).hangs
+
+
+def test_those_who_wait_for_a_lost_or_a_left_rank_hang() -> None:
+    assert Made(3, 60.0).run(1).run(60, mute=(1,), **WAITS, saw={1: GONE}).hangs
+    assert Made(3, 60.0).run(1, left=lambda r, _: "" if r == 1 else None).run(60, mute=(1,), **WAITS).hangs
+
+
+def test_before_all_have_come_nothing_is_a_hang() -> None:
+    assert not Made(3, 5.0).run(20, mute=(2,), **WAITS).hangs
+
+
+def test_silence_of_a_rank_counts_as_standing() -> None:
+    made = Made(2, 60.0).run(1).run(60, mute=(1,), saw={1: "running"}, **WAITS)
+    assert made.hangs  # rank 1 is late to be called lost only because its process is there
+
+
+# ---- words
+
+
+def said(made: Made) -> str:
+    return hang(made.judge, made.lost, made.now_s)
+
+
+def test_the_rank_behind_holds_the_others_up() -> None:
+    made = Made(4, 60.0).run(60, **WAITS | {"collectives": lambda rank, _: 7 if rank == 2 else 8})
+    assert said(made).endswith("held up by rank 2: 7 collectives of the default group started, others 8")
+
+
+def test_the_rank_that_waits_for_nothing_holds_the_others_up() -> None:
+    made = Made(4, 60.0).run(60, **WAITS | {"waits_in": lambda rank, _: "" if rank == 2 else "all_reduce"})
+    assert said(made).endswith("held up by rank 2: in no collective, while the others wait in one")
+
+
+def test_different_collectives_are_named() -> None:
+    made = Made(4, 60.0).run(60, **WAITS | {"waits_in": lambda rank, _: "barrier" if rank == 2 else "all_reduce"})
+    assert "different collectives (all_reduce, barrier)" in said(made)
+
+
+def test_all_at_one_place_points_at_the_network() -> None:
+    assert "all ranks stand at the same place" in said(Made(4, 60.0).run(60, **WAITS))
+
+
+def test_the_table_has_a_line_per_place() -> None:
+    place = {"place": lambda rank, _: "load" if rank == 5 else "all_reduce"}
+    text = table(Made(1000).run(1, **place).judge, {}, 1.0)
+    assert len(text.splitlines()) == 3
+    assert "0-4, 6-999" in text
+
+
+def test_what_a_lost_rank_told_last_is_marked() -> None:
+    made = Made(2).run(5).run(4, mute=(1,), saw={1: GONE})
+    assert "last told: train" in table(made.judge, made.lost, made.now_s)
+
+
+def test_echoes_of_one_loss_share_a_line() -> None:
+    made = (
+        Made(3)
+        .run(5)
+        .run(1, mute=(2,), saw={2: GONE}, trouble=lambda rank, _: f"closed by peer [10.0.0.{rank}]:77{rank}")
+    )
+    text = trouble(made.judge, made.judge.troubled(), made.lost, made.now_s)
+    assert text == "a collective failed on ranks 0-1: closed by peer [10.0.0.0]:770"
+
+
+def test_what_happens_next_is_said() -> None:
+    assert "ends itself with exit code 75" in last_line(True, 60)
+    assert "after 60 s (--hang-timeout)" in last_line(False, 60)
+    assert "time-out of the collective" in last_line(False, None)
+
+
+def test_equal_losses_share_a_line_and_their_number_is_limited() -> None:
+    assert losses(dict.fromkeys(range(8, 16), "gone"), 32).splitlines()[1] == "  ranks 8-15 of 32: gone"
+    assert len(losses({rank: f"gone {rank}" for rank in range(1000)}, 1000).splitlines()) < 20
+
+
+def test_ranks_are_written_in_runs() -> None:
+    assert ranks_text([3]) == "rank 3"
+    assert ranks_text([5, 0, 1, 2]) == "ranks 0-2, 5"
+    assert merged({2: "b", 0: "a", 1: "b"}) == [([0], "a"), ([1, 2], "b")]
+
+
+# ---- the pieces
+
+
+def test_beats_and_words_travel() -> None:
+    one = beat(3, saw={12: GONE}, left="")
+    assert Beat.from_bytes(one.to_bytes()) == one
+    word = Word(2, 1, 5, 7, 6, closing=True)
+    assert Word.from_bytes(word.to_bytes()) == Word(2, 1, 5, 7, 6, [], closing=True)  # type: ignore[arg-type]
+
+
+def test_the_clock_stands_while_the_process_does() -> None:
+    system = [0.0]
+    clock = AwakeClock(2.0, lambda: system[0])
+    for system[0] in (1.0, 2.0, 3.0):
+        assert clock.tick() == system[0]
+    system[0] = 1000.0
+    assert clock() == 5.0
+    assert clock.tick() == 5.0
+    system[0] = 1001.0
+    assert clock() == clock.tick() == 6.0
+
+
+def test_states_of_processes() -> None:
+    me = psutil.Process()
+    assert process_state(me.pid, me.create_time()) in ("running", "sleeping")
+    assert process_state(me.pid, me.create_time() - 100) == GONE, "another process took the number over"
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        born_s = psutil.Process(child.pid).create_time()
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert process_state(child.pid, born_s) == GONE, "a zombie"
+    assert process_state(child.pid, born_s) == GONE
+    word = Word(1, 0, asks=[(3, "a", child.pid, born_s), (4, "b", child.pid, born_s)])
+    assert look_at_neighbours(word, "a", 1) == {3: GONE}
+
+
+def test_the_main_thread_stands_until_it_moves() -> None:
+    looked, go_on, moved = MainThread(0.0), threading.Event(), threading.Event()
+    found: list[Any] = []
+
+    def look() -> None:
+        for now_s in range(5):
+            looked.look(now_s)
+        found.append((looked.still_s(5.0), looked.place.text))
+        go_on.set()
+        moved.wait(10)
+        looked.look(6.0)
+        found.append(looked.still_s(6.0))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    while not go_on.wait(10):
+        pass
+    moved.set()
+    thread.join(10)
+    (still_s, place), after_s = found
+    assert 0 < still_s <= 5
+    assert "test_the_main_thread_stands" in place
+    assert after_s == 0
+
+
+def test_stacks_begin_with_the_main_thread_and_are_cut() -> None:
+    def deep(depth: int) -> str:
+        return deep(depth - 1) if depth else stacks_text()
+
+    text = deep(200)
+    assert text.startswith("MainThread:\n")
+    assert "calls left out" in text and text.count(".deep") < 60
+    assert "guozhuang heartbeat" not in text
+    assert len(stacks_text(500)) < 600
+    assert len(text) < MAX_STACK_BYTES
+
+
+def test_which_exceptions_are_an_echo() -> None:
+    def raised(raiser: Any) -> BaseException:
+        try:
+            raiser()
+        except Exception as error:
+            return error
+        raise AssertionError
+
+    assert not is_of_a_collective(raised(lambda: int("x")))
+    assert is_of_a_collective(raised(lambda: dist.all_reduce(torch.ones(1))))  # there is no group
+    assert is_of_a_collective(RuntimeError("[../gloo/transport/tcp/pair.cc:537] Connection reset by peer"))
+
+
+# ---- one watching rank over a store in memory, the others made up
+
+
+def test_a_watch_asks_gathers_and_reports_once() -> None:
+    store = dist.HashStore()
+    judge = Judge(3, LIMITS, 60.0, 0.0)
+    watch = Watch(store, 3, Word(1, 0), judge)
+    reports = []
+    gave = [0, 0, 0]
+    keys = 0
+    for second in range(40):
+        for rank in (0, 1, 2):
+            if rank == 2 and second >= 5:
+                continue
+            saw = look_at_neighbours(watch.word, "a", rank) and {2: GONE}
+            if watch.word.wants > gave[rank]:
+                store.set(f"stacks/{rank}", f"stack of {rank}")
+                gave[rank] = watch.word.wants
+            store.set(f"beat/{rank}", beat(second, saw=saw, gave=gave[rank]).to_bytes().decode())
+        report, _ = watch.round(float(second))
+        if report is not None:
+            reports.append((second, report))
+        if second == 20:
+            keys = store.num_keys()
+    [(second, report)] = reports
+    assert second <= 5 + 3 + 3
+    assert not report.ends
+    assert "rank 2 of 3: its process 100 is gone" in report.short
+    assert "stack of 1" in report.stacks and "---- rank 2: gave no stack" in report.stacks
+    assert store.num_keys() == keys, "keys are overwritten"
+
+
+def test_a_watch_waits_for_ranks_that_have_not_begun() -> None:
+    store = dist.HashStore()
+    watch = Watch(store, 2, Word(1, 0), Judge(2, LIMITS, 1.0, 0.0))
+    store.set("beat/0", beat(1).to_bytes().decode())
+    assert watch.round(0.0) == (None, [])
+    assert not watch.in_haste
+
+
+# ---- start and stop
+
+
+def world_of(size: int) -> World:
+    return World(0, size, 0, size, 0, 1, torch.device("cpu"), "alone")
+
+
+def test_nothing_runs_alone_or_over_a_store_in_memory(caplog: pytest.LogCaptureFixture) -> None:
+    threads = threading.active_count()
+    assert not heartbeat.start(dist.HashStore(), world_of(1), 5.0)
+    assert not heartbeat.start(dist.HashStore(), world_of(2), 5.0)
+    assert threading.active_count() == threads
+    assert [r.levelname for r in caplog.records] == ["WARNING", "WARNING"], "a time-out was asked for"
+    heartbeat.stop()
+
+
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf")])
+def test_a_time_that_is_none_is_refused(value: float) -> None:
+    with pytest.raises(UsageError, match="hang_timeout_s must be a number of seconds above 0"):
+        heartbeat.start(dist.HashStore(), world_of(2), value)

@@ -1,0 +1,66 @@
+"""The interface that leads to another node, on this machine's own network."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from guozhuang.errors import UsageError, WorldError
+from guozhuang.world import interfaces
+from guozhuang.world.interfaces import GLOO, NCCL, Interface
+
+LOOPBACK = next((name for name in ("lo", "lo0") if name in interfaces._names()), "")
+pytestmark = pytest.mark.skipif(not LOOPBACK, reason="needs a loopback interface by the name of lo or lo0")
+
+
+def test_the_route_to_this_machine_is_loopback() -> None:
+    assert interfaces.own_address_towards("127.0.0.1") == "127.0.0.1"
+    assert interfaces.towards("127.0.0.1") == Interface(LOOPBACK, "127.0.0.1")
+    assert interfaces.towards("localhost").name == LOOPBACK
+    assert "127.0.0.1" in interfaces.addresses()[LOOPBACK]
+
+
+def test_every_address_belongs_to_its_interface() -> None:
+    for name, known in interfaces.addresses().items():
+        for address in known:
+            found = interfaces.holding(address)
+            assert found is not None and address in interfaces.addresses()[found.name], (name, address)
+    assert interfaces.holding("192.0.2.77") is None
+
+
+def test_ipv6() -> None:
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as asking:
+            asking.bind(("::1", 0))
+    except OSError:
+        pytest.skip("this machine has no IPv6 on loopback")
+    assert interfaces.towards("::1") == Interface(LOOPBACK, "::1")
+
+
+def test_a_name_that_does_not_resolve_is_named() -> None:
+    with pytest.raises(WorldError, match=r"cannot be resolved.*nosuch\.invalid"):
+        interfaces.towards("nosuch.invalid")
+
+
+def test_an_interface_that_is_not_there_is_refused_with_those_that_are() -> None:
+    with pytest.raises(UsageError, match=rf"does not exist.*'nosuch0'.*{LOOPBACK} \(127\.0\.0\.1"):
+        interfaces.named("nosuch0")
+    assert interfaces.named(LOOPBACK).address == "127.0.0.1"
+
+
+def test_variables_are_set_unless_the_user_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interfaces, "_names", lambda: {"eth0", "lo"})
+    eth0 = Interface("eth0", "10.0.0.1")
+    assert interfaces.variables(eth0, {}) == {GLOO: "eth0", NCCL: "eth0"}
+    assert interfaces.variables(eth0, {NCCL: "ib"}) == {GLOO: "eth0"}
+    assert interfaces.variables(eth0, {NCCL: "ib"}, override=True) == {GLOO: "eth0", NCCL: "eth0"}
+    monkeypatch.setattr(interfaces, "_names", lambda: {"eth0", "eth01"})
+    assert interfaces.variables(eth0, {})[NCCL] == "=eth0"  # NCCL would take eth01 as well
+
+
+def test_variables_towards_a_master() -> None:
+    assert interfaces.variables_towards("127.0.0.1", {})[GLOO] == LOOPBACK
+    # Both were set: the master's name need not even resolve.
+    assert interfaces.variables_towards("nosuch.invalid", {GLOO: "a", NCCL: "b"}) == {}
+    assert interfaces.variables_towards("nosuch.invalid", {GLOO: "a"}, LOOPBACK)[GLOO] == LOOPBACK
