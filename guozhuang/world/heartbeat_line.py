@@ -1,0 +1,239 @@
+"""What a rank and the others tell each other through the store: its own beat, the word of the watching rank, reports.
+
+The keys, all of them overwritten and never added to: ``beat/R`` and ``stacks/R`` of rank R, ``word`` (below), ``report``
+(the last few), and ``term/N``, of which there is one per rank that took the watch over.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import psutil
+import torch.distributed as dist
+
+from guozhuang.world import heartbeat_report as texts
+from guozhuang.world.heartbeat_rules import GONE, STOPPED, Beat, Judge, Limits
+from guozhuang.world.stacks import ranks_text
+
+# A process that began so much earlier or later than the one that is meant has taken over its number.
+_SAME_BIRTH_S = 5.0
+# More than can come between two beats of a rank that reads them.
+_KEPT_REPORTS = 4
+_MAX_ASKED = 256
+_STATES = {
+    psutil.STATUS_ZOMBIE: GONE,
+    psutil.STATUS_DEAD: GONE,
+    psutil.STATUS_STOPPED: STOPPED,
+    psutil.STATUS_TRACING_STOP: STOPPED,
+    psutil.STATUS_DISK_SLEEP: "in a system call that cannot be interrupted",
+}
+
+
+@dataclass(frozen=True)
+class Word:
+    """What the watching rank tells all, in one key that every rank reads once per beat.
+
+    Attributes:
+        term: how often the watch was taken over; the higher one counts.
+        watcher: the rank that watches; -1: it has left, somebody else should.
+        count: of the words of this term.
+        wants: stacks are wanted, for the report of this number.
+        report: number of the last report, to be read at the key of that name.
+        asks: silent ranks, as [rank, node, pid, born_s]: who shares the node looks at the process.
+        keeper: the rank that keeps the store, in the same form; None: a launcher keeps it.
+        closing: the rank that keeps the store leaves; nobody should use the store any more.
+    """
+
+    term: int
+    watcher: int
+    count: int = 0
+    wants: int = 0
+    report: int = 0
+    asks: Sequence[tuple[int, str, int, float]] = ()
+    keeper: tuple[int, str, int, float] | None = None
+    closing: bool = False
+
+    def to_bytes(self) -> bytes:
+        """For the store."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Word:
+        """The reverse of ``to_bytes``."""
+        return cls(**json.loads(data))
+
+
+def look_at_neighbours(word: Word, node: str, rank: int) -> dict[int, str]:
+    """The states of the processes that ``word`` asks for and this node has."""
+    return {
+        int(asked): process_state(int(pid), float(born_s))
+        for asked, where, pid, born_s in word.asks
+        if where == node and asked != rank
+    }
+
+
+def process_state(pid: int, born_s: float) -> str:
+    """What the operating system says of a process of this node."""
+    try:
+        process = psutil.Process(pid)
+        if abs(process.create_time() - born_s) > _SAME_BIRTH_S:
+            return GONE
+        state = str(process.status())
+        return _STATES.get(state, state)
+    except psutil.NoSuchProcess:
+        return GONE
+    except psutil.Error as error:
+        return f"not to be seen: {error}"
+
+
+@dataclass
+class _Gathering:
+    number: int
+    deadline_s: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """A finished report.
+
+    Attributes:
+        number: higher than those before it.
+        short: for every rank.
+        stacks: for the rank that watches.
+        ends: every rank is to end.
+    """
+
+    number: int
+    short: str
+    stacks: str
+    ends: bool
+
+    @property
+    def full(self) -> str:
+        """All of it."""
+        return f"{self.short}\n{self.stacks}" if self.stacks else self.short
+
+
+class Watch:
+    """What the watching rank does in each round: read all beats, judge, ask, gather stacks, report.
+
+    Args:
+        store: a client of its own.
+        size: of the world.
+        word: the first one, of this term and rank.
+        judge: empty.
+    """
+
+    def __init__(self, store: dist.Store, size: int, word: Word, judge: Judge) -> None:
+        self._store, self._size, self._judge = store, size, judge
+        self.word = word
+        # Above all numbers of earlier terms, which are gone with whoever gave them.
+        self._number = self.word.term * 1_000_000
+        self._told: set[int] = set()
+        self._told_failed: set[int] = set()
+        self._told_troubled: set[int] = set()
+        self._gathering: _Gathering | None = None
+        self._reports: list[tuple[int, str, bool]] = []
+
+    @property
+    def limits(self) -> Limits:
+        """Of the judge."""
+        return self._judge.limits
+
+    @property
+    def in_haste(self) -> bool:
+        """Somebody was asked and the answer is waited for."""
+        return self._gathering is not None or bool(self.word.asks)
+
+    def round(self, clock_s: float) -> tuple[Report | None, list[str]]:
+        """One round; the report that came out of it, if any, and lines for the log.
+
+        Raises:
+            RuntimeError: the store does not answer (``DistNetworkError``, ``DistStoreError``).
+        """
+        self._read(clock_s)
+        judge, lines = self._judge, []
+        lost = judge.lost(clock_s)
+        back = self._told - lost.keys()
+        if back:
+            lines.append(f"{ranks_text(sorted(back))} gave a sign of life again")
+            self._told -= back
+        failed = {rank: text for rank, text in judge.failed().items() if rank not in self._told_failed}
+        self._told_failed |= failed.keys()
+        hangs = judge.hangs(clock_s)
+        news = lost.keys() - self._told or judge.troubled().keys() - self._told_troubled
+        if self._gathering is None and (news or hangs):
+            self._number += 1
+            self._gathering = _Gathering(self._number, clock_s + self.limits.gather_s)
+        report = self._finish(clock_s, lost, hangs) if self._gathering is not None else None
+        if report is None and failed:
+            self._number += 1
+            report = Report(self._number, texts.failures(failed), "", ends=False)
+        self._speak(clock_s, report)
+        return report, lines
+
+    def _read(self, clock_s: float) -> None:
+        # A key that is not there would be waited for; each is there for good once its rank has begun.
+        absent = {rank for rank in self._judge.unheard() if not self._store.check([f"beat/{rank}"])}
+        present = [rank for rank in range(self._size) if rank not in absent]
+        for rank, data in zip(present, self._store.multi_get([f"beat/{r}" for r in present]), strict=True):
+            self._judge.take(rank, Beat.from_bytes(data), clock_s)
+
+    def _finish(self, clock_s: float, lost: Mapping[int, str], hangs: bool) -> Report | None:
+        gathering, judge = self._gathering, self._judge
+        assert gathering is not None
+        silent = set(judge.silent(clock_s))
+        asked = [r for r, b in judge.beats().items() if b.left is None and r not in lost]
+        late = [rank for rank in asked if judge.beats()[rank].gave < gathering.number]
+        if any(rank not in silent for rank in late) and clock_s < gathering.deadline_s:
+            return None
+        troubled = {rank: text for rank, text in judge.troubled().items() if rank not in self._told_troubled}
+        self._gathering = None
+        new = {rank: text for rank, text in lost.items() if rank not in self._told}
+        if not hangs and not new and not troubled:
+            return None  # it has dissolved while the stacks were gathered
+        gave = [rank for rank in asked if rank not in late]
+        given = (
+            dict(zip(gave, map(_text, self._store.multi_get([f"stacks/{r}" for r in gave])), strict=True))
+            if gave
+            else {}
+        )
+        self._told |= new.keys()
+        self._told_troubled |= troubled.keys()
+        parts = [
+            texts.hang(judge, lost, clock_s) if hangs else "",
+            texts.losses(lost if hangs else new, self._size),
+            texts.trouble(judge, troubled, lost, clock_s) if troubled and not hangs else "",
+            texts.table(judge, lost, clock_s),
+            texts.last_line(hangs, judge.hang_timeout_s) if hangs or new else "",
+        ]
+        missing = sorted({*late, *lost})
+        return Report(gathering.number, "\n".join(filter(None, parts)), texts.stacks(given, missing), hangs)
+
+    def _speak(self, clock_s: float, report: Report | None) -> None:
+        beats = self._judge.beats()
+        asked = dict.fromkeys(self._judge.silent(clock_s))
+        if self._judge.troubled():
+            asked |= dict.fromkeys([rank for rank, beat in beats.items() if beat.left is None][:_MAX_ASKED])
+        asks = [(rank, beats[rank].node, beats[rank].pid, beats[rank].born_s) for rank in asked]
+        if report is not None:
+            self._reports = [*self._reports[1 - _KEPT_REPORTS :], (report.number, report.short, report.ends)]
+            self._store.set("report", json.dumps(self._reports))
+        wants = self._gathering.number if self._gathering is not None else 0
+        number = report.number if report is not None else self.word.report
+        self._put(replace(self.word, count=self.word.count + 1, wants=wants, report=number, asks=asks))
+
+    def _put(self, word: Word) -> None:
+        self.word = word
+        self._store.set("word", word.to_bytes().decode())
+
+
+def _text(data: bytes) -> str:
+    return data.decode(errors="replace")
+
+
+def read_reports(store: dist.Store, after: int) -> list[tuple[int, str, bool]]:
+    """The reports above the number ``after``: number, text, and whether it ends the ranks."""
+    return [(number, text, ends) for number, text, ends in json.loads(store.get("report")) if number > after]

@@ -1,0 +1,143 @@
+"""The text of a report: who is lost, what all hang on, a line per place, and the stacks. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from guozhuang.errors import rank_table
+from guozhuang.world.heartbeat_rules import Beat, Judge
+from guozhuang.world.stacks import merged, ranks_text
+
+EXIT_CODE = 75
+_MAX_ROWS = 20
+_MAX_NAMED = 16
+
+
+def losses(lost: Mapping[int, str], size: int) -> str:
+    """One line per lost rank; ranks with the same words share one."""
+    if not lost:
+        return ""
+    lines = [f"{ranks_text(ranks)} of {size}: {text}" for ranks, text in merged(lost)]
+    more = [f"and {len(lines) - _MAX_NAMED} lines more like these"] if len(lines) > _MAX_NAMED else []
+    noun = "a rank is lost" if len(lost) == 1 else f"{len(lost)} ranks are lost"
+    return "\n".join([f"{noun}:", *(f"  {line}" for line in [*lines[:_MAX_NAMED], *more])])
+
+
+def hang(judge: Judge, lost: Mapping[int, str], now_s: float) -> str:
+    """What is known about a hang: for how long, and who holds the others up."""
+    beats = judge.beats()
+    live = {r: b for r, b in beats.items() if b.left is None and r not in lost}
+    idle_s = min(beat.idle_s + judge.age_s(rank, now_s) for rank, beat in live.items())
+    text = f"hang: no rank has started a collective for {idle_s:.0f} s (--hang-timeout {judge.hang_timeout_s:g})"
+    return f"{text}\n{_held_up_by(live, beats, lost, judge, now_s)}"
+
+
+def trouble(judge: Judge, troubled: Mapping[int, str], lost: Mapping[int, str], now_s: float) -> str:
+    """What came out of collectives, and who held them up. Texts that differ in numbers only (ports) are shown once."""
+    alike = {rank: re.sub(r"\d+", "0", text) for rank, text in troubled.items()}
+    lines = [f"a collective failed on {ranks_text(ranks)}: {troubled[ranks[0]]}" for ranks, _ in merged(alike)]
+    more = [f"and {len(lines) - _MAX_NAMED} lines more like these"] if len(lines) > _MAX_NAMED else []
+    beats = judge.beats()
+    live = {r: b for r, b in beats.items() if b.left is None and r not in lost}
+    why = [] if lost or not live else [_held_up_by(live, beats, lost, judge, now_s)]
+    return "\n".join([*lines[:_MAX_NAMED], *more, *why])
+
+
+def _held_up_by(
+    live: Mapping[int, Beat], beats: Mapping[int, Beat], lost: Mapping[int, str], judge: Judge, now_s: float
+) -> str:
+    if lost:
+        return f"held up by {ranks_text(sorted(lost))}, lost"
+    silent = [rank for rank in judge.silent(now_s) if rank in live]
+    if silent:
+        age_s = max(judge.age_s(rank, now_s) for rank in silent)
+        return f"held up by {ranks_text(silent)}: no sign of life for {age_s:.0f} s"
+    waiting = {rank: beat for rank, beat in live.items() if beat.waits_in}
+    left = [rank for rank, beat in beats.items() if beat.left is not None]
+    failed = [rank for rank in left if beats[rank].left]
+    if failed:
+        return f"held up by {ranks_text(failed)}, which an exception ended"
+    if waiting and left:
+        return f"held up by {ranks_text(left)}, which left the world while others still wait for a collective"
+    started = sorted({beat.collectives for beat in live.values()})
+    behind = [rank for rank, beat in live.items() if beat.collectives == started[0]]
+    if len(started) > 1:
+        return (
+            f"held up by {ranks_text(behind)}: {_number(started[0])} of the default group started, others {started[-1]}"
+        )
+    elsewhere = [rank for rank in live if rank not in waiting]
+    if waiting and elsewhere:
+        return f"held up by {ranks_text(elsewhere)}: in no collective, while the others wait in one"
+    names = sorted({beat.waits_in for beat in waiting.values()})
+    if len(names) > 1:
+        return f"the ranks wait in different collectives ({', '.join(names)}): one of them skipped a call, or made one more"
+    places = {beat.place for beat in live.values()}
+    if len(places) > 1:
+        return "all ranks started the same number of collectives, but stand at different places"
+    return "all ranks stand at the same place: what carries their messages may be broken"
+
+
+def _number(count: int) -> str:
+    return f"{count} collective{'' if count == 1 else 's'}"
+
+
+def table(judge: Judge, lost: Mapping[int, str], now_s: float) -> str:
+    """A line for all ranks that stand at the same place."""
+    rows: dict[tuple[str, int, str], list[int]] = {}
+    beats = judge.beats()
+    for rank, beat in beats.items():
+        rows.setdefault((_state(rank, beat, lost), beat.collectives, _place(beat, rank in lost)), []).append(rank)
+    cells = []
+    for (state, collectives, place), ranks in rows.items():
+        live = [rank for rank in ranks if state in ("waits", "runs", "failing")]
+        idle_s = min((beats[r].idle_s + judge.age_s(r, now_s) for r in live), default=None)
+        still_s = min((beats[r].still_s + judge.age_s(r, now_s) for r in live), default=None)
+        cells.append(
+            (ranks_text(ranks).partition(" ")[2], state, collectives, _seconds(idle_s), _seconds(still_s), place)
+        )
+    heading = ("rank", "state", "collectives", "last started", "stands since", "at")
+    text = rank_table(heading, cells[:_MAX_ROWS])
+    return text + (f"\n  and {len(cells) - _MAX_ROWS} lines more" if len(cells) > _MAX_ROWS else "")
+
+
+def _state(rank: int, beat: Beat, lost: Mapping[int, str]) -> str:
+    if rank in lost:
+        return "lost"
+    if beat.left is not None:
+        return "failed" if beat.left else "left"
+    if beat.trouble:
+        return "failing"
+    return "waits" if beat.waits_in else "runs"
+
+
+def _place(beat: Beat, is_lost: bool) -> str:
+    if beat.left is not None:
+        return beat.left
+    return f"last told: {beat.place}" if is_lost else beat.place
+
+
+def _seconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds:.0f} s ago"
+
+
+def stacks(given: Mapping[int, str], missing: Sequence[int]) -> str:
+    """The stacks of all ranks that gave one, each different one once."""
+    parts = [f"---- {ranks_text(ranks)}:\n{text}" for ranks, text in merged(given)]
+    if missing:
+        parts.append(f"---- {ranks_text(missing)}: gave no stack")
+    return "\n".join(parts)
+
+
+def last_line(ends: bool, hang_timeout_s: float | None) -> str:
+    """What happens now."""
+    if ends:
+        return f"every rank that can read this ends itself with exit code {EXIT_CODE}"
+    if hang_timeout_s is None:
+        return "nothing is ended because of this: who waits for a lost rank runs into the time-out of the collective"
+    return f"nothing is ended because of this yet: who waits for a lost rank is, after {hang_timeout_s:g} s (--hang-timeout)"
+
+
+def failures(failed: Mapping[int, str]) -> str:
+    """One line per rank that an exception ended."""
+    return "\n".join(f"{ranks_text(ranks)} ended with {text}" for ranks, text in merged(failed))

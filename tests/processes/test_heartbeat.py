@@ -1,0 +1,327 @@
+"""The heartbeat with real ranks: one of them stops in some way, and the others say which, with the stacks of all."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from guozhuang.world.heartbeat_report import EXIT_CODE
+from tests.processes import heartbeat_rank
+from tests.ranks import PRELOADED, free_port
+
+LIMIT_S = 40.0  # for a busy machine; the limits that are stated are checked by their own measure
+HANG_S = 2.0
+ROOT = Path(__file__).resolve().parents[2]
+slow = pytest.mark.slow
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank ended: its exit code (negative for a signal), and what it printed to either stream."""
+
+    code: int
+    text: str
+
+
+def _child(case: str, who: int, hang_timeout_s: float | None, environ: dict[str, str], output: str) -> None:
+    with open(output, "w", buffering=1) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.update(environ)
+    torch.set_num_threads(1)
+    code = 1
+    try:
+        heartbeat_rank.main(case, who, hang_timeout_s)
+        code = 0
+    except Exception as error:  # what the interpreter does with an exception that nobody catches
+        heartbeat_rank.heartbeat.stop(error)
+        traceback.print_exc()
+    os._exit(code)
+
+
+def ranks(
+    folder: Path,
+    case: str,
+    who: int,
+    hang_timeout_s: float | None,
+    *,
+    num_ranks: int = 3,
+    backend: str = "gloo",
+    kept_by: str = "launcher",
+    awaited: Collection[int] | None = None,
+    **environ: str,
+) -> list[Ended]:
+    """Start the ranks and wait for the ``awaited`` ones (all); the others are killed then."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOADED, "tests.processes.heartbeat_rank", "tests.processes.test_heartbeat"])
+    store, port = None, free_port()
+    if kept_by == "launcher":
+        limit = datetime.timedelta(seconds=30)
+        store = dist.TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False)
+        port = store.port
+    processes = []
+    for rank in range(num_ranks):
+        own = environ | {
+            "RANK": str(rank), "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": "lo", "BACKEND": backend,
+            "TORCHELASTIC_USE_AGENT_STORE": str(kept_by == "launcher"),
+        }  # fmt: skip
+        arguments = (case, who, hang_timeout_s, own, str(folder / f"out{rank}"))
+        processes.append(context.Process(target=_child, args=arguments, name=f"rank {rank}"))
+        processes[-1].start()
+    deadline = time.monotonic() + LIMIT_S
+    try:
+        for rank in range(num_ranks) if awaited is None else awaited:
+            processes[rank].join(max(deadline - time.monotonic(), 0.1))
+        late = [rank for rank in (awaited or range(num_ranks)) if processes[rank].is_alive()]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    del store
+    told = [(folder / f"out{rank}").read_text() for rank in range(num_ranks)]
+    assert not late, f"ranks {late} did not end\n" + "\n".join(f"---- {r}:\n{text}" for r, text in enumerate(told))
+    return [Ended(process.exitcode, text) for process, text in zip(processes, told, strict=True)]  # type: ignore[arg-type]
+
+
+def pid(ended: Ended) -> str:
+    found = re.search(r"PID (\d+)", ended.text)
+    assert found is not None, ended.text
+    return found[1]
+
+
+def stacks(ended: Ended) -> dict[str, str]:
+    """The stacks in a full report, by what stands over them."""
+    parts = re.split(r"^---- (.*?):(?: |\n)", ended.text, flags=re.MULTILINE)[1:]
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("shm", marks=slow)])
+def test_a_rank_stuck_outside_is_named_on_all_with_the_stacks_and_all_end(tmp_path: Path, backend: str) -> None:
+    ended = ranks(tmp_path, "sleep", 1, HANG_S, backend=backend)
+    for rank, each in enumerate(ended):
+        assert each.code == EXIT_CODE, each.text
+        assert f"[rank {rank}] hang: no rank has started a collective for" in each.text
+        assert "held up by rank 1: 20 collectives of the default group started, others 21" in each.text
+        assert re.search(r"\n +1 +runs +20 .* sleeps_in_a_call \(heartbeat_rank.py:\d+\)", each.text), each.text
+        assert re.search(r"\n +0, 2 +waits +21 .* all_reduce, called in train", each.text), each.text
+        assert each.text.count("hang:") == 1, "said once"
+    told = stacks(ended[0])
+    assert "in all_reduce" in told["ranks 0, 2"] if backend == "gloo" else "in all_reduce" in ended[0].text
+    assert "in sleeps_in_a_call" in told["rank 1"]
+    assert not stacks(ended[2]), "whole on rank 0, short on the others"
+
+
+@slow
+def test_a_rank_that_made_another_call_is_seen_by_its_place(tmp_path: Path) -> None:
+    ended = ranks(tmp_path, "skip", 1, HANG_S, GROUP_TIMEOUT_S="30")
+    for each in ended:
+        assert each.code == EXIT_CODE, each.text
+        assert "the ranks wait in different collectives (all_reduce, barrier)" in each.text
+
+
+@slow
+def test_a_rank_that_polls_in_vain_is_a_hang_too(tmp_path: Path) -> None:
+    ended = ranks(tmp_path, "poll", 1, HANG_S)
+    for each in ended:
+        assert each.code == EXIT_CODE, each.text
+        assert "held up by rank 1" in each.text
+    assert "in polls_a_queue" in stacks(ended[0])["rank 1"]
+
+
+def test_a_stuck_data_loader_is_a_hang_and_its_workers_end_too(tmp_path: Path) -> None:
+    ended = ranks(tmp_path, "loader", 1, HANG_S)
+    for each in ended:
+        assert each.code == EXIT_CODE, each.text
+        assert "held up by rank 1" in each.text
+    assert "in reads_slow_data" in stacks(ended[0])["rank 1"]
+    worker = re.search(r"WORKER (\d+)", ended[1].text)
+    assert worker is not None
+    deadline = time.monotonic() + 4
+    while (alive := psutil.pid_exists(int(worker[1]))) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive, "it would notice by itself only after 5 s"
+
+
+def test_a_long_time_without_collectives_is_no_hang_while_nobody_stands_still(tmp_path: Path) -> None:
+    for each in ranks(tmp_path, "compute", -1, 1.0, num_ranks=2):
+        assert each.code == 0, each.text
+        assert "hang" not in each.text
+
+
+@pytest.mark.parametrize("kept_by", ["launcher", "rank 0"])
+def test_after_a_good_end_nothing_is_said_and_nothing_left(tmp_path: Path, kept_by: str) -> None:
+    for each in ranks(tmp_path, "none", -1, 5.0, kept_by=kept_by):
+        assert each.code == 0, each.text
+        assert re.fullmatch(r"PID \d+\nLEFT \[\] \d\.\d+\n", each.text), each.text
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_a_killed_rank_is_named_before_its_echo_ends_the_others(tmp_path: Path, backend: str) -> None:
+    ended = ranks(tmp_path, "kill", 2, None, backend=backend)
+    gone = f"rank 2 of 3: its process {pid(ended[2])} is gone: killed, or ended without gz.shutdown()"
+    for rank in (0, 1):
+        assert ended[rank].code == 1, ended[rank].text
+        assert gone in ended[rank].text
+        assert re.search(r"a collective failed on ranks? [01]", ended[rank].text), ended[rank].text
+        assert ended[rank].text.index(gone) < ended[rank].text.index("Traceback"), "before it ends"
+    told = stacks(ended[0])
+    assert told.pop("rank 2").startswith("gave no stack")
+    assert "in train" in "".join(told.values())
+
+
+def test_a_killed_rank_0_is_named_by_the_rank_that_takes_the_watch_over(tmp_path: Path) -> None:
+    ended = ranks(tmp_path, "kill", 0, None)
+    for rank in (1, 2):
+        assert "the store" not in ended[rank].text
+    watchers = [each for each in ended[1:] if stacks(each)]
+    assert len(watchers) == 1
+    assert all(f"rank 0 of 3: its process {pid(ended[0])} is gone" in each.text for each in ended[1:])
+
+
+def test_a_killed_rank_0_that_kept_the_store_is_named_by_each_for_itself(tmp_path: Path) -> None:
+    ended = ranks(tmp_path, "kill", 0, None, kept_by="rank 0")
+    for rank in (1, 2):
+        text = ended[rank].text
+        assert f"[rank {rank}] the connection to the store of the world broke" in text
+        assert f"rank 0, which keeps it, is gone (its process {pid(ended[0])} is gone)" in text
+        assert "in train" in text
+
+
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("shm", marks=slow)])
+def test_a_stopped_rank_is_named_and_ends_the_rest_at_the_time_out(tmp_path: Path, backend: str) -> None:
+    ended = ranks(tmp_path, "stop", 1, 6.0, awaited=(0, 2), backend=backend)
+    for rank in (0, 2):
+        text = ended[rank].text
+        assert ended[rank].code == EXIT_CODE, text
+        stopped = f"rank 1 of 3: its process {pid(ended[1])} is stopped (by a signal or a debugger)"
+        assert stopped in text
+        assert text.index(stopped) < text.index("held up by rank 1, lost")
+    assert "rank 1" in stacks(ended[0])
+
+
+@slow
+def test_without_a_time_out_a_lost_rank_is_reported_and_nothing_ended(tmp_path: Path) -> None:
+    ended = ranks(tmp_path, "stop", 1, None, awaited=(0, 2), GROUP_TIMEOUT_S="5")
+    for rank in (0, 2):
+        assert ended[rank].code == 1, "torch's own time-out"
+        assert "is stopped (by a signal" in ended[rank].text
+        assert "nothing is ended because of this" in ended[rank].text
+        assert "hang:" not in ended[rank].text
+
+
+@pytest.mark.parametrize("who", [pytest.param(0, marks=slow), 1])
+def test_a_rank_that_holds_the_lock_of_python_is_named_and_gives_no_stack(tmp_path: Path, who: int) -> None:
+    others = [rank for rank in range(3) if rank != who]
+    ended = ranks(tmp_path, "lock", who, HANG_S, awaited=others)
+    for rank in others:
+        assert ended[rank].code == EXIT_CODE, ended[rank].text
+        assert f"held up by rank {who}: no sign of life for" in ended[rank].text
+    [told] = [stacks(ended[rank]) for rank in others if stacks(ended[rank])]
+    assert told[f"rank {who}"].startswith("gave no stack")
+
+
+@slow
+def test_a_lock_that_is_held_for_a_while_is_no_loss(tmp_path: Path) -> None:
+    ended = ranks(tmp_path, "lock for a while", 1, 30.0, awaited=(1,))
+    assert "WENT ON" in ended[1].text
+    assert all("lost" not in each.text.split("WENT ON")[0] for each in ended[1:2])
+    assert "no sign of life" not in ended[0].text
+
+
+def test_a_rank_that_left_early_holds_the_others_up(tmp_path: Path) -> None:
+    ended = ranks(tmp_path, "leave", 1, HANG_S, awaited=(0, 2))
+    for rank in (0, 2):
+        assert ended[rank].code == EXIT_CODE, ended[rank].text
+        assert "held up by rank 1, which left the world while others still wait" in ended[rank].text
+        assert "lost" not in ended[rank].text.replace("lost one", "")
+
+
+def test_an_exception_is_told_to_the_others(tmp_path: Path) -> None:
+    ended = ranks(tmp_path, "raise", 1, None)
+    for rank in (0, 2):
+        assert "rank 1 ended with ValueError: no such file: data.bin" in ended[rank].text, ended[rank].text
+
+
+def test_the_time_out_of_a_collective_tells_who_held_it_up(tmp_path: Path) -> None:
+    ended = ranks(tmp_path, "sleep", 1, None, awaited=(0, 2), GROUP_TIMEOUT_S="3")
+    for rank in (0, 2):
+        assert "a collective failed on rank" in ended[rank].text, ended[rank].text
+        assert "held up by rank 1: 20 collectives of the default group started, others 21" in ended[rank].text
+    assert "in sleeps_in_a_call" in stacks(ended[0])["rank 1"]
+
+
+@slow
+def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:
+    done = multiprocessing.get_context("fork").Process(target=_stop_all_for, args=(os.getpid(), tmp_path, 4.0))
+    done.start()
+    ended = ranks(tmp_path, "none", -1, HANG_S)
+    done.join(LIMIT_S)
+    assert done.exitcode == 0
+    for each in ended:
+        assert each.code == 0, each.text
+        assert "hang" not in each.text and "lost" not in each.text
+
+
+def _stop_all_for(parent: int, folder: Path, seconds: float) -> None:
+    pids: list[int] = []
+    deadline = time.monotonic() + LIMIT_S
+    while len(pids) < 3 and time.monotonic() < deadline:
+        time.sleep(0.1)
+        texts = [path.read_text() for path in folder.glob("out*")]
+        pids = [int(found[1]) for found in (re.search(r"PID (\d+)\n", text) for text in texts) if found]
+    for sign in (signal.SIGSTOP, signal.SIGCONT):
+        for each in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(each, sign)
+        time.sleep(seconds)
+        seconds = 0.0
+    os._exit(0 if pids else 1)
+
+
+SCRIPT = """
+import sys, time
+import torch, torch.distributed as dist
+import guozhuang as gz
+
+
+def load_batch(step):
+    if step == 20 and gz.init().rank == 1:
+        time.sleep(1000)
+    return torch.ones(100)
+
+
+gz.init()
+for step in range(10**9):
+    dist.all_reduce(load_batch(step))
+"""
+
+
+def test_the_option_of_guozhuang_run(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    told = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMP_", "PET_", "TORCHELASTIC", "GUOZHUANG")
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(told)} | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "guozhuang", "run", "-np", "2", "--hang-timeout", "3", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100)
+    text = done.stdout + done.stderr
+    assert done.returncode == EXIT_CODE, text
+    for rank in (0, 1):
+        assert f"[rank {rank}] hang: no rank has started a collective for" in text
+    assert "held up by rank 1: 20 collectives of the default group started, others 21" in text
+    assert "in load_batch" in text and "in all_reduce" in text
