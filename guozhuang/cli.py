@@ -51,7 +51,13 @@ def _compare(arguments: Sequence[str]) -> int:
     return compare.run(parser.parse_args(list(arguments)))
 
 
-_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"compare": _compare, "run": _run}
+def _check(arguments: Sequence[str]) -> int:
+    from guozhuang import check
+
+    return check.main(arguments)
+
+
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"check": _check, "compare": _compare, "run": _run}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -61,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"guozhuang {_version()}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     commands.add_parser("run", help="start the ranks of a training script (takes torchrun's options)")
+    commands.add_parser("check", help="measure links and compare hosts, and say what is wrong")
     commands.add_parser("compare", help="train the same workload under several strategies, side by side")
     return parser
 

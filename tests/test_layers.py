@@ -26,6 +26,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("workloads",),
     ("lab",),
     ("launch",),
+    ("check",),  # starts ranks as `guozhuang run` does
     ("cli", "compat"),
     ("__init__", "__main__"),  # nothing stands on these
 )

@@ -29,8 +29,28 @@ NAMES = {
     "prepare",
     "shutdown",
 }
-COMMANDS = {"compare", "run"}
-RUN_OPTIONS_BESIDES_TORCHRUN = {"-np", "--backend", "--groups", "--strategy", "--timeline"}
+COMMANDS = {"check", "compare", "run"}
+SSH_OPTIONS = {
+    "-H",
+    "-x",
+    "--hostfile",
+    "--interface",
+    "--ssh-config",
+    "--ssh-identity",
+    "--ssh-port",
+    "--start-timeout",
+}
+RUN_OPTIONS_BESIDES_TORCHRUN = SSH_OPTIONS | {
+    "-np",
+    "--backend",
+    "--groups",
+    "--hang-timeout",
+    "--pass-local-rank",
+    "--strategy",
+    "--timeline",
+    "--use-env",
+}
+CHECK_OPTIONS = SSH_OPTIONS | {"-np", "--help", "--json", "--timeout"}
 COMPARE_OPTIONS = {
     "--backend",
     "--bad-rows",
@@ -79,7 +99,16 @@ COMPARE_OPTIONS = {
     "--weight-decay",
     "--workload",
 }
-ENVIRONMENT = {"GUOZHUANG_BACKEND", "GUOZHUANG_GROUPS", "GUOZHUANG_STRATEGY", "GUOZHUANG_TIMELINE"}
+ENVIRONMENT = {
+    "GUOZHUANG_BACKEND",
+    "GUOZHUANG_GROUPS",
+    "GUOZHUANG_HANG_TIMEOUT",
+    "GUOZHUANG_MEETING_DIR",
+    "GUOZHUANG_RUN",
+    "GUOZHUANG_SECRET",
+    "GUOZHUANG_STRATEGY",
+    "GUOZHUANG_TIMELINE",
+}
 # Imported where they are used, never by `import guozhuang`.
 HEAVY = {"matplotlib", "transformers", "tokenizers", "rich", "jinja2", "psutil", "pyarrow", "torch._dynamo", "pandas"}
 
@@ -118,7 +147,12 @@ def test_options_of_run() -> None:
     assert torchrun <= options(parser()), "every option of torchrun is an option of guozhuang run"
     ours = {name for action in parser()._actions for name in action.option_strings}
     theirs = {name for action in get_args_parser()._actions for name in action.option_strings}
-    assert ours - theirs == RUN_OPTIONS_BESIDES_TORCHRUN
+    added = ours - theirs
+    assert {f"--{name[2:].replace('_', '-')}" if name.startswith("--") else name for name in added} == (
+        RUN_OPTIONS_BESIDES_TORCHRUN
+    )
+    for name in added:  # torchrun takes dashes and underscores; so do we
+        assert not name.startswith("--") or f"--{name[2:].replace('-', '_')}" in added
 
 
 def test_options_of_compare() -> None:
@@ -127,6 +161,12 @@ def test_options_of_compare() -> None:
     parser = argparse.ArgumentParser()
     compare.add_arguments(parser)
     assert options(parser) == COMPARE_OPTIONS
+
+
+def test_options_of_check() -> None:
+    from guozhuang.check.command import parser
+
+    assert options(parser()) == CHECK_OPTIONS
 
 
 def test_environment_variables() -> None:

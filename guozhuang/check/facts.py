@@ -1,0 +1,269 @@
+"""What one rank tells of itself: host, versions, network, resources. Asks the system only; waits for nobody."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import ipaddress
+import os
+import platform
+import resource
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from guozhuang.check import meeting
+from guozhuang.check.results import SOURCE, Facts, Interface, Network, Resources
+from guozhuang.errors import UsageError
+from guozhuang.groups.shared_memory import engine
+from guozhuang.world import requested_backend, requested_gloo_interface
+from guozhuang.world.devices import SHARED_MEMORY, choose
+from guozhuang.world.identity import Identity
+from guozhuang.world.rendezvous import host_identity
+from guozhuang.world.session import BIND_DEVICES
+
+T = TypeVar("T")
+
+_RESOLVE_S = 3.0  # a name server that is down answers after half a minute
+_PACKAGES = ("torch", "guozhuang", "numpy")
+
+
+def collect(identity: Identity) -> Facts:
+    """The facts of this process. Takes up to a few seconds where names do not resolve; never longer."""
+    num_cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device, device_name = _device(identity, num_cuda)
+    return Facts(
+        rank=identity.rank,
+        host=socket.gethostname(),
+        node=host_identity(),
+        pid=os.getpid(),
+        launcher=identity.launcher,
+        device=device,
+        device_name=device_name,
+        num_devices=num_cuda,
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        versions=versions(),
+        c_engine=engine.native_built(),
+        shm_known=platform.system() == "Linux" and dist.is_backend_available(SHARED_MEMORY),
+        network=network(meeting.host(identity)),
+        resources=resources(),
+    )
+
+
+def versions() -> dict[str, str]:
+    """What must be the same everywhere. The source has a digest, because a checkout may be stale unnoticed."""
+    found = {"Python": platform.python_version()}
+    for name in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    found["torch"] = torch.__version__
+    found[SOURCE] = _source_digest()
+    if torch.version.cuda:
+        found["CUDA"] = torch.version.cuda
+    if torch.version.hip:
+        found["ROCm"] = torch.version.hip
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        with contextlib.suppress(RuntimeError, ValueError):
+            found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    driver = _read("/proc/driver/nvidia/version")
+    if driver:
+        words = driver.splitlines()[0].split()
+        found["NVIDIA driver"] = next((w for w in words if w[:1].isdigit() and "." in w), "?")
+    return found
+
+
+def network(meeting_host: str) -> Network:
+    """How this process reaches others, and the host where they meet."""
+    interfaces = _interfaces()
+    met, meeting_error = _resolve(meeting_host) if meeting_host else ((), "")
+    named, name_error = _resolve(socket.gethostname())
+    routed = next((name for name in (_interface_to(address, interfaces) for address in met) if name), None)
+    requested = requested_gloo_interface()
+    # Gloo takes a list, and uses its interfaces in turn; the first is the one that everything starts with.
+    in_use = requested.split(",")[0].strip() if requested else routed
+    return Network(
+        meeting_host=meeting_host,
+        meeting_addresses=met,
+        meeting_error=meeting_error,
+        name_addresses=named,
+        name_error=name_error,
+        requested=requested,
+        routed=routed,
+        in_use=in_use,
+        address=_address_on(in_use, interfaces, met),
+        interfaces=interfaces,
+    )
+
+
+def resources() -> Resources:
+    """What this process may use of its node."""
+    memory = psutil.virtual_memory()
+    limit, used = _memory_limit()
+    total, available = int(memory.total), int(memory.available)
+    if limit is not None and limit < total:
+        total, available = limit, min(available, max(limit - used, 0))
+    shm = shm_free = None
+    with contextlib.suppress(OSError):
+        there = os.statvfs("/dev/shm")
+        shm, shm_free = there.f_blocks * there.f_frsize, there.f_bavail * there.f_frsize
+    return Resources(
+        cores=tuple(
+            sorted(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
+        ),
+        quota_cores=_quota_cores(),
+        num_threads=torch.get_num_threads(),
+        memory_bytes=total,
+        available_bytes=available,
+        swap_used_bytes=_swap_used(),
+        shm_bytes=shm,
+        shm_free_bytes=shm_free,
+        memlock_bytes=_limit(resource.RLIMIT_MEMLOCK),
+        num_open_files=_limit(resource.RLIMIT_NOFILE),
+        rdma_devices=tuple(sorted(_names("/sys/class/infiniband"))),
+    )
+
+
+def _device(identity: Identity, num_cuda: int) -> tuple[str, str]:
+    """Where gz.init would put this rank, and the model. Which local rank it is may be known only after the meeting."""
+    if not num_cuda:
+        lines = _read("/proc/cpuinfo").splitlines()
+        named = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+        return "cpu", named
+    local_rank = identity.local_rank or 0
+    is_bound = identity.launcher in BIND_DEVICES
+    try:
+        _, chosen = choose(requested_backend(), None, local_rank, num_cuda, is_bound=is_bound)
+    except UsageError:
+        return f"cuda:{local_rank} (not there)", ""
+    return str(chosen), torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else ""
+
+
+def _source_digest() -> str:
+    digest = hashlib.sha256()
+    folder = Path(__file__).parents[1]
+    for path in sorted(folder.rglob("*.py")):
+        with contextlib.suppress(OSError):
+            digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _interfaces() -> tuple[Interface, ...]:
+    states = psutil.net_if_stats()
+    found = []
+    for name, entries in psutil.net_if_addrs().items():
+        internet = [e for e in entries if e.family in (socket.AF_INET, socket.AF_INET6)]
+        state = states.get(name)
+        found.append(
+            Interface(
+                name=name,
+                addresses=tuple(e.address for e in sorted(internet, key=lambda e: e.family != socket.AF_INET)),
+                is_up=bool(state and state.isup),
+                mtu_bytes=state.mtu if state and state.mtu else None,
+                speed_mbit_per_s=state.speed if state and 0 < state.speed < 65535 * 100 else None,
+                is_card=os.path.exists(f"/sys/class/net/{name}/device"),
+            )
+        )
+    return tuple(found)
+
+
+def _resolve(host: str) -> tuple[tuple[str, ...], str]:
+    """The addresses of a host, IPv4 first, or why there are none."""
+    nothing: tuple[str, ...] = ()
+
+    def ask() -> tuple[tuple[str, ...], str]:
+        try:
+            entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        except OSError as error:
+            return nothing, str(error.strerror or error)
+        return tuple(dict.fromkeys(sorted((str(e[4][0]) for e in entries), key=lambda a: ":" in a))), ""
+
+    return _within(ask, _RESOLVE_S, (nothing, f"no answer from the name service within {_RESOLVE_S:g} s"))
+
+
+def _within(ask: Callable[[], T], limit_s: float, otherwise: T) -> T:
+    """Ask in a thread, because nothing else can put a limit to the system's resolver."""
+    answer: list[T] = []
+    thread = threading.Thread(target=lambda: answer.append(ask()), name="guozhuang resolver", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return answer[0] if answer else otherwise
+
+
+def _interface_to(address: str, interfaces: Sequence[Interface]) -> str | None:
+    """The interface that the system would use to reach an address. Sends nothing."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))
+        return _owner(probe.getsockname()[0], interfaces)
+    return None
+
+
+def _owner(address: str, interfaces: Sequence[Interface]) -> str | None:
+    bare = address.partition("%")[0]
+    owners = [each.name for each in interfaces if any(a.partition("%")[0] == bare for a in each.addresses)]
+    if not owners and ipaddress.ip_address(bare).is_loopback:  # 127.0.1.1 stands nowhere and works
+        owners = [each.name for each in interfaces if each.name in ("lo", "lo0")]
+    return owners[0] if owners else None
+
+
+def _address_on(name: str | None, interfaces: Sequence[Interface], meeting: Sequence[str]) -> str:
+    """An address of the interface, of the same family as where ranks meet."""
+    found = next((each.addresses for each in interfaces if each.name == name), ())
+    usable = [a for a in found if not a.startswith("fe80")]
+    wants_six = bool(meeting) and ":" in meeting[0]
+    return min(usable, key=lambda a: (":" in a) != wants_six, default="")
+
+
+def _limit(kind: int) -> int | None:
+    soft = resource.getrlimit(kind)[0]
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _swap_used() -> int | None:
+    with contextlib.suppress(OSError, RuntimeError):
+        return int(psutil.swap_memory().used)
+    return None
+
+
+def _quota_cores() -> float | None:
+    """Processor time that the control group allows (version 2, then 1)."""
+    words = _read("/sys/fs/cgroup/cpu.max").split()
+    if len(words) == 2 and words[0].isdigit() and words[1].isdigit():
+        return int(words[0]) / int(words[1])
+    quota, period = (_read(f"/sys/fs/cgroup/cpu/cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
+    if quota.isdigit() and period.isdigit() and int(period):
+        return int(quota) / int(period)
+    return None
+
+
+def _memory_limit() -> tuple[int | None, int]:
+    """(limit, use) of the control group in bytes (version 2, then 1), cached files that can be dropped not counted."""
+    for folder, limit_name, use_name in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        limit, use = _read(f"{folder}/{limit_name}").strip(), _read(f"{folder}/{use_name}").strip()
+        if limit.isdigit() and use.isdigit():
+            pairs = [line.split() for line in _read(f"{folder}/memory.stat").splitlines()]
+            cached = next((int(pair[1]) for pair in pairs if pair[0] in ("inactive_file", "total_inactive_file")), 0)
+            return int(limit), max(int(use) - cached, 0)
+    return None, 0
+
+
+def _names(folder: str) -> list[str]:
+    with contextlib.suppress(OSError):
+        return os.listdir(folder)
+    return []
+
+
+def _read(path: str) -> str:
+    with contextlib.suppress(OSError):
+        return Path(path).read_text()
+    return ""

@@ -1,0 +1,267 @@
+"""``guozhuang check`` with real ranks: under a launcher, started by itself, and with ranks that fail."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from guozhuang.check import links, rank, reductions
+from guozhuang.check.results import Results, from_json, to_json
+from guozhuang.check.verdict import judge
+from guozhuang.errors import UsageError
+from tests.ranks import RankError, run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMAND = "import sys; from guozhuang.check import main; sys.exit(main(sys.argv[1:]))"
+
+
+def environ(**more: str) -> dict[str, str]:
+    told = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMP_", "PET_", "TORCHELASTIC", "GUOZHUANG", "GLOO")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(told)}
+    return kept | {"PYTHONPATH": str(ROOT)} | more
+
+
+def part(number: int, size: int, timeout_s: float, trouble: str) -> str:
+    """One rank's part; rank 0 returns the result as JSON. ``trouble`` is what happens on rank 1."""
+    what, _, when = trouble.partition(" while ")
+
+    def strike(*_: Any) -> Any:
+        if what == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(10)
+        os._exit(7)
+
+    if number == 1 and when == "links":
+        links.measure_as_called = links.measure_as_caller = strike  # type: ignore[assignment]
+    if number == 1 and when == "all_reduce":
+        reductions.measure = strike  # type: ignore[assignment]
+    found: list[str] = []
+
+    def keep(results: Results) -> int:
+        found.append(to_json(results, judge(results)))
+        return json.loads(found[0])["exit_code"]
+
+    code = rank.take_part(timeout_s, keep)
+    assert code == (json.loads(found[0])["exit_code"] if found else 0)
+    return found[0] if found else ""
+
+
+def checked(num_ranks: int, timeout_s: float = 20.0, trouble: str = "", **env: str) -> tuple[Results, set[str], float]:
+    """(the result of rank 0, the kinds of what was found, how long it took)."""
+    start = time.monotonic()
+    answers = run_ranks(part, num_ranks, timeout_s, trouble, init=False, env=env, collect_errors=bool(trouble))
+    took_s = time.monotonic() - start
+    assert not isinstance(answers[0], RankError), answers[0].text
+    results = from_json(answers[0])
+    return results, {each.kind for each in judge(results) if each.level == "fail"}, took_s
+
+
+def test_ranks_of_a_launcher_measure_everything() -> None:
+    results, kinds, _ = checked(3)
+    assert kinds == set()
+    assert [each.rank for each in results.facts] == [0, 1, 2]
+    assert not results.absences
+    assert [(each.a, each.b, each.failure) for each in results.links] == [(0, 1, ""), (0, 2, ""), (1, 2, "")]
+    for link in results.links:
+        assert link.latency_s is not None and 1e-6 < link.latency_s < 0.05
+        assert link.latency_repeats >= 5
+        for speed, repeats in (
+            (link.forward_bytes_per_s, link.forward_repeats),
+            (link.backward_bytes_per_s, link.backward_repeats),
+        ):
+            assert speed is not None and 1e7 < speed < 1e11
+            assert repeats >= 1
+    told = [(each.backend, each.is_default) for each in results.reductions]
+    assert told == [("shm", True), ("shm", True), ("gloo", False), ("gloo", False)]
+    assert all(each.median_s and each.num_repeats >= 3 for each in results.reductions)
+    first = results.facts[0]
+    assert first.network.in_use in ("lo", "lo0")
+    assert first.versions["torch"] and first.resources.cores
+
+
+def test_a_rank_that_never_comes_is_named_and_the_others_are_measured() -> None:
+    results, kinds, took_s = checked(2, 2.0, WORLD_SIZE="3", LOCAL_WORLD_SIZE="3")
+    assert kinds == {"missing-rank"}
+    assert [(each.rank, each.what) for each in results.absences] == [(2, "did not come")]
+    assert [(each.a, each.b, each.failure) for each in results.links] == [(0, 1, "")]
+    assert any("missing 2" in note for note in results.notes)
+    assert took_s < 15
+
+
+def test_a_rank_that_is_killed_in_the_middle_is_named_and_the_others_are_measured() -> None:
+    results, kinds, took_s = checked(3, 20.0, "killed while links")
+    assert kinds == {"lost-rank"}
+    assert [(each.rank, each.what, each.when) for each in results.absences] == [(1, "stopped", "links were measured")]
+    good = [(each.a, each.b) for each in results.links if not each.failure]
+    assert good == [(0, 2)]
+    assert took_s < 15
+
+
+def test_a_rank_that_is_stuck_is_named() -> None:
+    results, kinds, took_s = checked(3, 4.0, "stuck while links")
+    assert kinds == {"lost-rank"}
+    assert [(each.rank, each.what) for each in results.absences] == [(1, "does not answer")]
+    assert [(each.a, each.b) for each in results.links if not each.failure] == [(0, 2)]
+    assert took_s < 25
+
+
+@pytest.mark.parametrize("what", ["killed", "stuck"])
+def test_a_rank_that_stops_in_all_reduce_is_named(what: str) -> None:
+    results, kinds, _ = checked(2, 4.0, f"{what} while all_reduce")
+    assert kinds == {"lost-rank"}
+    assert [each.rank for each in results.absences] == [1]
+    assert results.absences[0].when == "all_reduce was measured"
+    assert [each.failure for each in results.links] == [""]
+    assert results.reductions[-1].failure
+
+
+def twice(number: int, size: int) -> str:
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(min(number, 1))
+    try:
+        rank.take_part(2.0, lambda results: 0)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_two_processes_with_one_rank_are_told() -> None:
+    answers = run_ranks(twice, 3, init=False, env={"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
+    assert answers[0] == ""
+    assert sorted(answers[1:])[0] == ""
+    assert "two processes say that they are rank 1 of 2" in sorted(answers[1:])[1]
+
+
+def apart(number: int, size: int) -> tuple[int, str, float]:
+    said, start = io.StringIO(), time.monotonic()
+    with contextlib.redirect_stderr(said):
+        code = rank.take_part(1.5, lambda results: 0)
+    return code, said.getvalue(), time.monotonic() - start
+
+
+def test_a_rank_that_reaches_nobody_says_so_itself() -> None:
+    ((code, said, took_s),) = run_ranks(
+        apart, 1, init=False, env={"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    )
+    assert code == 1
+    assert said.startswith("guozhuang check: [rank 1] could not reach rank 0's store at 127.0.0.1:")
+    assert took_s < 10
+
+
+def test_by_itself_it_starts_ranks_and_prints_tables() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND, "-np", "2"], env=environ(), capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for words in (
+        "2 ranks on 1 node",
+        "0 \N{EN DASH} 1",
+        "shm (default here)",
+        "Same everywhere: Python",
+        "all_reduce of all",
+    ):
+        assert words in done.stdout
+    assert "Nothing found" in done.stdout or "Training will run" in done.stdout
+    assert done.stderr == ""
+
+
+@pytest.mark.slow
+def test_under_torchrun_json_is_all_there_is_on_stdout(tmp_path: Path) -> None:
+    script = tmp_path / "check.py"
+    script.write_text(COMMAND)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script), "--json"],
+        env=environ(),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads(done.stdout)
+    assert document["schema_version"] == 1
+    assert document["num_ranks"] == 2
+    assert document["exit_code"] == 0
+    assert len(document["links"]) == 1
+
+
+@pytest.mark.slow
+def test_a_rank_killed_under_torchrun_is_told_before_the_launcher_ends_the_others(tmp_path: Path) -> None:
+    script = tmp_path / "check.py"
+    strike = (
+        "import os, time\nfrom guozhuang.check import links\n"
+        "if os.environ['RANK'] == '1':\n    links.measure_as_called = lambda *_: os.kill(os.getpid(), 9)\n"
+    )
+    script.write_text(strike + COMMAND)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", str(script), "--json"],
+        env=environ(),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 1
+    document = json.loads(done.stdout)
+    assert document["absences"][0]["rank"] == 1
+    assert document["absences"][0]["what"] == "stopped"
+    assert [each["kind"] for each in document["findings"] if each["level"] == "fail"] == ["lost-rank"]
+
+
+@pytest.mark.slow
+def test_ending_the_check_ends_its_ranks() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, "-np", "2"], env=environ(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while len(left := psutil.Process(process.pid).children(recursive=True)) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        process.terminate()
+        process.communicate(timeout=40)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode not in (0, None)
+    _, alive = psutil.wait_procs(left, timeout=10)
+    assert not alive
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-np", "0"], "-np must be at least 1"),
+        (["--timeout", "0"], "--timeout"),
+        (["--timeout", "nan"], "--timeout"),
+        (["--ssh-port", "22"], "none is named"),
+        (["-H", "a:0"], "at least one slot"),
+        (["-H", "a:1", "-np", "2"], "more ranks than there are slots"),
+        (["--interface", "eth0"], "--interface serves several hosts"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_work_is_said_and_starts_nothing(arguments: list[str], words: str) -> None:
+    from guozhuang.check import main
+
+    with pytest.raises(UsageError) as caught:
+        main(arguments)
+    assert words in str(caught.value)
+
+
+def test_ranks_are_not_started_by_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from guozhuang.check import main
+
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError) as caught:
+        main(["-np", "2"])
+    assert "leave -np out" in str(caught.value)
