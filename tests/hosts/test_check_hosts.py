@@ -76,6 +76,7 @@ def test_the_host_behind_a_slow_link_is_named() -> None:
     assert used == {("eth0", "eth0")}
 
 
+@pytest.mark.slow
 def test_a_wrong_interface_is_named_and_breaks() -> None:
     with Hosts(2) as hosts:
         env = environment(GLOO_SOCKET_IFNAME="lo")
@@ -133,6 +134,7 @@ def test_a_cable_cut_in_the_middle_names_the_host() -> None:
 
 
 @needs_ssh
+@pytest.mark.slow
 def test_a_host_without_our_key_is_named_and_nothing_is_started(tmp_path: Path) -> None:
     with Sshd(tmp_path) as server:
         config = tmp_path / "config"
@@ -150,6 +152,7 @@ def test_a_host_without_our_key_is_named_and_nothing_is_started(tmp_path: Path) 
 
 
 @needs_ssh
+@pytest.mark.slow
 def test_what_only_the_launcher_can_refuse_is_bad_usage_too(tmp_path: Path) -> None:
     with Sshd(tmp_path) as server:
         arguments = ["5", "-H", "a0:1", "-x", "NOT_SET_ANYWHERE", "--ssh-config", str(server.config)]
@@ -162,6 +165,7 @@ def test_what_only_the_launcher_can_refuse_is_bad_usage_too(tmp_path: Path) -> N
 
 @needs_ssh
 @pytest.mark.timeout(200)
+@pytest.mark.slow
 def test_over_ssh_the_hosts_that_can_be_reached_are_measured(tmp_path: Path) -> None:
     with Hosts(2, rate="1gbit") as hosts, Sshd(tmp_path, hosts, 2) as server:
         arguments = ["40", "-H", f"{hosts.address(0)}:1,h1:1,h5:1", "--ssh-config", str(server.config)]

@@ -121,6 +121,7 @@ def listening(host: int, hosts: Hosts) -> set[str]:
 
 
 @pytest.mark.parametrize("is_secret", [True, False], ids=["secret", "open"])
+@pytest.mark.slow
 def test_nodes_meet_by_number_and_again_after_a_failure(
     start: Start, hosts: Hosts, tmp_path: Path, is_secret: bool
 ) -> None:
@@ -145,6 +146,7 @@ def test_who_does_not_know_the_secret_is_not_let_in(start: Start) -> None:
     assert "GUOZHUANG_SECRET" in other.text and "Traceback" not in first.text + other.text
 
 
+@pytest.mark.slow
 def test_a_node_that_gives_up_ends_the_others(start: Start) -> None:
     """Its ranks are asleep, in no collective that could fail."""
     options = "-np 1 --nnodes 2 --master-addr 10.77.0.10 --node-rank"
@@ -173,6 +175,7 @@ def test_a_node_joins_late(start: Start, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["killed", "cut"])
+@pytest.mark.slow
 def test_a_lost_node_is_left_behind_within_ten_seconds(start: Start, hosts: Hosts, tmp_path: Path, how: str) -> None:
     agents = [start(host, ELASTIC, "wait") for host in (0, 1)]
     for agent in agents:
@@ -190,6 +193,7 @@ def test_a_lost_node_is_left_behind_within_ten_seconds(start: Start, hosts: Host
     assert agents[0].wait() == 0, agents[0].text
 
 
+@pytest.mark.slow
 def test_a_signal_while_waiting_for_others_ends_the_agent(start: Start, tmp_path: Path) -> None:
     agent = start(0, "--nnodes 2 --master-addr 10.77.0.10 --node-rank 0")
     deadline = time.monotonic() + 60

@@ -56,6 +56,7 @@ def test_an_agent_per_node(cluster: Cluster) -> None:
     assert found == ["0 0 4", "1 0 4", "2 1 4", "3 1 4"], out
 
 
+@pytest.mark.slow
 def test_an_agent_per_rank_is_told_what_to_do(cluster: Cluster) -> None:
     code, out = srun(cluster, "-N1", "-n2")
     assert code == 2

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HANG_S = 6.0
 
 
+@pytest.mark.slow
 def test_a_cut_cable_is_named_on_both_sides_and_ends_both(tmp_path: Path) -> None:
     told = ("GLOO_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "GUOZHUANG", "TORCHELASTIC")
     environ = {k: v for k, v in os.environ.items() if not k.startswith(told)} | {"PYTHONPATH": str(ROOT)}

@@ -158,6 +158,7 @@ def cases() -> Iterator[object]:
 @pytest.mark.parametrize(("launcher", "rank_0"), list(cases()))
 @on_hosts[0]
 @on_hosts[1]
+@pytest.mark.slow
 def test_over_two_hosts(launcher: str, rank_0: str, hosts: Hosts, tmp_path: Path) -> None:
     """mpirun runs on host 0. Rank 0 there is found by what the launcher tells of itself; elsewhere by a note at home."""
     order = (0, 1) if rank_0 == "here" else (1, 0)

@@ -73,6 +73,7 @@ def test_two_steps_of_one_job_at_once(cluster: Cluster) -> None:
     assert found[0]["ports"] != found[2]["ports"]
 
 
+@pytest.mark.slow
 def test_two_jobs_on_one_node_with_ranks_that_start_3_s_apart(cluster: Cluster) -> None:
     """What breaks the widely copied helper: a late rank takes rank 0's own port for taken, or a neighbour's for free."""
     srun = ["srun", "-N1", "-w", "n0", "-n2", *MEMBER.split(), "late"]
@@ -88,6 +89,7 @@ def test_two_jobs_on_one_node_with_ranks_that_start_3_s_apart(cluster: Cluster) 
     assert found[2]["entered_s"] > 2, "rank 0 waited for rank 1"
 
 
+@pytest.mark.slow
 def test_the_first_ports_taken_by_strangers(cluster: Cluster) -> None:
     """One accepts and is silent, one talks nonsense: rank 0 takes the third, and rank 1 finds it there."""
     done = cluster.run(["srun", "-N1", "-n2", *MEMBER.split(), "strangers"], timeout_s=90)

@@ -35,6 +35,7 @@ def cluster(hosts: Hosts) -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize("on", [0, 1], ids=["srun on rank 0's node", "srun on the other node"])
+@pytest.mark.slow
 def test_ranks_meet_at_a_door_on_the_network(on: int, cluster: Cluster, hosts: Hosts) -> None:
     """Node names lead to 127.0.1.1 on their own node, as Debian has it; rank 0 listens where the others come from."""
     unset = [word for name in os.environ if name.startswith(TOLD) for word in ("-u", name)]

@@ -193,6 +193,7 @@ def test_two_hosts_with_different_slots_train(sshd: Sshd, folder: Path) -> None:
     assert "says this to stderr" not in done.stdout
 
 
+@pytest.mark.slow
 def test_hosts_that_cannot_be_reached_are_named_in_the_words_of_ssh(sshd: Sshd, folder: Path) -> None:
     # a0 is fine; a1 has nobody who listens; a2 takes another key only; the last is unknown.
     keys = f"Host a0\n  IdentityFile {sshd.identity}\nHost a1\n  Port 1\nHost a2\n  IdentityFile {sshd.identity}-no\n"
@@ -212,6 +213,7 @@ def test_hosts_that_cannot_be_reached_are_named_in_the_words_of_ssh(sshd: Sshd, 
     assert not list(folder.glob("here*"))
 
 
+@pytest.mark.slow
 def test_a_rank_killed_on_the_second_host(sshd: Sshd, folder: Path) -> None:
     done = launch(sshd, folder, "-H", "a0:1,a1:2", "light.py", "kill2", "child", "sleep")
     assert done.returncode == 128 + signal.SIGKILL

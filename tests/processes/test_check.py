@@ -90,6 +90,7 @@ def test_ranks_of_a_launcher_measure_everything() -> None:
     assert first.versions["torch"] and first.resources.cores
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes_is_named_and_the_others_are_measured() -> None:
     results, kinds, took_s = checked(2, 2.0, WORLD_SIZE="3", LOCAL_WORLD_SIZE="3")
     assert kinds == {"missing-rank"}
@@ -108,6 +109,7 @@ def test_a_rank_that_is_killed_in_the_middle_is_named_and_the_others_are_measure
     assert took_s < 15
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stuck_is_named() -> None:
     results, kinds, took_s = checked(3, 4.0, "stuck while links")
     assert kinds == {"lost-rank"}
@@ -149,6 +151,7 @@ def apart(number: int, size: int) -> tuple[int, str, float]:
     return code, said.getvalue(), time.monotonic() - start
 
 
+@pytest.mark.slow
 def test_a_rank_that_reaches_nobody_says_so_itself() -> None:
     ((code, said, took_s),) = run_ranks(
         apart, 1, init=False, env={"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}

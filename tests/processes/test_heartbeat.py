@@ -145,6 +145,7 @@ def test_a_rank_that_polls_in_vain_is_a_hang_too(tmp_path: Path) -> None:
     assert "in polls_a_queue" in stacks(ended[0])["rank 1"]
 
 
+@pytest.mark.slow
 def test_a_stuck_data_loader_is_a_hang_and_its_workers_end_too(tmp_path: Path) -> None:
     ended = ranks(tmp_path, "loader", 1, HANG_S)
     for each in ended:
@@ -159,6 +160,7 @@ def test_a_stuck_data_loader_is_a_hang_and_its_workers_end_too(tmp_path: Path) -
     assert not alive, "it would notice by itself only after 5 s"
 
 
+@pytest.mark.slow
 def test_a_long_time_without_collectives_is_no_hang_while_nobody_stands_still(tmp_path: Path) -> None:
     for each in ranks(tmp_path, "compute", -1, 1.0, num_ranks=2):
         assert each.code == 0, each.text
@@ -245,6 +247,7 @@ def test_a_lock_that_is_held_for_a_while_is_no_loss(tmp_path: Path) -> None:
     assert "no sign of life" not in ended[0].text
 
 
+@pytest.mark.slow
 def test_a_rank_that_left_early_holds_the_others_up(tmp_path: Path) -> None:
     ended = ranks(tmp_path, "leave", 1, HANG_S, awaited=(0, 2))
     for rank in (0, 2):
@@ -259,6 +262,7 @@ def test_an_exception_is_told_to_the_others(tmp_path: Path) -> None:
         assert "rank 1 ended with ValueError: no such file: data.bin" in ended[rank].text, ended[rank].text
 
 
+@pytest.mark.slow
 def test_the_time_out_of_a_collective_tells_who_held_it_up(tmp_path: Path) -> None:
     ended = ranks(tmp_path, "sleep", 1, None, awaited=(0, 2), GROUP_TIMEOUT_S="3")
     for rank in (0, 2):
@@ -313,6 +317,7 @@ for step in range(10**9):
 """
 
 
+@pytest.mark.slow
 def test_the_option_of_guozhuang_run(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     told = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMP_", "PET_", "TORCHELASTIC", "GUOZHUANG")

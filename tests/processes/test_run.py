@@ -112,6 +112,7 @@ def test_the_old_way_of_telling_the_local_rank(script: Path, tmp_path: Path, opt
     assert [rank["argv"] for rank in told(tmp_path)] == [[f"--{option}={rank}", "a"] for rank in range(2)]
 
 
+@pytest.mark.slow
 def test_variables_of_torchrun_are_read(script: Path, tmp_path: Path) -> None:
     done = guozhuang("run", "--use_env", script, folder=tmp_path, PET_NPROC_PER_NODE="2", PET_MASTER_PORT="0")
     assert done.returncode == 0, done.stderr
@@ -199,6 +200,7 @@ def test_timelines_of_the_ranks_become_one(script: Path, tmp_path: Path) -> None
     assert not list(tmp_path.glob("trace.json.rank*"))
 
 
+@pytest.mark.slow
 def test_a_timeline_that_nobody_wrote_is_said(script: Path, tmp_path: Path) -> None:
     done = guozhuang("run", "--timeline", "trace.json", script, folder=tmp_path)
     assert done.returncode == 0

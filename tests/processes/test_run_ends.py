@@ -112,6 +112,7 @@ def test_a_killed_launcher_leaves_nothing(start: Callable[..., Started], tmp_pat
     assert not temporary(tmp_path), "the guard removes the temporary folder"
 
 
+@pytest.mark.slow
 def test_ranks_end_with_the_launcher_even_without_the_guard(start: Callable[..., Started]) -> None:
     run = start("sleep")
     guards = [p for p in psutil.process_iter(["cmdline"]) if str(run.launcher.pid) in (p.info["cmdline"] or [])]
@@ -137,6 +138,7 @@ def test_a_signal_ends_everything(start: Callable[..., Started], tmp_path: Path,
     assert not temporary(tmp_path)
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_listen_are_killed_in_the_end(start: Callable[..., Started]) -> None:
     run = start("deaf", "sleep", options=("--shutdown-timeout", "1"))
     time.sleep(0.5)
@@ -146,6 +148,7 @@ def test_ranks_that_do_not_listen_are_killed_in_the_end(start: Callable[..., Sta
     assert not run.left()
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_does_not_wait(start: Callable[..., Started]) -> None:
     run = start("deaf", "sleep")
     time.sleep(0.5)

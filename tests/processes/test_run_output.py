@@ -40,6 +40,7 @@ def test_lines_are_marked_and_none_is_lost(tmp_path: Path) -> None:
     assert len(lines) == 3 * 3001
 
 
+@pytest.mark.slow
 def test_both_streams_to_one_place_keep_their_order(tmp_path: Path) -> None:
     script = write(tmp_path, "for i in range(500): print(i, file=(sys.stdout, sys.stderr)[i % 2])\n")
     done = subprocess.run(
@@ -105,6 +106,7 @@ def test_a_file_per_rank(tmp_path: Path) -> None:
     assert (tmp_path / "logs" / "rank1.log").read_text() == f"hello 1\nerr\n{again}hello 1\nerr\n"
 
 
+@pytest.mark.slow
 def test_torchs_own_redirection_still_works(tmp_path: Path) -> None:
     script = write(tmp_path, "print('hello', rank)\n")
     done = guozhuang("run", "-np", "2", "--log-dir", "logs", "-t", "3", script, folder=tmp_path)
@@ -113,6 +115,7 @@ def test_torchs_own_redirection_still_works(tmp_path: Path) -> None:
     assert len(list((tmp_path / "logs").rglob("stdout.log"))) == 2
 
 
+@pytest.mark.slow
 def test_only_some_ranks_are_shown(tmp_path: Path) -> None:
     done = guozhuang("run", "-np", "2", "--local-ranks-filter", "1", write(tmp_path, "print('hi')\n"), folder=tmp_path)
     assert done.stdout == "[1] hi\n"
@@ -147,6 +150,7 @@ def test_the_report_of_a_failure(tmp_path: Path, stand: str) -> None:
         assert noise not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_restart_is_said(tmp_path: Path) -> None:
     script = write(tmp_path, "print('try'); sys.exit(0 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '1' else 5)\n")
     done = guozhuang("run", "-np", "2", "--max-restarts", "3", script, folder=tmp_path)
@@ -155,6 +159,7 @@ def test_a_restart_is_said(tmp_path: Path) -> None:
     assert done.stdout.count("] try") >= 3, "one may have been ended before it came so far"
 
 
+@pytest.mark.slow
 def test_a_closed_output_does_not_stop_the_ranks(tmp_path: Path) -> None:
     script = write(
         tmp_path,
