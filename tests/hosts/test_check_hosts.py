@@ -52,6 +52,7 @@ def reshape(hosts: Hosts, host: int, rate: str) -> None:
         subprocess.run(command, check=True, timeout=20)
 
 
+@pytest.mark.slow
 def test_the_host_behind_a_slow_link_is_named() -> None:
     with Hosts(3, rate="1gbit") as hosts:
         reshape(hosts, 1, "100mbit")

@@ -163,6 +163,7 @@ def test_a_node_that_gives_up_ends_the_others(start: Start) -> None:
 ELASTIC = "-np 1 --nnodes 1:3 --rdzv-backend c10d --rdzv-endpoint 10.77.0.10:29555 --rdzv-id job --max-restarts 3"
 
 
+@pytest.mark.slow
 def test_a_node_joins_late(start: Start, tmp_path: Path) -> None:
     first = start(0, ELASTIC, "wait")
     first.says("met 1: h0")

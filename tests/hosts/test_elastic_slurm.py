@@ -49,6 +49,7 @@ def srun(cluster: Cluster, *options: str, ranks: int = 1) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
+@pytest.mark.slow
 def test_an_agent_per_node(cluster: Cluster) -> None:
     code, out = srun(cluster, "-N2", "--ntasks-per-node=1", ranks=2)
     assert code == 0, out

@@ -57,6 +57,7 @@ def test_the_link_carries_a_bucket_once_per_node(layout: list[int]) -> None:
     [pytest.param([2, 2], 1, marks=slow), ([2, 2], 2), pytest.param([3, 1], 3, marks=slow)],
     ids=str,
 )
+@pytest.mark.slow
 def test_a_rank_killed_on_one_host_is_known_on_the_other_within_a_second(layout: list[int], victim: int) -> None:
     with Hosts(len(layout), rate="1gbit") as hosts:
         command = [*WORKER, "lose", str(victim), "kill", "30"]

@@ -60,6 +60,7 @@ def test_a_step_over_two_nodes(cluster: Cluster) -> None:
     assert ["guozhuang door" in each["doors"] for each in found] == [True, False, False]
 
 
+@pytest.mark.slow
 def test_two_steps_of_one_job_at_once(cluster: Cluster) -> None:
     """The second step's ranks come in another order: each step meets among itself."""
     step = f"srun --exact --mem=0 -n2 -N1 {MEMBER}"

@@ -118,7 +118,8 @@ def test_a_rank_that_hangs_is_a_failed_row_with_everyones_stacks(
     assert _processes_of(str(tmp_path)) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.slow
 def test_an_interrupted_comparison_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()

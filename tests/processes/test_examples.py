@@ -18,7 +18,7 @@ RUN = ["-m", "guozhuang", "run", "--nproc-per-node", "2"]
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param(["examples/train.py"], id="alone"),
+        pytest.param(["examples/train.py"], id="alone", marks=pytest.mark.slow),
         pytest.param([*RUN, "examples/train.py"], id="ddp"),
         pytest.param([*RUN, "--strategy", "torch-ddp", "examples/train.py"], id="torch-ddp", marks=pytest.mark.slow),
     ],

@@ -207,6 +207,7 @@ def test_a_killed_rank_0_that_kept_the_store_is_named_by_each_for_itself(tmp_pat
 
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("shm", marks=slow)])
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_and_ends_the_rest_at_the_time_out(tmp_path: Path, backend: str) -> None:
     ended = ranks(tmp_path, "stop", 1, 6.0, awaited=(0, 2), backend=backend)
     for rank in (0, 2):
@@ -229,6 +230,7 @@ def test_without_a_time_out_a_lost_rank_is_reported_and_nothing_ended(tmp_path: 
 
 
 @pytest.mark.parametrize("who", [pytest.param(0, marks=slow), 1])
+@pytest.mark.slow
 def test_a_rank_that_holds_the_lock_of_python_is_named_and_gives_no_stack(tmp_path: Path, who: int) -> None:
     others = [rank for rank in range(3) if rank != who]
     ended = ranks(tmp_path, "lock", who, HANG_S, awaited=others)

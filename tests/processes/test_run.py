@@ -119,6 +119,7 @@ def test_variables_of_torchrun_are_read(script: Path, tmp_path: Path) -> None:
     assert len(told(tmp_path)) == 2
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_is_an_error_of_the_command_line(script: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

@@ -92,6 +92,7 @@ def test_a_progress_bar_lives_on_a_terminal(tmp_path: Path) -> None:
     assert arrived[-1] - arrived[0] > 0.3, "not kept back until the end"
 
 
+@pytest.mark.slow
 def test_a_file_per_rank(tmp_path: Path) -> None:
     script = write(
         tmp_path, "print('hello', rank); sys.stderr.write('err\\n'); rank == 1 and os.kill(os.getpid(), 9)\n"

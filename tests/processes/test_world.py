@@ -411,6 +411,7 @@ def test_ranks_that_lost_a_peer_leave_with_their_own_code(how: str, codes: list[
     assert "terminate called" not in "".join(err for _, _, err in ends)
 
 
+@pytest.mark.slow
 def test_an_exception_does_not_wait_for_a_peer_that_stays() -> None:
     """See [Note: leaving]: the collective that rank 1 never joins would hold rank 0 for 30 s."""
     failed, stays = ranks_that_leave("stays", 2)

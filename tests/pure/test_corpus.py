@@ -61,6 +61,7 @@ def test_a_library_without_sources_is_an_error(tmp_path) -> None:
         corpus(tmp_path / "nothing")
 
 
+@pytest.mark.slow
 def test_the_vocabulary_is_the_same_in_every_process() -> None:
     program = (
         "import hashlib; from guozhuang.workloads.vocabulary import train_wordpiece\n"
