@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NoReturn
 
 import psutil
 
@@ -19,6 +17,7 @@ from guozhuang.check.rank import DEFAULT_TIMEOUT_S, take_part, taken_over
 from guozhuang.check.results import Absence, Results, exit_code, from_json, to_json
 from guozhuang.check.verdict import judge
 from guozhuang.errors import UsageError, explain
+from guozhuang.lab.interruption import ended_by_signals
 from guozhuang.launch import hosts, ssh
 from guozhuang.world import session
 
@@ -58,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
                 explain(what, rank=identity.rank, fix=f"leave {asked[0]} out, or run it without a launcher")
             )
         return take_part(options.timeout, lambda results: tell(results, options.json))
-    with _ended_by_signals():
+    with ended_by_signals():
         return tell(_over_hosts(options) if over_ssh else _here(options), options.json)
 
 
@@ -224,19 +223,3 @@ def _descendants(pid: int) -> list[psutil.Process]:
     with contextlib.suppress(psutil.NoSuchProcess):
         return list(psutil.Process(pid).children(recursive=True))
     return []
-
-
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end a check as Ctrl-C does: what it started is ended first."""
-
-    def interrupt(number: int, frame: object) -> NoReturn:
-        raise KeyboardInterrupt
-
-    kinds: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(kind, interrupt) for kind in kinds]
-    try:
-        yield
-    finally:
-        for kind, handler in zip(kinds, before, strict=True):
-            signal.signal(kind, handler)

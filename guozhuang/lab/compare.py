@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import shlex
 import shutil
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NoReturn
 
 from guozhuang import strategies, timeline
 from guozhuang.lab import units
 from guozhuang.lab.contender import Contender
 from guozhuang.lab.exactness import difference
 from guozhuang.lab.files import to_json
+from guozhuang.lab.interruption import ended_by_signals
 from guozhuang.lab.machine import busy_share, describe, num_cores
 from guozhuang.lab.plan import Plan, add_arguments, notes_of, plan_of
 from guozhuang.lab.progress import Reporter
@@ -58,7 +55,7 @@ def run(namespace: argparse.Namespace) -> int:
     started = time.monotonic()
     progress, printer = Console(stderr=True), Console()
     try:
-        with _ended_by_signals(), tempfile.TemporaryDirectory(prefix="guozhuang-") as scratch:
+        with ended_by_signals(), tempfile.TemporaryDirectory(prefix="guozhuang-") as scratch:
             plan, details = plan_of(namespace, Path(scratch), progress)
             busy = busy_share()  # before anything of ours computes
             num_runs = len(plan.names) * (plan.settings.num_rounds + (plan.timeline is not None))
@@ -209,19 +206,3 @@ def _row(plan: Plan, contender: Contender, found: _Found) -> Row:
         asked_backend=contender.backend,
         num_groups=contender.num_groups,
     )
-
-
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end a comparison as Ctrl-C does: what it started is ended first."""
-
-    def interrupt(number: int, frame: object) -> NoReturn:
-        raise KeyboardInterrupt
-
-    kinds: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(kind, interrupt) for kind in kinds]
-    try:
-        yield
-    finally:
-        for kind, handler in zip(kinds, before, strict=True):
-            signal.signal(kind, handler)

@@ -24,7 +24,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from .output_hooks import OutputHook, can_count_holders, holders_of, is_traced, without_history
+from .output_hooks import OutputHook, can_count_holders, has_plain_weight, holders_of, is_traced, without_history
 
 #: Below this size of the weight there is nothing to gain.
 SMALLEST_BYTES: Final = 1 << 20
@@ -190,9 +190,5 @@ def embeddings_of(model: nn.Module) -> list[nn.Embedding]:
     return [
         part
         for part in model.modules()
-        if isinstance(part, nn.Embedding)
-        and type(part).forward is nn.Embedding.forward
-        and isinstance(part.weight, nn.Parameter)
-        and part.weight.is_contiguous()
-        and part.weight.numel() * part.weight.itemsize >= SMALLEST_BYTES
+        if isinstance(part, nn.Embedding) and has_plain_weight(part, nn.Embedding, SMALLEST_BYTES)
     ]

@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from .output_hooks import OutputHook, can_count_holders, holders_of, is_traced, without_history
+from .output_hooks import OutputHook, can_count_holders, has_plain_weight, holders_of, is_traced, without_history
 
 #: Below this size of the weight, the time of a Python function in backward is longer than that of the copy.
 SMALLEST_BYTES: Final = 1 << 21
@@ -124,9 +124,5 @@ def linear_layers_of(model: nn.Module) -> list[nn.Linear]:
     return [
         part
         for part in model.modules()
-        if isinstance(part, nn.Linear)
-        and type(part).forward is nn.Linear.forward
-        and isinstance(part.weight, nn.Parameter)
-        and part.weight.is_contiguous()
-        and part.weight.numel() * part.weight.itemsize >= SMALLEST_BYTES
+        if isinstance(part, nn.Linear) and has_plain_weight(part, nn.Linear, SMALLEST_BYTES)
     ]

@@ -49,3 +49,14 @@ def can_count_holders() -> bool:
 def holders_of(tensor: Tensor) -> int:
     """Return how many tensors and other objects hold a tensor's memory."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def has_plain_weight(part: nn.Module, kind: type[nn.Module], smallest_bytes: int) -> bool:
+    """Tell whether a layer computes as PyTorch's class does, with a row-major weight of at least so many bytes."""
+    weight = getattr(part, "weight", None)
+    return (
+        type(part).forward is kind.forward
+        and isinstance(weight, nn.Parameter)
+        and weight.is_contiguous()
+        and weight.numel() * weight.itemsize >= smallest_bytes
+    )
