@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from guozhuang.world import versions
+
 if TYPE_CHECKING:
     # Torch's annotations list every form in which its own groups may be called; a subclass has to take one of them only,
     # what torch.distributed passes.
@@ -17,13 +19,18 @@ else:
 class PythonGroup(_ProcessGroup):  # type: ignore[misc]
     """A process group that knows its rank, size and names; PyTorch asks for them by methods it expects to be overridden.
 
-    Without a name FSDP2, DTensor and functional collectives refuse a group.
+    Without a name FSDP2, DTensor and functional collectives refuse a group. A subclass answers to the names that older
+    versions of PyTorch call, too.
 
     Args:
         rank: this process within the group.
         size: how many ranks the group has.
         backend: the name that ``torch.distributed`` tells for such groups.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        versions.answer_older_names(cls)
 
     def __init__(self, rank: int, size: int, backend: str) -> None:
         super().__init__(rank, size)  # the other constructor, with a store, refuses subclasses

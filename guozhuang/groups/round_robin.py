@@ -17,6 +17,7 @@ from torch.futures import Future
 
 from guozhuang.errors import UsageError, explain
 from guozhuang.groups.base import PythonGroup
+from guozhuang.world import versions
 
 #: The name that ``torch.distributed.get_backend`` tells for such a group.
 NAME = "round_robin"
@@ -52,8 +53,10 @@ def _create(told: Any, groups: Any) -> dist.ProcessGroup:
 
 
 def _in_turn(name: str) -> Callable[..., Any]:
+    known = versions.name_of(name)  # the groups in turn are PyTorch's own
+
     def collective(self: RoundRobinGroup, *args: Any, **kwargs: Any) -> Any:
-        work = getattr(self.groups[self._turn], name)(*args, **kwargs)
+        work = getattr(self.groups[self._turn], known)(*args, **kwargs)
         # Only now: a call that is refused on one rank alone, for its arguments, must not shift that rank's turn.
         self._turn = (self._turn + 1) % len(self.groups)
         return work
@@ -117,12 +120,6 @@ class RoundRobinGroup(PythonGroup):
     gather = _in_turn("gather")
     scatter = _in_turn("scatter")
     monitored_barrier = _in_turn("monitored_barrier")
-    # The names that older versions of PyTorch call.
-    _allgather_base = _in_turn("_allgather_base")
-    _reduce_scatter_base = _in_turn("_reduce_scatter_base")
-    allgather_into_tensor_coalesced = _in_turn("allgather_into_tensor_coalesced")
-    reduce_scatter_tensor_coalesced = _in_turn("reduce_scatter_tensor_coalesced")
-    alltoall_base = _in_turn("alltoall_base")
 
     send = _by_the_first("send")
     recv = _by_the_first("recv")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import inspect
+import functools
 import os
 import shutil
 import signal
@@ -35,6 +35,7 @@ from guozhuang.launch.elastic_fixed import FixedMeeting, OtherNodeError
 from guozhuang.launch.elastic_nodes import ElasticMeeting
 from guozhuang.launch.failures import Failure, exit_code, first, headline
 from guozhuang.launch.output import Output
+from guozhuang.world import versions
 from guozhuang.world.identity import LaunchedNode
 
 _DEFAULT_PORTS = {"static": 29500, "c10d": 29400}  # torchrun's
@@ -105,7 +106,7 @@ class Run:
         os.environ[guard.VARIABLE] = self.name
         config, command, arguments = self._command()
         self._meeting = self._meet(config)
-        spec = _known(
+        spec = versions.call_with_known(
             WorkerSpec,
             role=config.role,
             local_world_size=config.nproc_per_node,
@@ -116,19 +117,19 @@ class Run:
             monitor_interval=config.monitor_interval,
             local_addr=config.local_addr,
             event_log_handler=config.event_log_handler,
-            numa_options=_of(config, "numa_options"),
-            duplicate_stdout_filters=_of(config, "duplicate_stdout_filters"),
-            duplicate_stderr_filters=_of(config, "duplicate_stderr_filters"),
-            virtual_local_rank=_of(config, "virtual_local_rank"),
+            numa_options=versions.field(config, "numa_options"),
+            duplicate_stdout_filters=versions.field(config, "duplicate_stdout_filters"),
+            duplicate_stderr_filters=versions.field(config, "duplicate_stderr_filters"),
+            virtual_local_rank=versions.field(config, "virtual_local_rank"),
         )
-        agent = _known(
-            _Agent,
-            run=self,
+        agent = versions.call_with_known(
+            functools.partial(_Agent, self),
+            LocalElasticAgent,
             spec=spec,
             logs_specs=config.logs_specs,
             start_method=config.start_method,
             log_line_prefix_template=config.log_line_prefix_template,
-            shutdown_timeout=_of(config, "shutdown_timeout"),
+            shutdown_timeout=versions.field(config, "shutdown_timeout"),
         )
         metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
         try:
@@ -185,8 +186,9 @@ class Run:
         except (ValueError, AssertionError, RuntimeError) as error:
             what = f"torch elastic refused the options: {error}"
             raise UsageError(explain(what, fix="see `guozhuang run --help`")) from error
-        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _of(config, "signals_to_handle") or ""
-        if ours and not (_of(config, "duplicate_stdout_filters") or _of(config, "duplicate_stderr_filters")):
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = versions.field(config, "signals_to_handle") or ""
+        duplicated = ("duplicate_stdout_filters", "duplicate_stderr_filters")
+        if ours and not any(versions.field(config, name) for name in duplicated):
             config.logs_specs = self._logs()
         if self._pass_local_rank is not None:
             place = len(arguments) - len(options.training_script_args)
@@ -373,18 +375,6 @@ def _parameters(config: LaunchConfig) -> RendezvousParameters:
         local_addr=config.local_addr,
         **config.rdzv_configs,
     )
-
-
-def _of(config: LaunchConfig, name: str) -> Any:
-    """A field that only later versions of torch have; None in earlier ones."""
-    return getattr(config, name, None)
-
-
-def _known(kind: Callable[..., Any], **arguments: Any) -> Any:
-    """Call with those arguments that this version of torch has."""
-    target = LocalElasticAgent.__init__ if kind is _Agent else kind
-    known = {*inspect.signature(target).parameters, *(["run"] if kind is _Agent else [])}
-    return kind(**{name: value for name, value in arguments.items() if name in known})
 
 
 def _tail(path: Path) -> list[str]:

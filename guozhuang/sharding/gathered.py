@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from ..errors import UsageError, explain
 from ..groups.allocation import zeros_for
+from ..world.versions import all_gather_single, reduce_scatter_single
 from .arriving import Gathering, can_wait_in_readers, reads_past_python
 from .carrier import Arrival, check_gradient, check_nothing_came
 from .parts import Block, Layout, in_flat
-from .state import all_gather_single, reduce_scatter_single
 
 #: For how many steps buckets stay until the step, after gradients were changed that had left already.
 PATIENCE_STEPS = 50

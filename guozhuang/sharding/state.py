@@ -17,15 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import UsageError, explain
+from ..world.versions import all_gather_single
 from .parts import Block, Layout, Piece, dense_stride, in_memory_order
 
 #: State of one parameter or one block, by name.
 Values: TypeAlias = dict[str, Any]
 # Names by which PyTorch's optimizers keep one number per parameter: needed only where the weight itself is a number.
 _NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
-
-all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def is_elementwise(key: str, value: object, weight: Tensor, who: str) -> bool:

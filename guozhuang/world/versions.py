@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +15,21 @@ from guozhuang.errors import explain
 
 # The first with everything that is used: stores over a socket of ours, process groups written in Python, their names.
 OLDEST = (2, 11)
+
+#: The methods of a process group that were renamed, with the names that older versions call.
+RENAMED: Mapping[str, str] = MappingProxyType(
+    {
+        "all_gather_single": "_allgather_base",
+        "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+        "reduce_scatter_single": "_reduce_scatter_base",
+        "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+        "all_to_all_single": "alltoall_base",
+    }
+)
+
+# By getattr: what is not there yet must not be looked up.
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def require(part: str, oldest: tuple[int, int] = OLDEST, version: str = torch.__version__) -> None:
@@ -38,6 +57,35 @@ def default_store() -> dist.Store:
     """The store of the default process group, however it was made. PyTorch has no public name for it."""
     store: dist.Store = dist.distributed_c10d._get_default_store()
     return store
+
+
+def answer_older_names(group: type) -> None:
+    """Let a class of process groups answer to both names of its renamed methods; every version of PyTorch can call it."""
+    for name, older in RENAMED.items():
+        if name in vars(group) and older not in vars(group):
+            setattr(group, older, vars(group)[name])
+
+
+def name_of(method: str) -> str:
+    """The name by which this version's process groups, PyTorch's and ours, know a method."""
+    return method if hasattr(dist.ProcessGroup, method) else RENAMED.get(method, method)
+
+
+def field(config: object, name: str) -> Any:
+    """A setting that only later versions have; None in earlier ones."""
+    return getattr(config, name, None)
+
+
+def call_with_known(kind: Callable[..., Any], target: Callable[..., Any] | None = None, **arguments: Any) -> Any:
+    """Call ``kind`` with those of the arguments that this version has a parameter for.
+
+    Args:
+        kind: a class or function of PyTorch, or a subclass that hands what it does not know itself to ``target``.
+        target: whose parameters count too.
+        **arguments: what the newest version takes. What an older one lacks is left out: only settings that it cannot follow.
+    """
+    known = {name for each in (kind, target) if each is not None for name in inspect.signature(each).parameters}
+    return kind(**{name: value for name, value in arguments.items() if name in known})
 
 
 require("guozhuang.world")

@@ -1,14 +1,21 @@
-"""A PyTorch that is too old says so when the part that needs it is imported."""
+"""One file knows what differs between versions of PyTorch; a version that is too old says so at the import."""
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from guozhuang.world.versions import OLDEST, require
+from guozhuang.groups.base import PythonGroup
+from guozhuang.groups.hierarchical.process_group import HierarchicalGroup
+from guozhuang.groups.round_robin import RoundRobinGroup
+from guozhuang.groups.shared_memory import SharedMemoryGroup
+from guozhuang.world import versions
+from guozhuang.world.versions import OLDEST, RENAMED, require
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,3 +46,54 @@ def test_importing_the_package_on_an_old_one_says_so() -> None:
 def test_what_is_declared_is_what_is_checked() -> None:
     wanted = ".".join(map(str, OLDEST))
     assert f'"torch>={wanted}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_a_group_answers_to_the_names_of_older_versions() -> None:
+    class Group(PythonGroup):
+        def all_gather_single(self) -> str:
+            return "gathered"
+
+        def reduce_scatter_single(self) -> str:
+            return "scattered"
+
+        def _reduce_scatter_base(self) -> str:
+            return "a way of its own"
+
+    group = Group(0, 1, "made up")
+    assert group._allgather_base() == "gathered"
+    assert group._reduce_scatter_base() == "a way of its own"
+    assert "alltoall_base" not in vars(Group)
+
+
+@pytest.mark.parametrize("kind", [SharedMemoryGroup, HierarchicalGroup, RoundRobinGroup])
+def test_the_groups_have_both_names_of_every_renamed_method(kind: type) -> None:
+    for name, older in RENAMED.items():
+        assert getattr(kind, older) is getattr(kind, name), older
+
+
+def test_a_method_is_asked_for_by_the_name_this_version_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Older:
+        _allgather_base = alltoall_base = allreduce = None
+
+    monkeypatch.setattr(versions.dist, "ProcessGroup", Older)
+    assert [versions.name_of(name) for name in ("all_gather_single", "all_to_all_single", "allreduce")] == [
+        "_allgather_base",
+        "alltoall_base",
+        "allreduce",
+    ]
+
+
+def test_settings_that_only_later_versions_know_are_left_out() -> None:
+    class Earlier:
+        def __init__(self, role: str) -> None:
+            self.role = role
+
+    class Ours(Earlier):
+        def __init__(self, run: int, **more: Any) -> None:
+            super().__init__(**more)
+            self.run = run
+
+    made = versions.call_with_known(functools.partial(Ours, 3), Earlier, role="worker", numa_options=1)
+    assert (made.run, made.role) == (3, "worker")
+    assert versions.field(made, "role") == "worker"
+    assert versions.field(made, "virtual_local_rank") is None

@@ -231,13 +231,6 @@ class HierarchicalGroup(Calls):
         work: dist.Work = self._whole.group.recv_anysource(tensors, tag)
         return work
 
-    # The names that other versions of PyTorch call.
-    _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    alltoall_base = all_to_all_single
-
     # ---- several tensors, one after the other
 
     def _all_reduce(self, tensors: Sequence[Tensor], op: Any) -> None:

@@ -351,13 +351,6 @@ class CollectiveCalls(PythonGroup):
             return self._others.group_on(device).barrier(opts)
         return _Prepared(lambda terms: self._operations.barrier(b"barrier", terms), [], "barrier", opts)
 
-    # The names that older versions of torch call.
-    _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    alltoall_base = all_to_all_single
-
     # What they have in common.
 
     def _start(self, prepared: _Prepared) -> dist.Work:
