@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from guozhuang.launch import tracebacks
+from guozhuang.world.heartbeat_report import EXIT_CODE
 
 _LAST_LINES = 12  # that are shown of the rank that failed first
 _LEAVING_LINES = 3  # that a rank may print between its traceback and its end
+_HANG = "(--hang-timeout "  # in the line of a heartbeat's report before the one that says who held the others up
 _OUT_OF_MEMORY = "if nobody sent it, the machine ran out of memory"
 
 
@@ -65,6 +67,13 @@ class Failure:
         return min(self.times[found[0]] or self.ended, self.ended) if found else self.ended
 
     @property
+    def hang(self) -> str:
+        """Who held the ranks up, where its heartbeat ended it (``--hang-timeout``); a script may use the same exit code."""
+        lines = list(self.lines)
+        at = next((i for i in reversed(range(len(lines))) if _HANG in lines[i]), None)
+        return "" if self.exitcode != EXIT_CODE or at is None else next(iter(lines[at + 1 : at + 2]), "")
+
+    @property
     def is_reaction(self) -> bool:
         """Whether it says itself that another rank had ended before."""
         return self.exitcode not in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS) and (
@@ -97,6 +106,9 @@ def exit_code(code: int) -> int:
 def headline(failure: Failure, host: str) -> str:
     """``rank 3 failed first: exit code 1 (process 4711 on host node7)``."""
     how_it_ended = "an exception" if failure.was_leaving else how(failure.exitcode)
+    if failure.hang:
+        words = f"the ranks hung, {failure.hang}"
+        return f"{words}\n  rank {failure.rank} ended itself first: {how_it_ended} (process {failure.pid} on host {host})"
     text = f"rank {failure.rank} failed first: {how_it_ended} (process {failure.pid} on host {host})"
     return text + (f"; {_OUT_OF_MEMORY}" if failure.exitcode == -signal.SIGKILL else "")
 

@@ -172,9 +172,7 @@ def plan(arguments: Sequence[str], script: Sequence[str], environ: Mapping[str, 
         UsageError: hosts, slots, ranks or variables that make no sense or do not fit each other.
     """
     head = list(arguments[: len(arguments) - len(script)])
-    if list(arguments[len(head) :]) != list(script):
-        fix = "write options before the script, and no '--' behind them"
-        raise UsageError(explain("the end of the command line is not the script", value=list(arguments), fix=fix))
+    assert list(arguments[len(head) :]) == list(script), (arguments, script)
     found, rest = _parser().parse_known_args(head)
     rest = [each for each in rest if each != "--"]
     _check_rest(rest)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from guozhuang.errors import UsageError, explain
-from guozhuang.launch import hosts, nodes, script
+from guozhuang.launch import command_line, hosts, nodes, script
 from guozhuang.world import interfaces
 from guozhuang.world.identity import LaunchedNode
 
@@ -107,7 +107,7 @@ def plan(arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
         UsageError: a script that is not there, a strategy or backend that is unknown, a strategy that cannot run on so
             many ranks or groups, or a number of ranks or groups that makes no sense.
     """
-    found = parser().parse_args(list(arguments))
+    found = command_line.read(parser(), arguments)
     chosen: list[str] = []
     if hosts.is_asked_for(found):
         # Another node reads the rest of the command line, and its folder is carried there.

@@ -198,6 +198,7 @@ class _Heartbeat:
         self._tried = 0
         self._watch: Watch | None = None
         self._farewell: str | None = None
+        self._texts: set[str] = set()
         # Of the main thread, when it leaves because of an exception.
         self._error: BaseException | None = None
         self._has_told_why = threading.Event()
@@ -402,7 +403,8 @@ class _Heartbeat:
             # Longest where the store or the word is: the others read it once per interval.
             keeps = self._keeps_store or self._watch is not None
             end(text, 2.5 * self._limits.interval_s + (_LONGER_S if keeps else 0.0))
-        else:
+        elif text not in self._texts:  # a rank that takes the watch over tells again what its forerunner did
+            self._texts.add(text)
             _log.error("%s", text)
         if self._error is not None:
             self._has_told_why.set()

@@ -140,12 +140,7 @@ def init(
         fix = "set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME to the network interface that leads to the other nodes"
         raise WorldError(explain(what, rank=identity.rank, fix=fix)) from error
     world = _enter(identity, chosen_device, chosen_backend, timeout_s, made_group=True, asked=(backend, device))
-    if hang_timeout_s is not None:
-        from guozhuang.world import heartbeat
-
-        point = identity.meeting_point
-        keeps = world.rank == 0 and not (isinstance(point, MeetingPoint) and point.is_kept_by_launcher)
-        _session.has_heartbeat = heartbeat.start(store, world, hang_timeout_s, keeps_store=keeps)
+    _start_heartbeat(store, world, identity, hang_timeout_s)
     return world
 
 
@@ -181,6 +176,15 @@ def shutdown() -> None:
             # which aborts when that is ending: they get the interpreter for a moment.
             time.sleep(_LAST_WORK_S)
     _forget()
+
+
+def _start_heartbeat(store: dist.Store, world: World, identity: Identity, hang_timeout_s: float | None) -> None:
+    if world.size > 1:
+        from guozhuang.world import heartbeat
+
+        point = identity.meeting_point
+        keeps = world.rank == 0 and not (isinstance(point, MeetingPoint) and point.is_kept_by_launcher)
+        _session.has_heartbeat = heartbeat.start(store, world, hang_timeout_s, keeps_store=keeps)
 
 
 def _stop_heartbeat() -> None:
@@ -273,18 +277,19 @@ def _adopt(backend: str | None, device: str | torch.device | None, timeout_s: fl
         raise UsageError(
             explain(what, value=backend, rank=rank, fix="leave the backend (--backend) out, or initialise once")
         )
+    hang_timeout_s = requested_hang_timeout()
     told = Identity("environment", rank, size)
     # Who made the group by hand may run under half an environment, and was not helped by it.
     with contextlib.suppress(UsageError):
         identity = discover(os.environ)
         told = identity if (identity.rank, identity.size) == (rank, size) else told
+    store = default_store()
+    if size > 1:
+        # Each rank counts in the store how often it came: a group that is adopted again needs keys that nobody has used.
+        store = dist.PrefixStore(f"guozhuang/adopted/{store.add(f'guozhuang/adopted/turns/{rank}', 1)}", store)
     if told.launcher == "alone" or size == 1:
         identity = _complete(replace(told, local_rank=None, local_size=None), [""])
     elif None in (told.local_rank, told.local_size, told.node_rank, told.num_nodes):
-        store = default_store()
-        # Each rank counts in the store how often it came: a group that is adopted again needs keys that nobody has used.
-        turn = store.add(f"guozhuang/adopted/turns/{rank}", 1)
-        store = dist.PrefixStore(f"guozhuang/adopted/{turn}", store)
         identity = _complete(told, roll_call(store, rank, size, timeout_s))
     else:
         identity = told
@@ -294,7 +299,9 @@ def _adopt(backend: str | None, device: str | torch.device | None, timeout_s: fl
     _, chosen_device = choose(known, device, identity.local_rank, _num_cuda(), is_bound=is_bound)
     if chosen_device.type == "cuda":
         torch.cuda.set_device(chosen_device)
-    return _enter(identity, chosen_device, found, timeout_s, made_group=False, asked=(backend, device))
+    world = _enter(identity, chosen_device, found, timeout_s, made_group=False, asked=(backend, device))
+    _start_heartbeat(store, world, identity, hang_timeout_s)
+    return world
 
 
 def meet(identity: Identity, timeout_s: float) -> tuple[dist.Store, Meeting]:

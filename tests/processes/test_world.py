@@ -489,20 +489,31 @@ def test_a_hung_rank_is_asked_where_it_is() -> None:
     assert time.monotonic() - started < 10
 
 
-def heartbeats(rank: int, world_size: int) -> tuple[list[str], list[str]]:
-    def threads() -> list[str]:
-        return sorted(thread.name for thread in threading.enumerate() if "heartbeat" in thread.name)
+def heartbeats(rank: int, world_size: int, methods: list[str]) -> list[bool]:
+    """Whether one runs in a world of ours, after it, and in worlds around a group with each kind of store."""
+
+    def runs() -> bool:
+        return any("heartbeat" in thread.name for thread in threading.enumerate())
 
     world.init("gloo", timeout_s=30)
-    during = threads()
+    seen = [runs()]
     dist.barrier()
     world.shutdown()
-    return during, threads()
+    seen.append(runs())
+    for method in methods:
+        dist.init_process_group("gloo", init_method=method, rank=rank, world_size=world_size)
+        world.init(timeout_s=30)
+        seen.append(runs())
+        dist.barrier()
+        dist.destroy_process_group()
+        world.shutdown()
+        seen.append(runs())
+    return seen
 
 
-@pytest.mark.parametrize("asked", [True, False])
-def test_a_heartbeat_runs_where_it_was_asked_for(asked: bool) -> None:
-    env = {"GUOZHUANG_HANG_TIMEOUT": "60" if asked else None}
-    for during, after in run_ranks(heartbeats, 2, init=False, env=env):
-        assert bool(during) == asked
-        assert not after
+@pytest.mark.parametrize("limit_s", ["60", None])
+def test_a_heartbeat_runs_in_every_world_whose_store_can_carry_it(tmp_path: Path, limit_s: str | None) -> None:
+    env = {"GUOZHUANG_HANG_TIMEOUT": limit_s}
+    methods = [f"tcp://127.0.0.1:{free_port()}", f"file://{tmp_path}/store"]
+    for seen in run_ranks(heartbeats, 2, methods, init=False, env=env):
+        assert seen == [True, False, True, False, False, False]

@@ -123,3 +123,17 @@ def test_the_mark_of_torch_is_taken_away() -> None:
     assert tracebacks.plain('[rank1]:   File "x"') == '  File "x"'
     assert tracebacks.plain("[rank12]: Traceback (most recent call last):") == "Traceback (most recent call last):"
     assert tracebacks.plain("rank 1: hello") == "rank 1: hello"
+
+
+def test_a_hang_is_told_by_who_held_the_ranks_up() -> None:
+    report = [
+        "[rank 2] hang: no rank has started a collective for 6 s (--hang-timeout 5)",
+        "held up by rank 1: 5 collectives of the default group started, others 6",
+        "every rank that can read this ends itself with exit code 75",
+    ]
+    failures = {0: failed(0, -signal.SIGTERM, 9.0), 2: failed(2, 75, 8.0, report)}
+    text = describe(failures, "h").splitlines()
+    assert text[0] == "the ranks hung, held up by rank 1: 5 collectives of the default group started, others 6"
+    assert text[1] == "  rank 2 ended itself first: exit code 75 (process 4711 on host h)"
+    assert describe({2: failed(2, 75, 8.0, ["no space left"])}, "h").startswith("rank 2 failed first: exit code 75 (")
+    assert describe({2: failed(2, 3, 8.0, report)}, "h").startswith("rank 2 failed first: exit code 3 (")
