@@ -326,8 +326,8 @@ class _Agent(LocalElasticAgent):
         else:
             super()._exit_barrier()  # type: ignore[no-untyped-call]
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        super()._shutdown(death_sig, timeout)
+    def _shutdown(self, *how: Any, **more: Any) -> None:
+        super()._shutdown(*how, **more)  # what it is told differs between versions of torch
         self._run.end_leftovers()
 
 

@@ -139,9 +139,7 @@ class FixedMeeting(RendezvousHandler):
         """Remove what the ranks of the last attempt left in the store. All of them have ended: every agent is here."""
         assert self._kept is not None
         if self._node_rank == 0:
-            # A torch that cannot list keys leaves them: there ranks read what their predecessors left, as under torchrun.
-            keys = self._kept.store.list_keys() if hasattr(self._kept.store, "list_keys") else []
-            for key in keys:
+            for key in self._kept.store.list_keys():
                 if not key.startswith(f"{_AGENTS}/"):
                     self._kept.store.delete_key(key)
             meeting.set("forgotten", "1")

@@ -24,7 +24,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from .output_hooks import OutputHook, can_count_holders, has_plain_weight, holders_of, is_traced, without_history
+from .output_hooks import OutputHook, has_plain_weight, holders_of, is_traced, without_history
 
 #: Below this size of the weight there is nothing to gain.
 SMALLEST_BYTES: Final = 1 << 20
@@ -185,8 +185,6 @@ def _is_plain(module: nn.Embedding) -> bool:
 
 def embeddings_of(model: nn.Module) -> list[nn.Embedding]:
     """Return the embeddings whose gradient can be lent."""
-    if not can_count_holders():
-        return []
     return [
         part
         for part in model.modules()

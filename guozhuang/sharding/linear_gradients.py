@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from .output_hooks import OutputHook, can_count_holders, has_plain_weight, holders_of, is_traced, without_history
+from .output_hooks import OutputHook, has_plain_weight, holders_of, is_traced, without_history
 
 #: Below this size of the weight, the time of a Python function in backward is longer than that of the copy.
 SMALLEST_BYTES: Final = 1 << 21
@@ -119,8 +119,6 @@ class _Product(torch.autograd.Function):
 
 def linear_layers_of(model: nn.Module) -> list[nn.Linear]:
     """Return the layers whose weight's gradient can be computed in its place."""
-    if not (can_count_holders() and hasattr(torch._C, "_will_engine_execute_node")):
-        return []
     return [
         part
         for part in model.modules()

@@ -41,11 +41,6 @@ def without_history(output: Tensor) -> Tensor:
     return plain.set_(output.untyped_storage(), output.storage_offset(), output.shape, output.stride())
 
 
-def can_count_holders() -> bool:
-    """Tell whether this PyTorch counts who holds a tensor's memory."""
-    return hasattr(torch._C, "_storage_Use_Count")
-
-
 def holders_of(tensor: Tensor) -> int:
     """Return how many tensors and other objects hold a tensor's memory."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))

@@ -16,7 +16,8 @@ from guozhuang.errors import explain
 # The first with everything that is used: stores over a socket of ours, process groups written in Python, their names.
 OLDEST = (2, 11)
 
-#: The methods of a process group that were renamed, with the names that older versions call.
+#: The methods of a process group that were renamed, with the names that older versions call. PyTorch's own backends answer
+#: to the older names in all versions, so we call them by those.
 RENAMED: Mapping[str, str] = MappingProxyType(
     {
         "all_gather_single": "_allgather_base",

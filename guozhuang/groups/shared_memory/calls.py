@@ -175,7 +175,7 @@ class CollectiveCalls(PythonGroup):
         """Several ``reduce_scatter_single``, as one work."""
         opts = dist.ReduceScatterOptions() if opts is None else opts
         if not outputs[0].is_cpu:
-            return self._others.group_for(outputs[0]).reduce_scatter_single_coalesced(outputs, inputs, opts)
+            return self._others.group_for(outputs[0]).reduce_scatter_tensor_coalesced(outputs, inputs, opts)
         how = arguments.combining(opts.reduceOp, self._size, self._rank)
         for pair in zip(outputs, inputs, strict=True):
             arguments.check(pair, "reduce_scatter", self._rank)
@@ -249,7 +249,7 @@ class CollectiveCalls(PythonGroup):
         """Several ``all_gather_single``, as one work."""
         opts = torch._C._distributed_c10d.AllgatherOptions() if opts is None else opts
         if not inputs[0].is_cpu:
-            return self._others.group_for(inputs[0]).all_gather_single_coalesced(outputs, inputs, opts)
+            return self._others.group_for(inputs[0]).allgather_into_tensor_coalesced(outputs, inputs, opts)
         for pair in zip(inputs, outputs, strict=True):
             arguments.check(pair, "all_gather", self._rank)
 
