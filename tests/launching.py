@@ -1,0 +1,158 @@
+"""``guozhuang run`` in a process that has torch imported already, so that a run costs tenths of a second before its ranks.
+
+    def test_a_run(tmp_path):
+        script = write(tmp_path, "print('hello')")
+        done = guozhuang("run", "-np", 2, script, folder=tmp_path)
+        assert (done.returncode, done.stdout) == (0, "[0] hello\\n[1] hello\\n")
+
+The launcher is forked from the server of tests/ranks.py; what it starts are real processes. However it ends, ``left()``
+tells what is left of it: every process that inherited its environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+
+from tests.ranks import PRELOADED
+
+MARK = "GUOZHUANG_TEST_RUN"
+# What a launcher or the ranks of another test would be told by.
+_TOLD = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "MASTER_",
+    "OMP_",
+    "PET_",
+    "TORCHELASTIC",
+    "GUOZHUANG",
+    "SLURM",
+    "OMPI_",
+    "PMI",
+)
+_ROOT = str(Path(__file__).resolve().parents[1])
+
+
+class Launched:
+    """A command line of guozhuang that runs. Leaving the ``with`` block kills whatever is left of it.
+
+    Args:
+        *arguments: after ``guozhuang``.
+        folder: where it runs, and where its temporary files go (``folder/tmp``).
+        **more: environment variables.
+    """
+
+    def __init__(self, *arguments: object, folder: Path, **more: str) -> None:
+        self.mark = secrets.token_hex(8)
+        (folder / "tmp").mkdir(exist_ok=True)
+        self._outputs = [folder / "tmp" / f"{self.mark}.{name}" for name in ("out", "err")]
+        path = os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
+        environ = {name: value for name, value in os.environ.items() if not name.startswith(_TOLD)}
+        environ |= {"TMPDIR": str(folder / "tmp"), "PYTHONPATH": path, MARK: self.mark} | more
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([*PRELOADED, "guozhuang.cli", "guozhuang.launch.elastic"])
+        words = list(map(str, arguments))
+        self._process = context.Process(target=_main, args=(words, str(folder), environ, list(map(str, self._outputs))))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+
+    def __enter__(self) -> Launched:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        for process in [*self.processes(), psutil.Process(self.pid)] if self.is_running else self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._process.join(10)
+        self._process.close()
+        for path in self._outputs:
+            path.unlink(missing_ok=True)
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.is_alive()
+
+    @property
+    def printed(self) -> str:
+        """Both streams so far."""
+        return "".join(path.read_text(errors="replace") for path in self._outputs if path.exists())
+
+    def send(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+        """Wait for the launcher itself; the exit code is negative for a signal."""
+        self._process.join(timeout_s)
+        assert not self._process.is_alive(), f"it runs after {timeout_s:g} s; it printed:\n{self.printed}"
+        out, err = (path.read_text(errors="replace") for path in self._outputs)
+        return subprocess.CompletedProcess([], self._process.exitcode or 0, out, err)
+
+    def processes(self) -> list[psutil.Process]:
+        """Every process that inherited the environment of this launcher, but not the launcher itself."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.pid != self.pid and process.environ().get(MARK) == self.mark:
+                    found.append(process)
+        return found
+
+    def left(self, limit_s: float = 5.0) -> list[str]:
+        """What is still there after so many seconds at most."""
+        deadline = time.monotonic() + limit_s
+        while (found := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return [str(process) for process in found]
+
+
+def guozhuang(
+    *arguments: object, folder: Path, timeout_s: float = 60.0, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command line of guozhuang to its end, and check that no process of it is left."""
+    with Launched(*arguments, folder=folder, **more) as launched:
+        done = launched.wait(timeout_s)
+        assert not launched.left(), (launched.left(), done)
+        return done
+
+
+def write(folder: Path, text: str, name: str = "train.py") -> Path:
+    """A script in the folder."""
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def _main(arguments: list[str], folder: str, environ: dict[str, str], outputs: list[str]) -> None:
+    for target, path in zip((1, 2), outputs, strict=True):
+        with open(path, "wb") as file:
+            os.dup2(file.fileno(), target)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.argv = ["guozhuang", *arguments]
+    from guozhuang import cli
+
+    code: Any = 1
+    try:
+        code = cli.main(arguments)
+    except SystemExit as error:
+        code = error.code
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    sys.exit(code)
