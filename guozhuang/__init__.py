@@ -1,5 +1,9 @@
 """Guozhuang trains one PyTorch model on many processes; how it is spread is chosen outside the training script."""
 
+# First: it says so where PyTorch is too old, or was built without torch.distributed.
+from .world import World, init, shutdown
+
+# isort: split
 from .data import DistributedSampler, loader
 from .data_parallel import DataParallel
 from .distributed import DistributedDataParallel
@@ -8,7 +12,6 @@ from .groups.backend import register as _register
 from .sharding import clip_grad_norm_
 from .strategies import prepare
 from .sync_batch_norm import SyncBatchNorm
-from .world import World, init, shutdown
 
 __all__ = [
     "DataParallel",

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import datetime
 import errno
-import ipaddress
 import socket
 import time
 from collections.abc import Callable
@@ -22,12 +21,15 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from guozhuang.errors import UsageError, WorldError, explain
-from guozhuang.world import search
-from guozhuang.world.door import Door, NotOurDoorError, pass_through
+from guozhuang.launch.say import say
+from guozhuang.world import interfaces, search, stores, waiting
+from guozhuang.world.door import Door, pass_through
 from guozhuang.world.identity import PortSequence
+from guozhuang.world.search import is_loopback, resolve
 
 LOOPBACK = "127.0.0.1"
 _LOOK_S = 0.02
+_ANSWER_S = 10.0  # for what accepted a connection to show that it is a store
 _STORE_S = 300.0  # limit of one operation of a store that is there
 _FREE = "choose another port, or leave it out: on one node a free one is taken then"
 
@@ -42,6 +44,7 @@ class Kept:
         port: see ``host``.
         told: what others are told to reach it by.
         close: let go of the way to it. The store ends when nobody refers to it any more.
+        everybody_came: to be called when all have met: nobody needs a note of where it is any more.
     """
 
     store: dist.Store
@@ -49,6 +52,7 @@ class Kept:
     port: int
     told: tuple[str, int]
     close: Callable[[], None] = lambda: None
+    everybody_came: Callable[[], None] = lambda: None
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -109,9 +113,17 @@ def keep_at(listener: socket.socket, point: PortSequence) -> Kept:
     store = _serve(LOOPBACK, inner)
     door = Door(listener, inner_port, point.secret)
     told = str(address[0]), int(address[1])
-    if point.note:
-        search.write_note(point, told)
-    return Kept(store, LOOPBACK, inner_port, told, door.close)
+    is_noted = bool(point.note) and search.write_note(point, told)
+
+    def everybody_came() -> None:
+        if is_noted:
+            search.remove_note(point)
+
+    def close() -> None:
+        everybody_came()
+        door.close()
+
+    return Kept(store, LOOPBACK, inner_port, told, close, everybody_came)
 
 
 def find(point: PortSequence, node_rank: int, timeout_s: float) -> Kept:
@@ -151,13 +163,8 @@ def reach(host: str, port: int, secret: bytes | None, timeout_s: float, who: str
     Raises:
         WorldError: nothing of the kind was there in time, or it does not know the secret.
     """
-    if secret is not None and not _all_loopback(host):
-        try:
-            passage = pass_through(host, port, secret, timeout_s)
-        except (OSError, NotOurDoorError) as error:
-            what = f"{who} was not reached at {host}:{port} within {timeout_s:g} s: {error}"
-            fix = "give all agents the same GUOZHUANG_SECRET, and check the address, the port, and firewalls between"
-            raise WorldError(explain(what, fix=fix)) from error
+    if secret is not None and stores.loopback_address(host) is None:
+        passage = pass_through(host, port, secret, timeout_s)
         store = _client(passage[0], passage[1], who)
         return Kept(store, passage[0], passage[1], (host, port), passage.close)
     _wait_for_listener(host, port, timeout_s, who)
@@ -165,31 +172,31 @@ def reach(host: str, port: int, secret: bytes | None, timeout_s: float, who: str
 
 
 def _client(host: str, port: int, who: str) -> dist.Store:
-    limit = datetime.timedelta(seconds=_STORE_S)
+    """A connection to what listens there; a program that accepts it and is silent is no store."""
+    limit = datetime.timedelta(seconds=_ANSWER_S)
+    fix = "check the address and the port, that no other program has it, and that both or none have GUOZHUANG_SECRET"
     try:
-        return dist.TCPStore(host, port, None, False, limit, wait_for_workers=False)
-    except RuntimeError as error:
-        what = f"what listens at {host}:{port} is not the store of {who}: {error}"
-        fix = (
-            "check the address and the port, that no other program has it, and that both or none have GUOZHUANG_SECRET"
+        store = waiting.attempt(
+            _ANSWER_S + 1.0, lambda: dist.TCPStore(host, port, None, False, limit, wait_for_workers=False)
         )
+    except waiting.OverdueError:
+        what = f"what listens at {host}:{port} does not answer as the store of {who} would, within {_ANSWER_S:g} s"
+        raise WorldError(explain(what, fix=fix)) from None
+    except RuntimeError as error:
+        what = f"what listens at {host}:{port} is not the store of {who}: {str(error).splitlines()[0]}"
         raise WorldError(explain(what, fix=fix)) from error
+    store.set_timeout(datetime.timedelta(seconds=_STORE_S))
+    return store
 
 
 def _wait_for_listener(host: str, port: int, timeout_s: float, who: str) -> None:
     """In Python, where a signal can end the waiting; torch's own waits inside one call."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=max(0.1, min(5.0, deadline - time.monotonic()))).close()
-            return
-        except OSError as error:
-            why = error
-        if time.monotonic() >= deadline:
-            what = f"{who} was not reached at {host}:{port} within {timeout_s:g} s: {why}"
-            fix = "check that `guozhuang run` was started there, the address, the port, and firewalls between"
-            raise WorldError(explain(what, fix=fix)) from why
-        time.sleep(0.2)
+    try:
+        stores.until_somebody_listens(host, port, time.monotonic() + timeout_s)
+    except stores.NobodyListensError as error:
+        what = f"{who} was not reached at {host}:{port} within {timeout_s:g} s: {error}"
+        fix = "check that `guozhuang run` was started there, the address, the port, and firewalls between"
+        raise WorldError(explain(what, fix=fix)) from error
 
 
 def wait_for(store: dist.Store, key: str, timeout_s: float, who: str) -> str:
@@ -206,40 +213,49 @@ def wait_for(store: dist.Store, key: str, timeout_s: float, who: str) -> str:
     return store.get(key).decode()
 
 
-def addresses(host: str) -> list[str]:
-    """The addresses that a name stands for, IPv4 first; empty where it does not resolve."""
-    try:
-        found = {str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
-    except OSError:
-        return []
-    return sorted(found, key=lambda address: (":" in address, address))
+def interface_address(host: str, interface: str | None = None) -> str:
+    """What node 0 listens at, so that other nodes reach it by the name ``host``.
 
+    Its address, if it is one of this node's. If it is not (a name of a service, a translated address), or a name means
+    loopback here (as a node's own name often does in /etc/hosts), the address of the interface that the user named, else of
+    the one that leads out of this node.
 
-def is_loopback(address: str) -> bool:
-    """Whether only processes of the same node reach the address."""
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
-def _all_loopback(host: str) -> bool:
-    found = addresses(host)
-    return bool(found) and all(map(is_loopback, found))
-
-
-def interface_address(host: str) -> str:
-    """What to listen at, so that other nodes reach this one by the name ``host``.
-
-    Its address, if it is one of this node's. Where it is not (a name of a service, a translated address), or a name means
-    loopback here (as a node's own name often does in /etc/hosts), every interface.
+    Args:
+        host: name or address, as the agents were told.
+        interface: the one that the user named (``--interface``).
     """
     if host == "localhost":
         return LOOPBACK
-    found = addresses(host)
+    found = resolve(host)
     if found[:1] == [host] and is_loopback(host):
         return host
     for address in found:
         if not is_loopback(address) and is_ours(address):
             return address
-    return "0.0.0.0"
+    if interface is not None:
+        return interfaces.named(interface).address
+    address = search.own_address([each for each in found if not is_loopback(each)], [])
+    if found and not all(map(is_loopback, found)):
+        say(
+            f"{host} is no address of this node ({socket.gethostname()}): the store is at {address}, to which it must lead"
+        )
+    return address
+
+
+def meeting_address(host: str, interface: str | None = None) -> str:
+    """What an agent connects to: ``host``, but where that name leads to loopback on its own node; see ``interface_address``."""
+    is_name_of_this_node = (
+        host != "localhost" and host not in resolve(host) and stores.loopback_address(host) is not None
+    )
+    return interface_address(host, interface) if is_name_of_this_node else host
+
+
+def say_if_open(kept: Kept, secret: bytes | None) -> None:
+    """Tell the user where other nodes reach the store, if whoever reaches it is let in."""
+    host, port = kept.told
+    if secret is None and not is_loopback(host):
+        what = "with the same GUOZHUANG_SECRET on all nodes it would ask for it"
+        say(f"the store is at {host}:{port}, open to whoever reaches that; {what}")
 
 
 def is_ours(address: str) -> bool:

@@ -1,8 +1,8 @@
 """Who am I: the world of this process, found out from its environment.
 
 Read in this order: ``identity`` (what a launcher can tell), ``torchrun``, ``slurm``, ``mpi`` (launchers), ``discovery`` (the
-list of all), ``rendezvous`` (how ranks find each other: a store that is told, or by ``search`` at a sequence of ``ports``, with
-a ``door`` before it), ``session`` (``init`` and ``shutdown``).
+list of all), ``rendezvous`` (how ranks find each other: in ``stores`` where the place is told, else by ``search`` at a sequence
+of ``ports``; with a ``door`` before it, and nobody is ``waiting`` for ever), ``session`` (``init`` and ``shutdown``).
 """
 
 from guozhuang.world.identity import World
@@ -10,6 +10,7 @@ from guozhuang.world.requests import (
     requested_backend,
     requested_gloo_interface,
     requested_groups,
+    requested_nccl_interface,
     requested_strategy,
     requested_timeline,
 )
@@ -22,7 +23,9 @@ __all__ = [
     "requested_backend",
     "requested_gloo_interface",
     "requested_groups",
+    "requested_nccl_interface",
     "requested_strategy",
     "requested_timeline",
     "shutdown",
+    "versions",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,8 @@ from guozhuang.errors import UsageError, explain
 
 # The backend of guozhuang.groups for ranks that share memory; `import guozhuang` registers the name.
 SHARED_MEMORY = "shm"
+# Of a device whose UUID cannot be had, or would not be its own: parts of a GPU (MIG) may all carry that of the whole.
+UNKNOWN = "?"
 
 
 def backend_of_cpu_ranks(hosts: Sequence[str], platform: str = sys.platform) -> tuple[str, str]:
@@ -40,6 +42,7 @@ def choose(
     num_cuda: int,
     cpu_backend: str = "gloo",
     is_bound: bool = False,
+    launcher: str = "environment",
 ) -> tuple[str, torch.device]:
     """Fill in what the user left open.
 
@@ -47,11 +50,12 @@ def choose(
         backend: "gloo", "nccl", another registered name, one per device type as in "cpu:gloo,cuda:nccl", or None:
             nccl where the device is CUDA, ``cpu_backend`` where it is the CPU.
         device: None: CUDA where there is any and the backend allows it, else the CPU. "cuda": the one of ``local_rank``.
-        local_rank: this process among those of its node.
+        local_rank: this process among those of its node; or, where that is known, the index of its device (``own_indices``).
         num_cuda: how many CUDA devices this process can see.
         cpu_backend: the default where the device is the CPU.
         is_bound: the launcher may have given this process devices of its own (Slurm and MPI do): where it sees exactly one,
             that is the device, whatever its local rank.
+        launcher: who started this process, for the remedy in an error's text.
 
     Returns:
         The backend as ``torch.distributed.init_process_group`` wants it, and the device, with its index if it is CUDA.
@@ -69,7 +73,7 @@ def choose(
             fix = 'give "cpu", "cuda", "cuda:1" or a torch.device'
             raise UsageError(explain("device is not known to PyTorch", value=device, fix=fix)) from None
     if chosen.type == "cuda":
-        chosen = _with_index(chosen, 0 if is_bound and num_cuda == 1 else local_rank, num_cuda)
+        chosen = _with_index(chosen, 0 if is_bound and num_cuda == 1 else local_rank, num_cuda, launcher)
     if backend is None:
         defaults = {"cpu": cpu_backend, "cuda": "nccl"}
         if chosen.type not in defaults:
@@ -81,6 +85,100 @@ def choose(
         fix = f"choose a device of type {' or '.join(sorted(serves))}, or another backend"
         raise UsageError(explain(f"backend {backend!r} cannot serve device {chosen}", fix=fix))
     return backend, chosen
+
+
+def uuids(device: torch.device) -> list[str]:
+    """The UUIDs of the CUDA devices that may become this process's: of ``device`` if it has an index, else of all it sees.
+
+    Empty where ``device`` is no CUDA device. Starts CUDA in this process otherwise.
+    """
+    if device.type != "cuda":
+        return []
+    found = []
+    for index in range(torch.cuda.device_count()) if device.index is None else [device.index]:
+        properties = torch.cuda.get_device_properties(index)
+        is_part = "MIG" in str(properties.name).split()
+        found.append(UNKNOWN if is_part else str(getattr(properties, "uuid", "") or UNKNOWN))
+    return found
+
+
+def own_indices(hosts: Sequence[str], seen: Sequence[Sequence[str]]) -> list[int | None] | None:
+    """Which of the devices it sees each rank takes: in rank order on each node, the first that nobody has taken before.
+
+    So ranks that all see the same devices take them by local rank; ranks that were given devices of their own, one or more,
+    take the first of theirs; ranks of one socket share those of that socket out among them.
+
+    Args:
+        hosts: the host identity of every rank.
+        seen: the UUIDs that each rank told (``uuids``).
+
+    Returns:
+        For each rank the position in its list, None where nothing is left for it, or where it sees none. None instead of
+        the list: a UUID is unknown, so nothing can be said.
+    """
+    if any(UNKNOWN in each for each in seen):
+        return None
+    taken: set[tuple[str, str]] = set()
+    found: list[int | None] = []
+    for host, mine in zip(hosts, seen, strict=True):
+        index = next((i for i, uuid in enumerate(mine) if (host, uuid) not in taken), None)
+        if index is not None:
+            taken.add((host, mine[index]))
+        found.append(index)
+    return found
+
+
+def own_index(rank: int, local_rank: int, hosts: Sequence[str], seen: Sequence[Sequence[str]]) -> int | None:
+    """The position of this rank's device in its own list; None if the UUIDs do not tell.
+
+    ``local_rank`` as its launcher told it counts wherever all ranks of the node see the same devices.
+    """
+    found = own_indices(hosts, seen)
+    if len({tuple(each) for host, each in zip(hosts, seen, strict=True) if host == hosts[rank]}) == 1:
+        return local_rank if local_rank < len(seen[rank]) and UNKNOWN not in seen[rank] else None
+    return None if found is None else found[rank]
+
+
+def check_own(hosts: Sequence[str], seen: Sequence[Sequence[str]], launcher: str) -> None:
+    """Refuse a world in which two ranks would have to share a CUDA device, which NCCL cannot. Every rank finds the same.
+
+    Raises:
+        UsageError: the first such rank, and who has what it sees.
+    """
+    found = own_indices(hosts, seen)
+    for rank, index in enumerate(found or ()):
+        if index is not None or not seen[rank]:
+            continue
+        node = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+        rivals = [other for other in node if other < rank and set(seen[other]) & set(seen[rank])]
+        num = len({uuid for other in node for uuid in seen[other]})
+        what = (
+            f"rank {rank} has no CUDA device of its own: it sees {_devices(seen[rank])}, "
+            f"which {_ranks(rivals)} of the same node {'has' if len(rivals) == 1 else 'have'}; NCCL needs one for each rank"
+        )
+        raise UsageError(explain(what, fix=f"{_fix(launcher, num)}, or share them with the backend gloo"))
+
+
+def _devices(found: Sequence[str]) -> str:
+    return f"{found[0]} alone" if len(found) == 1 else f"{len(found)} devices ({', '.join(found[:8])})"
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    found = list(ranks)
+    more = f" and {len(found) - 8} more" if len(found) > 8 else ""
+    return f"rank{'' if len(found) == 1 else 's'} {', '.join(map(str, found[:8]))}{more}"
+
+
+def _fix(launcher: str, num: int) -> str:
+    """How to give each rank of a node with ``num`` devices one of its own, under each launcher."""
+    at_most = f"start at most {num}"
+    ways = {
+        "slurm": f"ask for a GPU per task (srun --gpus-per-task=1), or {at_most} on a node (--ntasks-per-node={num})",
+        "openmpi": f"{at_most} on a node (mpirun --map-by ppr:{num}:node)",
+        "hydra": f"{at_most} on a node (mpiexec -ppn {num})",
+        "torchrun": f"{at_most} on this node (--nproc-per-node={num}), or look at CUDA_VISIBLE_DEVICES",
+    }
+    return ways.get(launcher, f"{at_most} on this node, or look at CUDA_VISIBLE_DEVICES of each")
 
 
 def device_to_bind(backend: str, device: torch.device) -> torch.device | None:
@@ -123,18 +221,15 @@ def _default_type(backend: str | None, serves: set[str] | None, num_cuda: int) -
     return "cpu" if "cpu" in serves else sorted(serves)[0]
 
 
-def _with_index(device: torch.device, local_rank: int, num_cuda: int) -> torch.device:
+def _with_index(device: torch.device, local_rank: int, num_cuda: int, launcher: str) -> torch.device:
     index = local_rank if device.index is None else device.index
     if num_cuda == 0:
         fix = 'give device="cpu", or look at `nvidia-smi`, CUDA_VISIBLE_DEVICES and the build of PyTorch'
         raise UsageError(explain("no CUDA device is visible to this process", value=str(device), fix=fix))
     if index >= num_cuda:
         if device.index is None:
-            what = f"LOCAL_RANK={local_rank} has no CUDA device: {num_cuda} visible to this process"
-            fix = (
-                f"start at most {num_cuda} ranks on this node (--nproc-per-node={num_cuda}), look at "
-                'CUDA_VISIBLE_DEVICES, or give device="cuda:0" if every rank was given a GPU of its own'
-            )
+            what = f"local rank {local_rank} has no CUDA device: {num_cuda} visible to this process"
+            fix = f'{_fix(launcher, num_cuda)}; or give device="cuda:0" if every rank was given a GPU of its own'
             raise UsageError(explain(what, fix=fix))
         what = f"there is no such CUDA device: {num_cuda} visible to this process"
         raise UsageError(explain(what, value=str(device), fix=f"choose an index below {num_cuda}"))

@@ -17,8 +17,6 @@ one thread serves all connections of a door by asyncio, and reads no faster than
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
-import contextlib
 import hashlib
 import hmac
 import logging
@@ -26,10 +24,10 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
 
 from guozhuang.errors import UsageError, WorldError, explain
+from guozhuang.world import waiting
+from guozhuang.world.relay import Relay, relay_both_ways
 
 HANDSHAKE_S = 5.0
 _MAGIC = b"GZ-DOOR1"
@@ -37,7 +35,6 @@ _NONCE_BYTES = 32
 _LET_IN, _REFUSED = b"Y", b"N"
 _MAX_STRANGERS = 128
 _MAX_NAMED = 256
-_CHUNK_BYTES = 1 << 16
 _RETRY_S = 0.1
 _log = logging.getLogger("guozhuang")
 
@@ -66,9 +63,9 @@ class Door:
         _check_secret(secret)
         self._store_port, self._secret = store_port, secret
         self._strangers: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
-        self._named: set[str] = set()
+        self._named: set[tuple[str, str]] = set()
         self.address: tuple[str, int] = listener.getsockname()[:2]
-        self._relay = _Relay(listener, self._admit, "guozhuang door")
+        self._relay = Relay(listener, self._admit, "guozhuang door")
 
     def close(self) -> None:
         """Stop listening, end every connection and the thread. A second call does nothing."""
@@ -99,7 +96,7 @@ class Door:
         except OSError:
             _log.warning("a rank came through the door, but no store listens on loopback port %d", self._store_port)
             return
-        await _relay_both_ways(reader, writer, inside)
+        await relay_both_ways(reader, writer, inside)
 
     async def _examine(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
         """The door's side of [Note: the handshake]; "" if the other knows the secret, else why he is refused."""
@@ -117,8 +114,9 @@ class Door:
 
     def _log_once(self, writer: asyncio.StreamWriter, why: str) -> None:
         peer = str((writer.get_extra_info("peername") or ("an unknown address",))[0])
-        if peer not in self._named and len(self._named) < _MAX_NAMED:
-            self._named.add(peer)
+        # By cause as well: whose scanner came by first may have ranks with a wrong secret too.
+        if (peer, why) not in self._named and len(self._named) < _MAX_NAMED:
+            self._named.add((peer, why))
             where = "{}:{}".format(*self.address)
             _log.warning("refused a connection from %s to %s: %s (said once for this address)", peer, where, why)
 
@@ -126,7 +124,7 @@ class Door:
 class Passage(tuple[str, int]):
     """``(host, port)`` on loopback of this node, which lead through a door. ``close`` ends the thread behind it."""
 
-    _relay: _Relay
+    _relay: Relay
 
     @property
     def host(self) -> str:
@@ -143,7 +141,9 @@ class Passage(tuple[str, int]):
         self._relay.close()
 
 
-def pass_through(host: str, port: int, secret: bytes, timeout_s: float) -> Passage:
+def pass_through(
+    host: str, port: int, secret: bytes, timeout_s: float, *, rank: int | None = None, says: bool = True
+) -> Passage:
     """Open a listener on loopback of this node whose connections are relayed through the door at ``host:port``.
 
     The door need not be open yet: it is tried until the time is over. Each process may call for itself.
@@ -153,6 +153,8 @@ def pass_through(host: str, port: int, secret: bytes, timeout_s: float) -> Passa
         port: the door's TCP port.
         secret: the one the door was given.
         timeout_s: limit in seconds for coming through the first time; each later connection has ``HANDSHAKE_S``.
+        rank: of this process, for the texts.
+        says: whether to say in the log what is waited for when it takes long.
 
     Returns:
         Host and port for ``torch.distributed.TCPStore``; it has a ``close`` method, and lives until that is called.
@@ -161,20 +163,40 @@ def pass_through(host: str, port: int, secret: bytes, timeout_s: float) -> Passa
         UsageError: the secret is empty.
         WorldError: no door that knows the secret answered in time; at once where there is a door that refuses the secret.
     """
-    deadline = time.monotonic() + timeout_s
-    while True:
-        left_s = deadline - time.monotonic()
-        try:
-            return passage_from(knock(host, port, secret, min(HANDSHAKE_S, max(left_s, 0.01))), host, port, secret)
-        except WrongSecretError as error:
-            fix = "start all ranks from one launcher, or give all of them the same GUOZHUANG_SECRET"
-            raise WorldError(explain(f"the door at {host}:{port} is closed to us: {error}", fix=fix)) from error
-        except (OSError, NotOurDoorError) as error:
-            if time.monotonic() + _RETRY_S >= deadline:
-                what = f"could not come through the door at {host}:{port} within {timeout_s:g} s: {error}"
-                fix = "check that the node that keeps the store is up, and that no firewall stands between"
-                raise WorldError(explain(what, fix=fix)) from error
-        time.sleep(_RETRY_S)
+    deadline, over = time.monotonic() + timeout_s, threading.Event()
+    why = "the name is not resolved yet"
+
+    def come() -> socket.socket | None:
+        nonlocal why
+        while not over.is_set() and (left_s := deadline - time.monotonic()) > 0:
+            try:
+                return knock(host, port, secret, min(HANDSHAKE_S, left_s))
+            except NotOurDoorError as error:
+                if isinstance(error, WrongSecretError):
+                    raise
+                why = str(error)
+            except OSError as error:
+                why = waiting.why_no_connection(error)
+            over.wait(min(_RETRY_S, left_s))
+        return None
+
+    def still() -> str:
+        return f"{_me(rank)} waits for the door at {host}:{port}: {why}" if says else ""
+
+    try:
+        first = waiting.attempt(timeout_s + 1.0, come, still)
+    except WrongSecretError as error:
+        fix = "start all ranks from one launcher, or give all of them the same GUOZHUANG_SECRET"
+        raise WorldError(explain(f"the door at {host}:{port} is closed to us: {error}", rank=rank, fix=fix)) from error
+    except waiting.OverdueError:
+        first = None
+    finally:
+        over.set()
+    if first is None:
+        what = f"could not come through the door at {host}:{port} within {timeout_s:g} s: {why}"
+        fix = "check that the node that keeps the store is up, its name or address, and that no firewall stands between"
+        raise WorldError(explain(what, rank=rank, fix=fix))
+    return passage_from(first, host, port, secret)
 
 
 def passage_from(first: socket.socket, host: str, port: int, secret: bytes) -> Passage:
@@ -197,7 +219,7 @@ def passage_from(first: socket.socket, host: str, port: int, secret: bytes) -> P
         except (OSError, NotOurDoorError) as error:
             _log.warning("could not come through the door at %s:%d again: %s", host, port, error)
             return
-        await _relay_both_ways(reader, writer, await asyncio.open_connection(sock=through))
+        await relay_both_ways(reader, writer, await asyncio.open_connection(sock=through))
 
     def drop() -> None:
         while waiting:
@@ -209,7 +231,7 @@ def passage_from(first: socket.socket, host: str, port: int, secret: bytes) -> P
         drop()
         raise
     passage = Passage(listener.getsockname()[:2])
-    passage._relay = _Relay(listener, follow, "guozhuang passage", drop)
+    passage._relay = Relay(listener, follow, "guozhuang passage", drop)
     return passage
 
 
@@ -283,6 +305,10 @@ def _receive(connection: socket.socket, num_bytes: int, deadline: float) -> byte
     return data
 
 
+def _me(rank: int | None) -> str:
+    return f"rank {rank}" if rank is not None else "this process"
+
+
 def _proof(secret: bytes, word: bytes, doors: bytes, knockers: bytes, told: bytes = b"") -> bytes:
     return hmac.new(secret, word + doors + knockers + told, hashlib.sha256).digest()
 
@@ -290,115 +316,3 @@ def _proof(secret: bytes, word: bytes, doors: bytes, knockers: bytes, told: byte
 def _check_secret(secret: bytes) -> None:
     if not secret:
         raise UsageError(explain("the secret of a door is empty", fix="give secrets.token_bytes(32) to all ranks"))
-
-
-class _Relay:
-    """A thread that accepts connections and gives each to a coroutine; their sockets end with it."""
-
-    def __init__(
-        self,
-        listener: socket.socket,
-        serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
-        name: str,
-        finish: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._serve, self._finish = serve, finish
-        self._running: set[asyncio.Task[None]] = set()
-        started: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._loop, self._end = asyncio.new_event_loop(), asyncio.Event()
-        # A daemon: a rank that forgets to close it can still end.
-        self._thread = threading.Thread(target=self._run, args=(self._main(listener, started),), name=name, daemon=True)
-        self._thread.start()
-        started.result()
-
-    def close(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed already
-            self._loop.call_soon_threadsafe(self._end.set)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(2 * HANDSHAKE_S)
-
-    def _run(self, main: Coroutine[Any, Any, None]) -> None:
-        try:
-            self._loop.run_until_complete(main)
-            self._loop.run_until_complete(self._loop.shutdown_default_executor())
-        finally:
-            self._loop.close()
-            self._finish()
-
-    async def _main(self, listener: socket.socket, started: concurrent.futures.Future[None]) -> None:
-        try:
-            server = await asyncio.start_server(self._accepted, sock=listener, backlog=1024)
-        except BaseException as error:
-            started.set_exception(error)
-            return
-        started.set_result(None)
-        try:
-            await self._end.wait()
-        finally:
-            server.close()
-            for task in self._running:
-                task.cancel()
-            await asyncio.gather(*self._running, return_exceptions=True)
-            for _ in range(3):  # transports drop their sockets one turn of the loop after they were closed
-                await asyncio.sleep(0)
-
-    def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = self._loop.create_task(self._one(reader, writer))
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-
-    async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            _configure(writer)
-            await self._serve(reader, writer)
-        except OSError as error:
-            _log.debug("a relayed connection ended: %s", error)
-        finally:
-            await _end_of(writer)
-
-
-async def _relay_both_ways(
-    reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
-    other: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-) -> None:
-    """Until one of the two sides ends its connection; a store and its clients never close one direction only."""
-    try:
-        _configure(other[1])
-        pumps = [asyncio.create_task(_pump(reader, other[1])), asyncio.create_task(_pump(other[0], writer))]
-        try:
-            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for pump in pumps:
-                pump.cancel()
-    finally:
-        await _end_of(other[1])
-
-
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(OSError):  # a connection that breaks is one that ends
-        while data := await reader.read(_CHUNK_BYTES):
-            writer.write(data)
-            await writer.drain()  # memory stays bounded: nothing more is read until the other side took it
-
-
-def _configure(writer: asyncio.StreamWriter) -> None:
-    connection = writer.get_extra_info("socket")
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-
-
-async def _end_of(writer: asyncio.StreamWriter) -> None:
-    """Close, and wait a moment for what was written; who takes nothing any more is cut off.
-
-    ``close`` comes before anything that can be cancelled.
-    """
-    try:
-        writer.close()
-        async with asyncio.timeout(1.0):
-            await writer.wait_closed()
-    except (OSError, TimeoutError):
-        writer.transport.abort()
-    except asyncio.CancelledError:
-        writer.transport.abort()
-        raise

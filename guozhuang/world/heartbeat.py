@@ -8,8 +8,9 @@ thread, keeps the clock, and notices that the first one has had no answer.
 
 [Note: who watches] Every rank overwrites its own key once per interval and reads one key, the word of the watching rank;
 only that rank reads all. With N ranks that is 2 N small requests per interval and one of N values, and the interval grows
-above 500 ranks, so the store sees 1000 requests a second at most. The watch begins at rank 0. Where its word stays out, the
-first rank that adds to the key of the next term takes over; two that watch for a moment do no harm, the higher term counts.
+above 500 ranks (above 50 behind a door), so the store sees 1000 requests a second at most. The watch begins at rank 0. Where
+its word stays out, or its process is seen to be gone, the first rank that adds to the key of the next term takes over; two that
+watch for a moment do no harm, the higher term counts.
 
 [Note: the clock] A run that was stopped as a whole (Ctrl-Z, a suspended virtual machine) must not look like a hang when it
 goes on. The clock of a rank is ticked by its guard and goes forward by two intervals at most per tick, so it stands while
@@ -27,43 +28,23 @@ lock for ever in a C call therefore gives no beat and no stack; its neighbours s
 from __future__ import annotations
 
 import atexit
-import contextlib
-import hashlib
 import logging
 import math
 import os
-import socket
 import sys
-import threading
-import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import psutil
 import torch.distributed as dist
 
 from guozhuang.errors import UsageError, explain
-from guozhuang.world.heartbeat_end import end
-from guozhuang.world.heartbeat_line import Watch, Word, look_at_neighbours, process_state, read_reports
-from guozhuang.world.heartbeat_report import EXIT_CODE
-from guozhuang.world.heartbeat_rules import AwakeClock, Beat, Judge, Limits
+from guozhuang.world.heartbeat_rules import Limits
+from guozhuang.world.heartbeat_threads import Heartbeat
 from guozhuang.world.identity import World
-from guozhuang.world.stacks import (
-    OWN_THREADS,
-    MainThread,
-    error_text,
-    is_of_a_collective,
-    place_of_error,
-    stacks_text,
-)
 
-_RANKS_PER_SECOND = 500
-# The others must have read a report before the rank that keeps the store takes it away.
-# Each is one more chance to see a main thread that goes round a loop move.
-_LOOKS_PER_BEAT = 4
-_LONGER_S = 1.0
-_JOIN_S = 2.0
+# Behind a door every request goes through the Python of rank 0, which has a training step to do.
+_RANKS_PER_SECOND, _RANKS_PER_SECOND_BEHIND_A_DOOR = 500, 50
 _log = logging.getLogger("guozhuang")
 
 
@@ -73,6 +54,7 @@ def start(
     hang_timeout_s: float | None,
     *,
     keeps_store: bool = False,
+    behind_door: bool = False,
     interval_s: float | None = None,
 ) -> bool:
     """Begin to give signs of life, and to hear those of the others. Every rank must call, after the group was made.
@@ -87,7 +69,9 @@ def start(
             still, the stacks of all ranks are printed and every rank ends itself with exit code 75. None: lost ranks are
             reported, but nothing is ended and no hang is looked for. The value of the watching rank (first rank 0) counts.
         keeps_store: this process keeps the store itself: it then waits a moment in ``stop`` until others have let go.
-        interval_s: between two beats; None: 1 s, more above 500 ranks. All other limits are multiples of it.
+        behind_door: the store is reached through a ``Door``, on every rank.
+        interval_s: between two beats; None: 1 s, more above 500 ranks (50 behind a door). All other limits are multiples of
+            it. The same on every rank.
 
     Returns:
         Whether a heartbeat runs.
@@ -111,21 +95,27 @@ def start(
         _state.handles_fork = True
     atexit.unregister(_at_exit)
     atexit.register(_at_exit)  # again, to come before what was registered until now
-    limits = Limits.of(max(1.0, world.size / _RANKS_PER_SECOND) if interval_s is None else interval_s)
+    limits = Limits.of(usual_interval_s(world.size, behind_door) if interval_s is None else interval_s)
     prefixed: Any = dist.PrefixStore("heartbeat", store)
     own = prefixed.clone()  # See [Note: two threads].
     own.set_timeout(timedelta(seconds=limits.lost_s))
-    _state.running = _Heartbeat(own, world, hang_timeout_s, limits, keeps_store)
+    _state.running = Heartbeat(own, world, hang_timeout_s, limits, keeps_store)
     _state.running.start()
     return True
+
+
+def usual_interval_s(size: int, behind_door: bool) -> float:
+    """Between two beats of each of ``size`` ranks, so that the store has no more than 1000 requests per second (a door 100)."""
+    return max(1.0, size / (_RANKS_PER_SECOND_BEHIND_A_DOOR if behind_door else _RANKS_PER_SECOND))
 
 
 def stop(error: BaseException | None = None) -> None:
     """Say farewell, and end the threads. Without a heartbeat it does nothing.
 
-    To be called before the process group is destroyed; at exit it is called by itself. Takes milliseconds; a second or two
-    where this process keeps the store and others still run, or where the store does not answer; and some intervals after
-    an exception that came out of a collective: it may be the echo of what happened to another rank, which is to be named.
+    To be called before the process group is destroyed; at exit it is called by itself. Takes milliseconds; up to an interval
+    where this process keeps the store and others still run; up to two seconds where the store does not answer; and until the
+    report after an exception that came out of a collective, which may be the echo of what happened to another rank: an
+    interval or two, at most three where nobody begins to gather it. Where a loss was reported before there is no wait.
 
     Args:
         error: why this rank leaves, told to the others; None: the exception that is being handled, if any.
@@ -137,7 +127,7 @@ def stop(error: BaseException | None = None) -> None:
 
 @dataclass
 class _State:
-    running: _Heartbeat | None = None
+    running: Heartbeat | None = None
     handles_fork: bool = False
 
 
@@ -157,269 +147,3 @@ def _innermost(store: dist.Store) -> dist.Store:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store
-
-
-def started_collectives() -> tuple[int, int] | None:
-    """How many collectives and messages this process has started: of the default group, and of all; None without a group."""
-    if not dist.is_initialized():
-        return None
-    default, total = 0, 0
-    groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
-    for group in groups:
-        try:
-            number = int(group._get_sequence_number_for_group())
-        except Exception:  # a backend that does not count, or a group that is being destroyed
-            continue
-        total += number
-        default = number if group is dist.group.WORLD else default
-    return default, total
-
-
-class _Heartbeat:
-    def __init__(
-        self, store: dist.Store, world: World, hang_timeout_s: float | None, limits: Limits, keeps_store: bool
-    ) -> None:
-        self.world, self._limits, self._hang_timeout_s = world, limits, hang_timeout_s
-        self._store, self._keeps_store = store, keeps_store
-        self._stopped, self._wake = threading.Event(), threading.Event()
-        self._clock = AwakeClock(2 * limits.interval_s)
-        me = psutil.Process()
-        self._pid, self._born_s, self._node = me.pid, me.create_time(), _node()
-        # Of the guard, read by the other thread.
-        self._main = MainThread(0.0)
-        self._collectives, self._idle_since_s = (0, -1), 0.0
-        # Of the thread that talks to the store, read by the guard.
-        self._num_answers = 0
-        self._trouble = ""
-        self._closing = self._is_ending = self._is_cut_off = False
-        self._count = self._gave = self._seen = 0
-        self._word: Word | None = None
-        self._word_since_s = 0.0
-        self._tried = 0
-        self._watch: Watch | None = None
-        self._farewell: str | None = None
-        self._texts: set[str] = set()
-        # Of the main thread, when it leaves because of an exception.
-        self._error: BaseException | None = None
-        self._has_told_why = threading.Event()
-        self._guarding = threading.Thread(target=self._guard, name=f"{OWN_THREADS} guard", daemon=True)
-        self._line = threading.Thread(target=self._talk, name=f"{OWN_THREADS} store", daemon=True)
-
-    def start(self) -> None:
-        self._look()
-        self._guarding.start()
-        self._line.start()
-
-    def stop(self, error: BaseException | None) -> None:
-        if isinstance(error, SystemExit) and error.code in (None, 0):
-            error = None
-        if isinstance(error, Exception) and is_of_a_collective(error):
-            self._error = error
-            self._wake.set()
-            deadline_s = time.monotonic() + self._limits.gather_s + 2 * self._limits.interval_s
-            while self._line.is_alive() and not self._has_told_why.wait(0.05) and time.monotonic() < deadline_s:
-                pass
-            if self._trouble:
-                self._tell_cut_off(0.0)
-        self._farewell = "" if error is None else _in_words(error)
-        self._stopped.set()
-        self._wake.set()
-        for thread in (self._guarding, self._line):
-            # No limit where the main thread came free in the middle of the last words, because another rank ended first.
-            # With one, a thread that the store holds stays there, and holds nothing up.
-            thread.join(None if self._is_ending else _JOIN_S)
-
-    # ---- the guard
-
-    def _guard(self) -> None:
-        since_answer_s, num_answers, clock_s = 0.0, 0, 0.0
-        while not self._stopped.wait(self._limits.interval_s / _LOOKS_PER_BEAT):
-            before_s, clock_s = clock_s, self._clock.tick()
-            self._look()
-            if self._num_answers != num_answers:
-                since_answer_s, num_answers = 0.0, self._num_answers
-                if self._is_cut_off:
-                    self._is_cut_off = False
-                    _log.warning("[rank %d] the store of the world answers again", self.world.rank)
-                continue
-            since_answer_s += clock_s - before_s
-            if self._closing or (since_answer_s < self._limits.lost_s and not self._trouble):
-                continue
-            self._tell_cut_off(since_answer_s)
-            limit_s = self._hang_timeout_s
-            idle_s, still_s = clock_s - self._idle_since_s, self._main.still_s(clock_s)
-            if limit_s is not None and min(since_answer_s, idle_s, still_s) >= limit_s:
-                what = f"{self._cut_off(since_answer_s)}\nIt has been standing at {self._main.place.text} for "
-                what += f"{still_s:.0f} s (--hang-timeout {limit_s:g}), and ends itself with exit code {EXIT_CODE}."
-                self._is_ending = True
-                end(f"{what}\n{stacks_text()}", 0.0)
-
-    def _look(self) -> None:
-        clock_s = self._clock()
-        self._main.look(clock_s)
-        started = started_collectives()
-        if started is None or started != self._collectives:  # who has no group any more waits for nobody
-            self._idle_since_s = clock_s
-        self._collectives = started if started is not None else self._collectives
-
-    def _tell_cut_off(self, since_s: float) -> None:
-        if not self._is_cut_off:
-            self._is_cut_off = True
-            _log.error("%s\n%s", self._cut_off(since_s), self._stacks())
-
-    def _cut_off(self, since_s: float) -> str:
-        keeper = self._word.keeper if self._word is not None else None
-        who = f"rank {keeper[0]}, which keeps it," if keeper is not None else "the launcher, which keeps it,"
-        if self._word is None:
-            who = "the process that keeps it (the launcher or rank 0)"
-        if self._trouble:
-            what = f"the connection to the store of the world broke ({self._trouble}): {who} is gone"
-        else:
-            what = f"no answer from the store of the world for {since_s:.0f} s: {who} is gone or stopped, or this node cut off"
-        if keeper is not None and keeper[1] == self._node:
-            what += f" (its process {keeper[2]} is {process_state(keeper[2], keeper[3])})"
-        return f"[rank {self.world.rank}] {what}. No rank can hear another one any more; this is where this one stands:"
-
-    def _stacks(self) -> str:
-        return stacks_text() if self._error is None else error_text(self._error)
-
-    # ---- the thread that talks to the store
-
-    def _talk(self) -> None:
-        try:
-            while not self._stopped.is_set() and not self._closing:
-                self._round()
-                self._num_answers += 1
-                in_haste = self._error is not None or (self._watch is not None and self._watch.in_haste)
-                self._wake.wait(self._limits.interval_s / (5 if in_haste else 1))
-                self._wake.clear()
-            if not self._closing:
-                self._say_farewell()
-        except RuntimeError as error:  # DistNetworkError, DistStoreError
-            # Torch's client does not connect again, and writes a page to stderr for each further call.
-            self._trouble = str(error).splitlines()[0] if str(error) else type(error).__name__
-
-    def _round(self) -> None:
-        self._read_word()
-        word = self._word
-        if word is not None and word.wants > self._gave:
-            self._store.set(f"stacks/{self.world.rank}", self._stacks())
-            self._gave = word.wants
-        self._beat()
-        if word is not None and word.report > self._seen and self._watch is None:
-            for number, text, ends in read_reports(self._store, self._seen):
-                self._seen = number
-                self._tell(text, ends)
-        self._closing = word is not None and word.closing
-        if self._watch is None and not self._closing:
-            self._perhaps_take_over()
-        if self._watch is not None:
-            report, lines = self._watch.round(self._clock())
-            self._word = self._watch.word
-            for line in lines:
-                _log.warning("[rank %d] %s", self.world.rank, line)
-            if report is not None:
-                self._seen = report.number
-                self._tell(report.full, report.ends)
-
-    def _read_word(self) -> None:
-        if self._word is None and not self._store.check(["word"]):
-            return  # the others have not begun
-        word = Word.from_bytes(self._store.get("word"))
-        if self._watch is not None and word.term > self._watch.word.term:
-            self._watch = None  # another one took over while this rank slept
-        if word != self._word:
-            self._word, self._word_since_s = word, self._clock()
-
-    def _perhaps_take_over(self) -> None:
-        clock_s, before = self._clock(), self._word
-        silent_s = clock_s - self._word_since_s
-        if before is None and self.world.rank != 0 and silent_s < self._limits.mute_s:
-            return  # rank 0 begins
-        is_given_away = before is not None and before.watcher < 0 and self._tried <= before.term
-        if before is not None and not is_given_away and silent_s < self._limits.takeover_s:
-            return
-        self._word_since_s = clock_s
-        # The winner of an earlier claim may have died before its first word.
-        self._tried = max(self._tried, before.term if before is not None else 0) + 1
-        if self._store.add(f"term/{self._tried}", 1) > 1:
-            return
-        judge = Judge(self.world.size, self._limits, self._hang_timeout_s, clock_s)
-        if before is not None and before.watcher >= 0:
-            judge.silent_since(before.watcher, clock_s - silent_s)
-        me = (self.world.rank, self._node, self._pid, self._born_s)
-        keeper = me if self._keeps_store else before.keeper if before is not None else None
-        word = Word(self._tried, self.world.rank, keeper=keeper)
-        self._watch = Watch(self._store, self.world.size, word, judge)
-        if before is not None:
-            _log.info("[rank %d] watches the others from now on", self.world.rank)
-
-    def _beat(self) -> None:
-        clock_s, error = self._clock(), self._error
-        place = self._main.place if error is None else place_of_error(error)
-        self._count += 1
-        beat = Beat(
-            count=self._count,
-            pid=self._pid,
-            born_s=self._born_s,
-            node=self._node,
-            collectives=self._collectives[0],
-            idle_s=round(clock_s - self._idle_since_s, 1),
-            still_s=round(self._main.still_s(clock_s), 1),
-            place=place.text,
-            waits_in=place.waits_in,
-            gave=self._gave,
-            saw=look_at_neighbours(self._word, self._node, self.world.rank) if self._word is not None else {},
-            trouble=_in_words(error) if error is not None else "",
-            left=self._farewell,
-        )
-        self._store.set(f"beat/{self.world.rank}", beat.to_bytes().decode())
-
-    def _say_farewell(self) -> None:
-        self._beat()
-        if self._watch is None and not self._keeps_store:
-            return
-        before = self._word if self._word is not None else Word(0, -1)
-        word = replace(before, term=before.term + 1, watcher=-1, wants=0, asks=(), closing=self._keeps_store)
-        self._store.set("word", word.to_bytes().decode())
-        if self._keeps_store:
-            # So that nobody speaks to a store that is gone, which makes torch write a page to stderr.
-            deadline_s = time.monotonic() + 1.5 * self._limits.interval_s
-            while time.monotonic() < deadline_s and self._others_hold_on():
-                time.sleep(0.02)
-
-    def _others_hold_on(self) -> bool:
-        keys = [f"beat/{rank}" for rank in range(self.world.size) if rank != self.world.rank]
-        if not all(self._store.check([key]) for key in keys):
-            return True
-        return any(Beat.from_bytes(data).left is None for data in self._store.multi_get(keys))
-
-    # ---- what the user sees
-
-    def _tell(self, text: str, ends: bool) -> None:
-        text = f"[rank {self.world.rank}] {text}"
-        if ends:
-            self._is_ending = True
-            # Longest where the store or the word is: the others read it once per interval.
-            keeps = self._keeps_store or self._watch is not None
-            end(text, 2.5 * self._limits.interval_s + (_LONGER_S if keeps else 0.0))
-        elif text not in self._texts:  # a rank that takes the watch over tells again what its forerunner did
-            self._texts.add(text)
-            _log.error("%s", text)
-        if self._error is not None:
-            self._has_told_why.set()
-
-
-def _in_words(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
-
-
-def _node() -> str:
-    """Equal for processes that can look at each other: one kernel, host name and network, one space of process numbers."""
-    parts = [socket.gethostname()]
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as boot:
-        parts.append(boot.read().strip())
-    for space in ("net", "pid"):
-        with contextlib.suppress(OSError):
-            parts.append(str(os.stat(f"/proc/self/ns/{space}").st_ino))
-    return hashlib.sha256("/".join(parts).encode()).hexdigest()[:12]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from guozhuang.world import heartbeat_report as texts
 from guozhuang.world.heartbeat_rules import GONE, STOPPED, Beat, Judge, Limits
-from guozhuang.world.stacks import ranks_text
+from guozhuang.world.stacks import merged, ranks_text
 
 # A process that began so much earlier or later than the one that is meant has taken over its number.
 _SAME_BIRTH_S = 5.0
@@ -43,6 +43,8 @@ class Word:
         report: number of the last report, to be read at the key of that name.
         asks: silent ranks, as [rank, node, pid, born_s]: who shares the node looks at the process.
         keeper: the rank that keeps the store, in the same form; None: a launcher keeps it.
+        process: of the watcher: node, pid, born_s.
+        lost: the ranks that were reported as lost and are still.
         closing: the rank that keeps the store leaves; nobody should use the store any more.
     """
 
@@ -53,6 +55,8 @@ class Word:
     report: int = 0
     asks: Sequence[tuple[int, str, int, float]] = ()
     keeper: tuple[int, str, int, float] | None = None
+    process: tuple[str, int, float] | None = None
+    lost: Sequence[int] = ()
     closing: bool = False
 
     def to_bytes(self) -> bytes:
@@ -132,6 +136,7 @@ class Watch:
         # Above all numbers of earlier terms, which are gone with whoever gave them.
         self._number = self.word.term * 1_000_000
         self._told: set[int] = set()
+        self._told_mute: set[int] = set()
         self._told_failed: set[int] = set()
         self._told_troubled: set[int] = set()
         self._gathering: _Gathering | None = None
@@ -155,11 +160,14 @@ class Watch:
         """
         self._read(clock_s)
         judge, lines = self._judge, []
-        lost = judge.lost(clock_s)
-        back = self._told - lost.keys()
+        lost, mute = judge.lost(clock_s), judge.mute(clock_s)
+        known = self._told | self._told_mute
+        back = known - lost.keys() - mute.keys()
         if back:
             lines.append(f"{ranks_text(sorted(back))} gave a sign of life again")
-            self._told -= back
+        new = {rank: text for rank, text in mute.items() if rank not in known}
+        lines += [f"{ranks_text(ranks)} of {self._size}: {text}" for ranks, text in merged(new)]
+        self._told, self._told_mute = self._told & lost.keys(), set(mute)
         failed = {rank: text for rank, text in judge.failed().items() if rank not in self._told_failed}
         self._told_failed |= failed.keys()
         hangs = judge.hangs(clock_s)
@@ -223,7 +231,11 @@ class Watch:
             self._store.set("report", json.dumps(self._reports))
         wants = self._gathering.number if self._gathering is not None else 0
         number = report.number if report is not None else self.word.report
-        self._put(replace(self.word, count=self.word.count + 1, wants=wants, report=number, asks=asks))
+        self._put(
+            replace(
+                self.word, count=self.word.count + 1, wants=wants, report=number, asks=asks, lost=sorted(self._told)
+            )
+        )
 
     def _put(self, word: Word) -> None:
         self.word = word

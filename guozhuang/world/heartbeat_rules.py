@@ -18,8 +18,9 @@ Ranks that are lost or have left do not count: they start nothing any more, and 
 
 [Note: what a loss is] A missing beat alone says little: a call that holds Python's lock for long stops the heartbeat
 thread too. So ranks of the same node are asked to look at the process: of a silent rank, and of all when an exception came
-out of somebody's collective. Gone or stopped is said at once. Alive means patience. Where nobody can look, because the
-whole node is silent, the limit is in between.
+out of somebody's collective. Gone or stopped is said at once. Alive means patience; and where no hang is looked for, because
+no time-out was given, it is no loss at all: a long call may be what the script wants, and is worth one line. Where nobody can
+look, because the whole node is silent, the limit is in between.
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ class Limits:
         mute_s: the same for a rank whose process is alive; also for one that never gave a sign.
         takeover_s: without a word of the rank that watches all for so long, another one takes its place.
         gather_s: how long the stacks of the others are waited for.
+        hasty_takeover_s: as ``takeover_s``, on a rank that an exception out of a collective is about to end.
+        heard_s: how long such a rank waits for the watching one, or a successor of it, to hear of it.
     """
 
     interval_s: float
@@ -76,12 +79,21 @@ class Limits:
     mute_s: float
     takeover_s: float
     gather_s: float
+    hasty_takeover_s: float
+    heard_s: float
 
     @classmethod
     def of(cls, interval_s: float) -> Limits:
         """All limits are so many beats."""
         return cls(
-            interval_s, 3 * interval_s, 10 * interval_s, 30 * interval_s, 5 * interval_s, max(2.5 * interval_s, 2.0)
+            interval_s=interval_s,
+            silent_s=3 * interval_s,
+            lost_s=10 * interval_s,
+            mute_s=30 * interval_s,
+            takeover_s=5 * interval_s,
+            gather_s=max(2.5 * interval_s, 2.0),
+            hasty_takeover_s=2.5 * interval_s,
+            heard_s=3 * interval_s,
         )
 
 
@@ -103,6 +115,7 @@ class Beat:
         saw: the state of the processes of silent ranks on its node.
         trouble: the exception that came out of a collective; the rank is about to end because of it.
         left: None while it runs; "" if it left as it should; else the exception that ended it.
+        let_go: it has read that the store closes, and asks it for nothing more.
     """
 
     count: int
@@ -118,6 +131,7 @@ class Beat:
     saw: Mapping[int, str] = field(default_factory=dict)
     trouble: str = ""
     left: str | None = None
+    let_go: bool = False
 
     def to_bytes(self) -> bytes:
         """For the store."""
@@ -198,7 +212,17 @@ class Judge:
 
     def lost(self, now_s: float) -> dict[int, str]:
         """The lost ranks, and what is known of each. See [Note: what a loss is]."""
-        limits, found = self.limits, {}
+        lost, mute = self._missing(now_s)
+        return lost if self.hang_timeout_s is None else dict(sorted({**lost, **mute}.items()))
+
+    def mute(self, now_s: float) -> dict[int, str]:
+        """The ranks that give no sign although nothing is known to be wrong with them; with a hang time-out they are lost."""
+        return self._missing(now_s)[1] if self.hang_timeout_s is None else {}
+
+    def _missing(self, now_s: float) -> tuple[dict[int, str], dict[int, str]]:
+        limits = self.limits
+        lost: dict[int, str] = {}
+        mute: dict[int, str] = {}
         silent, beats = set(self.silent(now_s)), self.beats()
         seen: dict[int, list[str]] = {}
         for witness, beat in beats.items():
@@ -209,21 +233,21 @@ class Judge:
             if beat.left is not None:
                 continue
             if GONE in states:
-                found[rank] = f"its process {beat.pid} is gone: killed, or ended without gz.shutdown()"
+                lost[rank] = f"its process {beat.pid} is gone: killed, or ended without gz.shutdown()"
             elif rank not in silent:
                 continue
             elif STOPPED in states:
-                found[rank] = f"its process {beat.pid} is stopped (by a signal or a debugger)"
+                lost[rank] = f"its process {beat.pid} is stopped (by a signal or a debugger)"
             elif states and age_s >= limits.mute_s:
-                found[rank] = (
+                mute[rank] = (
                     f"no sign of life for {age_s:.0f} s, though its process {beat.pid} is there ({states[0]}): one call may "
                     "be holding Python's lock, or the store of the world does not answer it"
                 )
             elif not states and age_s >= limits.lost_s:
-                found[rank] = f"no sign of life for {age_s:.0f} s" + self._of_the_node(rank, silent, beats)
+                lost[rank] = f"no sign of life for {age_s:.0f} s" + self._of_the_node(rank, silent, beats)
         for rank in self.unheard() if now_s - self._began_s >= limits.mute_s else ():
-            found[rank] = f"it has given no sign of life since the world began, {now_s - self._began_s:.0f} s ago"
-        return found
+            mute[rank] = f"it has given no sign of life since the world began, {now_s - self._began_s:.0f} s ago"
+        return lost, mute
 
     def _of_the_node(self, rank: int, silent: set[int], beats: Mapping[int, Beat]) -> str:
         here = [r for r, beat in beats.items() if beat.node == beats[rank].node and beat.left is None]

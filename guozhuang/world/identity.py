@@ -42,7 +42,10 @@ class MeetingPoint:
         port: its TCP port.
         is_kept_by_launcher: the launcher keeps the store already; otherwise rank 0 starts it.
         attempt: separates the runs that share one store, where a launcher starts ranks again after a failure.
-        secret: if not empty, and other machines can reach ``host``, a door that asks for it stands in front of the store.
+        secret: if not empty, and rank 0 keeps the store where other machines can reach it, a door that asks for it stands in
+            front of the store.
+        is_loopback_meant: where ``host`` stands for loopback, all ranks are on this machine. If not, it does so on rank 0's
+            own node only, and the others come from outside.
     """
 
     host: str
@@ -50,6 +53,7 @@ class MeetingPoint:
     is_kept_by_launcher: bool = False
     attempt: str = "0"
     secret: bytes = field(default=b"", repr=False)
+    is_loopback_meant: bool = True
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ the first interface it finds; across nodes both then wait for a peer that cannot
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from guozhuang.errors import UsageError, WorldError, explain
 
 # What the variables of gloo and of NCCL are called.
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+# Bridges that container and VM managers make within one node; br0 and its like may be the node's own way out.
+_LOCAL_BRIDGE = re.compile(r"docker\d+|virbr\d+|lxcbr\d+|lxdbr\d+|podman\d+|cni-podman\d+|br-[0-9a-f]{12}")
 # Any port does: connecting a datagram socket sends nothing, it only asks the kernel for a route.
 _ANY_PORT = 9
 
@@ -40,6 +43,11 @@ def addresses() -> dict[str, list[str]]:
         known.sort(key=lambda entry: entry.family != socket.AF_INET)
         found[name] = [str(entry.address) for entry in known]
     return found
+
+
+def is_local_bridge(name: str) -> bool:
+    """Whether an interface of that name leads to containers or virtual machines of its own node only."""
+    return _LOCAL_BRIDGE.fullmatch(name) is not None
 
 
 def own_address_towards(host: str) -> str:

@@ -189,7 +189,11 @@ def _open_mpi_run(environ: Mapping[str, str]) -> _Run:
         hosts += [each.strip("[]") for each in match[1].split(",")] if match else []
     launcher = re.fullmatch(r"(?:prterun|prte)-(.+)-[0-9]+@[0-9]+", namespace)
     hosts += [launcher[1]] if launcher else []
-    return _Run([namespace, environ.get("OMPI_MCA_orte_precondition_transports", "")], hosts)
+    key = [namespace, environ.get("OMPI_MCA_orte_precondition_transports", "")]
+    if environ.get(OPEN_MPI.local_size) == environ.get(OPEN_MPI.size):
+        # One daemon serves all ranks, at a port that no other run has. Containers can be alike in the rest.
+        key += [environ[name] for name in sorted(environ) if re.fullmatch("PMIX_SERVER_URI[0-9]*", name)]
+    return _Run(key, hosts)
 
 
 def _hydra_run(environ: Mapping[str, str]) -> _Run:

@@ -9,6 +9,7 @@ from guozhuang.errors import UsageError, explain
 
 # More than any cluster has: a damaged list must not fill the memory.
 _MOST = 1 << 20
+_NUM_PORTS = 1 << 16
 _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", re.ASCII)
 _NUMBERS = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", re.ASCII)
 _FIX = "it should be as Slurm set it; unset the SLURM_ variables if srun did not start this process"
@@ -61,7 +62,10 @@ def ports(text: str) -> list[int]:
     Raises:
         UsageError: the list cannot be read.
     """
-    return [int(number) for number in _numbers(text.strip("[]"), text)]
+    found = [int(number) for number in _numbers(text.strip("[]"), text)]
+    if not all(0 < port < _NUM_PORTS for port in found):
+        raise UsageError(explain(f"a TCP port must be below {_NUM_PORTS}, and above 0", value=text, fix=_FIX))
+    return found
 
 
 def _split(text: str) -> list[str]:

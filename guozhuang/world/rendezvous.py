@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
-import errno
-import ipaddress
 import logging
 import os
 import socket
@@ -18,13 +15,17 @@ from pathlib import Path
 import torch.distributed as dist
 
 from guozhuang.errors import UsageError, WorldError, explain
-from guozhuang.world import search
+from guozhuang.world import search, stores, waiting
 from guozhuang.world.door import Door, Passage, pass_through, passage_from
 from guozhuang.world.identity import Identity, MeetingPoint, PortSequence
 
 # A waiting rank looks into the store at least that often, and soon after it began to wait; the rank that keeps the store
 # leaves it open for longer when it gives up, for the others to read why.
 _LOOK_S, _FIRST_LOOK_S = 0.5, 0.002
+_AFTER_VERDICT_S = 3 * _LOOK_S
+_SILENT_S = 2.0  # without an answer from a store, which takes a millisecond as a rule
+_MOST_NAMED = 16
+_ONLY_HERE = "guozhuang/only here"
 _log = logging.getLogger("guozhuang")
 
 
@@ -56,34 +57,64 @@ class Meeting:
             door.close()
 
 
+@dataclass(frozen=True)
+class Told:
+    """What a rank told the others in the roll call.
+
+    Attributes:
+        host: its host identity (``host_identity``).
+        note: what its caller gave; in ``init`` the UUIDs of the CUDA devices that it sees, joined by commas.
+    """
+
+    host: str
+    note: str = ""
+
+
 def open_store(identity: Identity, timeout_s: float) -> Meeting:
     """Connect to the store of the world; rank 0 starts it where the launcher does not keep one.
 
-    In a world of one the store is in memory and no port is opened. Where the meeting point is a loopback address, or there
-    is a secret, the store listens on loopback only (torch's own would listen on every interface); with a secret, the other
-    nodes come to it through a door.
+    In a world of one the store is in memory and no port is opened. Otherwise rank 0 listens at one address (torch's own store
+    would at every interface); see [Note: where rank 0 listens] in ``stores``. With a secret the store is on loopback and a
+    door at that address.
 
     Raises:
-        UsageError: the port is taken, or the address is not one of this machine.
+        UsageError: the port is taken.
         WorldError: nothing that speaks the store's language, and knows the secret, answered within ``timeout_s``.
     """
     point = identity.meeting_point
+    says = not identity.local_rank  # one line a node is enough; where nobody told, each rank
     if point is None:
         return Meeting(dist.HashStore())
     if isinstance(point, PortSequence):
-        return _meet_at_a_sequence(point, identity.rank, timeout_s)
-    keeps = identity.rank == 0 and not point.is_kept_by_launcher
-    has_door = bool(point.secret) and _loopback_address(point.host) is None
-    if has_door and keeps:
-        return _behind_a_door(_listen_at(point), point.secret, point.host, timeout_s)
-    if has_door:
-        passage = pass_through(point.host, point.port, point.secret, timeout_s)
-        return _through(passage, point.host, identity.rank, timeout_s, f"{point.host}:{point.port}")
+        return _meet_at_a_sequence(point, identity.rank, timeout_s, says)
+    is_open = stores.loopback_address(point.host) is None or not point.is_loopback_meant
+    if identity.rank == 0 and not point.is_kept_by_launcher:
+        listener = stores.listen(point)
+        address = str(listener.getsockname()[0])
+        if is_open and point.secret:
+            return _behind_a_door(listener, point.secret, address, timeout_s)
+        store = stores.serve(listener, timeout_s)
+        if not is_open and identity.local_size != identity.size:
+            store.set(_ONLY_HERE, f"{address}:{point.port}")
+        return Meeting(store, address)
+    if is_open and point.secret and not point.is_kept_by_launcher:
+        limit = time.monotonic() + timeout_s
+        host = stores.where_to_go(point)
+        passage = pass_through(host, point.port, point.secret, timeout_s, rank=identity.rank, says=says)
+        left_s = max(limit - time.monotonic(), 1.0)
+        return _through(passage, host, identity.rank, left_s, f"{host}:{point.port}")
+    if is_open and point.secret and identity.rank == 0:
+        # Only our own launcher puts a door before its store, and tells its ranks an address on loopback.
+        _log.warning(
+            "GUOZHUANG_SECRET is set, but the launcher that keeps the store at %s:%d asks for no secret: who reaches it is in. "
+            "Start with `guozhuang run` to have a door before it",
+            *(point.host, point.port),
+        )
     where = f"{point.host}:{point.port} (MASTER_ADDR:MASTER_PORT)"
-    return Meeting(_connect_or_say(point, keeps, identity.rank, timeout_s, where), point.host)
+    return Meeting(*stores.reach(point, identity.rank, timeout_s, where, says=says))
 
 
-def _meet_at_a_sequence(point: PortSequence, rank: int, timeout_s: float) -> Meeting:
+def _meet_at_a_sequence(point: PortSequence, rank: int, timeout_s: float, says: bool) -> Meeting:
     if rank == 0:
         listener = search.listener_of(point)
         address = listener.getsockname()[:2]
@@ -95,20 +126,20 @@ def _meet_at_a_sequence(point: PortSequence, rank: int, timeout_s: float) -> Mee
         is_noted = bool(point.note) and search.write_note(point, address)
         return replace(meeting, note=point if is_noted else None)
     started = time.monotonic()
-    found = search.find(point, rank, timeout_s)
+    found = search.find(point, rank, timeout_s, says=says)
     where = f"{found.host}:{found.port}"
     left_s = max(timeout_s - (time.monotonic() - started), 1.0)
     if point.is_one_node:
         found.connection.close()
         there = MeetingPoint(search.LOOPBACK, found.store_port)
-        return Meeting(_connect_or_say(there, False, rank, left_s, where), found.host)
+        return Meeting(stores.reach(there, rank, left_s, where, is_up=True)[0], found.host)
     passage = passage_from(found.connection, found.host, found.port, point.secret)
     return _through(passage, found.host, rank, left_s, where)
 
 
 def _through(passage: Passage, host: str, rank: int, timeout_s: float, where: str) -> Meeting:
     try:
-        store = _connect_or_say(MeetingPoint(*passage), False, rank, timeout_s, where)
+        store, _ = stores.reach(MeetingPoint(*passage), rank, timeout_s, where, is_up=True)
     except BaseException:
         passage.close()
         raise
@@ -120,94 +151,11 @@ def _behind_a_door(listener: socket.socket, secret: bytes, host: str, timeout_s:
     try:
         inner = socket.create_server((search.LOOPBACK, 0))
         port = inner.getsockname()[1]
-        limit = datetime.timedelta(seconds=timeout_s)
-        store = dist.TCPStore(
-            search.LOOPBACK, port, None, True, limit, wait_for_workers=False, master_listen_fd=inner.detach()
-        )
+        store = stores.serve(inner, timeout_s)
     except BaseException:
         listener.close()
         raise
     return Meeting(store, host, (Door(listener, port, secret),))
-
-
-def _listen_at(point: MeetingPoint) -> socket.socket:
-    """On the address of this node that ``point`` names, and no other.
-
-    Raises:
-        UsageError: the port is taken, or the address is not one of this machine.
-    """
-    try:
-        family, _, _, _, address = socket.getaddrinfo(point.host, point.port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=family)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise _port_is_taken(point) from error
-        what = f"rank 0 cannot listen at {point.host}:{point.port} (MASTER_ADDR:MASTER_PORT): {error}"
-        raise UsageError(
-            explain(what, rank=0, fix="set MASTER_ADDR to an address of the node that rank 0 runs on")
-        ) from error
-
-
-def _connect_or_say(point: MeetingPoint, keeps: bool, rank: int, timeout_s: float, where: str) -> dist.Store:
-    # In its own thread, because a service that accepts the connection and says nothing would hold us for ever.
-    answer: list[dist.Store | Exception] = []
-
-    def connect() -> None:
-        try:
-            answer.append(_connect(point, keeps, timeout_s))
-        except Exception as error:
-            answer.append(error)
-
-    thread = threading.Thread(target=connect, name="guozhuang store", daemon=True)
-    thread.start()
-    # The socket's own time-out comes first (it can take half as long again); this one is for silence.
-    thread.join(2 * timeout_s + 1)
-    fix = "check that rank 0 runs, that both variables are the same on every rank, and that no firewall stands between"
-    if not answer:
-        what = f"what listens at {where} is no store of PyTorch: it did not answer within {timeout_s:g} s"
-        raise WorldError(explain(what, rank=rank, fix="choose another MASTER_PORT"))
-    if isinstance(answer[0], UsageError):
-        raise answer[0]
-    if isinstance(answer[0], Exception):
-        what = f"could not reach rank 0's store at {where} within {timeout_s:g} s: {answer[0]}"
-        raise WorldError(explain(what, rank=rank, fix=fix)) from answer[0]
-    return answer[0]
-
-
-def _connect(point: MeetingPoint, keeps: bool, timeout_s: float) -> dist.Store:
-    limit = datetime.timedelta(seconds=timeout_s)
-    if not keeps:
-        return dist.TCPStore(point.host, point.port, None, False, limit, wait_for_workers=False)
-    address = _loopback_address(point.host)
-    try:
-        if address is None:
-            return dist.TCPStore(point.host, point.port, None, True, limit, wait_for_workers=False)
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.create_server((address, point.port), family=family)
-        return dist.TCPStore(
-            address, point.port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
-    except (OSError, dist.DistNetworkError) as error:
-        if "in use" not in str(error):
-            raise
-        raise _port_is_taken(point) from error
-
-
-def _port_is_taken(point: MeetingPoint) -> UsageError:
-    fix = "choose another MASTER_PORT, or start with `guozhuang run`, which finds a free one"
-    what = f"MASTER_PORT is taken by another process of this machine: {point.host}:{point.port}"
-    return UsageError(explain(what, fix=fix))
-
-
-def _loopback_address(host: str) -> str | None:
-    """The loopback address that ``host`` stands for, IPv4 if it has one; None if other machines can reach it."""
-    try:
-        found = [str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
-    except OSError:
-        return None
-    if not found or not all(ipaddress.ip_address(a.partition("%")[0]).is_loopback for a in found):
-        return None
-    return min(found, key=lambda a: ":" in a)
 
 
 def host_identity() -> str:
@@ -220,52 +168,129 @@ def host_identity() -> str:
     return "/".join(parts)
 
 
-def roll_call(store: dist.Store, rank: int, size: int, timeout_s: float) -> list[str]:
-    """Wait until every rank is here; return the host identity of each, in rank order.
+def roll_call(store: dist.Store, rank: int, size: int, timeout_s: float, note: str = "") -> list[Told]:
+    """Wait until every rank is here; return what each told, in rank order.
 
     Every rank must call, with a store (or prefix) that no other call uses.
 
+    Args:
+        store: the store of the world, or a part of it.
+        rank: of this process.
+        size: number of ranks.
+        timeout_s: limit for all of it, in seconds.
+        note: what the others shall know of this rank besides its host; one line of text.
+
     Raises:
         UsageError: two processes claim the same rank.
-        WorldError: somebody did not come within ``timeout_s``, or the process that keeps the store is gone; the text
-            names who is missing. Every rank that waits raises.
+        WorldError: somebody did not come within ``timeout_s``, or the process that keeps the store is gone or does not
+            answer; the text names who is missing. Every rank that waits raises.
     """
-    deadline = time.monotonic() + timeout_s
+    call = _RollCall(store, rank, size, timeout_s, note)
     try:
+        return waiting.attempt(timeout_s + _AFTER_VERDICT_S + 1.0, call.run, call.is_silent)
+    except waiting.OverdueError:
+        raise WorldError(explain(call.is_silent(), rank=rank, fix=waiting.LOOK_AT_THE_KEEPER)) from None
+    except dist.DistNetworkError as error:
+        what = "the process that keeps the store of the world is gone, so the ranks cannot find each other"
+        fix = "look at the output of rank 0 and of the launcher for the first error"
+        raise WorldError(explain(what, rank=rank, fix=fix)) from error
+    finally:
+        call.over.set()
+
+
+class _RollCall:
+    """One rank's part, in a thread of its own; see [Note: waiting for a store] in ``waiting``."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float, note: str) -> None:
+        self._store, self._rank, self._size, self._timeout_s, self._note = store, rank, size, timeout_s, note
+        self._heard = time.monotonic()
+        self.over = threading.Event()
+
+    def run(self) -> list[Told]:
+        store, rank, size = self._store, self._rank, self._size
+        started, notices = time.monotonic(), waiting.Notices()
         if store.add(f"claim/{rank}", 1) > 1:
             what = f"two processes say that they are rank {rank} of {size}"
             text = explain(what, fix="give each process its own RANK; end processes that are left from an earlier run")
             store.set("verdict", text)
             raise UsageError(text)
-        store.set(f"host/{rank}", host_identity())
+        store.set(f"host/{rank}", f"{host_identity()}\n{self._note}")
         if store.add("present", 1) == size:
             store.set("complete", "1")
         # Not `store.wait` with a limit: torch prints two warnings each time that one runs out.
         while not store.check(["complete"]):
+            if self.over.is_set():
+                return []  # nobody listens any more
             if store.check(["verdict"]):
                 raise WorldError(store.get("verdict").decode())
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                _give_up(store, rank, size, timeout_s)
-            waited_s = timeout_s - left_s
-            time.sleep(max(0.0, min(left_s, _LOOK_S, max(_FIRST_LOOK_S, 0.1 * waited_s))))
-        return [store.get(f"host/{r}").decode() for r in range(size)]
-    except dist.DistNetworkError as error:
-        what = "the process that keeps the store of the world is gone, so the ranks cannot find each other"
-        fix = "look at the output of rank 0 and of the launcher for the first error"
-        raise WorldError(explain(what, rank=rank, fix=fix)) from error
+            self._heard = time.monotonic()
+            waited_s = self._heard - started
+            if waited_s >= self._timeout_s:
+                self._give_up()
+            if notices.are_due() and self._is_the_one_to_say_so(notices.num):
+                notices.say(self._who_is_missing("are not here yet") + self._only_here())
+            left_s = self._timeout_s - waited_s
+            self.over.wait(min(left_s, _LOOK_S, max(_FIRST_LOOK_S, 0.1 * waited_s)))
+        told = store.multi_get([f"host/{r}" for r in range(size)])
+        return [Told(*text.decode().split("\n", 1)) for text in told]
+
+    def is_silent(self) -> str:
+        """That the store does not answer; "" if it did a moment ago."""
+        silent_s = time.monotonic() - self._heard
+        if silent_s < _SILENT_S:
+            return ""
+        return f"the store that the ranks meet at{_address(self._store)} has not answered for {silent_s:.0f} s"
+
+    def _is_the_one_to_say_so(self, turn: int) -> bool:
+        """Rank 0, and until that is here the first to ask."""
+        return self._rank == 0 or (not self._store.check(["host/0"]) and self._store.add(f"said/{turn}", 1) == 1)
+
+    def _who_is_missing(self, what: str) -> str:
+        missing = _missing(self._store, range(self._size))
+        names = ", ".join(map(str, missing[:_MOST_NAMED]))
+        names += f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
+        return f"{len(missing)} of {self._size} ranks {what}: {names}"
+
+    def _only_here(self) -> str:
+        """A likely cause, where there is one: others cannot come to loopback."""
+        store = _without_prefix(self._store)
+        if not store.check([_ONLY_HERE]):
+            return ""
+        where = store.get(_ONLY_HERE).decode()
+        return f" (rank 0 listens at {where}, where ranks of other hosts cannot come: MASTER_ADDR must be its address there)"
+
+    def _give_up(self) -> None:
+        who = self._who_is_missing(f"did not come within {self._timeout_s:g} s")
+        fix = "look at their output for the first error, check MASTER_ADDR and MASTER_PORT there, or raise timeout_s"
+        text = explain(who + self._only_here(), fix=fix)
+        self._store.set("verdict", text)
+        if self._rank == 0:
+            time.sleep(_AFTER_VERDICT_S)
+        raise WorldError(text)
 
 
-def _give_up(store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
-    missing = [r for r in range(size) if not store.check([f"host/{r}"])]
-    names = ", ".join(map(str, missing[:16])) + (f" and {len(missing) - 16} more" if len(missing) > 16 else "")
-    what = f"{len(missing)} of {size} ranks did not come within {timeout_s:g} s: {names}"
-    fix = "look at their output for the first error, check MASTER_ADDR and MASTER_PORT there, or raise timeout_s"
-    text = explain(what, fix=fix)
-    store.set("verdict", text)
-    if rank == 0:
-        time.sleep(3 * _LOOK_S)
-    raise WorldError(text)
+def _missing(store: dist.Store, ranks: Sequence[int]) -> list[int]:
+    """Which of these have not told where they are. By halves: the store can say of many at once whether all are there."""
+    if not ranks or store.check([f"host/{r}" for r in ranks]):
+        return []
+    if len(ranks) == 1:
+        return list(ranks)
+    half = len(ranks) // 2
+    return _missing(store, ranks[:half]) + _missing(store, ranks[half:])
+
+
+def _without_prefix(store: dist.Store) -> dist.Store:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def _address(store: dist.Store) -> str:
+    """Where the store is, for a text; "" for one of this node, which may be the near end of a passage only."""
+    store = _without_prefix(store)
+    if not isinstance(store, dist.TCPStore) or stores.loopback_address(store.host) is not None:
+        return ""
+    return f" at {store.host}:{store.port}"
 
 
 def places(hosts: Sequence[str], rank: int) -> tuple[int, int, int, int]:

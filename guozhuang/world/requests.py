@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from typing import Literal
 
 from guozhuang.errors import UsageError, explain
 from guozhuang.world.variables import number
+
+#: Seconds, after which a run in which nothing moves is ended; None: never; "off": nobody watches for lost ranks either.
+HangTimeout = float | Literal["off"] | None
 
 _MIN_SECRET_BYTES = 8
 
@@ -39,6 +43,11 @@ def requested_gloo_interface() -> str | None:
     return os.environ.get("GLOO_SOCKET_IFNAME") or None
 
 
+def requested_nccl_interface() -> str | None:
+    """The network interfaces that NCCL was told to use or to leave out (its variable NCCL_SOCKET_IFNAME), or None."""
+    return os.environ.get("NCCL_SOCKET_IFNAME") or None
+
+
 def requested_timeline() -> str | None:
     """The path given by ``guozhuang run --timeline FILE`` (environment GUOZHUANG_TIMELINE); None if none was.
 
@@ -48,22 +57,38 @@ def requested_timeline() -> str | None:
     return os.environ.get("GUOZHUANG_TIMELINE") or None
 
 
-def requested_hang_timeout() -> float | None:
-    """The seconds given by ``guozhuang run --hang-timeout S`` (environment GUOZHUANG_HANG_TIMEOUT); None if none were.
+def requested_hang_timeout() -> HangTimeout:
+    """What ``guozhuang run --hang-timeout`` was given (environment GUOZHUANG_HANG_TIMEOUT); None if nothing was.
 
     Raises:
-        UsageError: the variable holds no number of seconds above 0.
+        UsageError: the variable holds neither a number of seconds above 0 nor "off".
     """
-    text = os.environ.get("GUOZHUANG_HANG_TIMEOUT", "").strip()
-    if not text:
-        return None
+    name = "GUOZHUANG_HANG_TIMEOUT"
+    text = os.environ.get(name, "")
+    return hang_timeout(text, f"environment variable {name}") if text.strip() else None
+
+
+def hang_timeout(text: str, name: str = "--hang-timeout") -> float | Literal["off"]:
+    """The seconds that ``text`` holds; "off": no heartbeat at all.
+
+    Args:
+        text: as it stands on the command line or in the environment.
+        name: where it was found, for the error's text.
+
+    Raises:
+        UsageError: it is neither a number of seconds above 0 nor "off".
+    """
+    if text.strip().lower() == "off":
+        return "off"
     try:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
     if not (math.isfinite(seconds) and seconds > 0):
-        what = "environment variable GUOZHUANG_HANG_TIMEOUT must be a number of seconds above 0"
-        raise UsageError(explain(what, value=text, fix="give `guozhuang run --hang-timeout` seconds, or unset it"))
+        what = f"{name} must be a number of seconds above 0, or off"
+        raise UsageError(
+            explain(what, value=text.strip(), fix='leave it out to wait for ever; "off" ends the heartbeat too')
+        )
     return seconds
 
 

@@ -34,9 +34,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from guozhuang.errors import UsageError, WorldError, explain
-from guozhuang.world import interfaces
+from guozhuang.world import interfaces, waiting
 from guozhuang.world.door import NotOurDoorError, Passage, enter, passage_from
 from guozhuang.world.identity import PortSequence
+from guozhuang.world.variables import is_address
 
 # A knock gets more time in each round: a stranger's silence must not cost much, a busy rank 0 may need a moment.
 _FIRST_KNOCK_S, _LONGEST_KNOCK_S = 1.0, 5.0
@@ -92,35 +93,53 @@ def own_address(hints: Sequence[str], others: Sequence[str]) -> str:
     Args:
         hints: names and addresses by which this node may be known to the others.
         others: names of some of them.
+
+    Bridges to the containers and virtual machines of one node lead nowhere else, and have the same address on many.
     """
-    mine = {address for known in interfaces.addresses().values() for address in known}
+    mine, inner = _own_addresses()
     for hint in hints:
-        for address in _resolve(hint):
-            if address in mine and not _is_loopback(address):
-                return address
+        known = [each for each in resolve(hint) if not is_loopback(each) and each not in inner]
+        found = next((each for each in known if each in mine), None)
+        if found is not None:
+            return found
+        if known:
+            break  # another node's, or a translated one: those that follow are less likely, and may be mine by chance
     # A name that leads to loopback on its own node (as Debian's 127.0.1.1) leads the others elsewhere: take their direction.
     for other in (*others, *hints):
         with contextlib.suppress(WorldError):
             address = interfaces.own_address_towards(other)
-            if not _is_loopback(address):
+            if not is_loopback(address) and address not in inner:
                 return address
-    if any(_is_address(hint) and _is_loopback(hint) for hint in hints):
+    if any(is_address(hint) and is_loopback(hint) for hint in hints):
         return LOOPBACK  # where the others look: nodes that are all on this machine
     return _outward_address(mine)
 
 
-def find(point: PortSequence, rank: int, timeout_s: float) -> Found:
+def find(point: PortSequence, rank: int, timeout_s: float, *, says: bool = True) -> Found:
     """The part of every rank but 0: knock until a door opens.
+
+    Args:
+        point: where it may open.
+        rank: of this process, for the texts.
+        timeout_s: for how long, in seconds.
+        says: whether to say in the log what was seen when it takes long.
 
     Raises:
         WorldError: none did within ``timeout_s``; the text says what was found at each port of each host.
     """
-    search = _Search(point, time.monotonic() + timeout_s)
+    search = _Search(point, time.monotonic() + timeout_s, rank if says else None)
     try:
         return search.run()
     except TimeoutError:
         what = f"found no door of rank 0 within {timeout_s:g} s; {search.report()}"
         fix = "look at the output of rank 0 for the first error, and check that no firewall stands between the nodes"
+        if search.said_of_hosts:
+            names = ", ".join(search.said_of_hosts)
+            fix += (
+                f"; put {names} into DNS or /etc/hosts of this node, or export MASTER_ADDR with the address of rank 0"
+            )
+        elif not point.is_one_node:
+            fix += "; where rank 0 is on another node than those, export MASTER_ADDR with its address"
         raise WorldError(explain(what, rank=rank, fix=fix)) from None
 
 
@@ -138,6 +157,7 @@ def passage_to_rank_0(point: PortSequence, rank: int, timeout_s: float) -> Passa
 class _Search:
     point: PortSequence
     deadline: float
+    speaker: int | None
     seen: dict[tuple[str, int], str] = field(default_factory=dict)
     said_of_hosts: dict[str, str] = field(default_factory=dict)
     _answers: queue.SimpleQueue[Found] = field(default_factory=queue.SimpleQueue)
@@ -145,14 +165,13 @@ class _Search:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self) -> Found:
-        threads = []
-        hosts = list(self.point.hosts)
-        if not self.point.is_one_node:
-            # On rank 0's own node its name may lead to loopback, where its door is not: come to its address as it did itself.
-            hosts.append(own_address(self.point.hosts, self.point.others))
+        threads, notices = [], waiting.Notices()
         try:
-            for host in dict.fromkeys(hosts):
+            for host in dict.fromkeys(self.point.hosts):
                 threads.append(self._start(host, self.point.ports))
+            if not self.point.is_one_node:
+                # On rank 0's own node its name may lead to loopback, where its door is not: come to it as it did itself.
+                threads.append(self._start("", self.point.ports))
             followed: set[tuple[str, int]] = set()
             while True:
                 noted = read_note(self.point)
@@ -161,10 +180,13 @@ class _Search:
                     threads.append(self._start(noted[0], (noted[1],)))
                 left_s = self.deadline - time.monotonic()
                 try:
-                    return self._answers.get(timeout=max(min(left_s, 0.3 if self.point.note else left_s), 0.001))
+                    wait_s = min(left_s, notices.left_s(), 0.3 if self.point.note else left_s)
+                    return self._answers.get(timeout=max(wait_s, 0.001))
                 except queue.Empty:
                     if left_s <= 0:
                         raise TimeoutError from None
+                if notices.are_due() and self.speaker is not None:
+                    notices.say(f"rank {self.speaker} found no door of rank 0 yet; {self.report()}")
         finally:
             with self._lock:
                 self._over.set()
@@ -175,13 +197,13 @@ class _Search:
 
     def report(self) -> str:
         where: dict[str, dict[str, list[int]]] = {}
-        for (host, port), why in sorted(self.seen.items()):
+        for (host, port), why in sorted(self.seen.copy().items()):
             where.setdefault(host, {}).setdefault(why, []).append(port)
         parts = [
             f"{host}: " + "; ".join(f"{why} (port {', '.join(map(str, ports))})" for why, ports in reasons.items())
             for host, reasons in where.items()
         ]
-        parts += [f"{host}: {why}" for host, why in self.said_of_hosts.items() if host not in where]
+        parts += [f"{host}: {why}" for host, why in self.said_of_hosts.copy().items() if host not in where]
         if self.point.note and read_note(self.point) is None:
             parts.append(f"no note of rank 0 at {self.point.note}")
         return "knocked at " + " | ".join(parts) if parts else "no host to knock at is known"
@@ -194,6 +216,10 @@ class _Search:
         return thread
 
     def _go_round(self, host: str, ports: Sequence[int]) -> None:
+        if not host:  # here, where names are looked up, it delays nobody
+            host = own_address(self.point.hosts, self.point.others)
+            if host in self.point.hosts:
+                return
         limit_s, pause_s = _FIRST_KNOCK_S, _FIRST_PAUSE_S
         while not self._over.is_set():
             for port in ports:
@@ -203,13 +229,11 @@ class _Search:
                 try:
                     connection, store_port = enter(host, port, self.point.secret, min(limit_s, left_s))
                 except socket.gaierror as error:
-                    self.said_of_hosts[host] = f"the name cannot be resolved ({error})"
+                    self.said_of_hosts[host] = waiting.why_no_connection(error)
                     break
-                except ConnectionRefusedError:
-                    self.seen[host, port] = "nobody listens"
-                except TimeoutError:
-                    self.seen[host, port] = "the host does not answer"
-                except (OSError, NotOurDoorError) as error:
+                except OSError as error:
+                    self.seen[host, port] = waiting.why_no_connection(error)
+                except NotOurDoorError as error:
                     self.seen[host, port] = str(error)
                 else:
                     self._hand_over(Found(connection, host, port, store_port))
@@ -290,12 +314,22 @@ def _proof_of_note(secret: bytes, host: str, port: int) -> str:
     return hmac.new(secret, f"note {host} {port}".encode(), hashlib.sha256).hexdigest()
 
 
-def _resolve(host: str) -> list[str]:
+def resolve(host: str) -> list[str]:
+    """The addresses that a name stands for here, IPv4 first; empty where it cannot be resolved."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return []
-    return sorted({str(info[4][0]) for info in found}, key=lambda a: ":" in a)
+    return sorted(dict.fromkeys(str(info[4][0]) for info in found), key=lambda a: ":" in a)
+
+
+def _own_addresses() -> tuple[set[str], set[str]]:
+    """Those that other nodes may reach, and those of bridges within this node."""
+    mine: set[str] = set()
+    inner: set[str] = set()
+    for name, known in interfaces.addresses().items():
+        (inner if interfaces.is_local_bridge(name) else mine).update(known)
+    return mine, inner
 
 
 def _outward_address(mine: set[str]) -> str:
@@ -304,18 +338,11 @@ def _outward_address(mine: set[str]) -> str:
         with contextlib.suppress(WorldError):
             return interfaces.own_address_towards(somewhere)
     usable = [
-        each for each in mine if not (_is_loopback(each) or ipaddress.ip_address(each.partition("%")[0]).is_link_local)
+        each for each in mine if not (is_loopback(each) or ipaddress.ip_address(each.partition("%")[0]).is_link_local)
     ]
     return min(usable, key=lambda a: (":" in a, a), default=LOOPBACK)
 
 
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Whether only processes of the same node reach the address."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback

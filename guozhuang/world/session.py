@@ -25,12 +25,19 @@ import torch
 import torch.distributed as dist
 
 from guozhuang.errors import UsageError, WorldError, explain
-from guozhuang.world import interfaces, slurm
-from guozhuang.world.devices import backend_of_cpu_ranks, choose, device_to_bind
+from guozhuang.world import interfaces, slurm, torchrun
+from guozhuang.world.devices import (
+    backend_of_cpu_ranks,
+    check_own,
+    choose,
+    device_to_bind,
+    own_index,
+    uuids,
+)
 from guozhuang.world.discovery import discover
 from guozhuang.world.identity import Identity, MeetingPoint, PortSequence, World
-from guozhuang.world.rendezvous import Meeting, open_store, places, roll_call
-from guozhuang.world.requests import requested_backend, requested_hang_timeout
+from guozhuang.world.rendezvous import Meeting, Told, open_store, places, roll_call
+from guozhuang.world.requests import HangTimeout, requested_backend, requested_hang_timeout
 from guozhuang.world.versions import default_store
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -106,20 +113,20 @@ def init(
     if dist.is_initialized():
         return _adopt(backend, device, timeout_s)
     identity = discover(os.environ)
-    num_cuda = _num_cuda()
-    is_bound = identity.launcher in BIND_DEVICES
-    hang_timeout_s = requested_hang_timeout()
-    # Before any waiting: what cannot work is said at once. The local rank may be known only after the roll call.
-    choose(backend, device, identity.local_rank or 0, num_cuda, is_bound=is_bound)
+    hang_timeout = requested_hang_timeout()
+    # Before any waiting: what cannot work is said at once. Which of several devices it is, the roll call tells.
+    note = _devices_seen(backend, device)
     if identity.launcher == "alone" and slurm.hint(os.environ):
         _log.warning("%s", slurm.hint(os.environ))
     store, meeting = meet(identity, timeout_s)
-    hosts = roll_call(store, identity.rank, identity.size, timeout_s) if identity.size > 1 else [""]
+    told = [Told("", note)]
+    if identity.size > 1:
+        told = roll_call(store, identity.rank, identity.size, timeout_s, note)
+    hosts = [each.host for each in told]
     meeting.everybody_came()
     identity = _complete(identity, hosts)
-    assert identity.local_rank is not None
     cpu_backend, why = backend_of_cpu_ranks(hosts)
-    chosen_backend, chosen_device = choose(backend, device, identity.local_rank, num_cuda, cpu_backend, is_bound)
+    chosen_backend, chosen_device = _choose_own(backend, device, identity, told, cpu_backend)
     if backend is None and chosen_device.type == "cpu" and identity.rank == 0:
         _log.info("backend %s, the default here: %s", chosen_backend, why)
     if chosen_device.type == "cuda":
@@ -134,13 +141,15 @@ def init(
             timeout=datetime.timedelta(seconds=timeout_s),
             device_id=device_to_bind(chosen_backend, chosen_device),
         )
-    except RuntimeError as error:
+    except BaseException as error:
         _restore_interfaces()
+        if not isinstance(error, RuntimeError):
+            raise
         what = f"the ranks met, but backend {chosen_backend!r} could not connect them: {error}"
         fix = "set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME to the network interface that leads to the other nodes"
         raise WorldError(explain(what, rank=identity.rank, fix=fix)) from error
     world = _enter(identity, chosen_device, chosen_backend, timeout_s, made_group=True, asked=(backend, device))
-    _start_heartbeat(store, world, identity, hang_timeout_s)
+    _start_heartbeat(store, world, identity, hang_timeout, behind_door=bool(meeting.doors))
     return world
 
 
@@ -178,13 +187,19 @@ def shutdown() -> None:
     _forget()
 
 
-def _start_heartbeat(store: dist.Store, world: World, identity: Identity, hang_timeout_s: float | None) -> None:
-    if world.size > 1:
-        from guozhuang.world import heartbeat
+def _start_heartbeat(
+    store: dist.Store, world: World, identity: Identity, hang_timeout: HangTimeout, *, behind_door: bool = False
+) -> None:
+    if world.size == 1:
+        return
+    if hang_timeout == "off":
+        _log.info("no heartbeat: it was switched off")
+        return
+    from guozhuang.world import heartbeat
 
-        point = identity.meeting_point
-        keeps = world.rank == 0 and not (isinstance(point, MeetingPoint) and point.is_kept_by_launcher)
-        _session.has_heartbeat = heartbeat.start(store, world, hang_timeout_s, keeps_store=keeps)
+    point = identity.meeting_point
+    keeps = world.rank == 0 and not (isinstance(point, MeetingPoint) and point.is_kept_by_launcher)
+    _session.has_heartbeat = heartbeat.start(store, world, hang_timeout, keeps_store=keeps, behind_door=behind_door)
 
 
 def _stop_heartbeat() -> None:
@@ -257,11 +272,8 @@ def _check_same(world: World, backend: str | None, device: str | torch.device | 
     if backend is not None and backend.lower() != _session.backend.lower():
         what = f"gz.init was called before, with backend {_session.backend!r}"
         raise UsageError(explain(what, value=backend, rank=world.rank, fix=fix))
-    if (
-        device is not None
-        and choose(None, device, world.local_rank, _num_cuda(), is_bound=world.launcher in BIND_DEVICES)[1]
-        != world.device
-    ):
+    index = world.device.index or 0  # that of "cuda", wherever it came from
+    if device is not None and choose(None, device, index, _num_cuda(), launcher=world.launcher)[1] != world.device:
         what = f"gz.init was called before, with device {str(world.device)!r}"
         raise UsageError(explain(what, value=str(device), rank=world.rank, fix=fix))
     if _session.made_group and timeout_s not in (DEFAULT_TIMEOUT_S, _session.timeout_s):
@@ -277,7 +289,8 @@ def _adopt(backend: str | None, device: str | torch.device | None, timeout_s: fl
         raise UsageError(
             explain(what, value=backend, rank=rank, fix="leave the backend (--backend) out, or initialise once")
         )
-    hang_timeout_s = requested_hang_timeout()
+    hang_timeout = requested_hang_timeout()
+    known = found if found in dist.Backend.backend_list and found != dist.Backend.UNDEFINED else None
     told = Identity("environment", rank, size)
     # Who made the group by hand may run under half an environment, and was not helped by it.
     with contextlib.suppress(UsageError):
@@ -287,21 +300,51 @@ def _adopt(backend: str | None, device: str | torch.device | None, timeout_s: fl
     if size > 1:
         # Each rank counts in the store how often it came: a group that is adopted again needs keys that nobody has used.
         store = dist.PrefixStore(f"guozhuang/adopted/{store.add(f'guozhuang/adopted/turns/{rank}', 1)}", store)
+    note = _devices_seen(known, device)
+    cards = [Told("", note)]
+    places_told = None not in (told.local_rank, told.local_size, told.node_rank, told.num_nodes)
     if told.launcher == "alone" or size == 1:
         identity = _complete(replace(told, local_rank=None, local_size=None), [""])
-    elif None in (told.local_rank, told.local_size, told.node_rank, told.num_nodes):
-        identity = _complete(told, roll_call(store, rank, size, timeout_s))
-    else:
+    elif places_told and told.launcher not in BIND_DEVICES:
         identity = told
-    assert identity.local_rank is not None
-    known = found if found in dist.Backend.backend_list and found != dist.Backend.UNDEFINED else None
-    is_bound = identity.launcher in BIND_DEVICES
-    _, chosen_device = choose(known, device, identity.local_rank, _num_cuda(), is_bound=is_bound)
+    else:
+        cards = roll_call(store, rank, size, timeout_s, note)
+        identity = _complete(told, [each.host for each in cards])
+    _, chosen_device = _choose_own(known, device, identity, cards)
     if chosen_device.type == "cuda":
         torch.cuda.set_device(chosen_device)
     world = _enter(identity, chosen_device, found, timeout_s, made_group=False, asked=(backend, device))
-    _start_heartbeat(store, world, identity, hang_timeout_s)
+    _start_heartbeat(store, world, identity, hang_timeout)
     return world
+
+
+def _devices_seen(backend: str | None, device: str | torch.device | None) -> str:
+    """What this rank tells the others of its CUDA devices: the UUIDs of those that it may take; "" if it wants none."""
+    _, chosen = choose(backend, device, 0, _num_cuda())
+    is_named = device is not None and torch.device(device).index is not None
+    return ",".join(uuids(chosen if is_named else torch.device(chosen.type)))
+
+
+def _choose_own(
+    backend: str | None,
+    device: str | torch.device | None,
+    identity: Identity,
+    told: list[Told],
+    cpu_backend: str = dist.Backend.GLOO,
+) -> tuple[str, torch.device]:
+    """``choose``, with the index that follows from what all ranks of the node see; without their word by the local rank."""
+    assert identity.local_rank is not None
+    num_cuda, launcher, index = _num_cuda(), identity.launcher, None
+    wanted = choose(backend, device, 0, num_cuda, cpu_backend, launcher=launcher)
+    if len(told) == identity.size:
+        hosts, seen = [each.host for each in told], [each.note.split(",") if each.note else [] for each in told]
+        if device_to_bind(*wanted) is not None:
+            check_own(hosts, seen, launcher)
+        index = own_index(identity.rank, identity.local_rank, hosts, seen)
+    if index is not None:
+        return choose(backend, device, index, num_cuda, cpu_backend, launcher=launcher)
+    is_bound = launcher in BIND_DEVICES or torchrun.has_virtual_local_rank(os.environ)
+    return choose(backend, device, identity.local_rank, num_cuda, cpu_backend, is_bound, launcher)
 
 
 def meet(identity: Identity, timeout_s: float) -> tuple[dist.Store, Meeting]:
@@ -354,10 +397,10 @@ def _set_interfaces(is_remote: bool, host: str | None) -> None:
             wanted = interfaces.variables_towards(host, os.environ)
         except WorldError as error:
             _log.debug("no interface chosen: %s", error)
-    elif not is_remote and interfaces.GLOO not in os.environ and hasattr(socket, "if_nameindex"):
+    elif not is_remote and hasattr(socket, "if_nameindex"):
         names = {name for _, name in socket.if_nameindex()}
-        loopback = next((name for name in ("lo", "lo0") if name in names), None)
-        wanted = {} if loopback is None else {interfaces.GLOO: loopback}
+        for name in names & {"lo", "lo0"}:
+            wanted = interfaces.variables(interfaces.Interface(name, "127.0.0.1"), os.environ)
     # For as long as the world lasts: groups that are made later read them as well.
     os.environ.update(wanted)
     _session.set_interfaces = tuple(wanted)

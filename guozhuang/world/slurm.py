@@ -5,6 +5,7 @@ Only SLURM_STEP_* says "inside srun": the batch script has SLURM_PROCID=0 and SL
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,6 +16,10 @@ from guozhuang.world.requests import requested_secret
 from guozhuang.world.variables import asked_meeting, number
 
 _FIX = "start the script with srun, which sets it; or unset the SLURM_ variables to run as one process"
+# More of either only make the round of knocking longer: of the ports that were reserved, and of nodes that may be rank 0's.
+_MAX_RESERVED, _MAX_GUESSES = 16, 64
+# Set in each task of a step that spans the parts of a heterogeneous job (in the older ones by the second name).
+_PARTS = ("SLURM_HET_SIZE", "SLURM_PACK_SIZE")
 
 
 @dataclass(frozen=True)
@@ -70,16 +75,25 @@ def node_of(environ: Mapping[str, str]) -> LaunchedNode | None:
     )
 
 
-def hint(environ: Mapping[str, str]) -> str:
-    """What to tell a process that runs alone although its job has several tasks; "" if there is nothing to tell."""
-    in_step = environ.get("SLURM_STEP_NUM_TASKS") is not None
-    tasks = environ.get("SLURM_NTASKS", "").strip()
-    if in_step or not environ.get("SLURM_JOB_ID") or not (tasks.isascii() and tasks.isdigit()) or int(tasks) < 2:
+def hint(environ: Mapping[str, str] | None = None, command: str = "python ...") -> str:
+    """What to tell a process that runs alone although its job has several tasks or nodes; "" if there is nothing to tell.
+
+    Args:
+        environ: the environment to look into; None: the one of this process.
+        command: what srun should start.
+    """
+    environ = os.environ if environ is None else environ
+    if environ.get("SLURM_STEP_NUM_TASKS") is not None or not environ.get("SLURM_JOB_ID"):
         return ""
-    return (
-        f"this process is outside of srun, so it is a world of one, although the job has {tasks} tasks (SLURM_NTASKS). "
-        "Start the script with `srun python ...` for a rank in each"
-    )
+    # Without -n a job has no number of tasks, however many nodes it has.
+    for name, things in (("SLURM_NTASKS", "tasks"), ("SLURM_JOB_NUM_NODES", "nodes")):
+        text = environ.get(name, "").strip()
+        if text.isascii() and text.isdigit() and int(text) > 1:
+            return (
+                f"this process is outside of srun, so it is a world of one, although the job has {text} {things} ({name}). "
+                f"Start the script with `srun {command}` for a rank in each"
+            )
+    return ""
 
 
 def _step(environ: Mapping[str, str]) -> _Step | None:
@@ -100,7 +114,8 @@ def _step(environ: Mapping[str, str]) -> _Step | None:
     text = environ.get("SLURM_STEP_TASKS_PER_NODE", "").strip()
     tasks = node_lists.counts(text) if text else []
     if node_rank is None or node_rank >= len(tasks) or sum(tasks) != size:
-        # Parts of a step that spans several kinds of nodes are told for their kind only: the ranks find out when they meet.
+        # Slurm 22 tells the tasks of a step with several parts (srun ... : ...) the counts of all parts. Where a count does
+        # not fit the ranks find out when they meet.
         return _Step(rank, size, local_rank, None, None, None)
     if local_rank is not None and local_rank >= tasks[node_rank]:
         what = f"environment variable SLURM_LOCALID must be below the {tasks[node_rank]} tasks of node {node_rank}"
@@ -113,22 +128,28 @@ def _meeting_point(environ: Mapping[str, str], step: _Step) -> PortSequence:
     if not environ.get("SLURM_JOB_ID") or not environ.get("SLURM_STEP_ID"):
         what = "SLURM_STEP_NUM_TASKS is set, but SLURM_JOB_ID or SLURM_STEP_ID is not, so the ranks cannot tell steps apart"
         raise UsageError(explain(what, fix=_FIX))
+    # No port of srun (SLURM_STEP_LAUNCHER_PORT, SLURM_SRUN_COMM_PORT): srun has one for each part of a step, and a step with
+    # several parts in a job of one kind has no other mark.
     key = ["slurm", *(environ.get(name, "") for name in names)]
-    # Where srun of this very step listens, the same for all of its tasks (SLURM_SRUN_COMM_PORT is not, on many nodes).
-    srun = environ.get("SLURM_STEP_LAUNCHER_PORT", "")
     asked_host, asked_port = asked_meeting(environ)
-    reserved = environ.get("SLURM_STEP_RESV_PORTS", "").strip()
+    text = environ.get("SLURM_STEP_RESV_PORTS", "").strip()
+    reserved = node_lists.ports(text)[:_MAX_RESERVED] if text else []
     # The ports depend on job and step alone: who looks at a firewall or a log can come to the same.
-    wanted = [*asked_port, *(node_lists.ports(reserved) if reserved else []), *ports.sequence(key)]
+    derived = ports.sequence(key)
+    # Slurm 22 reserves the same ports for all parts of a step; where each has its own they come last, and do no harm.
+    wanted = [*derived, *reserved] if any(environ.get(name) for name in _PARTS) else [*reserved, *derived]
     nodes = node_lists.expand(environ["SLURM_STEP_NODELIST"]) if environ.get("SLURM_STEP_NODELIST") else []
+    # A host file (srun --distribution=arbitrary) puts rank 0 on any node, and the list of nodes is sorted all the same.
+    is_anywhere = environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary")
+    firsts = nodes[: _MAX_GUESSES if is_anywhere else 1]
     is_one_node = step.num_nodes == 1
     # The address of srun's node is that of rank 0 where a batch script runs srun. A wrong guess costs nothing.
-    guesses = [*asked_host, *nodes[:1], environ.get("SLURM_LAUNCH_NODE_IPADDR", "").strip()]
+    guesses = [*asked_host, *firsts, environ.get("SLURM_LAUNCH_NODE_IPADDR", "").strip()]
     hosts = ("127.0.0.1",) if is_one_node else tuple(dict.fromkeys(each for each in guesses if each))
     return PortSequence(
         hosts=hosts,
-        ports=tuple(dict.fromkeys(wanted)),
-        secret=ports.secret(requested_secret(environ), [*key, srun]),
+        ports=tuple(dict.fromkeys([*asked_port, *wanted])),
+        secret=ports.secret(requested_secret(environ), key),
         is_one_node=is_one_node,
         others=() if is_one_node else tuple(nodes[1:4]),
     )

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from guozhuang.errors import UsageError, explain
 from guozhuang.world.identity import Identity, MeetingPoint
 from guozhuang.world.requests import requested_secret
-from guozhuang.world.variables import number
+from guozhuang.world.variables import bare_host, is_address, number
 
 _NEEDED = ("RANK", "WORLD_SIZE")
 # Any of these without the two above means that somebody meant this process to be one of several.
 _SIGNS = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
+# What names this machine and never another.
+_LOCAL_NAMES = {"localhost", "localhost.localdomain", "localhost4", "localhost6", "ip6-localhost", "ip6-loopback"}
 _FIX = "start the script with `guozhuang run` or torchrun, which set it, or export it for each process"
 
 
@@ -37,8 +39,9 @@ def read(environ: Mapping[str, str]) -> Identity | None:
     assert rank is not None
     local_size = number(environ, "LOCAL_WORLD_SIZE", at_least=1, below=("WORLD_SIZE + 1", size + 1), fix=_FIX)
     limit = ("WORLD_SIZE", size) if local_size is None else ("LOCAL_WORLD_SIZE", local_size)
-    local_rank = number(environ, "LOCAL_RANK", below=limit, fix=_FIX)
-    _check_local(environ, rank, size, local_rank, local_size)
+    name = "GUOZHUANG_LOCAL_RANK" if has_virtual_local_rank(environ) else "LOCAL_RANK"
+    local_rank = number(environ, name, below=limit, fix=_FIX)
+    _check_local(name, rank, size, local_rank, local_size)
     node_rank, num_nodes = _nodes(environ, rank, size, local_rank, local_size)
     return Identity(
         launcher="torchrun" if "TORCHELASTIC_RUN_ID" in environ else "environment",
@@ -48,19 +51,25 @@ def read(environ: Mapping[str, str]) -> Identity | None:
         local_size=1 if size == 1 else local_size,
         node_rank=node_rank,
         num_nodes=num_nodes,
-        meeting_point=None if size == 1 else _meeting_point(environ),
+        meeting_point=None if size == 1 else _meeting_point(environ, is_one_node=local_size == size),
     )
 
 
-def _check_local(
-    environ: Mapping[str, str], rank: int, size: int, local_rank: int | None, local_size: int | None
-) -> None:
+def has_virtual_local_rank(environ: Mapping[str, str]) -> bool:
+    """Whether LOCAL_RANK is 0 in all ranks, each of which sees its own device only (``--virtual-local-rank``).
+
+    ``guozhuang run`` then tells the true one by GUOZHUANG_LOCAL_RANK.
+    """
+    return "GUOZHUANG_LOCAL_RANK" in environ and environ.get("LOCAL_RANK") == "0"
+
+
+def _check_local(name: str, rank: int, size: int, local_rank: int | None, local_size: int | None) -> None:
     if local_rank is not None and local_rank > rank:
-        what = f"environment variable LOCAL_RANK is above RANK={rank}, which counts the ranks of all nodes"
-        raise UsageError(explain(what, value=environ["LOCAL_RANK"], fix=_FIX))
+        what = f"environment variable {name} is above RANK={rank}, which counts the ranks of all nodes"
+        raise UsageError(explain(what, value=str(local_rank), fix=_FIX))
     if local_size == size and local_rank is not None and local_rank != rank:
-        what = f"LOCAL_WORLD_SIZE={size} says that all ranks are on one node, but LOCAL_RANK is not RANK={rank}"
-        raise UsageError(explain(what, value=environ["LOCAL_RANK"], fix=_FIX))
+        what = f"LOCAL_WORLD_SIZE={size} says that all ranks are on one node, but {name} is not RANK={rank}"
+        raise UsageError(explain(what, value=str(local_rank), fix=_FIX))
 
 
 def _nodes(
@@ -83,17 +92,24 @@ def _nodes(
     return (node_rank, size // local_size) if node_rank * local_size + local_rank == rank else (None, None)
 
 
-def _meeting_point(environ: Mapping[str, str]) -> MeetingPoint:
+def _meeting_point(environ: Mapping[str, str], is_one_node: bool) -> MeetingPoint:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not environ.get(name, "").strip():
             what = f"environment variable {name} is not set, but WORLD_SIZE={environ['WORLD_SIZE']} ranks must meet"
             raise UsageError(explain(what, fix=_FIX))
     port = number(environ, "MASTER_PORT", at_least=1, below=("the number of TCP ports", 65536), fix=_FIX)
     assert port is not None
+    host = bare_host(environ["MASTER_ADDR"])
+    is_kept_by_launcher = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    # See [Note: where rank 0 listens] in ``stores``.
+    has_own_name = not (is_address(host) or host.lower() in _LOCAL_NAMES)
     return MeetingPoint(
-        host=environ["MASTER_ADDR"].strip(),
+        host=host,
         port=port,
-        is_kept_by_launcher=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        is_kept_by_launcher=is_kept_by_launcher,
         attempt=environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
         secret=requested_secret(environ),
+        is_loopback_meant=is_kept_by_launcher
+        or is_one_node
+        or not (has_own_name or environ.get("KUBERNETES_SERVICE_HOST")),
     )

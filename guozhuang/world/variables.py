@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Mapping
 
@@ -44,8 +45,23 @@ def asked_meeting(environ: Mapping[str, str]) -> tuple[list[str], list[int]]:
         UsageError: MASTER_PORT is no port.
     """
     fix = "export the number of a TCP port, or leave it out: the ranks find one by themselves"
-    host = environ.get("MASTER_ADDR", "").strip()
+    host = bare_host(environ.get("MASTER_ADDR", ""))
     port = None
     if environ.get("MASTER_PORT", "").strip():
         port = number(environ, "MASTER_PORT", at_least=1, below=("the number of TCP ports", 65536), fix=fix)
     return [host] if host else [], [port] if port is not None else []
+
+
+def bare_host(text: str) -> str:
+    """A name or address without what surrounds it: IPv6 addresses are often written in brackets, as before a port."""
+    text = text.strip()
+    return text[1:-1] if text.startswith("[") and text.endswith("]") else text
+
+
+def is_address(host: str) -> bool:
+    """Whether this is an IPv4 or IPv6 address, and no name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

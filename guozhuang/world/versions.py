@@ -28,10 +28,6 @@ RENAMED: Mapping[str, str] = MappingProxyType(
     }
 )
 
-# By getattr: what is not there yet must not be looked up.
-all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 
 def require(part: str, oldest: tuple[int, int] = OLDEST, version: str = torch.__version__) -> None:
     """To be called when ``part`` is imported.
@@ -52,6 +48,13 @@ def require(part: str, oldest: tuple[int, int] = OLDEST, version: str = torch.__
     if not dist.is_available():
         what = f"{part} needs torch.distributed, which this build of PyTorch {version} was made without"
         raise ImportError(explain(what, fix="install a build from pytorch.org or PyPI"))
+
+
+require("guozhuang.world")  # before anything below is looked up
+
+# By getattr: what is not there yet must not be looked up.
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def default_store() -> dist.Store:
@@ -87,6 +90,3 @@ def call_with_known(kind: Callable[..., Any], target: Callable[..., Any] | None 
     """
     known = {name for each in (kind, target) if each is not None for name in inspect.signature(each).parameters}
     return kind(**{name: value for name, value in arguments.items() if name in known})
-
-
-require("guozhuang.world")

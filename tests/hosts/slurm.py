@@ -51,7 +51,7 @@ MpiDefault=none
 MpiParams=ports={reserved}
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
-SchedulerParameters=batch_sched_delay=0,sched_interval=1
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
 SlurmdParameters=config_overrides
 ReturnToService=2
 SlurmctldTimeout=30

@@ -61,6 +61,22 @@ def test_a_step_over_two_nodes(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("job", ["het", "one kind"])
+def test_a_step_of_two_parts(cluster: Cluster, job: str) -> None:
+    """``srun ... : ...``: each part has an srun of its own. In a job of two parts, and inside a plain one."""
+    whole = [] if job == "het" else ["salloc", "--quiet", "-N2", "-n4", "--ntasks-per-node=2"]
+    done = cluster.run([*whole, "srun", "-N1", "-n1", *MEMBER.split(), ":", "-N1", "-n2", *MEMBER.split()])
+    assert done.returncode == 0, done.stdout
+    found = members(done.stdout)
+    assert [(e["rank"], e["node_rank"], e["num_nodes"], e["local_rank"], e["local_size"]) for e in found] == [
+        (0, 0, 2, 0, 1),
+        (1, 1, 2, 0, 2),
+        (2, 1, 2, 1, 2),
+    ], done.stdout
+    assert sums(found) == [6, 6, 6]
+
+
+@pytest.mark.slow
 def test_two_steps_of_one_job_at_once(cluster: Cluster) -> None:
     """The second step's ranks come in another order: each step meets among itself."""
     step = f"srun --exact --mem=0 -n2 -N1 {MEMBER}"

@@ -57,3 +57,16 @@ def test_ranks_meet_at_a_door_on_the_network(on: int, cluster: Cluster, hosts: H
     ]
     assert outside == [f"{hosts.address(0)}:{found[0]['ports'][0]}"]
     assert not [each for member in found for each in member["listens"] if each.startswith("0.0.0.0")]
+
+
+@pytest.mark.slow
+def test_rank_0_on_another_node_than_the_first(cluster: Cluster, hosts: Hosts) -> None:
+    """A host file decides; srun runs on the first node, so that neither of the usual guesses is right."""
+    unset = [word for name in os.environ if name.startswith(TOLD) for word in ("-u", name)]
+    (cluster.folder / "hostfile").write_text("h1\nh0\n")
+    env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SLURM_HOSTFILE": str(cluster.folder / "hostfile")}
+    done = cluster.run(["env", *unset, "srun", "-N2", "-n2", "--distribution=arbitrary", *MEMBER], env)
+    assert done.returncode == 0, f"{done.stdout}\n{cluster.logs()}"
+    found = members(done.stdout)
+    assert [(e["rank"], e["node_rank"], e["sum"]) for e in found] == [(0, 1, 3), (1, 0, 3)], done.stdout
+    assert any(each.startswith(hosts.address(1)) for each in found[0]["listens"])

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Collection
@@ -21,9 +22,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import guozhuang as gz
 from guozhuang.world.heartbeat_report import EXIT_CODE
 from tests.processes import heartbeat_rank
-from tests.ranks import PRELOADED, free_port
+from tests.ranks import PRELOADED, free_port, run_ranks
 
 LIMIT_S = 40.0  # for a busy machine; the limits that are stated are checked by their own measure
 HANG_S = 2.0
@@ -299,6 +301,21 @@ def _stop_all_for(parent: int, folder: Path, seconds: float) -> None:
         time.sleep(seconds)
         seconds = 0.0
     os._exit(0 if pids else 1)
+
+
+def own_threads(rank: int, size: int) -> list[str]:
+    del rank, size
+    gz.init("gloo", "cpu")
+    names = [thread.name for thread in threading.enumerate() if "heartbeat" in thread.name]
+    dist.barrier()
+    gz.shutdown()
+    return names
+
+
+def test_it_can_be_switched_off() -> None:
+    assert run_ranks(own_threads, 2, init=False, env={"GUOZHUANG_HANG_TIMEOUT": "off"}) == [[], []]
+    on = run_ranks(own_threads, 2, init=False, env={"GUOZHUANG_HANG_TIMEOUT": None})
+    assert [len(names) for names in on] == [2, 2]
 
 
 SCRIPT = """

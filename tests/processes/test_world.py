@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from guozhuang import world
-from guozhuang.errors import UsageError
+from guozhuang.errors import UsageError, WorldError
+from guozhuang.world import session
 from tests.ranks import RankError, free_port, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -517,3 +518,48 @@ def test_a_heartbeat_runs_in_every_world_whose_store_can_carry_it(tmp_path: Path
     methods = [f"tcp://127.0.0.1:{free_port()}", f"file://{tmp_path}/store"]
     for seen in run_ranks(heartbeats, 2, methods, init=False, env=env):
         assert seen == [True, False, True, False, False, False]
+
+
+# ---- meeting, where something is odd
+
+
+def meets_at_an_address_in_brackets(rank: int, world_size: int) -> float:
+    world.init("gloo", "cpu", timeout_s=20)
+    tensor = torch.tensor(float(rank + 1))
+    dist.all_reduce(tensor)
+    world.shutdown()
+    return float(tensor)
+
+
+def test_an_address_of_ipv6_may_stand_in_brackets() -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6 on loopback")
+    assert run_ranks(meets_at_an_address_in_brackets, 2, init=False, env={"MASTER_ADDR": "[::1]"}) == [3, 3]
+
+
+def store_stops_answering(rank: int, world_size: int) -> tuple[str, float]:
+    """Rank 0 keeps the store, and is stopped once rank 1 has come to it; a child wakes it again after a while."""
+    if rank == 0:
+        store, _ = session.meet(session.identity(), 20)
+        while not store.check(["claim/1"]):
+            time.sleep(0.01)
+        waker = os.fork()
+        if waker == 0:
+            time.sleep(5)
+            os.kill(os.getppid(), signal.SIGCONT)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os.waitpid(waker, 0)
+        return "", 0.0
+    started = time.monotonic()
+    with pytest.raises(WorldError) as caught:
+        world.init(timeout_s=1.0)
+    return str(caught.value), time.monotonic() - started
+
+
+def test_a_store_that_stops_answering_does_not_hold_the_others() -> None:
+    _, (text, took_s) = run_ranks(store_stops_answering, 2, init=False)
+    assert "[rank 1] the store that the ranks meet at has not answered for" in text
+    assert took_s < 5

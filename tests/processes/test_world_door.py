@@ -52,6 +52,33 @@ def test_with_a_secret_the_store_is_behind_a_door() -> None:
         assert set(addresses) - LOOPBACK == ({as_kernel(ADDRESS)} if rank == 0 else set())
 
 
+BARE = {"LOCAL_RANK": None, "LOCAL_WORLD_SIZE": None, "GLOO_SOCKET_IFNAME": None}
+
+
+@needs_an_address
+def test_without_a_secret_the_store_listens_at_one_address() -> None:
+    """The four variables alone, as Kubernetes or a user exports them."""
+    env = {"MASTER_ADDR": ADDRESS, "MASTER_PORT": str(free_port())} | BARE
+    for rank, (me, addresses, sums) in enumerate(run_ranks(meets, 2, init=False, env=env)):
+        assert (me.rank, me.num_nodes, sums) == (rank, 1, [3, 3])
+        assert set(addresses) - LOOPBACK == ({as_kernel(ADDRESS)} if rank == 0 else set()), "and not at every one"
+
+
+def is_told_its_own_way(rank: int, world_size: int) -> tuple[world.World, list[str], list[float]]:
+    os.environ["MASTER_ADDR"] = "localhost" if rank in (0, 2) else ADDRESS
+    return meets(rank, world_size)
+
+
+@needs_an_address
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_rank_0_is_told_localhost_and_the_others_its_address(secret: str | None) -> None:
+    """As Kubernetes' operators do; one more on rank 0's node is told as rank 0 is."""
+    env = {"MASTER_PORT": str(free_port()), "KUBERNETES_SERVICE_HOST": "10.96.0.1", "GUOZHUANG_SECRET": secret} | BARE
+    for rank, (me, addresses, sums) in enumerate(run_ranks(is_told_its_own_way, 3, init=False, env=env)):
+        assert (me.rank, me.size, sums) == (rank, 3, [6, 6])
+        assert set(addresses) - LOOPBACK == ({as_kernel(ADDRESS)} if rank == 0 else set())
+
+
 def brings_another_secret(rank: int, world_size: int) -> str:
     if rank == 1:
         os.environ["GUOZHUANG_SECRET"] = "ab" * 16

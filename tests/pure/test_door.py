@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from guozhuang.errors import UsageError, WorldError
 from guozhuang.world import door as doors
+from guozhuang.world import waiting
 from guozhuang.world.door import Door, NotOurDoorError, WrongSecretError, enter, knock, pass_through
 
 SECRET = bytes(range(16))
@@ -171,6 +172,19 @@ def test_a_wrong_secret_is_refused_and_said_once(echo: Echo, caplog: pytest.LogC
     assert "does not know the secret" in said[0]
 
 
+def test_a_wrong_secret_is_said_of_an_address_that_sent_garbage_before(
+    echo: Echo, caplog: pytest.LogCaptureFixture
+) -> None:
+    with door_before(echo.port) as door, caplog.at_level(logging.WARNING, "guozhuang"):
+        with socket.create_connection(door.address, timeout=5) as scanner:
+            scanner.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            assert is_ended(scanner, 3)
+        with pytest.raises(WrongSecretError):
+            knock(*door.address, b"another", 5)
+    garbage, wrong = [each.getMessage() for each in caplog.records]
+    assert "does not knock as a rank does" in garbage and "does not know the secret" in wrong
+
+
 @pytest.mark.parametrize(
     "garbage",
     [b"GET / HTTP/1.1\r\n\r\n", b"\0" * 3000, b"GZ-DOOR2" + b"x" * 64, b"GZ-DOOR1" + b"\xff" * 64, b"", b"GZ-"],
@@ -315,6 +329,21 @@ def test_a_door_that_never_opens_is_named() -> None:
         pass_through(host, port, SECRET, 0.6)
     assert "Fix:" in str(caught.value)
     assert time.monotonic() - started < 2
+
+
+def test_who_waits_for_a_door_is_named_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(waiting, "FIRST_NOTICE_S", 0.2)
+    with caplog.at_level(logging.WARNING, "guozhuang"), pytest.raises(WorldError) as caught:
+        pass_through("no-such-host.invalid", 15000, SECRET, 0.5, rank=3)
+    assert "[rank 3] could not come through the door at no-such-host.invalid:15000 within 0.5 s" in str(caught.value)
+    assert "the name cannot be resolved here" in str(caught.value)
+    assert "rank 3 waits for the door at no-such-host.invalid:15000: the name" in caplog.text
+    caplog.clear()
+    with pytest.raises(WorldError):
+        pass_through("no-such-host.invalid", 15000, SECRET, 0.5, rank=3, says=False)
+    assert not caplog.records
 
 
 def test_closing_ends_everything(echo: Echo) -> None:

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -18,6 +20,7 @@ from guozhuang.world import World, heartbeat
 from guozhuang.world.heartbeat_line import Watch, Word, look_at_neighbours, process_state
 from guozhuang.world.heartbeat_report import hang, last_line, losses, table, trouble
 from guozhuang.world.heartbeat_rules import GONE, STOPPED, AwakeClock, Beat, Judge, Limits
+from guozhuang.world.heartbeat_threads import Heartbeat
 from guozhuang.world.stacks import MAX_STACK_BYTES, MainThread, is_of_a_collective, merged, ranks_text, stacks_text
 
 LIMITS = Limits.of(1.0)
@@ -79,10 +82,21 @@ def test_what_a_neighbour_saw_is_said_at_once(state: str, word: str) -> None:
 
 
 def test_a_silent_process_that_is_there_gets_patience() -> None:
-    made = Made(3).run(5).run(29, mute=(1,), saw={1: "running"})
+    made = Made(3, 600.0).run(5).run(29, mute=(1,), saw={1: "running"})
     assert not made.lost
     made.run(1, mute=(1,), saw={1: "running"})
     assert "no sign of life for 30 s, though its process 100 is there (running)" in made.lost[1]
+
+
+def test_where_no_hang_is_looked_for_a_process_that_is_there_is_not_lost() -> None:
+    made = Made(3).run(5).run(29, mute=(1,), saw={1: "running"})
+    assert not made.judge.mute(made.now_s)
+    made.run(30, mute=(1,), saw={1: "running"})
+    assert not made.lost
+    assert "no sign of life for 59 s, though its process 100 is there" in made.judge.mute(made.now_s)[1]
+    made.run(1, mute=(1,), saw={1: GONE})
+    assert list(made.lost) == [1]
+    assert not made.judge.mute(made.now_s)
 
 
 def test_where_nobody_can_look_the_limit_is_between() -> None:
@@ -101,9 +115,11 @@ def test_who_left_is_not_lost_and_who_failed_is_told() -> None:
 
 
 def test_who_never_came_is_lost_in_the_end() -> None:
-    made = Made(3).run(29, mute=(2,))
+    made = Made(3, 600.0).run(29, mute=(2,))
     assert not made.lost
     assert "since the world began, 30 s ago" in made.run(1, mute=(2,)).lost[2]
+    without = Made(3).run(30, mute=(2,))
+    assert (list(without.lost), list(without.judge.mute(30.0))) == ([], [2])
 
 
 def test_a_rank_that_slept_is_back_with_its_next_beat() -> None:
@@ -235,7 +251,7 @@ def test_beats_and_words_travel() -> None:
     one = beat(3, saw={12: GONE}, left="")
     assert Beat.from_bytes(one.to_bytes()) == one
     word = Word(2, 1, 5, 7, 6, closing=True)
-    assert Word.from_bytes(word.to_bytes()) == Word(2, 1, 5, 7, 6, [], closing=True)  # type: ignore[arg-type]
+    assert Word.from_bytes(word.to_bytes()) == Word(2, 1, 5, 7, 6, [], lost=[], closing=True)
 
 
 def test_the_clock_stands_while_the_process_does() -> None:
@@ -346,6 +362,23 @@ def test_a_watch_asks_gathers_and_reports_once() -> None:
     assert store.num_keys() == keys, "keys are overwritten"
 
 
+def test_a_mute_rank_is_a_line_in_the_log_and_no_report() -> None:
+    store = dist.HashStore()
+    watch = Watch(store, 2, Word(1, 0), Judge(2, LIMITS, None, 0.0))
+    said = []
+    for second in range(60):
+        saw = look_at_neighbours(watch.word, "a", 0) and {1: "running"}
+        store.set("beat/0", beat(second, saw=saw).to_bytes().decode())
+        if second < 5 or second > 50:
+            store.set("beat/1", beat(second).to_bytes().decode())
+        report, lines = watch.round(float(second))
+        assert report is None
+        said += lines
+    assert len(said) == 2, said
+    assert "rank 1 of 2: no sign of life for 30 s, though its process 100 is there" in said[0]
+    assert said[1] == "rank 1 gave a sign of life again"
+
+
 def test_a_watch_waits_for_ranks_that_have_not_begun() -> None:
     store = dist.HashStore()
     watch = Watch(store, 2, Word(1, 0), Judge(2, LIMITS, 1.0, 0.0))
@@ -357,8 +390,96 @@ def test_a_watch_waits_for_ranks_that_have_not_begun() -> None:
 # ---- start and stop
 
 
-def world_of(size: int) -> World:
-    return World(0, size, 0, size, 0, 1, torch.device("cpu"), "alone")
+def world_of(size: int, rank: int = 0) -> World:
+    return World(rank, size, rank, size, 0, 1, torch.device("cpu"), "alone")
+
+
+def test_the_interval_grows_with_the_world_and_sooner_behind_a_door() -> None:
+    for size, behind_door, interval_s in (
+        (2, True, 1),
+        (50, True, 1),
+        (200, True, 4),
+        (200, False, 1),
+        (1000, False, 2),
+    ):
+        assert heartbeat.usual_interval_s(size, behind_door) == interval_s
+
+
+def made_heart(store: dist.Store, rank: int = 0, interval_s: float = 0.05, keeps_store: bool = False) -> Heartbeat:
+    return Heartbeat(store, world_of(2, rank), None, Limits.of(interval_s), keeps_store)
+
+
+def failure_of_a_collective() -> BaseException:
+    return RuntimeError("[../gloo/transport/tcp/pair.cc:537] Connection reset by peer")
+
+
+def seconds_of(do: Any) -> float:
+    start_s = time.monotonic()
+    do()
+    return time.monotonic() - start_s
+
+
+def test_an_error_of_our_own_is_called_so(caplog: pytest.LogCaptureFixture) -> None:
+    store = dist.HashStore()
+    store.set("word", "no word at all")
+    one = made_heart(store)
+    one.start()
+    one._line.join(5)
+    time.sleep(12 * 0.05)  # long enough to miss the answers of the store
+    one.stop(None)
+    [record] = caplog.records
+    assert "ended by an error of its own" in record.getMessage() and record.exc_info
+    assert "gone" not in caplog.text
+
+
+def test_nobody_waits_for_a_report_that_came_before() -> None:
+    one = made_heart(dist.HashStore(), rank=1, interval_s=1.0)
+    one._word, one._seen = Word(1, 0, report=7, lost=[0]), 7
+    assert seconds_of(lambda: one._wait_for_report()) < 0.5
+
+
+def test_the_wait_for_a_report_ends_with_the_gathering(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody gathers: three intervals. Somebody does: until then, and for as long as stacks are waited for."""
+    store = dist.HashStore()
+    for wants, limit_s in ((0, 0.3), (9, 0.3 + 0.6)):
+        one = made_heart(store, rank=1, interval_s=0.1)
+        one._limits = replace(one._limits, gather_s=0.6)
+        one._word = Word(1, 0, wants=wants)
+        monkeypatch.setattr(one, "_line", threading.main_thread())  # alive
+        took_s = seconds_of(one._wait_for_report)
+        assert limit_s <= took_s < limit_s + 0.5
+
+
+def test_a_watching_rank_that_is_gone_is_replaced_at_once() -> None:
+    one = made_heart(dist.HashStore(), rank=1, interval_s=1.0)
+    gone = (one._node, os.getpid(), 0.0)  # another process took the number over
+    elsewhere = ("another node", os.getpid(), 0.0)
+    here = (one._node, one._pid, one._born_s)
+    assert one._patience_s(Word(1, 0, process=gone), 1.6) == 0
+    assert one._patience_s(Word(1, 0, process=gone), 1.0) == one._patience_s(Word(1, 0, process=here), 4.0) == 5
+    one._error = failure_of_a_collective()
+    assert one._patience_s(Word(1, 0, process=gone), 0.0) == 0
+    assert one._patience_s(Word(1, 0, process=elsewhere), 0.0) == one._patience_s(Word(1, 0), 0.0) == 2.5
+
+
+@pytest.mark.parametrize("is_lost", [False, True], ids=["the other let go", "the other is lost"])
+def test_who_keeps_the_store_leaves_when_nobody_needs_it(is_lost: bool) -> None:
+    """And not when the longest time is over that others may need to hear of it."""
+    store = dist.HashStore()
+    keeper = made_heart(store, 0, interval_s=8.0, keeps_store=True)
+    keeper.start()
+    other = made_heart(store, 1)
+    other.start()
+    while not store.check(["word"]) or not store.check(["beat/1"]):
+        time.sleep(0.01)
+    if is_lost:
+        other.stop(None)
+        store.set("beat/1", beat(1).to_bytes().decode())
+        keeper._word = Word(1, 0, lost=[1])
+        keeper._watch = None
+    assert seconds_of(lambda: keeper.stop(None)) < 1.0
+    assert not keeper._line.is_alive()
+    other.stop(None)
 
 
 def test_nothing_runs_alone_or_over_a_store_in_memory(caplog: pytest.LogCaptureFixture) -> None:

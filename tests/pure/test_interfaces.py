@@ -29,6 +29,12 @@ def test_every_address_belongs_to_its_interface() -> None:
     assert interfaces.holding("192.0.2.77") is None
 
 
+def test_bridges_within_a_node_are_known_by_their_names() -> None:
+    inner = ("docker0", "virbr1", "lxcbr0", "lxdbr0", "podman0", "cni-podman0", "br-0123456789ab")
+    assert all(map(interfaces.is_local_bridge, inner))
+    assert not any(map(interfaces.is_local_bridge, ("eth0", "br0", "ib0", "lo", "docker", "br-lan", "xdocker0")))
+
+
 def test_ipv6() -> None:
     try:
         with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as asking:

@@ -89,6 +89,25 @@ def test_runs_do_not_meet_each_other(above: list[str]) -> None:
     assert len({p.secret for p in points}) == len({p.ports for p in points}) == len({p.note for p in points}) + 1 == 7
 
 
+def test_open_mpi_5_in_two_containers_that_are_alike() -> None:
+    """With the host's network and name, and a process number each: only the port of the daemon differs."""
+
+    def run(port: int, rank: int = 0, **more: int) -> PortSequence:
+        told = {
+            "PMIX_NAMESPACE": "prterun-host-7@1",
+            "PMIX_SERVER_URI41": f"prterun-host-7@0.0;tcp4://127.0.0.1:{port}",
+        }
+        numbers = {"rank": rank, "size": 4, "local_rank": rank, "local_size": 4} | more
+        environ = open_mpi(**numbers, **told)  # type: ignore[arg-type]
+        del environ["OMPI_MCA_orte_hnp_uri"], environ["OMPI_MCA_orte_precondition_transports"]
+        return point_of(environ)
+
+    assert run(40001) == run(40001, rank=3)
+    assert run(40001).secret != run(40002).secret and run(40001).ports != run(40002).ports
+    # Over several nodes each has a daemon of its own.
+    assert run(40001, local_size=2) == run(40002, rank=1, local_size=2)
+
+
 @pytest.mark.parametrize("line", [PROXY, INTEL])
 def test_hydra_is_known_by_its_proxy(line: str, above: list[str]) -> None:
     above[1] = line

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from guozhuang.errors import UsageError, WorldError
-from guozhuang.world import interfaces, ports, search
+from guozhuang.world import interfaces, ports, search, waiting
 from guozhuang.world.door import Door, passage_from
 from guozhuang.world.identity import PortSequence
 
@@ -109,8 +109,22 @@ def test_who_finds_nobody_says_where_it_looked(point: PortSequence) -> None:
     assert "[rank 3] found no door of rank 0 within 2.5 s" in text
     assert "did not answer within" in text and f"port {point.ports[0]}" in text
     assert f"belongs to another run (the secrets differ) (port {point.ports[1]})" in text
-    assert "nobody listens (port " in text
+    assert "nobody listens there (port " in text
     assert "no-such-host.invalid: the name cannot be resolved" in text
+    assert "put no-such-host.invalid into DNS or /etc/hosts of this node, or export MASTER_ADDR" in text, "the remedy"
+
+
+def test_who_waits_long_says_so_and_what_it_saw(
+    point: PortSequence, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(waiting, "FIRST_NOTICE_S", 0.3)
+    with caplog.at_level(logging.WARNING, "guozhuang"), pytest.raises(WorldError):
+        search.find(point, 3, 0.6)
+    assert "rank 3 found no door of rank 0 yet; knocked at 127.0.0.1: nobody listens there" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "guozhuang"), pytest.raises(WorldError):
+        search.find(point, 3, 0.6, says=False)
+    assert not caplog.records, "one rank of a node speaks for all"
 
 
 def test_a_host_that_swallows_everything_does_not_delay_the_right_one(point: PortSequence) -> None:
@@ -144,7 +158,7 @@ def test_the_address_is_one_that_others_know(monkeypatch: pytest.MonkeyPatch) ->
         interfaces, "addresses", lambda: {"lo": ["127.0.0.1"], "eth0": ["10.0.0.5"], "ib0": ["10.1.0.5"]}
     )
     names = {"me": ["127.0.1.1"], "me-ib": ["10.1.0.5"], "login": ["10.9.9.9"]}
-    monkeypatch.setattr(search, "_resolve", lambda host: names.get(host, []))
+    monkeypatch.setattr(search, "resolve", lambda host: names.get(host, []))
 
     def towards(host: str) -> str:
         if host != "other":
@@ -160,6 +174,20 @@ def test_the_address_is_one_that_others_know(monkeypatch: pytest.MonkeyPatch) ->
     assert search.own_address(["me", "127.0.0.1"], ["unknown"]) == "127.0.0.1", "the others look there"
     monkeypatch.setattr(interfaces, "addresses", lambda: {"lo": ["127.0.0.1"]})
     assert search.own_address([], []) == "127.0.0.1"
+
+
+def test_bridges_of_containers_and_later_hints_that_fit_by_chance_are_passed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Open MPI tells every address of mpirun's node, and nodes often have some addresses in common."""
+    known = {"lo": ["127.0.0.1"], "docker0": ["172.17.0.1"], "eth0": ["10.0.0.7"], "usb0": ["169.254.3.1"]}
+    monkeypatch.setattr(interfaces, "addresses", lambda: known)
+    monkeypatch.setattr(search, "resolve", lambda host: [host])
+    routes = {"10.0.0.5": "10.0.0.7", "172.17.0.1": "172.17.0.1", "169.254.3.1": "169.254.3.1"}
+    monkeypatch.setattr(interfaces, "own_address_towards", routes.__getitem__)
+    for mpirun in (["10.0.0.5", "172.17.0.1"], ["172.17.0.1", "10.0.0.5"], ["10.0.0.5", "169.254.3.1"]):
+        assert search.own_address(mpirun, mpirun) == "10.0.0.7", mpirun
+    assert search.own_address(["172.17.0.1", "10.0.0.7"], ["172.17.0.1"]) == "10.0.0.7", "mpirun's own node"
 
 
 # ---- notes

@@ -215,9 +215,6 @@ def test_steps_and_jobs_meet_elsewhere() -> None:
     points = [point_of(task()), *(point_of(task(**each)) for each in others)]
     assert len({p.secret for p in points}) == len(points)
     assert len({p.ports for p in points}) == len(points)
-    # The ports can be known from outside; the secret also depends on where srun of the step listens.
-    assert point_of(task(SLURM_STEP_LAUNCHER_PORT="1")).ports == points[0].ports
-    assert point_of(task(SLURM_STEP_LAUNCHER_PORT="1")).secret != points[0].secret
     given = point_of(task(GUOZHUANG_SECRET="ab" * 16))
     assert given.secret not in {p.secret for p in points}
     assert given.secret != point_of(task(GUOZHUANG_SECRET="ab" * 16, SLURM_STEP_ID="1")).secret
@@ -229,6 +226,37 @@ def test_reserved_ports_and_the_users_own_come_first() -> None:
     asked = point_of(task(MASTER_PORT="29500", MASTER_ADDR="login", SLURM_STEP_RESV_PORTS="12000"))
     assert asked.ports == (29500, 12000, *derived)
     assert asked.hosts[0] == "login"
+
+
+@pytest.mark.parametrize(
+    "job", [{}, {"SLURM_HET_SIZE": "2"}, {"SLURM_PACK_SIZE": "2"}], ids=["one kind", "het", "pack"]
+)
+def test_the_parts_of_a_step_meet(job: dict[str, str]) -> None:
+    """``srun -n2 : -n3``: every part has an srun of its own, the counts are told to all; a plain job has no mark of it."""
+    first = point_of(task(0, **job, SLURM_STEP_LAUNCHER_PORT="1", SLURM_SRUN_COMM_PORT="1"))
+    assert point_of(task(2, **job, SLURM_STEP_LAUNCHER_PORT="2", SLURM_SRUN_COMM_PORT="2")) == first
+
+
+def test_ports_that_were_reserved_for_one_part_come_last() -> None:
+    derived = point_of(task()).ports
+    assert point_of(task(SLURM_HET_SIZE="2", SLURM_STEP_RESV_PORTS="12000")).ports == (*derived, 12000)
+
+
+def test_a_host_file_puts_rank_0_on_any_node() -> None:
+    hosts = point_of(task(SLURM_DISTRIBUTION="arbitrary")).hosts
+    assert hosts == ("gpu001", "gpu002", "gpu7", "10.0.0.9")
+    many = task(SLURM_DISTRIBUTION="arbitrary", SLURM_STEP_NODELIST="n[1-5000]")
+    assert len(point_of(many).hosts) < 100
+
+
+@pytest.mark.parametrize("text", ["70000-70001", "65536", "0-3", "0"])
+def test_reserved_ports_that_are_none_are_named(text: str) -> None:
+    with pytest.raises(UsageError, match=f"'{text}'"):
+        discover(task(SLURM_STEP_RESV_PORTS=text))
+
+
+def test_of_many_reserved_ports_some_are_enough() -> None:
+    assert len(point_of(task(SLURM_STEP_RESV_PORTS="12000-13000")).ports) < 40
 
 
 def test_one_node_needs_no_network() -> None:
@@ -251,6 +279,11 @@ def test_the_batch_script_is_a_world_of_one_with_a_hint() -> None:
     assert "srun" in hint(batch)
     assert "64 tasks" in hint(batch)
     assert not hint(batch | {"SLURM_NTASKS": "1"})
+    # --nodes=2 without -n: Slurm tells no number of tasks.
+    del batch["SLURM_NTASKS"]
+    assert "2 nodes (SLURM_JOB_NUM_NODES)" in hint(batch | {"SLURM_JOB_NUM_NODES": "2"})
+    assert "`srun guozhuang check`" in hint(batch | {"SLURM_JOB_NUM_NODES": "2"}, "guozhuang check")
+    assert not hint(batch | {"SLURM_JOB_NUM_NODES": "1"})
     assert not hint(task())
     assert not hint({})
     assert not hint({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "²"})

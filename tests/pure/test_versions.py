@@ -34,13 +34,35 @@ def test_too_old(version: str) -> None:
     assert "pip install" in str(caught.value)
 
 
-def test_importing_the_package_on_an_old_one_says_so() -> None:
-    code = "import torch; torch.__version__ = '2.4.1'; import guozhuang"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=90)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith(
-        "ImportError: guozhuang.world needs PyTorch 2.11 or later (got '2.4.1')"
-    )
+OLD_AND_WITHOUT = """
+import importlib, sys, types
+import torch
+
+def attempt():
+    try:
+        importlib.import_module("guozhuang")
+    except ImportError as error:
+        print(error)
+    for name in [name for name in sys.modules if name.split(".")[0] == "guozhuang"]:
+        del sys.modules[name]
+
+version, torch.__version__ = torch.__version__, "2.4.1"
+attempt()
+torch.__version__ = version
+for name in [name for name in sys.modules if name.startswith("torch.distributed")]:
+    del sys.modules[name]
+sys.modules["torch.distributed"] = torch.distributed = types.ModuleType("torch.distributed")  # as builds without it have it
+torch.distributed.is_available = lambda: False
+attempt()
+"""
+
+
+def test_importing_the_package_says_first_that_pytorch_is_too_old_or_lacks_torch_distributed() -> None:
+    command = [sys.executable, "-c", OLD_AND_WITHOUT]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90)
+    old, without = done.stdout.splitlines()
+    assert old.startswith("guozhuang.world needs PyTorch 2.11 or later (got '2.4.1')"), done.stderr
+    assert without.startswith("guozhuang.world needs torch.distributed, which this build of PyTorch"), done.stderr
 
 
 def test_what_is_declared_is_what_is_checked() -> None:

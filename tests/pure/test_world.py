@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import string
 
 import pytest
@@ -9,12 +10,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from guozhuang.errors import UsageError
-from guozhuang.world.devices import backend_of_cpu_ranks, choose, device_to_bind
+from guozhuang.errors import UsageError, WorldError
+from guozhuang.world import interfaces, session
+from guozhuang.world.devices import (
+    UNKNOWN,
+    backend_of_cpu_ranks,
+    check_own,
+    choose,
+    device_to_bind,
+    own_index,
+    uuids,
+)
 from guozhuang.world.discovery import discover
 from guozhuang.world.identity import Identity, MeetingPoint
-from guozhuang.world.rendezvous import places
+from guozhuang.world.rendezvous import Told, places
 from guozhuang.world.requests import (
+    hang_timeout,
     requested_backend,
     requested_groups,
     requested_hang_timeout,
@@ -233,8 +244,80 @@ def test_a_device_of_its_own_is_the_one(backend: str | None, monkeypatch: pytest
     assert choose(backend, "cuda", local_rank=3, num_cuda=1, is_bound=True)[1] == own
     # All devices of the node are visible: by the local rank as ever.
     assert choose(backend, None, local_rank=3, num_cuda=4, is_bound=True)[1] == torch.device("cuda", 3)
-    with pytest.raises(UsageError, match="LOCAL_RANK=3 has no CUDA device: 2 visible"):
+    with pytest.raises(UsageError, match="local rank 3 has no CUDA device: 2 visible"):
         choose(backend, None, local_rank=3, num_cuda=2, is_bound=True)
+
+
+HOST, OTHER = "h", "i"
+TWO_NODES = [HOST, HOST, OTHER, OTHER]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "seen", "indices"),
+    [
+        pytest.param([HOST] * 3, ["ABCD"] * 3, [0, 1, 2], id="all see all"),
+        pytest.param(TWO_NODES, ["AB", "AB", "CD", "CD"], [0, 1, 0, 1], id="all of their node"),
+        pytest.param([HOST] * 3, ["A", "B", "C"], [0, 0, 0], id="one of its own each"),
+        pytest.param([HOST] * 3, ["AB", "CD", "EF"], [0, 0, 0], id="two of their own each"),
+        pytest.param([HOST] * 4, ["AB", "AB", "CD", "CD"], [0, 1, 0, 1], id="those of its socket"),
+        pytest.param([HOST] * 3, ["ABC", "BCA", "CAB"], [0, 0, 0], id="all, its own first"),
+        pytest.param(TWO_NODES, ["AB", "AB", "AB", "AB"], [0, 1, 0, 1], id="hosts apart are told apart"),
+        pytest.param([HOST] * 3, ["", "A", "A"], [None, 0, None], id="one on the CPU, one too many"),
+        pytest.param([HOST] * 2, ["A?", "B"], [None, None], id="unknown"),
+        pytest.param([HOST] * 2, ["?", "?"], [None, None], id="parts of a GPU"),
+    ],
+)
+def test_each_rank_takes_a_device_that_no_other_has(
+    hosts: list[str], seen: list[str], indices: list[int | None]
+) -> None:
+    told = [list(each) for each in seen]
+    locals_ = [places(hosts, rank)[0] for rank in range(len(hosts))]
+    assert [own_index(rank, locals_[rank], hosts, told) for rank in range(len(hosts))] == indices
+
+
+def test_the_local_rank_that_was_told_counts_where_all_see_the_same() -> None:
+    """A launcher may number the ranks of a node in another order; scripts look at LOCAL_RANK as well."""
+    assert [own_index(rank, 1 - rank, [HOST] * 2, [["A", "B"]] * 2) for rank in (0, 1)] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "fix"),
+    [
+        ("slurm", "--gpus-per-task=1"),
+        ("openmpi", "ppr:1:node"),
+        ("hydra", "-ppn 1"),
+        ("torchrun", "--nproc-per-node=1"),
+        ("environment", "CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_ranks_that_would_share_a_device_are_named(launcher: str, fix: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        check_own([OTHER, HOST, HOST], [["GPU-1"], ["GPU-2"], ["GPU-2"]], launcher)
+    text = str(caught.value)
+    assert "rank 2 has no CUDA device of its own: it sees GPU-2 alone, which rank 1 of the same node has" in text
+    assert fix in text
+    assert "--nproc-per-node" not in text or launcher == "torchrun"
+
+
+def test_nothing_is_said_against_ranks_that_share_none_or_may_not_be_known() -> None:
+    check_own([HOST] * 2, [["A", "B"], ["A", "B"]], "slurm")
+    check_own([HOST] * 2, [[], []], "slurm")
+    check_own([HOST] * 2, [[UNKNOWN], [UNKNOWN]], "slurm")
+
+
+def test_what_a_rank_tells_of_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Properties:
+        def __init__(self, name: str, uuid: str | None) -> None:
+            self.name = name
+            if uuid is not None:
+                self.uuid = uuid
+
+    known = [Properties("NVIDIA X", "a"), Properties("NVIDIA X MIG 1g.5gb", "b"), Properties("other", None)]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(known))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", known.__getitem__)
+    assert uuids(torch.device("cuda")) == ["a", UNKNOWN, UNKNOWN]
+    assert uuids(torch.device("cuda", 0)) == ["a"]
+    assert uuids(CPU) == []
 
 
 @pytest.mark.parametrize("backend", [None, "nccl", "cpu:gloo,cuda:nccl"])
@@ -250,7 +333,7 @@ def test_cuda_goes_with_nccl(backend: str | None, monkeypatch: pytest.MonkeyPatc
         ("undefined", None, 0, "'undefined'"),
         (None, "toaster", 0, "'toaster'"),
         (None, "cuda", 0, "no CUDA device is visible"),
-        (None, "cuda", 1, "LOCAL_RANK=1 has no CUDA device: 1 visible"),
+        (None, "cuda", 1, "local rank 1 has no CUDA device: 1 visible"),
         (None, "cuda:3", 2, "'cuda:3'"),
         (None, "meta", 0, "'meta'"),
         ("cpu:gloo", "cuda", 2, "cannot serve device cuda:1"),
@@ -278,8 +361,12 @@ def test_requests_come_through_the_environment(monkeypatch: pytest.MonkeyPatch) 
     assert (requested_backend(), requested_groups()) == ("gloo", 3)
 
 
-@pytest.mark.parametrize(("text", "seconds"), [(None, None), ("", None), ("30", 30.0), (" 1.5 ", 1.5)])
-def test_a_hang_timeout_is_seconds(text: str | None, seconds: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("text", "seconds"), [(None, None), ("", None), ("30", 30.0), (" 1.5 ", 1.5), ("off", "off"), (" OFF\n", "off")]
+)
+def test_a_hang_timeout_is_seconds_or_off(
+    text: str | None, seconds: float | str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("GUOZHUANG_HANG_TIMEOUT", raising=False)
     if text is not None:
         monkeypatch.setenv("GUOZHUANG_HANG_TIMEOUT", text)
@@ -292,6 +379,8 @@ def test_a_hang_timeout_that_is_none_is_named(text: str, monkeypatch: pytest.Mon
     with pytest.raises(UsageError, match="GUOZHUANG_HANG_TIMEOUT") as caught:
         requested_hang_timeout()
     assert repr(text) in str(caught.value)
+    with pytest.raises(UsageError, match="--hang-timeout must be a number of seconds above 0, or off"):
+        hang_timeout(text)
 
 
 def test_a_secret_is_hexadecimal_and_long() -> None:
@@ -350,3 +439,67 @@ def test_cpu_ranks_of_one_linux_node_share_memory(
 )
 def test_a_group_is_bound_to_a_device_that_nccl_serves(backend: str, device: str, bound: bool) -> None:
     assert device_to_bind(backend, torch.device(device)) == (torch.device(device) if bound else None)
+
+
+# ---- the pieces of gz.init that need no other rank
+
+
+def test_ranks_of_one_node_need_no_interface_but_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (interfaces.GLOO, interfaces.NCCL):
+        monkeypatch.delenv(name, raising=False)
+    try:
+        session._set_interfaces(False, None)
+        assert {os.environ[name].lstrip("=") for name in (interfaces.GLOO, interfaces.NCCL)} <= {"lo", "lo0"}
+    finally:
+        session._restore_interfaces()
+    assert not {interfaces.GLOO, interfaces.NCCL} & os.environ.keys()
+    monkeypatch.setenv(interfaces.NCCL, "eth7")
+    try:
+        session._set_interfaces(False, None)
+        assert (os.environ[interfaces.NCCL], interfaces.GLOO in os.environ) == ("eth7", True)
+    finally:
+        session._restore_interfaces()
+    assert os.environ[interfaces.NCCL] == "eth7", "the user's"
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), UsageError("no"), KeyboardInterrupt(), RuntimeError("no")])
+def test_what_init_set_is_unset_whatever_ends_it(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (interfaces.GLOO, interfaces.NCCL, "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def fail(*_: object, **__: object) -> None:
+        assert interfaces.GLOO in os.environ
+        raise error
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", fail)
+    with pytest.raises(WorldError if isinstance(error, RuntimeError) else type(error)):
+        session.init("gloo", "cpu")
+    assert not {interfaces.GLOO, interfaces.NCCL} & os.environ.keys()
+    assert session.current() is None
+
+
+@pytest.mark.parametrize(
+    ("notes", "chosen"),
+    [
+        (["a,b", "c,d", "e,f"], "cuda:0"),
+        (["a,b,c", "a,b,c", "a,b,c"], "cuda:2"),
+        (["?", "?", "?"], "cuda:0"),
+        (["a", "b", "b"], None),
+    ],
+    ids=["two of its own", "all", "a part of a GPU of its own", "shared"],
+)
+def test_a_rank_of_srun_finds_its_device(notes: list[str], chosen: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: True)
+    monkeypatch.setattr(session, "_num_cuda", lambda: len(notes[2].split(",")))
+    told = [Told("h", note) for note in notes]
+    for device in (None, "cuda"):
+        if chosen is not None:
+            assert session._choose_own(None, device, SRUN_2, told) == ("nccl", torch.device(chosen))
+        else:
+            with pytest.raises(UsageError, match="rank 2 has no CUDA device of its own: it sees b alone, which rank 1"):
+                session._choose_own(None, device, SRUN_2, told)
+    # Gloo can share one.
+    assert session._choose_own("gloo", "cuda:0", SRUN_2, told) == ("gloo", torch.device("cuda:0"))
+
+
+SRUN_2 = Identity("slurm", rank=2, size=3, local_rank=2, local_size=3, node_rank=0, num_nodes=1)

@@ -1,0 +1,346 @@
+"""Where rank 0's store listens, how the others come to it, and the roll call: within this process."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from guozhuang.errors import UsageError, WorldError
+from guozhuang.launch import elastic_stores
+from guozhuang.launch.elastic_fixed import FixedMeeting
+from guozhuang.world import interfaces, ports, rendezvous, search, stores, torchrun, waiting
+from guozhuang.world.identity import Identity, MeetingPoint, PortSequence
+from guozhuang.world.rendezvous import Told, host_identity, open_store, roll_call
+
+ADDRESS = search.own_address([], [])
+needs_an_address = pytest.mark.skipif(ADDRESS.startswith("127."), reason="needs an address besides loopback")
+SECRET = bytes(range(16))
+LIMIT = datetime.timedelta(seconds=10)
+
+
+@contextlib.contextmanager
+def silent_service() -> Iterator[int]:
+    """The port of somebody who accepts and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+# ---- waiting
+
+
+def test_what_does_not_end_is_given_up_and_what_does_is_handed_on() -> None:
+    never = threading.Event()
+    try:
+        started = time.monotonic()
+        with pytest.raises(WorldError, match=r"\[rank 2\] the store at x:1 has not answered for 0\.2 s\. Fix:"):
+            waiting.within(0.2, "the store at x:1", never.wait, rank=2)
+        assert time.monotonic() - started < 1
+    finally:
+        never.set()
+    assert waiting.within(5, "it", lambda: 7) == 7
+    with pytest.raises(KeyError):
+        waiting.within(5, "it", lambda: {}["x"])
+
+
+def test_notices_come_first_soon_and_then_seldom(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(waiting, "FIRST_NOTICE_S", 0.1)
+    monkeypatch.setattr(waiting, "NEXT_NOTICE_S", 0.2)
+    never = threading.Event()
+    with caplog.at_level(logging.WARNING, "guozhuang"), pytest.raises(waiting.OverdueError):
+        waiting.attempt(0.6, never.wait, lambda: "waiting for the moon")
+    never.set()
+    assert len(caplog.records) in (2, 3)
+    assert "after 0 s: waiting for the moon" in caplog.text
+
+
+# ---- coming to a store
+
+
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [
+        ("127.0.0.1", "within 0.5 s: nobody listens there"),
+        ("no-such-host.invalid", "within 0.5 s: the name cannot be resolved here"),
+    ],
+)
+def test_who_reaches_nobody_ends_in_time_and_says_why(
+    host: str, words: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(waiting, "FIRST_NOTICE_S", 0.3)
+    identity = Identity("environment", 1, 2, meeting_point=MeetingPoint(host, free_port()))
+    started = time.monotonic()
+    with caplog.at_level(logging.WARNING, "guozhuang"), pytest.raises(WorldError) as caught:
+        open_store(identity, 0.5)
+    assert time.monotonic() - started < 1.5
+    assert words in str(caught.value) and "[rank 1]" in str(caught.value)
+    assert ("DNS or /etc/hosts" in str(caught.value)) == (host != "127.0.0.1")
+    assert f"rank 1 waits for rank 0's store at {host}" in caplog.text
+
+
+def test_a_silent_service_ends_in_time() -> None:
+    with silent_service() as port:
+        started = time.monotonic()
+        with pytest.raises(WorldError, match=r"is no store of PyTorch: it did not answer within 0\.5 s"):
+            stores.reach(MeetingPoint("127.0.0.1", port), 1, 0.5, "there")
+        assert time.monotonic() - started < 2
+
+
+def test_a_store_that_comes_late_is_reached() -> None:
+    port, kept = free_port(), []
+    timer = threading.Timer(
+        0.4, lambda: kept.append(stores.serve(socket.create_server(("127.0.0.1", port)), timeout_s=10))
+    )
+    timer.start()
+    store, host = stores.reach(MeetingPoint("localhost", port), 1, 10, "there")
+    timer.join()
+    kept[0].set("key", "value")
+    assert (store.get("key"), host) == (b"value", "localhost")
+    assert store.timeout == LIMIT, "later operations have the whole time again"
+
+
+# ---- where rank 0 listens
+
+
+def told(**environ: str) -> MeetingPoint:
+    identity = torchrun.read({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500", **environ})
+    assert identity is not None and isinstance(identity.meeting_point, MeetingPoint)
+    return identity.meeting_point
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"MASTER_ADDR": "127.0.0.1"}, True),
+        ({"MASTER_ADDR": "localhost"}, True),
+        ({"MASTER_ADDR": "node-0"}, False),
+        ({"MASTER_ADDR": "node-0", "LOCAL_WORLD_SIZE": "2"}, True),
+        ({"MASTER_ADDR": "node-0", "LOCAL_WORLD_SIZE": "1"}, False),
+        ({"MASTER_ADDR": "node-0", "TORCHELASTIC_USE_AGENT_STORE": "True"}, True),
+        ({"MASTER_ADDR": "localhost", "KUBERNETES_SERVICE_HOST": "10.96.0.1"}, False),
+        ({"MASTER_ADDR": "localhost", "KUBERNETES_SERVICE_HOST": "10.96.0.1", "LOCAL_WORLD_SIZE": "2"}, True),
+    ],
+)
+def test_whether_loopback_means_one_machine(environ: Mapping[str, str], expected: bool) -> None:
+    assert told(**environ).is_loopback_meant is expected
+
+
+def test_an_address_in_brackets_is_an_address() -> None:
+    assert told(MASTER_ADDR="[::1]").host == "::1"
+    assert told(MASTER_ADDR=" fd00::2 ").host == "fd00::2"
+
+
+@pytest.mark.parametrize(
+    ("host", "resolved", "is_loopback_meant", "expected"),
+    [
+        ("localhost", ["127.0.0.1", "::1"], True, "127.0.0.1"),
+        ("localhost", ["127.0.0.1"], False, "10.0.0.7"),  # Kubernetes' operators, on rank 0
+        ("me", ["127.0.1.1"], False, "10.0.0.7"),  # Debian
+        ("me", ["127.0.1.1", "10.1.0.7"], False, "10.1.0.7"),
+        ("10.1.0.7", ["10.1.0.7"], True, "10.1.0.7"),
+        ("service", ["10.96.4.4"], False, "10.1.0.7"),  # translated: what comes through it comes to this address
+        ("not-yet-known", [], False, "10.0.0.7"),
+    ],
+)
+def test_rank_0_listens_at_one_address_where_the_others_come(
+    host: str, resolved: list[str], is_loopback_meant: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = {"lo": ["127.0.0.1"], "docker0": ["172.17.0.1"], "eth0": ["10.0.0.7"], "ib0": ["10.1.0.7"]}
+    routes = {"service": "10.1.0.7", "me": "127.0.0.1", "198.51.100.1": "10.0.0.7"}
+
+    def towards(other: str) -> str:
+        if other not in routes:
+            raise WorldError("no route")
+        return routes[other]
+
+    monkeypatch.setattr(interfaces, "addresses", lambda: known)
+    monkeypatch.setattr(interfaces, "own_address_towards", towards)
+    monkeypatch.setattr(search, "resolve", lambda name: resolved)
+    assert stores.listening_address(MeetingPoint(host, 29500, is_loopback_meant=is_loopback_meant)) == expected
+
+
+def test_an_address_of_another_node_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "guozhuang"):
+        stores.listening_address(MeetingPoint("203.0.113.9", 29500))
+    assert "MASTER_ADDR=203.0.113.9 is no address of this node" in caplog.text
+
+
+def test_a_busy_port_is_named() -> None:
+    with silent_service() as port, pytest.raises(UsageError, match=f"MASTER_PORT is taken.*127.0.0.1:{port}"):
+        stores.listen(MeetingPoint("127.0.0.1", port))
+
+
+@needs_an_address
+def test_a_store_of_torchrun_has_no_door_whatever_secret_is_exported(caplog: pytest.LogCaptureFixture) -> None:
+    listener = socket.create_server((ADDRESS, 0))
+    store = stores.serve(listener, 10)
+    point = MeetingPoint(ADDRESS, store.port, is_kept_by_launcher=True, secret=SECRET)
+    with caplog.at_level(logging.WARNING, "guozhuang"):
+        for rank in range(3):
+            meeting = open_store(Identity("torchrun", rank, 3, meeting_point=point), 5)
+            assert meeting.store.add("count", 1) == rank + 1
+            meeting.close()
+    [said] = [each.getMessage() for each in caplog.records]
+    assert "asks for no secret" in said and "guozhuang run" in said, "once, by rank 0"
+
+
+# ---- the roll call
+
+
+class Counting(dist.Store):
+    """A store in memory that counts its questions, and stops answering when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.asked = dist.HashStore(), dict[str, int]()
+        self.answers = threading.Event()
+        self.answers.set()
+
+    def _ask(self, what: str) -> None:
+        self.asked[what] = self.asked.get(what, 0) + 1
+        self.answers.wait(20)
+
+    def add(self, key: str, amount: int) -> int:
+        self._ask("add")
+        return self.inner.add(key, amount)
+
+    def set(self, key: str, value: str) -> None:
+        self._ask("set")
+        self.inner.set(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        self._ask("check")
+        return self.inner.check(keys)
+
+    def get(self, key: str) -> bytes:
+        self._ask("get")
+        return self.inner.get(key)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self._ask("multi_get")
+        return self.inner.multi_get(keys)
+
+
+def call_all(store: dist.Store, size: int, who: range, timeout_s: float) -> list[list[Told] | Exception]:
+    found: dict[int, list[Told] | Exception] = {}
+
+    def one(rank: int) -> None:
+        try:
+            found[rank] = roll_call(store, rank, size, timeout_s, note=f"GPU-{rank},GPU-x")
+        except Exception as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in who]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return [found[rank] for rank in who]
+
+
+def test_everybody_hears_what_everybody_told() -> None:
+    store = Counting()
+    expected = [Told(host_identity(), f"GPU-{rank},GPU-x") for rank in range(8)]
+    assert call_all(store, 8, range(8), 10) == [expected] * 8
+    assert store.asked["multi_get"] == 8 and "get" not in store.asked, "one question a rank, not one for each other"
+
+
+def test_who_is_missing_is_said_while_waiting_and_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(waiting, "FIRST_NOTICE_S", 0.2)
+    monkeypatch.setattr(rendezvous, "_AFTER_VERDICT_S", 0.0)
+    store = dist.HashStore()
+    with caplog.at_level(logging.WARNING, "guozhuang"):
+        errors = call_all(dist.PrefixStore("x", store), 40, range(2), 0.6)
+    for error in errors:
+        assert isinstance(error, WorldError)
+        assert "38 of 40 ranks did not come within 0.6 s: 2, 3, 4" in str(error) and "and 22 more" in str(error)
+    [said] = [each.getMessage() for each in caplog.records]
+    assert "38 of 40 ranks are not here yet: 2, 3, 4" in said, "rank 0 says it for all"
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "guozhuang"):
+        call_all(dist.PrefixStore("y", store), 4, range(1, 4), 0.6)
+    assert len(caplog.records) == 1, "the first to ask, where rank 0 is missing"
+    assert "1 of 4 ranks are not here yet: 0" in caplog.text
+
+
+def test_a_store_on_loopback_is_named_as_a_likely_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_AFTER_VERDICT_S", 0.0)
+    for local_size, expected in ((None, True), (1, True), (2, False)):
+        point = MeetingPoint("127.0.0.1", free_port())
+        identity = Identity("environment", 0, 2, local_size=local_size, meeting_point=point)
+        store = dist.PrefixStore("part", open_store(identity, 5).store)
+        with pytest.raises(WorldError, match="1 of 2 ranks did not come") as caught:
+            roll_call(store, 0, 2, 0.1)
+        assert ("where ranks of other hosts cannot come" in str(caught.value)) is expected
+
+
+def test_a_store_that_stops_answering_does_not_hold_us(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rendezvous, "_AFTER_VERDICT_S", 0.0)
+    monkeypatch.setattr(waiting, "FIRST_NOTICE_S", 0.7)
+    monkeypatch.setattr(rendezvous, "_SILENT_S", 0.2)
+    store = Counting()
+    stop = threading.Timer(0.2, store.answers.clear)
+    stop.start()
+    started = time.monotonic()
+    try:
+        with caplog.at_level(logging.WARNING, "guozhuang"):
+            [error] = call_all(store, 2, range(1, 2), 0.5)
+        assert time.monotonic() - started < 3
+        assert isinstance(error, WorldError)
+        assert "[rank 1] the store that the ranks meet at has not answered for 1 s" in str(error)
+        assert "the store that the ranks meet at has not answered" in caplog.text
+    finally:
+        stop.join()
+        store.answers.set()
+
+
+# ---- an agent's note
+
+
+def test_the_note_of_an_agent_goes_when_all_have_met_or_it_ends(tmp_path: Path) -> None:
+    key = [str(tmp_path)]
+    note = tmp_path / "home" / "meet-1"
+    point = PortSequence(("127.0.0.1",), ports.sequence(key), ports.secret(b"", key), note=str(note))
+    for ends in ("everybody_came", "close"):
+        kept = elastic_stores.keep_at(socket.create_server(("127.0.0.1", 0)), point)
+        assert note.exists()
+        getattr(kept, ends)()
+        assert not note.exists(), ends
+        kept.close()
+
+
+def test_agents_that_have_met_leave_no_note(tmp_path: Path) -> None:
+    key = [str(tmp_path), "agents"]
+    note = tmp_path / "meet-1"
+    secret = ports.secret(b"", key)
+    point = PortSequence(("127.0.0.1",), ports.sequence(key), secret, is_one_node=True, note=str(note))
+    agents = [FixedMeeting("", 0, node, 2, "run", 10, None, point) for node in range(2)]
+    try:
+        assert note.exists()
+        other = threading.Thread(target=agents[1].next_rendezvous)
+        other.start()
+        agents[0].next_rendezvous()
+        other.join(10)
+        assert not note.exists()
+    finally:
+        for each in agents:
+            each.shutdown()
