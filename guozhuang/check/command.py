@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
-import subprocess
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-import psutil
-
-from guozhuang.check import reach
+from guozhuang import launch
+from guozhuang.check import capturing, reach
+from guozhuang.check.conductor import longest_s
 from guozhuang.check.rank import DEFAULT_TIMEOUT_S, take_part, taken_over
 from guozhuang.check.results import Absence, Results, exit_code, from_json, to_json
 from guozhuang.check.verdict import judge
 from guozhuang.errors import UsageError, explain
 from guozhuang.lab.interruption import ended_by_signals
 from guozhuang.launch import hosts, ssh
-from guozhuang.world import session
+from guozhuang.world import session, slurm
 
-_START_S = 30.0  # for processes to start, over the steps that --timeout is for
-_STEPS = 3  # the meeting, the links, all_reduce
-_GRACE_S = 10.0
+_START_S = 30.0  # for processes to start
 _SAID_LINES = 3
+_GOT_SIGNAL = re.compile(r"got SIG[A-Z]+")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -43,6 +41,9 @@ def main(arguments: Sequence[str]) -> int:
     options = parser().parse_args(list(arguments))
     if not (math.isfinite(options.timeout) and options.timeout >= 1):
         raise UsageError(explain("--timeout is a number of seconds, at least 1", value=options.timeout))
+    if options.start_timeout is not None and not 0 < options.start_timeout < 1e6:
+        what = "--start-timeout is a number of seconds above 0"
+        raise UsageError(explain(what, value=options.start_timeout, fix="leave it out"))
     if options.np is not None and options.np < 1:
         raise UsageError(explain("-np must be at least 1", value=options.np, fix="give the number of ranks"))
     over_ssh = hosts.is_asked_for(options)
@@ -58,7 +59,11 @@ def main(arguments: Sequence[str]) -> int:
             )
         return take_part(options.timeout, lambda results: tell(results, options.json))
     with ended_by_signals():
-        return tell(_over_hosts(options) if over_ssh else _here(options), options.json)
+        results = _over_hosts(options) if over_ssh else _here(options)
+        hint = slurm.hint(command="guozhuang check")
+        if hint and not over_ssh:
+            results = replace(results, notes=(hint, *results.notes))
+        return tell(results, options.json)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -156,70 +161,28 @@ def _default_ranks() -> int:
 
 
 def _run(start: Sequence[str], num_ranks: int, timeout_s: float, start_s: float) -> Results:
-    """Let ``guozhuang run`` start the ranks; return what rank 0 found out, or why nobody did. No process is left."""
-    command = [
-        sys.executable,
-        "-m",
-        "guozhuang",
-        "run",
-        *start,
-        "-m",
-        "guozhuang.check.rank",
-        "--timeout",
-        f"{timeout_s:g}",
-    ]
-    limit_s = _STEPS * timeout_s + _START_S + start_s
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    ) as process:
-        ran_out = False
+    """Let ``guozhuang run`` start the ranks; return what rank 0 found out, or why nobody did. No process is left.
+
+    The launcher is this very process: another one would import torch once more, and could outlive this one.
+    """
+    command = [*start, "-m", "guozhuang.check.rank", "--timeout", f"{timeout_s:g}"]
+    limit_s = longest_s(timeout_s) + _START_S + start_s
+    with capturing.captured() as streams, capturing.limited(limit_s, streams) as limit:
         try:
-            try:
-                out, err = process.communicate(timeout=limit_s)
-            except subprocess.TimeoutExpired:
-                ran_out = True
-                _end(process)
-                out = err = ""
-                with contextlib.suppress(subprocess.TimeoutExpired):  # somebody else holds the pipes
-                    out, err = process.communicate(timeout=_GRACE_S)
-        finally:
-            _end(process)
-    text = taken_over(out)
+            code = launch.main(command)
+        except SystemExit as error:  # its parser; what it said is in the stream
+            code = error.code if isinstance(error.code, int) else 1
+    text = taken_over(streams.out)
     if text is not None:
         return replace(from_json(text), launcher="guozhuang run")
-    lines = [line.strip() for line in err.splitlines() if line.strip()]
-    ours = [line.removeprefix("guozhuang: ") for line in lines if line.startswith(("guozhuang: ", "guozhuang run: "))]
-    if process.returncode == 2 and ours:
-        raise UsageError(ours[-1])  # an option that only `guozhuang run` looks at
-    if ran_out:
+    lines = [line.strip() for line in streams.err.splitlines() if line.strip()]
+    ours = [line.removeprefix("guozhuang run: ") for line in lines if line.startswith("guozhuang run: ")]
+    if limit.is_over:
         reason = f"no result within {limit_s:g} s"
+    elif any(_GOT_SIGNAL.match(line) for line in ours):
+        raise KeyboardInterrupt
     else:
-        reason = " | ".join((ours or lines)[:_SAID_LINES]) or f"`guozhuang run` ended with code {process.returncode}"
+        reason = " | ".join((ours or lines)[:_SAID_LINES]) or f"`guozhuang run` ended with code {code}"
     return Results(
         num_ranks, "guozhuang run", absences=(Absence(None, "", "came to no result", "ranks were started", reason),)
     )
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """End the launcher as Ctrl-C would, so that it ends what it started; then whatever is left."""
-    if process.poll() is not None:
-        return
-    left = [process, *_descendants(process.pid)]
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_GRACE_S)
-    for each in left:
-        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-            each.kill()
-
-
-def _descendants(pid: int) -> list[psutil.Process]:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return list(psutil.Process(pid).children(recursive=True))
-    return []

@@ -5,6 +5,8 @@ conductor waits for answers with a limit. A connection that ends names a rank th
 not come in time names one that is stuck, and it is not asked again. A rank that is ended by a signal says so before it goes,
 so that those whom a launcher ends because of another's death are not taken for the cause. The conductor never computes and
 never waits for anything but these connections; rank 0's own part is a client as all others, in a thread.
+
+Each step has a limit of its own, so that one that hangs does not take the time of the next; ``longest_s`` is their sum.
 """
 
 from __future__ import annotations
@@ -19,16 +21,26 @@ from typing import Any
 from guozhuang.check.links import PAIR_LIMIT_S, schedule
 from guozhuang.check.reductions import LARGE_BYTES, SMALL_BYTES
 from guozhuang.check.results import Absence, Clock, Facts, Link, Reduction
-from guozhuang.check.wire import Line, answer, readable
+from guozhuang.check.wire import Callers, Line, readable
 
 _CLOCK_REPEATS = 16
+_CALL_S = 10.0  # for ranks that are there to call: this takes no more than an import that is still going on
+_CLOCKS_S = 10.0
 _ANSWER_S = 5.0  # to a question that costs no time
 _LEAVE_S = 3.0
+_REDUCE_GRACE_S = 2.0
 _GRACE_S = 0.5  # between a rank's own limit and when its answer must be here
 
 
-class Ended(Exception):
-    """The launcher ends the check: what is known by now is all there will be."""
+def longest_s(timeout_s: float) -> float:
+    """How long a check may take in the worst case, from when the ranks have started to when rank 0 knows the result.
+
+    Args:
+        timeout_s: limit of each step: the meeting (once for the store, once for the ranks), links, all_reduce.
+    """
+    facts_s, meeting_s = 15.0, 2 * timeout_s
+    links_s = timeout_s + PAIR_LIMIT_S + _GRACE_S
+    return facts_s + meeting_s + _CALL_S + _CLOCKS_S + links_s + timeout_s + _REDUCE_GRACE_S + 2 * _LEAVE_S
 
 
 class Conductor:
@@ -53,7 +65,7 @@ class Conductor:
         reason_of: Callable[[int], str] = lambda rank: "",
     ) -> None:
         self._listener = listener
-        self._word = word
+        self._callers = Callers(listener, word)
         self._facts = facts
         self._address_of = address_of
         self._limit_s = limit_s
@@ -99,11 +111,13 @@ class Conductor:
                 line.send(do="end")
         deadline = time.monotonic() + limit_s
         for rank, line in self._lines.items():
-            with contextlib.suppress(OSError):  # it has gone, which is what we wait for; or its time is up
+            # It has gone, which is what we wait for; or its time is up; or an interrupted call of this has closed it.
+            with contextlib.suppress(OSError, ValueError):
                 while rank and time.monotonic() < deadline:
                     line.receive(max(deadline - time.monotonic(), 0.001))
             line.close()
         self._lines.clear()
+        self._callers.close()
         self._listener.close()
 
     def settle(self, limit_s: float) -> None:
@@ -113,20 +127,22 @@ class Conductor:
             self._hear(deadline - time.monotonic())
 
     def _gather(self) -> None:
-        deadline = time.monotonic() + self._limit_s
+        deadline = time.monotonic() + min(self._limit_s, _CALL_S)
         while len(self._lines) < len(self._facts):
             try:
-                line, said = answer(self._listener, self._word, max(deadline - time.monotonic(), 0.001))
+                line, said = self._callers.next(deadline - time.monotonic())
             except TimeoutError:
                 break
             self._lines[int(said["rank"])] = line
             self._ports[int(said["rank"])] = int(said["own_port"])
+        self._callers.close()
         for rank in sorted(self._facts.keys() - self._lines.keys()):
             reason = self._reason_of(rank) or "it came, and did not call rank 0 after that"
             self._note_absence(rank, "does not answer", reason)
 
     def _compare_clocks(self) -> None:
         """Every rank answers once; of each node but this one, the first to answer tells the time."""
+        deadline = time.monotonic() + _CLOCKS_S
         self._ask(list(self._lines), _ANSWER_S, do="tell")
         home = self._facts[0].node
         done = {home}
@@ -136,8 +152,11 @@ class Conductor:
                 continue
             found: list[tuple[float, float]] = []
             for _ in range(_CLOCK_REPEATS):
+                left_s = deadline - time.monotonic()
+                if left_s < 1.0:  # so little that a rank could be called silent that is not
+                    break
                 start = time.time()
-                told = self._ask([rank], _ANSWER_S, do="tell").get(rank)
+                told = self._ask([rank], min(_ANSWER_S, left_s), do="tell").get(rank)
                 end = time.time()
                 if told is None:
                     break
@@ -183,7 +202,9 @@ class Conductor:
         ranks = list(self._lines)
         # The roll call, the group's connections and a collective have a limit of their own each; who runs into one says so.
         sizes = (SMALL_BYTES, self._bucket_bytes())
-        answers = self._ask(ranks, self._limit_s + 2.0, do="reduce", within_s=self._limit_s / 3, sizes=sizes)
+        answers = self._ask(
+            ranks, self._limit_s + _REDUCE_GRACE_S, do="reduce", within_s=self._limit_s / 3, sizes=sizes
+        )
         timings = {rank: told["timings"] for rank, told in answers.items()}
         # Who refused is the cause; who waited for it in vain comes after.
         failed = sorted((r for r in answers if answers[r]["failure"]), key=lambda r: not answers[r]["refused"])

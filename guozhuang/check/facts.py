@@ -23,7 +23,8 @@ from guozhuang.check import meeting
 from guozhuang.check.results import SOURCE, Facts, Interface, Network, Resources
 from guozhuang.errors import UsageError
 from guozhuang.groups.shared_memory import engine
-from guozhuang.world import requested_backend, requested_gloo_interface
+from guozhuang.world import requested_backend, requested_gloo_interface, requested_nccl_interface
+from guozhuang.world.cores import quota_cores
 from guozhuang.world.devices import SHARED_MEMORY, choose
 from guozhuang.world.identity import Identity
 from guozhuang.world.rendezvous import host_identity
@@ -99,6 +100,7 @@ def network(meeting_host: str) -> Network:
         in_use=in_use,
         address=_address_on(in_use, interfaces, met),
         interfaces=interfaces,
+        nccl_requested=requested_nccl_interface(),
     )
 
 
@@ -117,7 +119,7 @@ def resources() -> Resources:
         cores=tuple(
             sorted(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
         ),
-        quota_cores=_quota_cores(),
+        quota_cores=quota_cores(),
         num_threads=torch.get_num_threads(),
         memory_bytes=total,
         available_bytes=available,
@@ -141,6 +143,8 @@ def _device(identity: Identity, num_cuda: int) -> tuple[str, str]:
     try:
         _, chosen = choose(requested_backend(), None, local_rank, num_cuda, is_bound=is_bound)
     except UsageError:
+        if is_bound:  # gz.init takes the first that no rank before it on this node has
+            return f"one of {num_cuda} CUDA devices of its own", torch.cuda.get_device_name(0)
         return f"cuda:{local_rank} (not there)", ""
     return str(chosen), torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else ""
 
@@ -229,17 +233,6 @@ def _limit(kind: int) -> int | None:
 def _swap_used() -> int | None:
     with contextlib.suppress(OSError, RuntimeError):
         return int(psutil.swap_memory().used)
-    return None
-
-
-def _quota_cores() -> float | None:
-    """Processor time that the control group allows (version 2, then 1)."""
-    words = _read("/sys/fs/cgroup/cpu.max").split()
-    if len(words) == 2 and words[0].isdigit() and words[1].isdigit():
-        return int(words[0]) / int(words[1])
-    quota, period = (_read(f"/sys/fs/cgroup/cpu/cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
-    if quota.isdigit() and period.isdigit() and int(period):
-        return int(quota) / int(period)
     return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
+from guozhuang.check.links import CONNECTED
 from guozhuang.check.results import Finding, Link, Results
 from guozhuang.check.words import card_speed, listed, short_time, speed
 
@@ -34,8 +35,12 @@ def broken(results: Results) -> Iterator[Finding]:
         first = links[0]
         pairs = "" if len(links) == 1 else f" (and {len(links) - 1} more pairs of ranks)"
         where = f"on {a} and {b}" if first.between_nodes else f"on {a}"
-        text = f"Ranks {first.a} and {first.b} {where} cannot connect{pairs}: {first.failure}."
+        stalled = first.failure.startswith(CONNECTED)  # small packets pass, and what carries gradients does not
+        cannot = "cannot work together" if stalled else "cannot connect"
+        text = f"Ranks {first.a} and {first.b} {where} {cannot}{pairs}: {first.failure}."
         fix = "open TCP ports between the hosts (ranks use any port from 1024 on), and check interface and address"
+        if stalled:
+            fix = "test the link, and the MTU on the way (`ping -M do -s 1472`): too large packets are lost without a word"
         yield Finding("fail", "broken-link", text, fix, (first.a, first.b))
 
 

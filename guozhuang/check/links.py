@@ -15,9 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from guozhuang.check.wire import Line, answer, call
+from guozhuang.lab import units
 
-#: A pair that takes longer is given up. A message of the smallest size takes as long at 10 KB/s.
+#: A pair that takes longer is given up.
 PAIR_LIMIT_S = 6.0
+#: How a failure begins where the connection was made.
+CONNECTED = "connected, but "
 _SMALL_BYTES = 8
 _SMALL_REPEATS, _SMALL_BUDGET_S = 100, 0.05
 _FIRST_BYTES, _MOST_BYTES = 64 << 10, 16 << 20
@@ -140,14 +143,13 @@ def measure_as_called(listener: socket.socket, word: str, limit_s: float) -> Non
     try:
         connection = line.connection
         buffer = memoryview(bytearray(_MOST_BYTES))
-        while (said := line.receive(max(deadline - time.monotonic(), 0.001)))["num"]:
-            connection.settimeout(max(deadline - time.monotonic(), 0.001))
+        while (said := line.receive(_left_s(deadline)))["num"]:
             whole, one = buffer[: said["size"]], buffer[:1]
             receives, sends = {"echo": (whole, whole), "take": (whole, one), "give": (one, whole)}[said["mode"]]
-            connection.sendall(one)
+            _send(connection, one, deadline)
             for _ in range(said["num"]):
-                _receive(connection, receives)
-                connection.sendall(sends)
+                _receive(connection, receives, deadline)
+                _send(connection, sends, deadline)
     finally:
         line.close()
 
@@ -163,34 +165,54 @@ class _Caller:
     def exchange(self, mode: str, size: int, num: int) -> list[float]:
         """Time messages of ``size`` bytes: to and fro ("echo"), to the other ("take") or from it ("give"), in seconds."""
         connection, one, whole = self._line.connection, self._buffer[:1], self._buffer[:size]
-        self._line.send(mode=mode, size=size, num=num)
-        connection.settimeout(max(self._deadline - time.monotonic(), 0.001))
-        _receive(connection, one)  # it has read the line, and nothing of what follows
         sends, receives = {"echo": (whole, whole), "take": (whole, one), "give": (one, whole)}[mode]
         found = []
-        for _ in range(num):
-            start = time.perf_counter()
-            connection.sendall(sends)
-            _receive(connection, receives)
-            found.append(time.perf_counter() - start)
+        try:
+            self._line.send(_left_s(self._deadline), mode=mode, size=size, num=num)
+            _receive(connection, one, self._deadline)  # it has read the line, and nothing of what follows
+            for _ in range(num):
+                start = time.perf_counter()
+                _send(connection, sends, self._deadline)
+                _receive(connection, receives, self._deadline)
+                found.append(time.perf_counter() - start)
+        except TimeoutError:
+            text = f"{CONNECTED}a message of {units.size(size)} did not get through in time"
+            raise TimeoutError(text) from None
+        except OSError as error:
+            raise ConnectionError(f"{CONNECTED}not for long: {error}") from error
         return found
 
 
 def _bandwidth(caller: _Caller, mode: str, latency_s: float) -> tuple[float, int]:
     """(bytes per second, repeats). The messages grow until one takes long enough; the way to and fro is not counted."""
     size, enough_s = _FIRST_BYTES, max(_LONG_ENOUGH_S, 10 * latency_s)
-    took_s = caller.exchange(mode, size, 1)[0]
+    took_s, num_repeats = caller.exchange(mode, size, 1)[0], 1
     while took_s < enough_s and size < _MOST_BYTES:
         size = min(size * 4, _MOST_BYTES)
         took_s = caller.exchange(mode, size, 1)[0]
-    repeats = max(1, min(_LARGE_REPEATS, int(_LARGE_BUDGET_S / took_s)))
-    took_s = statistics.median(caller.exchange(mode, size, repeats))
-    return size / max(took_s - 2 * latency_s, took_s / 2), repeats
+    # A link so slow that one message takes up the time is known by that one.
+    if took_s < _LARGE_BUDGET_S:
+        num_repeats = max(1, min(_LARGE_REPEATS, int(_LARGE_BUDGET_S / took_s)))
+        took_s = statistics.median(caller.exchange(mode, size, num_repeats))
+    return size / max(took_s - 2 * latency_s, took_s / 2), num_repeats
 
 
-def _receive(connection: socket.socket, into: memoryview) -> None:
+def _left_s(deadline: float) -> float:
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("timed out")
+    return left_s
+
+
+def _send(connection: socket.socket, data: memoryview, deadline: float) -> None:
+    connection.settimeout(_left_s(deadline))
+    connection.sendall(data)  # the time is for all of it
+
+
+def _receive(connection: socket.socket, into: memoryview, deadline: float) -> None:
     done = 0
     while done < len(into):
+        connection.settimeout(_left_s(deadline))  # of each piece: a link that trickles is never silent for long
         got = connection.recv_into(into[done:])
         if not got:
             raise ConnectionError("the connection ended")

@@ -17,6 +17,9 @@ SCHEMA_VERSION = 1
 #: The entry of a digest among versions.
 SOURCE = "guozhuang source"
 
+#: What an absent rank did whose facts cannot be understood.
+OTHER_VERSION = "runs another version of guozhuang"
+
 #: ``fail`` breaks training, ``warn`` costs speed or breaks some programs, ``note`` is good to know.
 LEVELS = ("fail", "warn", "note")
 
@@ -57,6 +60,7 @@ class Network:
         in_use: the interface that carries what ranks exchange between nodes; None where nothing fits.
         address: the address on it; "" where there is none.
         interfaces: all of them.
+        nccl_requested: what NCCL was told to use (NCCL_SOCKET_IFNAME, as it stands), or None.
     """
 
     meeting_host: str
@@ -69,6 +73,7 @@ class Network:
     in_use: str | None
     address: str
     interfaces: tuple[Interface, ...]
+    nccl_requested: str | None = None
 
     def interface(self, name: str | None) -> Interface | None:
         """The interface of that name."""
@@ -225,7 +230,8 @@ class Absence:
     Attributes:
         rank: which; None for a host whose ranks have no numbers yet.
         host: its name, as far as it is known.
-        what: ``"did not come"``, ``"stopped"``, ``"does not answer"``, ``"was ended"`` or ``"cannot be reached"``.
+        what: ``"did not come"``, ``"stopped"``, ``"does not answer"``, ``"was ended"``,
+            ``"could not meet the others"``, ``"cannot be reached"``, ``"came to no result"`` or :data:`OTHER_VERSION`.
         when: what was going on.
         reason: what is known of the cause; "" if nothing is.
     """

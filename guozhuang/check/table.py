@@ -31,6 +31,7 @@ def show(console: Console, results: Results, findings: Sequence[Finding]) -> Non
         console.print(Padding(renderable, (0, 0, 0, indent), expand=False) if indent else renderable)
 
     write(_title(results))
+    console.print()
     if results.facts:
         console.print(_nodes(results))
         console.print(_networks(results))
@@ -58,10 +59,12 @@ def _title(results: Results) -> Text:
 
     there, nodes = len(results.facts), len(results.nodes)
     ranks = f"{results.num_ranks} rank{'s' * (results.num_ranks > 1)}"
+    if not there:
+        return Text.assemble((f"0 of {ranks} came", "bold"), f", launcher {results.launcher}")
     came = ranks if there == results.num_ranks else f"{there} of {ranks}"
     return Text.assemble(
         (came, "bold"),
-        f" on {nodes} node{'s' * (nodes != 1)}, launcher {results.launcher}; {units.duration(results.duration_s)}",
+        f" on {nodes} node{'s' * (nodes != 1)}, launcher {results.launcher}; took {units.duration(results.duration_s)}",
     )
 
 

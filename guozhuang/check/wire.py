@@ -16,6 +16,8 @@ from typing import Any, Protocol, TypeVar
 
 _MOST_BYTES = 16 << 20  # of a line: nobody has more to say
 _KNOCK_S = 2.0  # who connects must say who it is within this
+_KNOCK_BYTES = 4096  # and in no more than this
+_MOST_CALLERS = 256  # who have not said yet who they are; of more the oldest go
 
 
 class _HasFile(Protocol):
@@ -66,16 +68,11 @@ class Line:
             OSError: the other side is gone, or speaks another language.
         """
         deadline = time.monotonic() + limit_s
-        while b"\n" not in self._held:
+        while not self.has_word():
             left_s = deadline - time.monotonic()
             if left_s <= 0 or not readable([self.connection], left_s):
                 raise TimeoutError(f"no word within {limit_s:g} s")
-            got = self.connection.recv(1 << 16)
-            if not got:
-                raise ConnectionError("the connection ended")
-            self._held += got
-            if len(self._held) > _MOST_BYTES:
-                raise ConnectionError("the other side speaks another language")
+            self.take_in()
         line, _, self._held = self._held.partition(b"\n")
         try:
             found = json.loads(line)
@@ -84,6 +81,19 @@ class Line:
         if not isinstance(found, dict):
             raise ConnectionError("the other side speaks another language")
         return found
+
+    def take_in(self, most_bytes: int = _MOST_BYTES) -> None:
+        """Keep what has arrived, for :meth:`receive`; only where there is something to read.
+
+        Raises:
+            OSError: the other side is gone, or says more than ``most_bytes`` in one line.
+        """
+        got = self.connection.recv(1 << 16)
+        if not got:
+            raise ConnectionError("the connection ended")
+        self._held += got
+        if len(self._held) > most_bytes and not self.has_word():
+            raise ConnectionError("the other side speaks another language")
 
     def has_word(self) -> bool:
         """Whether a whole line is here already, so that no selector would tell."""
@@ -119,24 +129,82 @@ def call(address: str, port: int, limit_s: float, **words: Any) -> Line:
     return line
 
 
+class Callers:
+    """Those who connected to a listener and have not said yet who they are: all are heard at once, each has two seconds.
+
+    Who says nothing, or the wrong thing, holds nobody up: a port of a cluster is knocked at by scanners and by what
+    belongs to other runs.
+
+    Args:
+        listener: stays open when this is closed.
+        word: what a caller must know.
+    """
+
+    def __init__(self, listener: socket.socket, word: str) -> None:
+        self._listener = listener
+        self._word = word.encode()
+        self._waiting: dict[Line, float] = {}  # until when
+
+    def next(self, limit_s: float) -> tuple[Line, dict[str, Any]]:
+        """Wait for somebody who knows the word; others are sent away.
+
+        Raises:
+            TimeoutError: nobody came in time.
+        """
+        deadline = time.monotonic() + limit_s
+        while (now := time.monotonic()) < deadline:
+            for line in [line for line, until in self._waiting.items() if until <= now]:
+                self._send_away(line)
+            until = min([deadline, *self._waiting.values()])
+            heard: list[socket.socket | Line] = [self._listener, *self._waiting]
+            for each in readable(heard, until - now):
+                if not isinstance(each, Line):
+                    self._let_in()
+                elif each in self._waiting and (said := self._heard(each)) is not None:
+                    return each, said
+        raise TimeoutError(f"nobody connected within {limit_s:g} s")
+
+    def close(self) -> None:
+        """Send away who is left."""
+        for line in list(self._waiting):
+            self._send_away(line)
+
+    def _let_in(self) -> None:
+        for _ in range(_MOST_CALLERS):  # all who wait, because a turn costs the more the more of them there are
+            with contextlib.suppress(OSError):
+                line = Line(self._listener.accept()[0])
+                if len(self._waiting) >= _MOST_CALLERS:
+                    self._send_away(next(iter(self._waiting)))
+                self._waiting[line] = time.monotonic() + _KNOCK_S
+            if not readable([self._listener], 0.0):
+                break
+
+    def _heard(self, line: Line) -> dict[str, Any] | None:
+        """What somebody says who knows the word; None as long as that is open, or if it does not."""
+        try:
+            line.take_in(_KNOCK_BYTES)
+            if not line.has_word():
+                return None
+            said = line.receive(0.0)
+        except OSError:
+            self._send_away(line)
+            return None
+        if hmac.compare_digest(str(said.get("word")).encode(), self._word):
+            del self._waiting[line]
+            return said
+        self._send_away(line)
+        return None
+
+    def _send_away(self, line: Line) -> None:
+        del self._waiting[line]
+        line.close()
+
+
 def answer(listener: socket.socket, word: str, limit_s: float) -> tuple[Line, dict[str, Any]]:
-    """Wait for somebody who knows the word; others are sent away.
+    """Wait for the one caller who knows the word; whoever else is there by then is sent away.
 
     Raises:
         TimeoutError: nobody came in time.
     """
-    deadline = time.monotonic() + limit_s
-    while (left_s := deadline - time.monotonic()) > 0:
-        if not readable([listener], left_s):
-            break
-        with contextlib.suppress(OSError):
-            line = Line(listener.accept()[0])
-            try:
-                said = line.receive(min(_KNOCK_S, left_s))
-            except OSError:
-                line.close()
-                continue
-            if hmac.compare_digest(str(said.get("word")).encode(), word.encode()):
-                return line, said
-            line.close()
-    raise TimeoutError(f"nobody connected within {limit_s:g} s")
+    with contextlib.closing(Callers(listener, word)) as callers:
+        return callers.next(limit_s)

@@ -18,7 +18,7 @@ from guozhuang.lab.contender import Contender
 from guozhuang.lab.exactness import difference
 from guozhuang.lab.files import to_json
 from guozhuang.lab.interruption import ended_by_signals
-from guozhuang.lab.machine import busy_share, describe, num_cores
+from guozhuang.lab.machine import busy_share, describe
 from guozhuang.lab.plan import Plan, add_arguments, notes_of, plan_of
 from guozhuang.lab.progress import Reporter
 from guozhuang.lab.results import (
@@ -33,6 +33,7 @@ from guozhuang.lab.results import (
 from guozhuang.lab.runs import execute, new_folder
 from guozhuang.lab.verdict import judge, short
 from guozhuang.lab.worker import RunSpec
+from guozhuang.world.cores import usable_cores
 
 __all__ = ["add_arguments", "run"]
 
@@ -154,7 +155,7 @@ def _trace(plan: Plan, path: Path, found: _Found, reporter: Reporter) -> None:
 
 def _spec(plan: Plan, contender: Contender, purpose: str) -> RunSpec:
     settings = plan.settings
-    cores = num_cores()
+    cores = usable_cores()
     return RunSpec(
         name=contender.name,
         strategy=contender.strategy,

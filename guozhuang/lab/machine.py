@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from importlib import metadata
 from pathlib import Path
@@ -11,13 +10,14 @@ import psutil
 import torch
 
 from guozhuang.lab.results import Machine
+from guozhuang.world.cores import usable_cores
 
 
 def describe() -> Machine:
     """Return what can be found out about this machine and the software."""
     return Machine(
         cpu=_cpu(),
-        num_cores=num_cores(),
+        num_cores=usable_cores(),
         memory_bytes=psutil.virtual_memory().total,
         accelerators=tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())),
         system=f"{platform.system()} {platform.release()}",
@@ -30,11 +30,6 @@ def describe() -> Machine:
 def busy_share(watch_s: float = 0.5) -> float:
     """Watch the machine for a while and return which share of its cores computed, between 0 and 1."""
     return float(psutil.cpu_percent(watch_s)) / 100
-
-
-def num_cores() -> int:
-    """Count the cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _cpu() -> str:

@@ -14,8 +14,8 @@ from guozhuang import strategies, workloads
 from guozhuang.errors import UsageError, explain
 from guozhuang.lab import units
 from guozhuang.lab.contender import Contender, contenders
-from guozhuang.lab.machine import num_cores
 from guozhuang.lab.results import Settings
+from guozhuang.world.cores import usable_cores
 
 DEFAULT_STEPS = 50
 
@@ -184,7 +184,7 @@ def plan_of(namespace: argparse.Namespace, scratch: Path, console: Any) -> tuple
         num_rounds=namespace.rounds,
         num_epochs=namespace.epochs,
         seed=namespace.seed,
-        threads_per_rank=namespace.threads_per_rank or max(1, num_cores() // namespace.ranks),
+        threads_per_rank=namespace.threads_per_rank or max(1, usable_cores() // namespace.ranks),
         batch_size=workload.batch_size,
         dataset_size=dataset_size,
     )
@@ -229,7 +229,7 @@ def notes_of(plan: Plan, busy: float = 0.0) -> tuple[str, ...]:
     if busy > _BUSY:
         found.append(f"Something else kept {units.percent(busy)} of the cores busy when the comparison began.")
     settings = plan.settings
-    cores = num_cores()
+    cores = usable_cores()
     wanted = settings.num_ranks * settings.threads_per_rank
     if wanted > cores:
         found.append(

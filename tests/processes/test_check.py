@@ -16,10 +16,11 @@ from typing import Any
 import psutil
 import pytest
 
-from guozhuang.check import links, rank, reductions
+from guozhuang.check import board, ending, leader, links, rank, reductions
 from guozhuang.check.results import Results, from_json, to_json
 from guozhuang.check.verdict import judge
-from guozhuang.errors import UsageError
+from guozhuang.errors import UsageError, WorldError
+from guozhuang.world import session
 from tests.ranks import RankError, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -219,8 +220,88 @@ def test_a_rank_killed_under_torchrun_is_told_before_the_launcher_ends_the_other
     assert [each["kind"] for each in document["findings"] if each["level"] == "fail"] == ["lost-rank"]
 
 
+def stopped_store(number: int, size: int) -> str:
+    """Rank 0 keeps the store and is stopped; rank 1 asks."""
+    board._ANSWER_S = 0.5
+    identity = session.identity()
+    mine = board.Board(identity, 10.0)
+    if number == 0:
+        mine.write("pid", os.getpid())
+        mine.read("over", 20.0)
+        return ""
+    keeper = mine.read("pid", 10.0)
+    os.kill(keeper, signal.SIGSTOP)
+    start = time.monotonic()
+    try:
+        mine.read("never", 8.0)
+    except WorldError as error:
+        return f"{time.monotonic() - start < 4} {board.is_stuck()} {error}"
+    finally:
+        os.kill(keeper, signal.SIGCONT)
+        mine.write("over", True)
+    return "nothing was wrong"
+
+
+def test_a_store_whose_process_is_stopped_holds_nobody_up() -> None:
+    answers = run_ranks(stopped_store, 2, init=False)
+    assert answers[1].startswith("True True [rank 1] the store of the world (at 127.0.0.1) has not answered for 0.5 s.")
+
+
+def end_twice() -> list[str]:
+    known = []
+    before = {kind: signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        with ending.Ending(0) as guard:
+            try:
+                try:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    known.append("went on")
+                finally:
+                    for kind in before:
+                        os.kill(os.getpid(), kind)
+                    known.append("let go")
+            except ending.Ended as error:
+                known.append(str(error))
+            guard.over()
+        for kind in before:
+            os.kill(os.getpid(), kind)
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+    return known
+
+
+def test_a_second_signal_changes_nothing() -> None:
+    assert end_twice() == ["let go", "rank 0 got SIGTERM"]
+
+
+def ended(number: int, size: int, when: str) -> str:
+    """Rank 0 gets a signal from inside of what it is doing."""
+    if number == 0:
+        owner, name = {"facts": (leader, "collect"), "store": (board.Board, "write_facts")}[when]
+        before = getattr(owner, name)
+
+        def strike(*given: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return before(*given)
+
+        setattr(owner, name, strike)
+    return part(number, size, 3.0, "")
+
+
+@pytest.mark.parametrize("when", ["facts", "store"])
+def test_a_signal_while_the_ranks_meet_leaves_a_result(when: str) -> None:
+    answers = run_ranks(ended, 1, when, init=False, env={"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
+    results = from_json(answers[0])
+    assert [(each.what, each.when, each.reason) for each in results.absences] == [
+        ("was ended", "the ranks met", "rank 0 got SIGTERM")
+    ]
+    assert len(results.facts) == (1 if when == "store" else 0)
+
+
 @pytest.mark.slow
-def test_ending_the_check_ends_its_ranks() -> None:
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=lambda kind: kind.name)
+def test_ending_the_check_ends_its_ranks(how: signal.Signals) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", COMMAND, "-np", "2"], env=environ(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -229,7 +310,7 @@ def test_ending_the_check_ends_its_ranks() -> None:
         while len(left := psutil.Process(process.pid).children(recursive=True)) < 3:
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        process.terminate()
+        process.send_signal(how)
         process.communicate(timeout=40)
     finally:
         process.kill()
@@ -246,6 +327,7 @@ def test_ending_the_check_ends_its_ranks() -> None:
         (["--timeout", "0"], "--timeout"),
         (["--timeout", "nan"], "--timeout"),
         (["--ssh-port", "22"], "none is named"),
+        (["-H", "a:1", "--start-timeout", "-5"], "--start-timeout is a number of seconds above 0"),
         (["-H", "a:0"], "at least one slot"),
         (["-H", "a:1", "-np", "2"], "more ranks than there are slots"),
         (["--interface", "eth0"], "--interface serves several hosts"),

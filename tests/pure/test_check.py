@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import json
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,6 +21,7 @@ from guozhuang.check import facts as real_facts
 from guozhuang.check import links, wire
 from guozhuang.check.rank import hand_over, taken_over
 from guozhuang.check.results import (
+    OTHER_VERSION,
     Absence,
     Clock,
     Facts,
@@ -150,6 +153,21 @@ def test_latencies() -> None:
     assert [each.kind for each in judge(far)] == ["high-latency"]
 
 
+def test_a_link_that_stalls_is_told_apart_from_one_that_is_shut() -> None:
+    reason = f"{links.CONNECTED}a message of 64.0 KiB did not get through in time"
+    (found,) = judge(with_links(cluster(2), Link(0, 1, True, failure=reason)))
+    assert (found.level, found.kind) == ("fail", "broken-link")
+    assert found.text == f"Ranks 0 and 1 on h0 and h1 cannot work together: {reason}."
+    assert "MTU" in found.fix
+
+
+def test_a_rank_whose_facts_cannot_be_understood_is_of_another_version() -> None:
+    absence = Absence(1, "h1", OTHER_VERSION, "the ranks met", "what it tells of itself has another form than here")
+    (found,) = judge(replace(cluster(1), num_ranks=2, absences=(absence,)))
+    assert (found.level, found.kind, found.ranks) == ("fail", "differing-versions", (1,))
+    assert found.text.startswith("Rank 1 on h1 runs another version of guozhuang: ")
+
+
 def test_a_broken_link_breaks_training() -> None:
     results = with_links(
         cluster(2, 2), *(Link(a, b, True, failure="10.0.0.11 port 5: timed out") for a in (0, 1) for b in (2, 3))
@@ -180,6 +198,30 @@ def test_wrong_interfaces(change: dict[str, Any], level: str, words: str) -> Non
     assert found.level == level
     assert words in found.text
     assert found.ranks == (1,)
+
+
+@pytest.mark.parametrize(
+    ("asked", "level", "words"),
+    [
+        ("eth0", "", ""), ("eth", "", ""), ("=eth0", "", ""), ("^docker,lo", "", ""), ("ib,eth", "", ""),
+        ("lo", "fail", "NCCL_SOCKET_IFNAME=lo lets NCCL use lo on h1, which no other host reaches"),
+        ("docker0", "fail", "lets NCCL use docker0 on h1, which no other host reaches"),
+        ("ib", "fail", "NCCL_SOCKET_IFNAME=ib fits no interface of h1, where there are lo, eth0, eth1 and docker0"),
+        ("=eth", "fail", "fits no interface"),
+        ("eth1", "warn", "lets NCCL use eth1 on h1, but eth0 leads to rank 0"),
+        ("^eth0,lo,docker", "warn", "lets NCCL use eth1 on h1"),
+    ],
+)  # fmt: skip
+def test_interfaces_that_nccl_is_told_to_use(asked: str, level: str, words: str) -> None:
+    there = (LO, *(Interface(f"eth{i}", (f"10.0.{i}.11",), True, 1500, None, True) for i in (0, 1)), DOCKER)
+    change = {"nccl_requested": asked, "interfaces": there}
+    gpu = {"device": "cuda:0", "device_name": "A", "num_devices": 1}
+    results = with_facts(cluster(2), facts(0, 0, **gpu), facts(1, 1, network=change, **gpu))
+    told = [(each.level, each.kind) for each in judge(results)]
+    assert told == ([(level, "wrong-interface")] if level else [])
+    assert all(words in each.text and each.ranks == (1,) for each in judge(results))
+    no_gpu = with_facts(cluster(2), facts(1, 1, network=change))
+    assert judge(no_gpu) == (), "nobody uses NCCL there"
 
 
 def test_interfaces_do_not_matter_on_one_node() -> None:
@@ -226,7 +268,7 @@ def test_a_stale_checkout_is_told_by_its_digest() -> None:
 
 def test_versions_that_differ_inside_a_node_are_told_by_rank() -> None:
     results = with_facts(cluster(1, 3), facts(1, 0, versions=VERSIONS | {"torch": "2.12"}))
-    assert differing(results) == {"torch": {"2.13.0": "Ranks 0 and 2", "2.12": "Rank 1"}}
+    assert differing(results) == {"torch": {"2.13.0": "ranks 0 and 2", "2.12": "rank 1"}}
 
 
 @pytest.mark.parametrize(
@@ -402,7 +444,7 @@ def test_the_table_fits_80_columns_and_shows_everything() -> None:
 def test_the_table_of_what_is_known_when_little_is() -> None:
     closed = (Absence(None, "h9", "cannot be reached", "ssh was tried", "Permission denied (publickey)"),)
     text = shown(Results(4, "guozhuang run", absences=closed))
-    assert "0 of 4 ranks on 0 nodes" in text
+    assert text.startswith("0 of 4 ranks came, launcher guozhuang run\n\n")
     assert "h9 accepts no key of ours" in text
     assert "Nothing found on this node." in shown(cluster(1))
 
@@ -467,6 +509,63 @@ def test_who_does_not_know_the_word_is_sent_away_and_holds_nobody_up() -> None:
             each.close()
         with pytest.raises(TimeoutError):
             wire.answer(listener, "right", 0.05)
+
+
+def test_those_who_connect_and_say_nothing_hold_nobody_up() -> None:
+    with wire.listen("127.0.0.1") as listener:
+        port = listener.getsockname()[1]
+        silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(8)]
+        silent[0].sendall(b"half a")
+        began = time.monotonic()
+        friends = [wire.call("127.0.0.1", port, 1.0, word="right", rank=rank) for rank in (1, 2)]
+        with contextlib.closing(wire.Callers(listener, "right")) as callers:
+            heard = [callers.next(5.0) for _ in friends]
+            assert sorted(said["rank"] for _, said in heard) == [1, 2]
+            assert time.monotonic() - began < 1.0, "each silent one costs two seconds where they are heard in turn"
+        assert {each.recv(1) for each in silent[1:]} == {b""}, "they are sent away"
+        for each in (*friends, *silent, *(line for line, _ in heard)):
+            each.close()
+
+
+def test_of_very_many_callers_the_oldest_go() -> None:
+    with wire.listen("127.0.0.1") as listener, contextlib.closing(wire.Callers(listener, "right")) as callers:
+        address = listener.getsockname()
+        silent = [socket.create_connection(address) for _ in range(wire._MOST_CALLERS + 4)]
+        with pytest.raises(TimeoutError):
+            callers.next(0.3)
+        assert silent[0].recv(1) == b""
+        friend = wire.call(*address[:2], 1.0, word="right")
+        line, _ = callers.next(2.0)
+        for each in (*silent, friend, line):
+            each.close()
+
+
+def test_a_trickle_does_not_outlast_the_limit_of_a_pair() -> None:
+    """Data that arrive again and again: no single wait is long, all of them together are."""
+    with wire.listen("127.0.0.1") as listener:
+        over = threading.Event()
+
+        def trickle() -> None:
+            line, _ = wire.answer(listener, "word", 5.0)
+            line.receive(5.0)  # what is to be exchanged
+            while not over.wait(0.02):
+                with contextlib.suppress(OSError):
+                    line.connection.send(b"x")
+            line.close()
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        line = wire.call("127.0.0.1", listener.getsockname()[1], 1.0, word="word")
+        caller, began = links._Caller(line, time.monotonic() + 0.4), time.monotonic()
+        try:
+            with pytest.raises(TimeoutError) as caught:
+                caller.exchange("give", 1 << 16, 1)
+        finally:
+            over.set()
+            thread.join()
+            line.close()
+        assert 0.3 < time.monotonic() - began < 1.0
+        assert str(caught.value) == "connected, but a message of 64.0 KiB did not get through in time"
 
 
 def test_a_line_waits_no_longer_than_it_may() -> None:

@@ -10,8 +10,8 @@ from rich.console import Console
 from guozhuang import strategies
 from guozhuang.errors import UsageError
 from guozhuang.lab import compare
-from guozhuang.lab.machine import num_cores
 from guozhuang.lab.plan import Plan, notes_of, plan_of
+from guozhuang.world.cores import usable_cores
 
 TINY = "tests.processes.tiny_workload:make"
 
@@ -29,7 +29,7 @@ def test_defaults_compare_every_strategy_over_two_ranks(tmp_path: Path) -> None:
     assert plan.settings.num_ranks == 2
     assert plan.settings.num_rounds == 3
     assert plan.settings.global_batch_size == 8
-    assert plan.settings.threads_per_rank == max(1, num_cores() // 2)
+    assert plan.settings.threads_per_rank == max(1, usable_cores() // 2)
     assert plan.out == tmp_path / "out"
 
 
@@ -111,7 +111,7 @@ def test_what_cannot_work_is_said_before_anything_starts(tmp_path: Path, argumen
 
 def test_more_threads_than_cores_are_allowed_and_noted(tmp_path: Path) -> None:
     assert not any("take turns" in note for note in notes_of(_plan(tmp_path, "--ranks", "1")))
-    crowded = _plan(tmp_path, "--ranks", "2", "--threads-per-rank", str(num_cores()))
+    crowded = _plan(tmp_path, "--ranks", "2", "--threads-per-rank", str(usable_cores()))
     assert any("take turns" in note for note in notes_of(crowded))
 
 
