@@ -7,7 +7,8 @@ import importlib.metadata
 import sys
 from collections.abc import Callable, Sequence
 
-from guozhuang.errors import UsageError
+from guozhuang.errors import UsageError, WorldError
+from guozhuang.launch.say import say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,8 +18,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments without the program's name; None: those of the process.
 
     Returns:
-        0 on success, 2 for a command line or input that cannot work, else what the command says. ``--help``,
-        ``--version`` and unknown options end the process as argparse does (``SystemExit``).
+        0 on success, 2 for a command line or input that cannot work, 1 where processes did not come together, else what
+        the command says. ``--help``, ``--version`` and unknown options end the process as argparse does (``SystemExit``).
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = _COMMANDS.get(arguments[0]) if arguments else None
@@ -27,11 +28,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return command(arguments[1:])
         _parser().parse_args(arguments or ["--help"])  # never returns: there is nothing to do without a command
         return 2
-    except UsageError as error:
-        print(f"guozhuang: {error}", file=sys.stderr)
-        return 2
+    except (UsageError, WorldError) as error:
+        say(str(error), "guozhuang")
+        return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
-        print("guozhuang: interrupted", file=sys.stderr)
+        say("interrupted", "guozhuang")
         return 130
 
 

@@ -8,18 +8,21 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import NoReturn
 
 from guozhuang import timeline
-from guozhuang.errors import WorldError
+from guozhuang.errors import UsageError, WorldError, explain
+from guozhuang.launch import torch_log
 from guozhuang.launch.failures import describe, exit_code, first
 from guozhuang.launch.options import Plan, plan
+from guozhuang.launch.outer import Outer
+from guozhuang.launch.say import say
 
 _log = logging.getLogger("guozhuang")
+_READ_S = 5.0  # for whoever reads our output to take the last word, after a signal
 # What torch elastic says of its own; we say it in our words. LOGLEVEL or TORCH_LOGS bring it back.
 _SILENT = (
     "torch.distributed.run",
@@ -31,11 +34,12 @@ _SILENT = (
 )
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], outer: Outer | None = None) -> int:
     """Do what ``guozhuang run`` was asked for.
 
     Args:
         arguments: the command line after ``guozhuang run``.
+        outer: what the launcher of several hosts says, where it has started this agent.
 
     Returns:
         0 if every rank ended with 0; else the exit code of the rank that failed first, 128 + its number for a signal;
@@ -44,48 +48,66 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         UsageError: the command line cannot work; nothing was started.
     """
-    ours = plan(arguments, os.environ)
-    if ours.hosts:
-        from guozhuang.launch import hosts
+    try:
+        ours = plan(arguments, os.environ)
+        if ours.hosts:
+            from guozhuang.launch import hosts
 
-        return hosts.start(ours, arguments)
+            return hosts.start(ours, arguments)
+        return _start(ours, outer)
+    except WorldError as error:
+        say(str(error))
+        return getattr(error, "code", 1)
+
+
+def _start(ours: Plan, outer: Outer | None) -> int:
     for decision in ours.chosen:
         _log.info("chosen: %s", decision)
     for note in ours.notes:
-        print(f"guozhuang run: {note}", file=sys.stderr, flush=True)
-    for part in _timeline_parts(ours):
-        os.unlink(part)  # of an earlier run that was ended before it could join them
+        say(note)
+    _forget_timelines(ours)
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
+    ours.elastic.signals_to_handle = _heeded(ours.elastic.signals_to_handle)
     try:
-        with _signals(ours.elastic.signals_to_handle, SignalException), _variables(ours.variables), _silence():
-            return _run(ours)
+        with (
+            _signals(ours.elastic.signals_to_handle, SignalException),
+            _variables(ours.variables),
+            _silence(),
+            torch_log.errors_only(os.environ),
+        ):
+            return _run(ours, outer)
     except SignalException as error:
-        print(f"guozhuang run: got {error.sigval.name}; the ranks of this node were ended", file=sys.stderr)
+        say(f"got {error.sigval.name}; the ranks of this node were ended", within_s=_READ_S)
         return 128 + int(error.sigval)
-    except WorldError as error:
-        print(f"guozhuang run: {error}", file=sys.stderr)
-        return getattr(error, "code", 1)
     finally:
         _join_timelines(ours)
 
 
-def _run(ours: Plan) -> int:
+def _run(ours: Plan, outer: Outer | None) -> int:
     from guozhuang.launch.elastic import Run
 
-    run = Run(ours.elastic, ours.pass_local_rank, ours.log_folder, ours.secret, ours.node)
+    run = Run(ours.elastic, ours.pass_local_rank, ours.log_folder, ours.secret, ours.node, outer)
     try:
         ended = run.start()
     finally:
         run.close()
     if ended.elsewhere:
-        print(f"guozhuang run: the first failure was on {ended.elsewhere}\nhere, then:", file=sys.stderr)
+        say(f"the first failure was on {ended.elsewhere}\nhere, then:")
+    if ended.why:
+        say(ended.why)
     if not ended.failures:
         return ended.code
-    print(f"guozhuang run: {describe(ended.failures, socket.gethostname(), ended.num_nodes)}", file=sys.stderr)
+    say(describe(ended.failures, socket.gethostname(), ended.num_nodes))
     if ended.elsewhere:
         return ended.code
     return exit_code(ended.failures[first(ended.failures)].code)
+
+
+def _heeded(names: str) -> str:
+    """Those of the signals that this process was not started to ignore, as nohup does with SIGHUP and a shell with SIGINT."""
+    wanted = [name.strip() for name in names.split(",")]
+    return ",".join(name for name in wanted if signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN)
 
 
 @contextlib.contextmanager
@@ -98,10 +120,10 @@ def _signals(names: str, kind: type[Exception]) -> Iterator[None]:
     def told(number: int, frame: FrameType | None) -> NoReturn:
         raise kind(f"got signal {number}", signal.Signals(number))
 
-    numbers = [getattr(signal, name.strip(), None) for name in names.split(",")]
-    known = [number for number in numbers if isinstance(number, signal.Signals)]
     # Torch elastic sets handlers of its own for the same signals when it starts ranks; both are undone here.
-    before = {number: signal.signal(number, told) for number in known}
+    before = {
+        number: signal.signal(number, told) for number in (getattr(signal, name) for name in names.split(",") if name)
+    }
     try:
         yield
     finally:
@@ -130,6 +152,7 @@ def _silence() -> Iterator[None]:
 def _variables(wanted: Mapping[str, str]) -> Iterator[None]:
     """Torch elastic hands its own environment on to the ranks, and writes to it; leave it as it was."""
     before = dict(os.environ)
+    os.environ.pop("GUOZHUANG_LOCAL_RANK", None)  # of a run that this one is started in
     os.environ.update(wanted)
     try:
         yield
@@ -143,15 +166,31 @@ def _timeline_parts(ours: Plan) -> list[str]:
     return [] if ours.timeline is None else sorted(glob.glob(f"{glob.escape(ours.timeline)}.rank*"))
 
 
+def _forget_timelines(ours: Plan) -> None:
+    """Remove what an earlier run left that was ended before it could join its timelines."""
+    try:
+        for part in _timeline_parts(ours):
+            os.unlink(part)
+    except OSError as error:
+        what = f"a part of an earlier timeline cannot be removed: {error}"
+        raise UsageError(explain(what, value=ours.timeline, fix="give --timeline another file")) from error
+
+
 def _join_timelines(ours: Plan) -> None:
+    """Join the timelines of the ranks; whether that works changes nothing about how the run ended."""
     if ours.timeline is None:
         return
     parts = _timeline_parts(ours)
     if not parts:
-        what = "no timeline was written: no rank came through gz.prepare and to its end"
-        print(f"guozhuang run: {what}", file=sys.stderr)
+        say("no timeline was written: no rank came through gz.prepare and to its end")
         return
-    timeline.merge(parts, ours.timeline)
-    for part in parts:
-        os.unlink(part)
-    print(f"guozhuang run: the timeline is in {ours.timeline}", file=sys.stderr)
+    try:
+        timeline.merge(parts, ours.timeline)
+        for part in parts:
+            os.unlink(part)
+    except (UsageError, OSError) as error:
+        say(
+            f"the timelines of the ranks could not be joined, and are left as they are ({ours.timeline}.rank*): {error}"
+        )
+        return
+    say(f"the timeline is in {ours.timeline}")

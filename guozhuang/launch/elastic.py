@@ -13,8 +13,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.distributed.elastic import events, metrics
@@ -22,29 +21,25 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
-from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
-from torch.distributed.elastic.utils import macros
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler
 from torch.distributed.launcher.api import LaunchConfig
-from torch.distributed.run import config_from_args, run_script_path
 
-from guozhuang.errors import UsageError, explain
-from guozhuang.launch import guard, tracebacks
-from guozhuang.launch.elastic_fixed import FixedMeeting, OtherNodeError
+from guozhuang.errors import WorldError, explain
+from guozhuang.launch import elastic_command, elastic_meeting, guard, torchrun_options, tracebacks
+from guozhuang.launch.elastic_fixed import FixedMeeting
 from guozhuang.launch.elastic_nodes import ElasticMeeting
+from guozhuang.launch.elastic_signs import OtherNodeError
 from guozhuang.launch.failures import Failure, exit_code, first, headline
-from guozhuang.launch.output import Output
+from guozhuang.launch.outer import Outer
+from guozhuang.launch.output import Output, Places
+from guozhuang.launch.say import say
 from guozhuang.world import versions
 from guozhuang.world.identity import LaunchedNode
 
-_DEFAULT_PORTS = {"static": 29500, "c10d": 29400}  # torchrun's
 _GRACE_S = 2.0  # for what ranks left behind (data-loader workers, programs they started) to end by SIGTERM
 # After Ctrl-C, for ranks to come out of a collective they stand in; Python sees the signal only then.
 _INTERRUPT_S = 5.0
-# What --run-path asks for, in a process of its own: torch would do it in one that has none of rank.py's care.
-_RUN_PATH = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
-_TAIL_BYTES = 1 << 17
+_SHUTDOWN_S = 30  # for ranks to end when they are told to, where this version of torch has no option for it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,12 +51,14 @@ class Ended:
         num_nodes: of the last attempt.
         code: the exit code where no rank of this node failed, or none failed first.
         elsewhere: what happened on another node that failed first; empty if none is known.
+        why: what went wrong where no rank failed; empty if nothing did.
     """
 
     failures: Mapping[int, Failure]
     num_nodes: int
     code: int = 0
     elsewhere: str = ""
+    why: str = ""
 
 
 class Run:
@@ -73,6 +70,7 @@ class Run:
         log_folder: where each rank writes its file; None: their output is shown.
         secret: that joining needs; None without one.
         node: what srun or mpirun said of this node, where they tell how nodes meet.
+        outer: what the launcher of several hosts said, where it has started this agent.
     """
 
     def __init__(
@@ -82,18 +80,22 @@ class Run:
         log_folder: str | None,
         secret: bytes | None,
         node: LaunchedNode | None = None,
+        outer: Outer | None = None,
     ) -> None:
         self.name = os.urandom(8).hex()
         self._options, self._log_folder, self._secret = options, log_folder, secret
         self._pass_local_rank = pass_local_rank
         self._node = node
+        self.outer = outer or Outer()
         self._folder = tempfile.mkdtemp(prefix="guozhuang-run-")
         self._sessions: dict[int, int] = {}
         self._interrupted: float | None = None
         self._guard = guard.Guard(self.name, self._folder)
-        self._output = Output(on_signal=self._on_signal)
+        self._output = Output(on_signal=self._on_signal, terminals=self.outer.terminals)
         self._meeting: RendezvousHandler | None = None
         self._is_closed = self._was_told = False
+        self.shutdown_s: Any = _SHUTDOWN_S  # in seconds
+        self._torchs_folder = ""  # of torch's own log files, where they have none by --log-dir
 
     def start(self) -> Ended:
         """Meet the other nodes, start the ranks, and wait for their end.
@@ -105,7 +107,7 @@ class Run:
         """
         os.environ[guard.VARIABLE] = self.name
         config, command, arguments = self._command()
-        self._meeting = self._meet(config)
+        self._meeting = elastic_meeting.meet(self._options, config, self._secret, self._node, self.outer)
         spec = versions.call_with_known(
             WorkerSpec,
             role=config.role,
@@ -135,10 +137,14 @@ class Run:
         try:
             result: RunResult = agent.run()
         except SignalException as error:
-            # The other nodes of an elastic run go on without this one: nothing is closed for them.
             self._was_told = True
-            self._give_up(f"the agent got {error.sigval.name}", 128 + int(error.sigval), False)
+            if isinstance(self._meeting, FixedMeeting | ElasticMeeting):
+                self._meeting.was_told(f"its agent got {error.sigval.name}", 128 + int(error.sigval))
             raise
+        except RendezvousError as error:
+            events.record(agent.get_event_failed(), config.event_log_handler)
+            fix = "look at the agents of the other nodes, at --rdzv-endpoint and at --rdzv-conf"
+            raise WorldError(explain(f"the nodes did not meet: {error}", fix=fix)) from error
         except Exception:
             events.record(agent.get_event_failed(), config.event_log_handler)
             raise
@@ -152,12 +158,15 @@ class Run:
             is_reaction = failure.is_reaction or failure.code == -signal.SIGTERM
             cause = self._give_up(text, exit_code(failure.code), is_reaction)
             return Ended(failures, num_nodes, 0 if cause is None else cause.code, "" if cause is None else str(cause))
-        # Without a rank that failed: torch elastic gave the node up, as for a rank that the kernel holds for too long.
-        return Ended(failures, num_nodes, 1 if result and result.is_failed() and not failures else 0)
+        if result is not None and result.state != WorkerState.SUCCEEDED:
+            why = agent.why_given_up(result.state)
+            self._give_up(why, 1, False)
+            return Ended(failures, num_nodes, 1, why=why)
+        return Ended(failures, num_nodes)
 
     def _give_up(self, text: str, code: int, is_reaction: bool) -> OtherNodeError | None:
         """Tell the other nodes; they would wait for ranks that are gone."""
-        if isinstance(self._meeting, FixedMeeting):
+        if isinstance(self._meeting, FixedMeeting | ElasticMeeting):
             return self._meeting.give_up(text, code, is_reaction)
         return None
 
@@ -171,73 +180,41 @@ class Run:
             self._meeting.leave()
         elif self._meeting is not None:
             self._meeting.shutdown()
-        self._output.close(None if self._interrupted is None else _INTERRUPT_S)
+        # Who was told to end does not wait for whoever reads the output: the thread, which would note it, may stand there.
+        self._output.close(_INTERRUPT_S if self._was_told or self._interrupted is not None else None)
         self._guard.close()
+        if self._torchs_folder:
+            with contextlib.suppress(OSError):
+                os.rmdir(self._torchs_folder)  # nothing was started
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _command(self) -> tuple[LaunchConfig, Callable[..., object] | str, list[str]]:
-        """Torch's own reading of the options, with our process in between (rank.py) and our log files."""
-        options = self._options
-        ours = not (options.redirects != "0" or options.tee != "0" or options.logs_specs)
-        if ours or options.log_dir is None:
+    def _command(self) -> tuple[LaunchConfig, str, list[str]]:
+        options, ours = self._options, not torchrun_options.keeps_torchs_logs(self._options)
+        has_folder = options.log_dir is not None
+        if ours:
             options.log_dir = self._folder
-        try:
-            config, command, arguments = config_from_args(options)
-        except (ValueError, AssertionError, RuntimeError) as error:
-            what = f"torch elastic refused the options: {error}"
-            raise UsageError(explain(what, fix="see `guozhuang run --help`")) from error
+        config, command, arguments = elastic_command.torchs(options)
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = versions.field(config, "signals_to_handle") or ""
-        duplicated = ("duplicate_stdout_filters", "duplicate_stderr_filters")
-        if ours and not any(versions.field(config, name) for name in duplicated):
+        shutdown_s = versions.field(config, "shutdown_timeout")
+        self.shutdown_s = _SHUTDOWN_S if shutdown_s is None else max(0.1, shutdown_s)
+        if ours:
             config.logs_specs = self._logs()
-        if self._pass_local_rank is not None:
-            place = len(arguments) - len(options.training_script_args)
-            arguments.insert(place, f"{self._pass_local_rank}={macros.local_rank}")
-        if command is run_script_path:
-            command, arguments = sys.executable, ["-u", "-c", _RUN_PATH, *arguments]
-        assert isinstance(command, str)
-        entry = str(Path(__file__).with_name("rank.py"))
-        own_files = self._log_folder if ours and self._log_folder is not None else ""
-        return config, sys.executable, ["-I", "-S", entry, str(os.getpid()), own_files, command, *arguments]
+        else:
+            assert config.logs_specs is not None
+            folder = str(config.logs_specs.root_log_dir)
+            self._torchs_folder = "" if has_folder else folder
+            say(f"the files of torchrun's way of logging are in {folder}")
+        log_folder = self._log_folder if ours and self._log_folder is not None else ""
+        rank = elastic_command.of_a_rank(options, command, arguments, self._pass_local_rank, log_folder)
+        return config, sys.executable, rank
 
     def _logs(self) -> LogsSpecs:
         options = self._options
         shown = {int(rank) for rank in options.local_ranks_filter.split(",")} if options.local_ranks_filter else None
         num_local_ranks, alone = int(options.nproc_per_node), options.nnodes in ("1", "1:1")
         if self._log_folder is not None or (num_local_ranks == 1 and alone and shown is None):
-            return _Logs(self, self._folder, self._output, piped=False, shown=None)
-        return _Logs(self, self._folder, self._output, piped=True, shown=shown)
-
-    def _meet(self, config: LaunchConfig) -> RendezvousHandler:
-        """The way in which nodes meet. See [Note: stores] in elastic_stores.py."""
-        options, timeout_s = self._options, float(config.rdzv_configs["timeout"])
-        if config.rdzv_backend not in _DEFAULT_PORTS or config.rdzv_configs.get("store_type", "tcp") != "tcp":
-            return get_rendezvous_handler(_parameters(config))
-        default_port = 0 if config.max_nodes == 1 else _DEFAULT_PORTS[config.rdzv_backend]
-        host, port = options.master_addr.strip("[]"), options.master_port
-        if options.rdzv_endpoint:
-            try:
-                host, port = parse_rendezvous_endpoint(options.rdzv_endpoint, default_port)
-            except ValueError as error:
-                raise UsageError(explain(str(error), value=options.rdzv_endpoint, fix="give HOST:PORT")) from error
-        port = default_port if port is None else port
-        if config.max_nodes == 1:
-            return FixedMeeting("", port, 0, 1, config.run_id, timeout_s, None)
-        try:
-            if config.rdzv_backend == "static":
-                node, num_nodes = options.node_rank, config.max_nodes
-                if not 0 <= node < num_nodes:
-                    what = (
-                        f"--node-rank is the number of this node, from 0 to {num_nodes - 1} with --nnodes {num_nodes}"
-                    )
-                    raise UsageError(explain(what, value=node, fix="give each node its own"))
-                point = self._node.meeting_point if self._node is not None else None
-                return FixedMeeting(host, port, node, num_nodes, config.run_id, timeout_s, self._secret, point)
-            return ElasticMeeting(_parameters(config), host, port, timeout_s, self._secret)
-        except OSError as error:
-            what = f"no store can be opened at {host}:{port}: {error.strerror or error}"
-            fix = "give --master-addr (or --rdzv-endpoint) an address of node 0"
-            raise UsageError(explain(what, fix=fix)) from error
+            return _Logs(self, self._folder, self._output, self._log_folder, piped=False, shown=None)
+        return _Logs(self, self._folder, self._output, None, piped=True, shown=shown)
 
     # What the agent and its parts call.
 
@@ -246,6 +223,13 @@ class Run:
         """How many times the ranks of the run were started before, as all nodes count it; None where nobody says."""
         meeting = self._meeting
         return meeting.attempt if isinstance(meeting, FixedMeeting | ElasticMeeting) else None
+
+    def follow(self, files: Mapping[int, Sequence[str]]) -> None:
+        """The ranks of an attempt write into these files of torch elastic's."""
+        self._output.begin(list(files))
+        for rank, paths in files.items():
+            for path in paths:
+                self._output.follow(rank, path, whole=True)
 
     def started(self, pids: Mapping[int, int]) -> None:
         """The ranks of an attempt have these processes."""
@@ -259,6 +243,7 @@ class Run:
 
     def failures(self, found: Mapping[int, ProcessFailure]) -> dict[int, Failure]:
         """What is known of each rank that failed."""
+        self._output.catch_up()
         return {rank: self._failure(rank, failure) for rank, failure in found.items()}
 
     def say_restart(self, found: Mapping[int, ProcessFailure], count: int, limit: int) -> None:
@@ -266,8 +251,7 @@ class Run:
         failures = self.failures(found)
         if failures:
             what = headline(failures[first(failures)], socket.gethostname())
-            text = f"guozhuang run: {what}; all ranks are started anew ({count} of at most {limit} times)"
-            print(text, file=sys.stderr, flush=True)
+            say(f"{what}; all ranks are started anew ({count} of at most {limit} times)")
 
     def _failure(self, rank: int, found: ProcessFailure) -> Failure:
         trace = self._output.traces.get(rank)
@@ -276,8 +260,6 @@ class Run:
             # The dates of torch are of another clock, and in seconds: mixed with ours they still come last.
             ended = trace.ended if trace.ended is not None else ended
             lines, times = [line for _, line in list(trace.lines)], [when for when, _ in list(trace.lines)]
-        if not lines and self._log_folder is not None:
-            lines, times = _tail(Path(self._log_folder) / f"rank{rank}.log"), []
         lines = [tracebacks.plain(line) for line in lines]
         return Failure(rank, found.exitcode, found.pid, ended, lines, times)
 
@@ -307,23 +289,59 @@ class _Agent(LocalElasticAgent):
     def __init__(self, run: Run, **more: Any) -> None:
         super().__init__(**more)
         self._run = run
+        self._finished: RunResult | None = None  # of this attempt, once all ranks of the node have ended well
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._finished = None
         ids: dict[int, Any] = super()._start_workers(worker_group)
+        assert self._pcontext is not None
+        # Torch elastic gives 30 s, whatever was asked for, where a rank has failed.
+        close, limit_s = self._pcontext.close, self._run.shutdown_s
+        self._pcontext.close = lambda death_sig=None, timeout=0: close(death_sig, limit_s)  # type: ignore[method-assign]
+        if not isinstance(self._logs_specs, _Logs):
+            files = self._pcontext.stdouts, self._pcontext.stderrs
+            local = {worker.global_rank: worker.local_rank for worker in worker_group.workers}
+            self._run.follow({rank: [each[i] for each in files if each[i]] for rank, i in local.items()})
         self._run.started({worker.global_rank: ids[worker.local_rank] for worker in worker_group.workers})
         return ids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._finished is not None:
+            return self._with_the_others(self._finished)
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state == WorkerState.FAILED and self._remaining_restarts > 0:
             limit = worker_group.spec.max_restarts
             self._run.say_restart(result.failures, limit - self._remaining_restarts + 1, limit)
-        return result
+        return self._with_the_others(result) if result.state == WorkerState.SUCCEEDED else result
+
+    def _with_the_others(self, result: RunResult) -> RunResult:
+        """Ranks that have ended well are as if they ran until those of all nodes have: they may have to begin anew."""
+        meeting = self._worker_group.spec.rdzv_handler
+        if not isinstance(meeting, FixedMeeting | ElasticMeeting):
+            return result
+        if self._finished is None:
+            self._finished = result
+            self._run.outer.finished()
+        return result if meeting.are_all_done() else RunResult(state=WorkerState.HEALTHY)
+
+    def _set_local_rank_env(self, worker_env: dict[str, Any], local_rank: int, spec: WorkerSpec) -> None:
+        super()._set_local_rank_env(worker_env, local_rank, spec)
+        if versions.field(spec, "virtual_local_rank"):
+            worker_env["GUOZHUANG_LOCAL_RANK"] = str(local_rank)  # LOCAL_RANK is 0 in all of them
+
+    def why_given_up(self, state: WorkerState) -> str:
+        """Why torch elastic ended ranks none of which has failed."""
+        stuck = getattr(self, "_uninterruptible_state_first_seen", {})
+        ranks = [f"rank {w.global_rank} (process {w.id})" for w in self._worker_group.workers if w.id in stuck]
+        if not ranks:
+            return f"torch elastic gave the ranks of this node up: they are {state.name}"
+        return (
+            f"{', '.join(ranks)} on host {socket.gethostname()}: held by the kernel (state D, as by a device or a file system "
+            "that does not answer) for longer than TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
+        )
 
     def _exit_barrier(self) -> None:
-        if isinstance(self._worker_group.spec.rdzv_handler, FixedMeeting):
-            self._worker_group.spec.rdzv_handler.wait_for_others()
-        else:
+        if not isinstance(self._worker_group.spec.rdzv_handler, FixedMeeting | ElasticMeeting):
             super()._exit_barrier()  # type: ignore[no-untyped-call]
 
     def _shutdown(self, *how: Any, **more: Any) -> None:
@@ -334,10 +352,13 @@ class _Agent(LocalElasticAgent):
 class _Logs(LogsSpecs):
     """Where the ranks of an attempt write: to our pipes, or where the agent does (then rank.py may send them to a file)."""
 
-    def __init__(self, run: Run, folder: str, output: Output, piped: bool, shown: set[int] | None) -> None:
+    def __init__(
+        self, run: Run, folder: str, output: Output, log_folder: str | None, piped: bool, shown: set[int] | None
+    ) -> None:
         super().__init__(folder)
         self._run = run
         self._folder, self._output, self._piped, self._shown = folder, output, piped, shown
+        self._log_folder = log_folder
         self._attempt = 0
 
     @property
@@ -354,34 +375,17 @@ class _Logs(LogsSpecs):
             if self._run.attempt is not None:
                 # Torch elastic counts on each node by itself, and ranks that look for each other by it would not meet.
                 envs[local_rank]["TORCHELASTIC_RESTART_COUNT"] = str(self._run.attempt)
+            if self._run.outer.max_restarts is not None:
+                envs[local_rank]["TORCHELASTIC_MAX_RESTARTS"] = str(self._run.outer.max_restarts)
             folder = os.path.join(self._folder, str(self._attempt), str(rank))
             os.makedirs(folder)
-            paths = ("", "")
+            places = Places("", "", {})
             if self._piped:
-                paths = self._output.pipes(rank, folder, self._shown is None or local_rank in self._shown)
-            found.stdouts[local_rank], found.stderrs[local_rank] = paths
+                places = self._output.pipes(rank, folder, self._shown is None or local_rank in self._shown)
+            elif self._log_folder is not None:
+                self._output.follow(rank, os.path.join(self._log_folder, f"rank{rank}.log"))
+            found.stdouts[local_rank], found.stderrs[local_rank] = places.stdout, places.stderr
+            envs[local_rank].update(places.variables)
             found.error_files[local_rank] = os.path.join(folder, "error.json")
             envs[local_rank]["TORCHELASTIC_ERROR_FILE"] = found.error_files[local_rank]
         return found
-
-
-def _parameters(config: LaunchConfig) -> RendezvousParameters:
-    return RendezvousParameters(
-        backend=config.rdzv_backend,
-        endpoint=config.rdzv_endpoint,
-        run_id=config.run_id,
-        min_nodes=config.min_nodes,
-        max_nodes=config.max_nodes,
-        local_addr=config.local_addr,
-        **config.rdzv_configs,
-    )
-
-
-def _tail(path: Path) -> list[str]:
-    """The last lines of a file; none where it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-            return [line.rpartition("\r")[2] for line in file.read().decode(errors="replace").split("\n")][-400:]
-    except OSError:
-        return []

@@ -10,33 +10,27 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from guozhuang.errors import WorldError, explain
+from guozhuang.launch.elastic_signs import SILENCE_S, OtherNodeError, Others
 from guozhuang.launch.elastic_stores import (
     LOOPBACK,
     Kept,
-    addresses,
     find,
     interface_address,
     keep,
     keep_at,
     keep_or_share,
+    meeting_address,
     reach,
+    say_if_open,
     wait_for,
 )
+from guozhuang.launch.patient_store import Caller, PatientStore
 from guozhuang.world import search
 from guozhuang.world.identity import PortSequence
 
 _AGENTS = "guozhuang agents"  # what agents tell each other begins so; the rest of a store is the ranks'
 _NODE_0 = "the agent of node 0"
 _LOOK_S = 0.02
-_TELL_S = 3.0  # for the other nodes to read why this one gives up, and to hear of a failure that came before ours
-
-
-class OtherNodeError(WorldError):
-    """Another node gave the run up. ``code`` is the exit code that follows from it."""
-
-    def __init__(self, text: str, code: int) -> None:
-        super().__init__(text)
-        self.code = code
 
 
 class FixedMeeting(RendezvousHandler):
@@ -51,6 +45,9 @@ class FixedMeeting(RendezvousHandler):
         timeout_s: limit for the nodes to meet, in seconds.
         secret: that joining needs; None without one.
         point: where to meet instead of ``host`` and ``port``, for agents that srun or mpirun started; None: there.
+        attempt: how many times the ranks were started before, by other agents.
+        interface: the network interface that the user named; None: the one that leads to ``host``.
+        silence_s: how long an agent may give no sign of life, in seconds.
 
     Raises:
         UsageError: the port is taken.
@@ -66,20 +63,28 @@ class FixedMeeting(RendezvousHandler):
         timeout_s: float,
         secret: bytes | None,
         point: PortSequence | None = None,
+        attempt: int = 0,
+        interface: str | None = None,
+        silence_s: float = SILENCE_S,
     ) -> None:
         self._point = point
         self._host, self._port = host, port
         self._node_rank, self._num_nodes = node_rank, num_nodes
         self._run_id, self._timeout_s, self._secret = run_id, timeout_s, secret
-        self._round = 0
+        self._round, self._first_attempt = 0, attempt
         self._kept: Kept | None = None
+        self._others: Others | None = None
+        self._silence_s = silence_s
         # Before anything is started: a port that is taken is an error of the command line.
         if num_nodes == 1:
             self._kept = keep(LOOPBACK, port)
         elif node_rank == 0 and point is not None:
             self._kept = keep_at(search.listener_of(point), point)
         elif node_rank == 0:
-            self._kept = keep_or_share(interface_address(host), port, secret)
+            self._kept = keep_or_share(interface_address(host, interface), port, secret)
+            say_if_open(self._kept, secret)
+        else:
+            self._host = meeting_address(host, interface)
 
     def get_backend(self) -> str:
         """What torch elastic calls the way of meeting."""
@@ -99,19 +104,36 @@ class FixedMeeting(RendezvousHandler):
         self._round += 1
         if self._num_nodes == 1:
             return self._alone()
-        if self._kept is not None:
+        if self._others is None:
+            self._others = self._find_others()
+        if self._node_rank == 0:
             self._shared.set(f"round {self._round}", "1")  # see num_nodes_waiting
+        assert self._kept is not None
+        meeting = self._shared.within(str(self._round))
+        meeting.while_waiting = self._others.look
+        try:
+            self._roll_call(meeting)
+            self._kept.everybody_came()
+            if self._round > 1:
+                self._forget(meeting)
+        except dist.DistNetworkError as error:
+            raise OtherNodeError(self._others.who_is_gone()) from error
+        where = RendezvousStoreInfo(self._kept.host, self._kept.port)
+        return RendezvousInfo(meeting, self._node_rank, self._num_nodes, where)
+
+    def _find_others(self) -> Others:
+        """Come to the store of node 0, and give signs of life there from now on."""
         if self._kept is None and self._point is not None:
             self._kept = find(self._point, self._node_rank, self._timeout_s)
         elif self._kept is None:
             self._kept = reach(self._host, self._port, self._secret, self._timeout_s, _NODE_0)
-        assert self._kept is not None
-        meeting = dist.PrefixStore(f"{_AGENTS}/{self._run_id}/{self._round}", self._kept.store)
-        self._roll_call(meeting)
-        if self._round > 1:
-            self._forget(meeting)
-        where = RendezvousStoreInfo(self._kept.host, self._kept.port)
-        return RendezvousInfo(meeting, self._node_rank, self._num_nodes, where)
+        self._shared = PatientStore(self._kept.store, f"{_AGENTS}/{self._run_id}/", Caller(self._silence_s))
+        where = "" if self._kept.told[0] == LOOPBACK else f" ({self._kept.told[0]}:{self._kept.told[1]})"
+        others = Others(
+            self._shared, self._node_rank, self._num_nodes, _NODE_0 + where, self._node_rank == 0, True, self._silence_s
+        )
+        others.begin()
+        return others
 
     def _alone(self) -> RendezvousInfo:
         if self._kept is None or self._round > 1:
@@ -119,10 +141,10 @@ class FixedMeeting(RendezvousHandler):
             self._kept = keep(LOOPBACK, 0)
         store = dist.PrefixStore(f"{_AGENTS}/{self._run_id}", self._kept.store)
         # By its name, as users and programs write it, where that name can mean nothing else.
-        name = "localhost" if addresses("localhost") == [LOOPBACK] else LOOPBACK
+        name = "localhost" if search.resolve("localhost") == [LOOPBACK] else LOOPBACK
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(name, self._kept.port))
 
-    def _roll_call(self, meeting: dist.Store) -> None:
+    def _roll_call(self, meeting: PatientStore) -> None:
         """Wait for every node, in steps that a signal can come between."""
         deadline = time.monotonic() + self._timeout_s
         if meeting.add(f"claim/{self._node_rank}", 1) > 1:
@@ -131,104 +153,41 @@ class FixedMeeting(RendezvousHandler):
         meeting.set(f"here/{self._node_rank}", socket.gethostname())
         missing = list(range(self._num_nodes))
         while missing := [node for node in missing if not meeting.check([f"here/{node}"])]:
+            meeting.while_waiting()
             if time.monotonic() > deadline:
                 raise WorldError(_who_is_missing(missing, self._num_nodes, self._timeout_s))
             time.sleep(_LOOK_S)
 
-    def _forget(self, meeting: dist.Store) -> None:
+    def _forget(self, meeting: PatientStore) -> None:
         """Remove what the ranks of the last attempt left in the store. All of them have ended: every agent is here."""
-        assert self._kept is not None
         if self._node_rank == 0:
-            for key in self._kept.store.list_keys():
+            whole = self._shared.whole
+            for key in whole.list_keys():
                 if not key.startswith(f"{_AGENTS}/"):
-                    self._kept.store.delete_key(key)
+                    whole.delete_key(key)
             meeting.set("forgotten", "1")
         wait_for(meeting, "forgotten", self._timeout_s, _NODE_0)
 
     @property
     def attempt(self) -> int:
         """How many times ranks were started before; the same on all nodes."""
-        return self._round - 1
-
-    @property
-    def _shared(self) -> dist.Store:
-        """What agents tell each other in all rounds."""
-        assert self._kept is not None
-        return dist.PrefixStore(f"{_AGENTS}/{self._run_id}", self._kept.store)
+        return self._first_attempt + self._round - 1
 
     def give_up(self, text: str, code: int, is_reaction: bool) -> OtherNodeError | None:
-        """Tell the other nodes that this one gives the run up, and why.
+        """Tell the other nodes that this one gives the run up, and why; see ``Others.give_up``."""
+        return None if self._others is None else self._others.give_up(text, code, is_reaction)
 
-        Args:
-            text: what happened here.
-            code: the exit code that follows from it.
-            is_reaction: another node may have been first.
+    def was_told(self, text: str, code: int) -> None:
+        """This agent was told to end, which ends the run; see ``give_up``."""
+        self.give_up(text, code, False)
 
-        Returns:
-            What happened on the node that was first, where that is another one.
-        """
-        if self._num_nodes == 1 or self._kept is None or self._round == 0:
-            return None
-        cause = None
-        try:
-            self._shared.set(f"gave up {self._node_rank}", f"{int(is_reaction)} {code} {text}")
-            self._shared.set("gave up", "1")
-            if is_reaction:
-                cause = self._first_cause(own=False)
-            self._shared.add("know", 1)
-            deadline = time.monotonic() + _TELL_S
-            # Who keeps the store stays until the others have read it.
-            while (
-                self._node_rank == 0 and self._shared.add("know", 0) < self._num_nodes and time.monotonic() < deadline
-            ):
-                time.sleep(_LOOK_S)
-        except dist.DistNetworkError:
-            pass  # node 0 has gone before us
-        return cause
-
-    def _first_cause(self, own: bool) -> OtherNodeError | None:
-        """Of the nodes that gave up, the one that did not merely lose another one."""
-        nodes = [node for node in range(self._num_nodes) if own or node != self._node_rank]
-        deadline = time.monotonic() + _TELL_S
-        found: list[tuple[str, int, str]] = []
-        while not any(kind == "0" for kind, _, _ in found) and time.monotonic() < deadline:
-            time.sleep(_LOOK_S)
-            found = []
-            for node in nodes:
-                if self._shared.check([f"gave up {node}"]):
-                    kind, code, text = self._shared.get(f"gave up {node}").decode().split(" ", 2)
-                    found.append((kind, int(code), f"node {node}: {text}"))
-        return OtherNodeError(min(found)[2], min(found)[1]) if found else None
-
-    def wait_for_others(self) -> None:
-        """After the ranks of this node have ended well: wait for the ranks of the others, however long they take.
+    def are_all_done(self) -> bool:
+        """Say that the ranks of this node have ended well; return whether those of all nodes have.
 
         Raises:
-            OtherNodeError: another node gave up.
+            OtherNodeError: another node gave up, or is lost.
         """
-        if self._num_nodes == 1:
-            return
-        try:
-            self._shared.add(f"done {self._round}", 1)
-            while self._shared.add(f"done {self._round}", 0) < self._num_nodes:
-                if self._shared.check(["gave up"]):
-                    self._look_for_failures()
-                time.sleep(0.1)
-        except dist.DistNetworkError:
-            return  # node 0 was faster to see that all are done
-        if self._node_rank == 0:
-            time.sleep(0.3)  # the others look ten times a second; then they need the store no more
-
-    def _look_for_failures(self) -> None:
-        try:
-            if not self._shared.check(["gave up"]):
-                return
-            cause = self._first_cause(own=True)
-            self._shared.add("know", 1)
-        except dist.DistNetworkError as error:
-            text = "the agent of node 0, which keeps the store, is gone; the ranks of this node were ended"
-            raise OtherNodeError(text, 1) from error
-        raise cause or OtherNodeError("another node gave up", 1)
+        return self._others is None or self._others.are_done(str(self._round))
 
     def is_closed(self) -> bool:
         """Whether nobody may come any more; here, nobody can who was not expected."""
@@ -245,15 +204,23 @@ class FixedMeeting(RendezvousHandler):
         """
         if self._num_nodes == 1:
             return 0
-        self._look_for_failures()
-        return int(self._shared.check([f"round {self._round + 1}"]))
+        assert self._others is not None
+        self._others.look()
+        try:
+            return int(self._shared.check([f"round {self._round + 1}"]))
+        except dist.DistNetworkError as error:
+            raise OtherNodeError(self._others.who_is_gone()) from error
 
     def get_run_id(self) -> str:
         """What torch elastic calls the run."""
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Close the store."""
+        """Close the store, once the others have read what they must."""
+        if self._others is not None:
+            self._others.close()
+            self._shared.close()
+        self._others = None
         if self._kept is not None:
             self._kept.close()
         self._kept = None

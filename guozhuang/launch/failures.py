@@ -39,10 +39,36 @@ class Failure:
     @property
     def traceback(self) -> Sequence[str]:
         """The Python traceback it printed; empty without one. A process that was killed may have one of earlier."""
+        begin, end = self._place
+        return self.lines[begin:end]
+
+    @property
+    def before(self) -> Sequence[str]:
+        """The last lines it printed before the traceback."""
+        begin = self._place[0]
+        return _without_blanks(self.lines[:begin])[-_LAST_LINES:]
+
+    @property
+    def after(self) -> Sequence[str]:
+        """The last lines it printed; behind the traceback, if it printed one."""
+        return _without_blanks(self.lines[self._place[1] :])[-_LAST_LINES:]
+
+    @property
+    def stated(self) -> str:
+        """The line of the traceback that tells the exception."""
+        if not self.traceback:
+            return ""
+        found = tracebacks.last(self.lines)
+        assert found is not None
+        own = self.lines[found[0] : found[1]]
+        return next((line for line in reversed(own) if line and not line.startswith((" ", "\t"))), "")
+
+    @property
+    def _place(self) -> tuple[int, int]:
         found = tracebacks.last(self.lines)
         if found is None or not (self.exitcode > 0 or self.exitcode == -signal.SIGABRT or self.was_leaving):
-            return ()
-        return self.lines[found[0] : found[1]]
+            return 0, 0
+        return found[0], tracebacks.with_message(self.lines, found[1])
 
     @property
     def was_leaving(self) -> bool:
@@ -108,7 +134,9 @@ def headline(failure: Failure, host: str) -> str:
     how_it_ended = "an exception" if failure.was_leaving else how(failure.exitcode)
     if failure.hang:
         words = f"the ranks hung, {failure.hang}"
-        return f"{words}\n  rank {failure.rank} ended itself first: {how_it_ended} (process {failure.pid} on host {host})"
+        return (
+            f"{words}\n  rank {failure.rank} ended itself first: {how_it_ended} (process {failure.pid} on host {host})"
+        )
     text = f"rank {failure.rank} failed first: {how_it_ended} (process {failure.pid} on host {host})"
     return text + (f"; {_OUT_OF_MEMORY}" if failure.exitcode == -signal.SIGKILL else "")
 
@@ -128,28 +156,29 @@ def describe(failures: Mapping[int, Failure], host: str, num_nodes: int = 1) -> 
         text.append("  it was ended by, or lost, a rank of another node: see that node's output for the cause")
     traceback = failure.traceback
     text += _indented(traceback)
-    rest = failure.lines[-_LAST_LINES:]
-    if traceback and tuple(rest[-len(traceback) :]) == tuple(traceback[-len(rest) :]):
-        rest = _before_traceback(failure)
-    if rest:
-        text += [f"the last lines of rank {cause}{' before that' if traceback else ''}:", *_indented(rest)]
+    if traceback and failure.before:
+        text += [f"the last lines of rank {cause} before that:", *_indented(failure.before)]
+    if failure.after:
+        text += [f"the last lines of rank {cause}:", *_indented(failure.after)]
     others = [rank for rank in sorted(failures) if rank != cause]
     if others:
         text += ["ended because of it:", *(f"  {_consequence(failures[rank])}" for rank in others)]
     return "\n".join(text)
 
 
-def _before_traceback(failure: Failure) -> Sequence[str]:
-    found = tracebacks.last(failure.lines)
-    return failure.lines[max(0, found[0] - _LAST_LINES) : found[0]] if found else ()
+def _without_blanks(lines: Sequence[str]) -> Sequence[str]:
+    """Without empty lines at the end."""
+    end = len(lines)
+    while end and not lines[end - 1].strip():
+        end -= 1
+    return lines[:end]
 
 
 def _consequence(failure: Failure) -> str:
     text = f"rank {failure.rank}: {how(failure.exitcode)}"
     if failure.exitcode == -signal.SIGTERM:
         return text + ", sent by guozhuang run"
-    stated = next((line for line in reversed(failure.traceback) if line and not line.startswith(" ")), "")
-    return text + (f": {stated[:160]}" if stated else "")
+    return text + (f": {failure.stated[:160]}" if failure.stated else "")
 
 
 def _indented(lines: Sequence[str]) -> list[str]:

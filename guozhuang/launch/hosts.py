@@ -8,23 +8,22 @@ import logging
 import os
 import re
 import secrets
-import sys
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from guozhuang.errors import UsageError, explain
-from guozhuang.launch import ssh
+from guozhuang.launch import hosts_options, ssh
+from guozhuang.launch.hosts_options import DEFAULT_START_TIMEOUT_S as DEFAULT_START_TIMEOUT_S
+from guozhuang.launch.hosts_options import add_arguments as add_arguments
+from guozhuang.launch.say import say
 
 if TYPE_CHECKING:
     from guozhuang.launch.options import Plan
 
-DEFAULT_START_TIMEOUT_S = 60.0
 _SECRET_BYTES = 32
-# Options that say how nodes meet, which is what -H finds out by itself.
-_EXCLUDED = (
-    "--nnodes", "--node-rank", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--standalone", "--local-addr",
-)  # fmt: skip
+_MAX_RANKS = 1024  # of a host: more are a slip, mostly the port of ssh
 _log = logging.getLogger("guozhuang")
 
 
@@ -49,6 +48,9 @@ class Hosts:
         master: address of the first host as the user gave it; None: to be found out.
         port: on the first host; 0: any free one.
         timeline: the file for the timeline; each host writes one of its own.
+        max_restarts: how many times all ranks may be started again.
+        shutdown_timeout_s: what ranks may take to end after SIGTERM; None: as the launcher decides.
+        signals: that the launcher hands on to the ranks, besides those that end every program.
         arguments: the rest of the command line, for the agent of each host.
     """
 
@@ -60,50 +62,10 @@ class Hosts:
     master: str | None
     port: int
     timeline: str | None
+    max_restarts: int
+    shutdown_timeout_s: float | None
+    signals: Sequence[signal.Signals]
     arguments: Sequence[str]
-
-
-def add_arguments(parser: argparse._ActionsContainer) -> None:
-    """Add the options for several hosts."""
-
-    def add(*names: str, **more: Any) -> None:
-        underscored = ["--" + name[2:].replace("-", "_") for name in names if "-" in name[2:]]
-        parser.add_argument(*names, *underscored, **more)
-
-    add(
-        "-H",
-        dest="hosts",
-        action="append",
-        metavar="H:N,...",
-        help="Start N ranks on each host, over ssh (default N: 1).",
-    )
-    add(
-        "--hostfile",
-        metavar="FILE",
-        help="Hosts from a file: lines like 'host slots=2' or 'host:2'; # begins a comment.",
-    )
-    add(
-        "-x",
-        dest="exported",
-        action="append",
-        metavar="NAME[=VALUE]",
-        help="Give every host this environment variable.",
-    )
-    add("--ssh-port", type=int, metavar="PORT", help="Port of ssh on the hosts.")
-    add("--ssh-identity", metavar="FILE", help="Private key for ssh.")
-    add("--ssh-config", metavar="FILE", help="Configuration file for ssh, instead of ~/.ssh/config.")
-    add(
-        "--start-timeout",
-        type=float,
-        metavar="SECONDS",
-        help=f"How long hosts may take to be reached, and again to be ready (default: {DEFAULT_START_TIMEOUT_S:g}).",
-    )
-    add(
-        "--interface",
-        metavar="NAME",
-        help="Network interface for gloo and NCCL, and with -H for the meeting point (default: the one that leads to the "
-        "master).",
-    )
 
 
 def is_asked_for(options: argparse.Namespace) -> bool:
@@ -149,14 +111,13 @@ def start(ours: Plan, arguments: Sequence[str]) -> int:
         ssh.check_installed()
     where = ", ".join(f"{name} ({count})" for name, count in wanted.placed)
     _log.info("%d hosts, with their ranks: %s", len(wanted.placed), where)
-    num_restarts = max(0, int(ours.elastic.max_restarts))
-    for attempt in range(num_restarts + 1):
-        run = Run(wanted, is_local, secrets.token_bytes(_SECRET_BYTES))
+    for attempt in range(wanted.max_restarts + 1):
+        run = Run(wanted, is_local, secrets.token_bytes(_SECRET_BYTES), attempt)
         code = run.run()
         if code == 0 or not run.may_try_again:
             break
-        if attempt < num_restarts:
-            print(f"guozhuang run: starting all ranks again, time {attempt + 1} of {num_restarts}", file=sys.stderr)
+        if attempt < wanted.max_restarts:
+            say(f"starting all ranks again, time {attempt + 1} of {wanted.max_restarts}")
     return code
 
 
@@ -166,16 +127,14 @@ def plan(arguments: Sequence[str], script: Sequence[str], environ: Mapping[str, 
     Args:
         arguments: after ``guozhuang run``.
         script: its end: the training script and the script's own arguments, which are passed on untouched.
-        environ: the launcher's environment.
+        environ: the launcher's environment; a variable like PET_NPROC_PER_NODE stands for the option, as with torchrun.
 
     Raises:
         UsageError: hosts, slots, ranks or variables that make no sense or do not fit each other.
     """
     head = list(arguments[: len(arguments) - len(script)])
     assert list(arguments[len(head) :]) == list(script), (arguments, script)
-    found, rest = _parser().parse_known_args(head)
-    rest = [each for each in rest if each != "--"]
-    _check_rest(rest)
+    found, rest = hosts_options.read(head, environ)
     hosts = [host for text in found.hosts or () for host in parse_hosts(text)]
     if found.hostfile is not None:
         if hosts:
@@ -201,6 +160,9 @@ def plan(arguments: Sequence[str], script: Sequence[str], environ: Mapping[str, 
         master=found.master_addr,
         port=found.master_port or 0,
         timeline=found.timeline,
+        max_restarts=found.max_restarts,
+        shutdown_timeout_s=found.shutdown_timeout,
+        signals=found.signals,
         arguments=[*rest, *script],
     )
 
@@ -225,7 +187,7 @@ def read_hostfile(path: str) -> list[Host]:
     """
     fix = "write lines like 'host slots=2' or 'host:2'"
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:  # some editors begin a file with a mark
             lines = file.read().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(explain(f"the hostfile cannot be read: {error}", value=path, fix="check the path")) from error
@@ -269,7 +231,7 @@ def place(hosts: Sequence[Host], num_ranks: int | None, per_host: str | None) ->
             what = "-np counts the ranks of all hosts, --nproc-per-node those of each: they exclude each other"
             raise UsageError(explain(what, fix="leave one out"))
         if per_host.isdecimal():
-            _check_positive("--nproc-per-node", int(per_host))
+            _check_ranks("--nproc-per-node", int(per_host))
             for name, number in slots.items():
                 if number is not None and int(per_host) > number:
                     what = f"--nproc-per-node asks for more ranks than {name} has slots ({number})"
@@ -277,8 +239,11 @@ def place(hosts: Sequence[Host], num_ranks: int | None, per_host: str | None) ->
         return [(name, per_host) for name in slots]
     free = {name: 1 if number is None else number for name, number in slots.items()}
     if num_ranks is None:
+        for name, number in free.items():
+            _check_ranks(name, number)
         return [(name, str(number)) for name, number in free.items()]
-    _check_positive("-np", num_ranks)
+    if num_ranks < 1:
+        raise UsageError(explain("-np must be at least 1", value=num_ranks, fix="give the number of ranks"))
     if num_ranks > sum(free.values()):
         there = ", ".join(f"{name}:{number}" for name, number in free.items())
         what = f"-np asks for more ranks than there are slots, which are {sum(free.values())} ({there})"
@@ -288,38 +253,9 @@ def place(hosts: Sequence[Host], num_ranks: int | None, per_host: str | None) ->
         here = min(number, num_ranks)
         num_ranks -= here
         if here:
+            _check_ranks(name, here)
             placed.append((name, str(here)))
     return placed
-
-
-def _parser() -> argparse.ArgumentParser:
-    """Only what is ours of the command line; it was read as a whole before, so errors have been said."""
-    parser = argparse.ArgumentParser(prog="guozhuang run", add_help=False, allow_abbrev=False)
-    add_arguments(parser)
-    parser.add_argument("-np", dest="num_ranks", type=int)
-    parser.add_argument("--nproc-per-node", "--nproc_per_node", dest="per_host")
-    parser.add_argument(
-        "--max-restarts", "--max_restarts", type=int
-    )  # the launcher restarts all hosts, not each its own
-    parser.add_argument("--timeline")
-    parser.add_argument("--master-addr", "--master_addr")
-    parser.add_argument("--master-port", "--master_port", type=int)
-    return parser
-
-
-def _check_rest(rest: Sequence[str]) -> None:
-    """What agents are told must not name hosts again, nor how to meet."""
-    ours = [name for action in _parser()._actions for name in action.option_strings]
-    for word in rest:
-        name = word.partition("=")[0].replace("_", "-")
-        if name in _EXCLUDED:
-            what = f"{name} and -H exclude each other: -H says which nodes there are, and they meet by themselves"
-            raise UsageError(
-                explain(what, fix=f"leave {name} out; --master-addr, --master-port and --interface are taken")
-            )
-        full = [each for each in ours if len(name) > 2 and name.startswith("--") and each.startswith(name)]
-        if full:
-            raise UsageError(explain("with -H options are written in full", value=word, fix=f"write {full[0]}"))
 
 
 def _host(text: str, where: str) -> Host:
@@ -357,6 +293,9 @@ def _slots(text: str | None, where: str) -> int | None:
     return int(text)
 
 
-def _check_positive(name: str, number: int) -> None:
+def _check_ranks(name: str, number: int) -> None:
     if number < 1:
         raise UsageError(explain(f"{name} must be at least 1", value=number, fix="give the number of ranks"))
+    if number > _MAX_RANKS:
+        what = f"{name} asks for more than {_MAX_RANKS} ranks on a host"
+        raise UsageError(explain(what, value=number, fix="host:N means N ranks; the port of ssh goes to --ssh-port"))

@@ -10,65 +10,43 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import secrets
 import selectors
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from guozhuang.launch import ssh
+from guozhuang.launch import hosts_failure, ssh
+from guozhuang.launch.hosts_failure import LOST, Failure, said
+from guozhuang.launch.hosts_output import Display
 from guozhuang.launch.meeting import candidates, choose
-from guozhuang.launch.remote import NO_FOLDER, NO_PACKAGE
-from guozhuang.launch.remote_link import Lines, Link, write
+from guozhuang.launch.remote_link import Link
 
 if TYPE_CHECKING:
     from guozhuang.launch.hosts import Hosts
 
-LOST = 255  # the exit code where a host could not be reached, or was lost; ssh's own
-
 _PING_S = 2.0
 # A host that hears nothing from the launcher for so long ends its ranks; an interrupted network may come back before.
 LOST_AFTER_S = 20.0
-# What ranks may take to end after SIGTERM: where the user asked for it, as torchrun has it; where the run has failed; and
-# where the launcher is gone.
-_ASKED_GRACE_S, _FAILED_GRACE_S, _LOST_GRACE_S = 30.0, 10.0, 10.0
+# What ranks may take to end after SIGTERM: where the user asked for it, as torchrun has it; where the run has failed; where
+# the launcher is gone; and an agent whose ranks have ended, and which may stand in a call that no signal comes through to.
+_ASKED_GRACE_S, _FAILED_GRACE_S, _LOST_GRACE_S, _FINISHED_GRACE_S = 30.0, 10.0, 10.0, 2.0
+# What an agent needs after --shutdown-timeout to say how its ranks ended.
+_AFTER_SHUTDOWN_S = 5.0
 _SETTLE_S = 1.0
+# The same where only hosts have failed that lost another one: agents miss each other sooner than ssh misses its server.
+_CAUSE_S = ssh.ALIVE_S * ssh.ALIVE_COUNT
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # While hosts are being reached the others may take longer, so that all that cannot be reached are named at once.
 _REACH_S = 5.0
 # How long after its grace a host may be silent before its connection is dropped.
 _LAST_WORDS_S = 10.0
-# How an agent begins to tell how its node ended, and how it says that another node was the cause (failures.py, agent.py,
-# elastic_fixed.py). Should the words differ, the report is shown all the same, but at once and not at the end.
-_REPORT = re.compile(rb"guozhuang run: ((node [0-9]+: )?rank [0-9]+ failed first|the first failure was on|got SIG)")
-_ELSEWHERE = re.compile(rb"guozhuang run: (node [0-9]+: |the first failure was on)|a rank of another node")
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a host is no longer part of the run.
-
-    Attributes:
-        link: the host.
-        code: the exit code that the launcher would end with.
-        text: what happened, a sentence.
-        is_cause: its agent does not say itself that the cause was on another host.
-        is_signal: a rank or the agent was ended by a signal.
-        is_of_script: the run was on its way, so starting it again may help.
-        report: what the agent said about it.
-    """
-
-    link: Link
-    code: int
-    text: str
-    is_cause: bool = True
-    is_signal: bool = False
-    is_of_script: bool = False
-    report: bytes = b""
+# How long the hosts may take to hear that the launcher is about to be stopped by Ctrl-Z.
+_PAUSE_S = 1.0
+# While the begin of a line waits for its end; see hosts_output.py.
+_HOLDING_S = 0.03
 
 
 class _Failed(Exception):
@@ -86,20 +64,21 @@ class Run:
         wanted: what the command line asks for.
         is_local: for each host whether it is this machine.
         secret: of this run.
+        attempt: how many runs of the same command line were before this one.
     """
 
-    def __init__(self, wanted: Hosts, is_local: Sequence[bool], secret: bytes) -> None:
-        self._wanted, self._secret = wanted, secret
+    def __init__(self, wanted: Hosts, is_local: Sequence[bool], secret: bytes, attempt: int = 0) -> None:
+        self._wanted, self._secret, self._attempt = wanted, secret, attempt
         self._links = [
             Link(name, node_rank, local)
             for node_rank, ((name, _), local) in enumerate(zip(wanted.placed, is_local, strict=True))
         ]
         self._selector = selectors.DefaultSelector()
-        self._lines = Lines()
-        self._reports: dict[int, bytearray] = {}
+        self._display = Display()
         self._failures: list[Failure] = []
         self._told_to_end: set[int] = set()
         self._signals: list[int] = []
+        self._wants_pause = False
         self._rings = threading.Event()
         self._has_met = False
         self.may_try_again = False
@@ -148,6 +127,9 @@ class Run:
                     "num_nodes": len(self._links),
                     "interface": wanted.interface,
                     "secret": self._secret.hex(),
+                    "attempt": self._attempt,
+                    "max_restarts": wanted.max_restarts,
+                    "terminals": self._display.terminals,
                     "arguments": [f"--nproc-per-node={count}", *self._timeline(link), *wanted.arguments],
                 },
             }
@@ -156,7 +138,7 @@ class Run:
             else:
                 # Sooner than ours, so that ssh says what it waited for.
                 command = ssh.command(link.name, wanted.ssh, 0.75 * wanted.start_timeout_s, token)
-            link.start(command, token, header, self._take)
+            link.start(command, token, header, self._display.take)
 
     def _timeline(self, link: Link) -> list[str]:
         if self._wanted.timeline is None:
@@ -198,7 +180,7 @@ class Run:
             for link in links:
                 if word not in link.messages:
                     doing = f"was reached, but was not {word}" if link.messages else "could not be reached"
-                    text = f"{doing} within {self._wanted.start_timeout_s:g} s (--start-timeout){_said(link)}"
+                    text = f"{doing} within {self._wanted.start_timeout_s:g} s (--start-timeout){said(link)}"
                     self._failures.append(Failure(link, LOST, text))
             raise _Failed from None
 
@@ -215,6 +197,8 @@ class Run:
                 raise _Stopped
             if self._failures:
                 raise _Failed
+            if self._wants_pause:
+                deadline += self._pause()
             if time.monotonic() >= deadline:
                 raise TimeoutError
             self._turn(min(0.2, max(deadline - time.monotonic(), 0)))
@@ -234,7 +218,7 @@ class Run:
         for descriptor, (events, link) in watched.items():
             if descriptor not in self._selector.get_map():
                 self._selector.register(descriptor, events, link)
-        for key, events in self._selector.select(wait_s):
+        for key, events in self._selector.select(min(wait_s, _HOLDING_S) if self._display.is_holding else wait_s):
             if key.data is None:
                 with contextlib.suppress(BlockingIOError):
                     os.read(key.fd, 4096)
@@ -248,29 +232,38 @@ class Run:
                     with contextlib.suppress(KeyError, ValueError):
                         self._selector.unregister(descriptor)
                 self._closed(link)
-
-    def _take(self, link: Link, stream: str, data: bytes) -> None:
-        for line in self._lines.add(link, stream, data):
-            self._put(link, stream, line)
-
-    def _put(self, link: Link, stream: str, line: bytes) -> None:
-        """Pass a line on. What an agent says at its end is kept: only one of them tells of the first failure."""
-        if stream == "stderr" and (link.node_rank in self._reports or _REPORT.match(line)):
-            self._reports.setdefault(link.node_rank, bytearray()).extend(line)
-        else:
-            write(stream, line)
+        if self._display.is_holding:
+            self._display.show_what_waits()
 
     def _closed(self, link: Link) -> None:
-        for stream in ("stdout", "stderr"):
-            if rest := self._lines.rest(link, stream):
-                self._put(link, stream, rest + b"\n")
-        report = bytes(self._reports.pop(link.node_rank, b""))
+        report = self._display.close(link)
         if link.node_rank in self._told_to_end:
             return
         if link.code == 0:
-            write("stderr", report)
-            return
-        self._failures.append(_failure(link, report))
+            self._display.show_report(report)
+        else:
+            self._failures.append(hosts_failure.of(link, report))
+
+    def _pause(self) -> float:
+        """Ctrl-Z: tell the hosts not to miss us, and stop; they are told when the shell lets us go on. Seconds it took."""
+        begin = time.monotonic()
+        self._wants_pause = False
+        self._say_to_all({"pause": True})
+        while time.monotonic() < begin + _PAUSE_S and any(
+            not link.is_closed and link.writing() is not None for link in self._links
+        ):
+            self._turn(0.1)
+        self._display.end_lines()
+        handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        signal.pthread_kill(threading.get_ident(), signal.SIGTSTP)  # comes through before the next line
+        signal.signal(signal.SIGTSTP, handler)
+        self._say_to_all({"pause": False})
+        return time.monotonic() - begin
+
+    def _say_to_all(self, request: dict[str, Any]) -> None:
+        for link in self._links:
+            if link.has_started and not link.is_closed:
+                link.say(request)
 
     def _fail(self) -> int:
         """Tell of the first failure, and end the other hosts."""
@@ -279,19 +272,22 @@ class Run:
             return link.is_closed or (not self._has_met and "supervisor" in link.messages)
 
         settled = time.monotonic() + (_SETTLE_S if self._has_met else _REACH_S)
-        while time.monotonic() < settled and not self._signals and not all(map(is_settled, self._links)):
+        latest = settled + _CAUSE_S
+        while not self._signals and not all(map(is_settled, self._links)):
+            is_known = any(failure.is_cause for failure in self._failures)
+            if time.monotonic() >= (settled if is_known else latest):
+                break
             self._turn(0.1)
         first = min(self._failures, key=lambda failure: (not failure.is_cause, not failure.is_signal))
-        self._end(_FAILED_GRACE_S)
+        self._end(self._grace_s(_FAILED_GRACE_S))
         self.may_try_again = first.is_of_script and not self._signals
-        print(f"guozhuang run: host {first.link.name} {first.text}", file=sys.stderr)
-        sys.stderr.flush()
-        write("stderr", first.report)
+        self._display.say(f"host {first.link.name} {first.text}")
+        self._display.show_report(first.report)
         for failure in self._failures:
             if failure is not first:
                 how = failure.text if failure.is_cause else "was ended because of it"
                 how = "did so too, in the same words" if how == first.text else how
-                print(f"guozhuang run: then host {failure.link.name} {how}", file=sys.stderr)
+                self._display.say(f"then host {failure.link.name} {how}")
         self._tell_of_ended()
         return first.code
 
@@ -299,18 +295,30 @@ class Run:
         """The user, or the system, wants the run to end."""
         number = self._signals[0]
         name = signal.Signals(number).name
-        print(f"guozhuang run: got {name}; ending the ranks of {len(self._links)} hosts", file=sys.stderr)
-        self._end(_ASKED_GRACE_S)
+        self._display.say(f"got {name}; ending the ranks of {len(self._links)} hosts")
+        self._end(self._grace_s(_ASKED_GRACE_S), number)
         self._tell_of_ended()
         return 128 + number
 
-    def _end(self, grace_s: float) -> None:
-        """End what still runs: asked first, killed after the grace; at once when a further signal comes."""
+    def _grace_s(self, least_s: float) -> float:
+        """What ranks may take to end: more where the user gave them more (``--shutdown-timeout``)."""
+        asked_s = self._wanted.shutdown_timeout_s
+        return least_s if asked_s is None else max(least_s, asked_s + _AFTER_SHUTDOWN_S)
+
+    def _end(self, grace_s: float, number: int = signal.SIGTERM) -> None:
+        """End what still runs: asked first, killed after the grace; at once when a further signal comes.
+
+        Args:
+            grace_s: between both, in seconds.
+            number: the signal that the launcher got. Agents pass a signal of ``--signals-to-handle`` on to their ranks;
+                for those that mean the end everywhere they get SIGTERM.
+        """
+        how = {} if number in _ENDING else {"signal": int(number)}
         there = [link for link in self._links if not link.is_closed]
         self._told_to_end = {link.node_rank for link in there}
         num_signals = len(self._signals)
         for link in there:
-            link.say({"end": grace_s})
+            link.say({"end": min(grace_s, _FINISHED_GRACE_S) if "finished" in link.messages else grace_s} | how)
             if "agent" not in link.messages:
                 link.abandon()  # still on the way there: what comes to be at the other end finds its stdin closed
         deadline = time.monotonic() + grace_s + _LAST_WORDS_S
@@ -330,7 +338,7 @@ class Run:
                     "did not confirm its end: the connection is gone, and it ends its ranks by itself within "
                     f"{LOST_AFTER_S + _LOST_GRACE_S:g} s"
                 )  # fmt: skip
-                print(f"guozhuang run: then host {link.name} {how}", file=sys.stderr)
+                self._display.say(f"then host {link.name} {how}")
 
     def _ping(self) -> None:
         while not self._rings.wait(_PING_S):
@@ -352,10 +360,15 @@ class Run:
         def note(number: int, _: Any) -> None:
             self._signals.append(number)
 
+        def note_pause(*_: Any) -> None:
+            self._wants_pause = True
+
         before = {}
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in dict.fromkeys((*_ENDING, *self._wanted.signals)):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup
                 before[number] = signal.signal(number, note)
+        if signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL and signal.SIGTSTP not in before:
+            before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, note_pause)
         woken = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         try:
             yield
@@ -366,43 +379,3 @@ class Run:
             self._selector.unregister(waker)
             os.close(waker)
             os.close(wake)
-
-
-def _failure(link: Link, report: bytes) -> Failure:
-    """What became of a host that closed its connection and was not asked to."""
-    said, code = link.messages, link.code
-    if "missing" in said:
-        lacks = {NO_FOLDER: "has no such working directory", NO_PACKAGE: "has Python, but not this package"}
-        return Failure(link, 1, f"{lacks[said['missing']]}: {said['why']}")
-    if "refused" in said:
-        return Failure(link, 1 if code is None else code, f"could not start: {said['refused']}", report=report)
-    if code is not None and code < 0:
-        text = f"lost its agent by {_signal(-code)}; its ranks were ended"
-        if -code == signal.SIGKILL:
-            text += "; if nobody sent it, the machine ran out of memory"
-        return Failure(link, 128 - code, text, is_signal=True, is_of_script=True, report=report)
-    if code is not None:
-        # A shell's code for a rank that was ended by a signal; SIGTERM is how an agent ends the others.
-        is_signal = code > 128 and code != 128 + signal.SIGTERM
-        is_cause = not _ELSEWHERE.search(report)
-        return Failure(link, code, f"failed: exit code {code}", is_cause, is_signal, True, report)
-    if "supervisor" in said:
-        return Failure(link, LOST, f"was lost: the connection to it broke{_said(link)}", report=report)
-    client = link.client_code
-    if client in (126, 127):
-        return Failure(link, client, f"has no such interpreter: {sys.executable}{_said(link)}")
-    if client == LOST:
-        return Failure(link, LOST, f"could not be reached (ssh ended with {client}){_said(link)}")
-    return Failure(link, 1, f"was reached, but the supervisor there ended with {client}{_said(link)}")
-
-
-def _signal(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def _said(link: Link) -> str:
-    words = [line.strip() for line in link.words.replace("\r", "\n").splitlines() if line.strip()]
-    return f": {'; '.join(words[-4:])}" if words else ""

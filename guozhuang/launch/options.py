@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from guozhuang.errors import UsageError, explain
-from guozhuang.launch import command_line, hosts, nodes, script
-from guozhuang.world import interfaces
+from guozhuang.launch import command_line, hosts, nodes, script, torchrun_options
+from guozhuang.world import cores, interfaces
 from guozhuang.world.identity import LaunchedNode
+from guozhuang.world.requests import hang_timeout, requested_secret
 
 # Torchrun's defaults for how nodes meet. Its parser takes a PET_ variable for the default, and so would hide what it said.
 _UNSAID = {
@@ -53,9 +55,7 @@ class Plan:
 
 def parser() -> argparse.ArgumentParser:
     """The parser of torchrun with the options that ``guozhuang run`` adds."""
-    from torch.distributed.run import get_args_parser
-
-    found = get_args_parser()
+    found = torchrun_options.parser(os.environ)
     found.prog = "guozhuang run"
     found.description = (
         "Start the ranks of a training script on this node. Takes all of torchrun's options. On one node no "
@@ -77,9 +77,9 @@ def parser() -> argparse.ArgumentParser:
     ours.add_argument(
         "--hang-timeout",
         "--hang_timeout",
-        type=float,
         metavar="S",
-        help="End the run, with the Python stacks of all ranks, when a rank has not moved for S seconds.",
+        help="End the run, with the Python stacks of all ranks, when a rank has not moved for S seconds; off: do not watch "
+        "the ranks at all.",
     )
     ours.add_argument(
         "--pass-local-rank",
@@ -105,7 +105,8 @@ def plan(arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
 
     Raises:
         UsageError: a script that is not there, a strategy or backend that is unknown, a strategy that cannot run on so
-            many ranks or groups, or a number of ranks or groups that makes no sense.
+            many ranks or groups, a number of ranks or groups that makes no sense, or an option of torchrun that cannot work.
+        WorldError: no network leads to the address of the other nodes.
     """
     found = command_line.read(parser(), arguments)
     chosen: list[str] = []
@@ -113,6 +114,8 @@ def plan(arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
         # Another node reads the rest of the command line, and its folder is carried there.
         return Plan(found, 0, {}, None, chosen, hosts=True)
     script.check(found, environ)
+    if found.training_script.startswith("-") and not (found.module or found.no_python):
+        found.training_script = os.path.join(os.curdir, found.training_script)  # Python would take it for an option
     if found.nproc_per_node is None:
         found.nproc_per_node, why = _default_ranks()
         chosen.append(f"{found.nproc_per_node} ranks per node ({why})")
@@ -121,21 +124,23 @@ def plan(arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
     said = _said(found)
     node = None if said else nodes.of_this_agent(environ)
     if node is not None:
-        said = True
         found.nnodes, found.node_rank, found.rdzv_id = str(node.num_nodes), node.node_rank, "step"
         chosen.append(f"node {node.node_rank} of {node.num_nodes}, as the launcher of this agent says")
-    if found.standalone or (found.nnodes in ("1", "1:1") and not said):
+    _, most_nodes = torchrun_options.settle_nodes(found)
+    torchrun_options.check(found, environ, num_local_ranks, most_nodes)
+    if found.standalone or (not said and most_nodes == 1):
         found.standalone, found.rdzv_backend, found.rdzv_endpoint, found.master_port = True, "static", "", None
         found.rdzv_id = secrets.token_hex(8)
         # Torch would use the host name, which need not resolve; nobody else has to reach this node.
         found.local_addr = found.local_addr or "localhost"
     variables = {}
+    num_cores = cores.usable_cores()
     if "OMP_NUM_THREADS" not in environ:
-        num_threads = max(1, _num_cores() // num_local_ranks)
+        num_threads = max(1, num_cores // num_local_ranks)
         variables["OMP_NUM_THREADS"] = str(num_threads)
-        chosen.append(f"OMP_NUM_THREADS={num_threads} ({_num_cores()} cores / {num_local_ranks} ranks)")
+        chosen.append(f"OMP_NUM_THREADS={num_threads} ({num_cores} cores / {num_local_ranks} ranks)")
     if found.strategy is not None:
-        _check_strategy(found.strategy, num_local_ranks, found.nnodes)
+        _check_strategy(found.strategy, num_local_ranks, most_nodes)
         variables["GUOZHUANG_STRATEGY"] = found.strategy
     if found.backend is not None:
         _check_backend(found.backend)
@@ -151,25 +156,35 @@ def plan(arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
             raise UsageError(explain(what, value=found.timeline, fix="give --timeline the path of a file"))
         variables["GUOZHUANG_TIMELINE"] = timeline
     if found.hang_timeout is not None:
-        if not 0 < found.hang_timeout < float("inf"):
-            what = "--hang-timeout is a number of seconds above 0"
-            raise UsageError(explain(what, value=found.hang_timeout, fix="leave it out to wait for ever"))
-        variables["GUOZHUANG_HANG_TIMEOUT"] = f"{found.hang_timeout:g}"
+        seconds = hang_timeout(found.hang_timeout)
+        variables["GUOZHUANG_HANG_TIMEOUT"] = seconds if seconds == "off" else f"{seconds:g}"
     if found.by_variables and found.pass_local_rank is not None:
         what = "--use-env and --pass-local-rank exclude each other"
         raise UsageError(explain(what, fix="leave out --use-env if the script reads an option"))
     option = None if found.pass_local_rank is None else f"--{found.pass_local_rank}"
     notes = []
-    if num_local_ranks > _num_cores():
-        notes.append(f"{num_local_ranks} ranks share {_num_cores()} cores of this node")
+    if num_local_ranks > num_cores:
+        notes.append(f"{num_local_ranks} ranks share {num_cores} cores of this node")
     log_folder = _log_folder(found)
     if log_folder is not None:
         notes.append(f"the output of each rank goes to {os.path.join(log_folder, 'rank0.log')} and so on")
-    if node is not None or found.nnodes not in ("1", "1:1"):
+    if most_nodes > 1:
         variables |= _interface(found, environ, node)
     elif found.interface is not None:
         variables |= interfaces.variables_towards("", environ, found.interface)
-    return Plan(found, num_local_ranks, variables, timeline, chosen, log_folder, option, _secret(environ), notes, node)
+    else:
+        variables |= _loopback(environ)
+    secret = requested_secret(environ) or None
+    return Plan(found, num_local_ranks, variables, timeline, chosen, log_folder, option, secret, notes, node)
+
+
+def _loopback(environ: Mapping[str, str]) -> dict[str, str]:
+    """For ranks of one node: gloo and NCCL would listen where other machines can come."""
+    names = {name for _, name in socket.if_nameindex()} if hasattr(socket, "if_nameindex") else set()
+    loopback = next((name for name in ("lo", "lo0") if name in names), None)
+    if loopback is None:
+        return {}
+    return interfaces.variables(interfaces.Interface(loopback, "127.0.0.1"), environ)
 
 
 def _interface(found: argparse.Namespace, environ: Mapping[str, str], node: LaunchedNode | None) -> dict[str, str]:
@@ -193,21 +208,9 @@ def _interface(found: argparse.Namespace, environ: Mapping[str, str], node: Laun
     return interfaces.variables_towards(host, environ, asked)
 
 
-def _secret(environ: Mapping[str, str]) -> bytes | None:
-    text = environ.get("GUOZHUANG_SECRET")
-    if not text:
-        return None
-    try:
-        return bytes.fromhex(text)
-    except ValueError as error:
-        what = "GUOZHUANG_SECRET is not hexadecimal"
-        raise UsageError(explain(what, fix="set it to the output of `openssl rand -hex 32` on all nodes")) from error
-
-
 def _log_folder(found: argparse.Namespace) -> str | None:
     """The folder for a file per rank; None without one, or where torch's own way of logging was asked for."""
-    filters = found.duplicate_stdout_filters or found.duplicate_stderr_filters
-    if found.log_dir is None or found.redirects != "0" or found.tee != "0" or found.logs_specs or filters:
+    if found.log_dir is None or torchrun_options.keeps_torchs_logs(found):
         return None
     folder: str = os.path.abspath(found.log_dir)
     try:
@@ -247,17 +250,13 @@ def _said(found: argparse.Namespace) -> bool:
     return any(getattr(found, name) != default for name, default in _UNSAID.items())
 
 
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _check_strategy(name: str, num_local_ranks: int, nnodes: str) -> None:
+def _check_strategy(name: str, num_local_ranks: int, most_nodes: int) -> None:
     from guozhuang import strategies
 
     strategy = strategies.get(name)
-    if strategy.one_process and (num_local_ranks > 1 or nnodes not in ("1", "1:1")):
+    if strategy.one_process and num_local_ranks * most_nodes > 1:
         what = f"strategy {name!r} runs in one process, but more than one rank was asked for"
-        raise UsageError(explain(what, value=f"{num_local_ranks} per node, {nnodes} nodes", fix="give -np 1"))
+        raise UsageError(explain(what, value=f"{num_local_ranks} per node, {most_nodes} nodes", fix="give -np 1"))
 
 
 def _check_backend(name: str) -> None:

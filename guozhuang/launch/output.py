@@ -2,11 +2,12 @@
 
 [Note: pipes] Each rank writes into a named pipe of the agent's temporary folder, which torch elastic opens as its log file
 would be. Files that are followed by polling, as torch's own ``--tee`` does, fill a disk over weeks, show a line a tenth of a
-second late, and lose their order between ranks; a pseudo terminal would have to be one's own per rank. Nothing that was
-printed is lost at the end: what a process wrote stays in the pipe when it ends, also by SIGKILL; the thread stops only after
-every process of the run has ended (guard.py) and each pipe has been read until it was empty. Both streams of a rank share a
-pipe where both of the agent's go to the same place, so their order is kept.
-With ``--log-dir`` a rank writes into its file by itself (rank.py), which then needs nobody to be whole.
+second late, and lose their order between ranks. Rank 0 gets a pseudo terminal where it is shown on one (streams.py). Nothing
+that was printed is lost at the end: what a process wrote stays in the pipe when it ends, also by SIGKILL; the thread stops
+only after every process of the run has ended (guard.py) and each pipe has been read until it was empty. Both streams of a
+rank share a pipe where both of the agent's go to the same place, so their order is kept.
+With ``--log-dir`` a rank writes into its file by itself (rank.py), which then needs nobody to be whole. The thread reads it
+too, so that it knows when a rank began to print its traceback.
 
 [Note: who was first] Torch elastic looks ten times a second who has ended and notes the second. A failure spreads over a
 world in a few milliseconds. So the thread notes when each process ended (a pidfd becomes readable) and when each line came:
@@ -15,9 +16,7 @@ a rank that begins to print a traceback has failed, though it may take long to e
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import itertools
 import os
 import selectors
 import signal
@@ -25,34 +24,35 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
 
-from guozhuang.launch.screen import Lines, Screen, mark
+from guozhuang.launch.log_files import LogFile
+from guozhuang.launch.screen import Screen, mark
+from guozhuang.launch.streams import PATIENCE_S, NamedPipe, OwnTerminal, Stream, Trace
 
-_KEPT_LINES = 400  # of each rank, for the report of a failure
-_READ_BYTES = 65536
-# An unfinished line of a rank whose output is shown by lines is shown all the same when it has stood for so long.
-_PATIENCE_S = 1.0
-# And one of rank 0, whose progress bars are shown as they come: Python writes the parts of a line one by one, and lines of
-# other ranks would come between them.
-_LIVE_PATIENCE_S = 0.05
+_LOOK_S = 0.1  # between looks at log files
 _DRAIN_S = 5.0  # for a pipe that somebody still writes to, at the end
-_numbers = itertools.count()
+_CATCH_UP_S = 1.0
+# How a line begins that rank.py writes before what the rank does.
+_ANEW = b"--- started anew, attempt "
+# For rank.py: the terminals that are to be the rank's streams.
+_TERMINALS = {1: "GUOZHUANG_STDOUT", 2: "GUOZHUANG_STDERR"}
 
 
-@dataclass
-class Trace:
-    """What was seen of one rank of the current attempt.
+@dataclass(frozen=True)
+class Places:
+    """Where a rank is to write.
 
     Attributes:
-        pid: of its process; 0 until it is known.
-        ended: when the process ended, by the monotonic clock in seconds; None while it runs or where it cannot be seen.
-        lines: the last lines it printed and when each came; those of a log file have no time (0.0).
+        stdout, stderr: paths for torch elastic to open; empty: where the agent writes, unless ``variables`` say more.
+        variables: for the rank's environment; rank.py reads some of them.
     """
 
-    pid: int = 0
-    ended: float | None = None
-    lines: collections.deque[tuple[float, str]] = field(default_factory=lambda: collections.deque(maxlen=_KEPT_LINES))
+    stdout: str
+    stderr: str
+    variables: Mapping[str, str]
 
 
 class Output:
@@ -61,26 +61,39 @@ class Output:
     Args:
         colour: whether marks are coloured; None: on a terminal, unless NO_COLOR is set.
         on_signal: called in the thread with the number of each signal that the agent gets.
+        terminals: for each of the two streams, whether it ends on a terminal and is coloured, where its descriptor leads to
+            somebody who passes it on; None: as the descriptors say.
     """
 
-    def __init__(self, colour: bool | None = None, on_signal: Callable[[int], None] = lambda number: None) -> None:
+    def __init__(
+        self,
+        colour: bool | None = None,
+        on_signal: Callable[[int], None] = lambda number: None,
+        terminals: Sequence[tuple[bool, bool]] | None = None,
+    ) -> None:
         self.traces: dict[int, Trace] = {}
         self._on_signal = on_signal
-        same = _is_same(1, 2)
-        out = _Target(1, colour)
-        self._targets = [out, out if same else _Target(2, colour)]
+        same = is_same(1, 2)
+        (out_ends_on, out_colour), (err_ends_on, err_colour) = terminals or ((None, colour), (None, colour))
+        out = Target(1, out_colour, out_ends_on)
+        self._targets = [out, out if same else Target(2, err_colour, err_ends_on)]
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
         self._woken.setblocking(False)
         self._wake.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, self._on_wake)
         self._lock = threading.Lock()  # for the selector's map, which both threads change
-        self._pipes: list[_Pipe] = []
+        self._streams: list[Stream] = []
+        self._files: list[tuple[LogFile, Trace]] = []
+        self._handlers: dict[int, Any] = {}  # of signals: what was there before ours
         self._later: list[tuple[float, Callable[[], None]]] = []
         self._ending = False
         self._signals_before: int | None = None
         if threading.current_thread() is threading.main_thread():
             self._signals_before = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
+            if signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL:
+                self._handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._pause)
+                signal.siginterrupt(signal.SIGTSTP, False)
         self._thread = threading.Thread(target=self._run, name="guozhuang output", daemon=True)
         self._thread.start()
 
@@ -89,26 +102,73 @@ class Output:
         self._drain()
         self.traces = {rank: Trace() for rank in ranks}
 
-    def pipes(self, rank: int, folder: str, shown: bool = True) -> tuple[str, str]:
-        """Where a rank is to write: the paths for its standard output and for its errors.
+    def pipes(self, rank: int, folder: str, shown: bool = True) -> Places:
+        """Ways for what a rank writes to come here.
 
         Args:
             rank: its number in the world.
             folder: where the pipes are made; one per rank and attempt.
             shown: pass on what it prints, not only keep the last lines.
         """
-        paths: list[str] = []
-        for name, target in zip(("stdout", "stderr"), self._targets, strict=True):
-            if paths and target is self._targets[0]:
-                return paths[0], paths[0]
-            path = os.path.join(folder, name)
-            os.mkfifo(path, 0o600)
-            pipe = _Pipe(path, rank, target if shown else None, self.traces[rank])
+        paths: dict[int, str] = {}
+        variables: dict[str, str] = {}
+        for descriptor, target in zip((1, 2), self._targets, strict=True):
+            if descriptor == 2 and target is self._targets[0]:
+                paths[2] = paths[1]
+                if _TERMINALS[1] in variables:
+                    variables[_TERMINALS[2]] = variables[_TERMINALS[1]]
+                break
+            way: NamedPipe | OwnTerminal | None = None
+            if rank == 0 and shown:
+                way = self._own_terminal(target)
+            if isinstance(way, OwnTerminal):
+                paths[descriptor], variables[_TERMINALS[descriptor]] = "", way.path
+                columns = way.resize()
+                if columns and os.isatty(0) and "COLUMNS" not in os.environ:
+                    variables["COLUMNS"] = str(columns)
+            else:
+                way = NamedPipe(os.path.join(folder, "stdout" if descriptor == 1 else "stderr"))
+                paths[descriptor] = way.path
+            stream = Stream(way, rank, self.traces[rank], target.screen if shown else None, shown and target.colour)
             with self._lock:
-                self._pipes.append(pipe)
-                self._selector.register(pipe.source, selectors.EVENT_READ, pipe.read)
-            paths.append(path)
-        return paths[0], paths[1]
+                self._streams.append(stream)
+                self._selector.register(stream.source, selectors.EVENT_READ, stream.read)
+        return Places(paths[1], paths[2], variables)
+
+    def _own_terminal(self, target: Target) -> OwnTerminal | None:
+        if not os.isatty(target.descriptor):
+            return None
+        try:
+            way = OwnTerminal(target.descriptor, len(mark(0, False)))
+        except OSError:
+            return None
+        if self._signals_before is not None and signal.SIGWINCH not in self._handlers:
+            # The handler does nothing; the signal comes to the thread by its number. See ``_on_wake``.
+            self._handlers[signal.SIGWINCH] = signal.signal(signal.SIGWINCH, lambda number, frame: None)
+            signal.siginterrupt(signal.SIGWINCH, False)
+        return way
+
+    def follow(self, rank: int, path: str, whole: bool = False) -> None:
+        """A rank writes into this file by itself from now on; keep the last lines of it.
+
+        Args:
+            rank: its number in the world.
+            path: the file.
+            whole: what is there already was written by it too.
+        """
+        with self._lock:
+            self._files.append((LogFile(path, skipped=_ANEW, whole=whole), self.traces[rank]))
+        self._poke()
+
+    def catch_up(self) -> None:
+        """Take in what ranks that have ended have printed."""
+        if self._lock.acquire(timeout=_CATCH_UP_S):  # the thread may stand in a write that nobody takes
+            try:
+                for stream in self._streams:
+                    stream.read()
+                self._look()
+            finally:
+                self._lock.release()
 
     def watch(self, pids: Mapping[int, int]) -> None:
         """Note when these processes, by rank, end."""
@@ -141,6 +201,8 @@ class Output:
         if self._signals_before is not None:
             signal.set_wakeup_fd(self._signals_before)
             self._signals_before = None
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
         if self._ending:
             return
         self._ending = True
@@ -156,6 +218,23 @@ class Output:
                     os.close(key.fileobj)
         self._selector.close()
 
+    def _pause(self, number: int, frame: FrameType | None) -> None:
+        """Ctrl-Z: stop the ranks too, which are in sessions of their own; go on with them when the shell says so."""
+        self._tell_ranks(signal.SIGSTOP)
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        # To this thread: the process stands still before the call returns. Without a shell to go on, the kernel ignores it.
+        signal.pthread_kill(threading.get_ident(), signal.SIGTSTP)
+        signal.signal(signal.SIGTSTP, self._pause)
+        signal.siginterrupt(signal.SIGTSTP, False)
+        self._tell_ranks(signal.SIGCONT)
+        self._wake.send(bytes([signal.SIGWINCH]))  # the size of the terminal may have changed
+
+    def _tell_ranks(self, number: int) -> None:
+        for trace in list(self.traces.values()):
+            if trace.pid and trace.ended is None:
+                with contextlib.suppress(OSError):
+                    os.killpg(trace.pid, number)
+
     def _poke(self) -> None:
         with contextlib.suppress(BlockingIOError, OSError):
             self._wake.send(b"\0")
@@ -163,15 +242,17 @@ class Output:
     def _run(self) -> None:
         while not self._ending:
             with self._lock:
-                waits = [pipe.patience_s for pipe in self._pipes if pipe.is_waiting]
-            waits += [_PATIENCE_S] if self._later else []
-            for key, _ in self._selector.select(min(waits) / 2 if waits else None):
+                waits = [stream.patience_s / 2 for stream in self._streams if stream.is_waiting]
+                waits += [_LOOK_S] if self._files else []
+            waits += [PATIENCE_S / 2] if self._later else []
+            for key, _ in self._selector.select(min(waits) if waits else None):
                 with self._lock:
                     key.data()
             if waits:
                 with self._lock:
-                    for pipe in self._pipes:
-                        pipe.show_what_waits()
+                    for stream in self._streams:
+                        stream.show_what_waits()
+                    self._look()
             for timer in [timer for timer in self._later if timer[0] <= time.monotonic()]:
                 self._later.remove(timer)
                 timer[1]()
@@ -181,127 +262,84 @@ class Output:
         """Read what is left, by whichever thread: nobody writes any more."""
         with self._lock:
             deadline = time.monotonic() + _DRAIN_S
-            for pipe in self._pipes:
-                while pipe.read() and time.monotonic() < deadline:
+            for stream in self._streams:
+                while stream.read() and time.monotonic() < deadline:
                     pass
-                pipe.finish()
-                self._selector.unregister(pipe.source)
-                pipe.close()
-            self._pipes.clear()
+                self._selector.unregister(stream.source)
+                stream.finish()
+            self._streams.clear()
+            for file, trace in self._files:
+                _keep(trace, file.finish())
+            self._files.clear()
             for target in self._targets:
                 target.screen.end()
+
+    def _look(self) -> None:
+        for file, trace in self._files:
+            _keep(trace, file.read())
 
     def _on_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
             for number in self._woken.recv(64):
-                if number:
+                if number == signal.SIGWINCH:
+                    for stream in self._streams:
+                        stream.resize()
+                elif number:
                     self._on_signal(number)
 
 
-class _Target:
-    """Standard output or standard error of the agent."""
+def _keep(trace: Trace, lines: Sequence[str]) -> None:
+    now = time.monotonic()
+    trace.lines.extend((now, line) for line in lines)
 
-    def __init__(self, descriptor: int, colour: bool | None) -> None:
-        self._descriptor = descriptor
+
+class Target:
+    """Standard output or standard error of this process.
+
+    Args:
+        descriptor: 1 or 2.
+        colour: whether marks are coloured; None: on a terminal, unless NO_COLOR is set.
+        is_terminal: whether what is written ends on a terminal; None: whether the descriptor is one.
+    """
+
+    def __init__(self, descriptor: int, colour: bool | None = None, is_terminal: bool | None = None) -> None:
+        self.descriptor = descriptor
         self._is_gone = False
-        is_terminal = os.isatty(descriptor)
+        is_terminal = os.isatty(descriptor) if is_terminal is None else is_terminal
         if colour is None:
             colour = os.environ.get("FORCE_COLOR", "0") not in ("", "0") or (
                 is_terminal and not os.environ.get("NO_COLOR")
             )
         self.colour = colour
-        self.screen = Screen(self._write, is_terminal)
+        self.is_terminal = is_terminal
+        self.screen = Screen(self.write, is_terminal, self._size)
 
-    def _write(self, data: bytes) -> None:
+    def _size(self) -> tuple[int, int]:
+        try:
+            return os.get_terminal_size(self.descriptor)
+        except OSError:
+            return 0, 0  # somebody passes it on
+
+    def write(self, data: bytes) -> None:
+        """Write all of it, and wait for room; once the reader is gone, nothing."""
         view = memoryview(data)
         while view and not self._is_gone:
             try:
-                view = view[os.write(self._descriptor, view) :]
+                view = view[os.write(self.descriptor, view) :]
             except BlockingIOError:
                 with selectors.DefaultSelector() as selector:
-                    selector.register(self._descriptor, selectors.EVENT_WRITE)
+                    selector.register(self.descriptor, selectors.EVENT_WRITE)
                     selector.select()
             except OSError as error:
                 # Whoever read our output is gone. The ranks go on, and their pipes must not fill up.
                 self._is_gone = True
-                if self._descriptor == 1:
+                if self.descriptor == 1:
                     with contextlib.suppress(OSError):
                         text = f"guozhuang run: standard output is closed ({error.strerror}); the ranks go on unseen\n"
                         os.write(2, text.encode())
 
 
-class _Pipe:
-    """What one stream (or both) of a rank comes through."""
-
-    def __init__(self, path: str, rank: int, target: _Target | None, trace: Trace) -> None:
-        self.source = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        # An own end for writing: the pipe is never at its end, only empty, so that waiting for it costs nothing.
-        self._own_end = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
-        self._screen = target.screen if target is not None else None
-        self._mark = mark(rank, target is not None and target.colour)
-        self._is_live = rank == 0
-        self._trace, self._lines = trace, Lines()
-        self.patience_s = _LIVE_PATIENCE_S if self._is_live else _PATIENCE_S
-        self._held = b""  # of a stream that is shown as it comes: the begin of a line, for a moment
-        self._since = 0.0  # when what waits came
-        self._is_closed = False
-        self._number = next(_numbers)
-
-    def read(self) -> bool:
-        """Take what is there; False if nothing was."""
-        if self._is_closed:
-            return False  # the selector saw something before the other thread had read it all
-        try:
-            data = os.read(self.source, _READ_BYTES)
-        except BlockingIOError:
-            return False
-        if not data:
-            return False
-        if not self.is_waiting or not self._is_live:
-            self._since = time.monotonic()
-        self._take(self._lines.feed(data))
-        if self._screen is not None and self._is_live:
-            whole = (self._held + data).rpartition(b"\n")
-            self._held = whole[2]
-            if whole[1]:
-                self._screen.live(self._number, self._mark, whole[0] + whole[1])
-                self._since = time.monotonic()
-        return True
-
-    def _take(self, lines: Sequence[bytes]) -> None:
-        now = time.monotonic()
-        for line in lines:
-            self._trace.lines.append((now, line.decode(errors="replace")))
-            if self._screen is not None and not self._is_live:
-                self._screen.line(self._mark, line)
-
-    @property
-    def is_waiting(self) -> bool:
-        return bool(self._held) if self._is_live else self._lines.is_waiting()
-
-    def show_what_waits(self) -> None:
-        if self.is_waiting and time.monotonic() > self._since + self.patience_s:
-            self._show()
-
-    def _show(self) -> None:
-        if not self._is_live:
-            self._take(self._lines.rest())
-        elif self._screen is not None:
-            self._screen.live(self._number, self._mark, self._held)
-            self._held = b""
-
-    def finish(self) -> None:
-        if self._is_live and self._held:
-            self._show()
-        self._take(self._lines.rest())
-
-    def close(self) -> None:
-        self._is_closed = True
-        os.close(self.source)
-        os.close(self._own_end)
-
-
-def _is_same(one: int, other: int) -> bool:
+def is_same(one: int, other: int) -> bool:
     """Whether two descriptors lead to the same terminal, file or pipe."""
     try:
         a, b = os.fstat(one), os.fstat(other)

@@ -23,6 +23,10 @@ def main(arguments: Sequence[str]) -> int:
     agent, folder, command = int(arguments[0]), arguments[1], list(arguments[2:])
     if not _end_with_the_agent(agent):
         return 128 + signal.SIGKILL  # it is gone already: nobody would end us
+    for descriptor, name in ((1, "GUOZHUANG_STDOUT"), (2, "GUOZHUANG_STDERR")):
+        terminal = os.environ.pop(name, "")
+        if terminal:
+            _use_terminal(terminal, descriptor)
     if folder:
         _write_to(os.path.join(folder, f"rank{os.environ['RANK']}.log"))
     # Python ignores both in its own process, and exec would hand that on to a program that is not Python.
@@ -43,6 +47,16 @@ def _end_with_the_agent(agent: int) -> bool:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     # After the call: an agent that ended before it was not noticed by the kernel, but is no longer our parent.
     return os.getppid() == agent
+
+
+def _use_terminal(path: str, descriptor: int) -> None:
+    """Make a terminal a stream of this process, but not its controlling one. See [Note: the terminal of rank 0]."""
+    try:
+        terminal = os.open(path, os.O_RDWR | os.O_NOCTTY)
+    except OSError:
+        return  # it stays the agent's
+    os.dup2(terminal, descriptor)
+    os.close(terminal)
 
 
 def _write_to(path: str) -> None:

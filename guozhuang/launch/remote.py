@@ -10,9 +10,10 @@ prints before is told apart), then frames: a byte for the kind, four for the len
 ended: where it is missing, the connection broke; ssh's own exit code cannot tell that from a rank killed by a signal.
 
 [Note: nothing stays] stdin ends when the launcher ends, however it ends, because its ssh client goes on only as long as the
-pipe between them. Where the network is cut nothing ends, so silence longer than ``lost_after_s`` means the same. Then, and
-when the agent itself is gone, every descendant is killed: ranks have sessions of their own, and orphans come to the
-supervisor, because it asked to be their reaper; so none escapes a walk over the tree of processes.
+pipe between them. Where the network is cut nothing ends, so silence longer than ``lost_after_s`` means the same, unless the
+launcher has said that it will be stopped for a while (Ctrl-Z). Then, and when the agent itself is gone, every descendant is
+killed: ranks have sessions of their own, and orphans come to the supervisor, because it asked to be their reaper; so none
+escapes a walk over the tree of processes.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class Supervisor:
         self._pipes: dict[int, bytes] = {}
         self._to_node = -1
         self._kill_at: float | None = None
+        self._is_paused = False
         self._launcher_is_gone = False
 
     def run(self, header: dict[str, Any]) -> int:
@@ -80,12 +82,12 @@ class Supervisor:
             if asked_to_end:
                 asked_to_end.clear()
                 self._end(self._lost_grace_s)
-            if time.monotonic() - self._heard > self._lost_after_s:
+            if time.monotonic() - self._heard > self._lost_after_s and not self._is_paused:
                 self._lose_launcher()
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
                 _kill_descendants(self._agent.pid)
         deadline = time.monotonic() + _TIDY_S
-        while _descendants() and time.monotonic() < deadline and self._kill_at is None:
+        while _descendants() and time.monotonic() < deadline:
             self._turn(waker)
         _kill_descendants(self._agent.pid)
         deadline = time.monotonic() + _DRAIN_S
@@ -200,7 +202,9 @@ class Supervisor:
 
     def _obey(self, request: dict[str, Any]) -> None:
         if "end" in request:
-            self._end(float(request["end"]))
+            self._end(float(request["end"]), int(request.get("signal", signal.SIGTERM)))
+        elif "pause" in request:
+            self._is_paused = bool(request["pause"])
         else:
             with contextlib.suppress(OSError):
                 os.write(self._to_node, json.dumps(request).encode() + b"\n")
@@ -212,12 +216,12 @@ class Supervisor:
             self._end(self._lost_grace_s)
         self._heard = time.monotonic()
 
-    def _end(self, grace_s: float) -> None:
+    def _end(self, grace_s: float, number: int = signal.SIGTERM) -> None:
         """Ask the agent to end its ranks and itself; kill what is left after the grace. Asked again: whichever is sooner."""
         assert self._agent is not None
         if self._kill_at is None and grace_s > 0:
             with contextlib.suppress(OSError):
-                self._agent.terminate()
+                self._agent.send_signal(number)
         kill_at = time.monotonic() + grace_s
         self._kill_at = kill_at if self._kill_at is None else min(self._kill_at, kill_at)
 
@@ -243,15 +247,24 @@ def _descendants() -> list[int]:
     return sorted(found)
 
 
+def _is_guard(pid: int) -> bool:
+    """Whether a process is an agent's guard (guard.py), which is about to end the ranks and remove their folder."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as line:
+        return any(word.endswith(b"/guozhuang/launch/guard.py") for word in line.read().split(b"\0"))
+    return False
+
+
 def _kill_descendants(session: int) -> None:
     if not os.path.isdir("/proc/self"):  # not Linux: the agent's session is all that can be found
         with contextlib.suppress(OSError):
             os.killpg(session, signal.SIGKILL)
-    deadline = time.monotonic() + _KILL_S
-    while (pids := _descendants()) and time.monotonic() < deadline:
+    begin = time.monotonic()
+    while (pids := _descendants()) and time.monotonic() < begin + _KILL_S:
+        is_tidying = time.monotonic() < begin + _TIDY_S
         for pid in pids:
             with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+                if not (is_tidying and _is_guard(pid)):
+                    os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
 
 

@@ -12,8 +12,8 @@ import os
 import signal
 import struct
 import subprocess
-import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,7 @@ _HEAD_BYTES = 5
 _CHUNK_BYTES = 1 << 16
 _MAX_WORDS_BYTES = 1 << 14
 _END_S = 5.0
+_DRAIN_S = 2.0
 
 
 @dataclass(eq=False)
@@ -65,9 +66,10 @@ class Link:
             header: the first line for the supervisor.
             output: is called with what the ranks wrote to "stdout" or "stderr".
         """
+        self._ended: float | None
         self._token, self._output = f"\n{token}\n".encode(), output
         self._received, self._stderr = bytearray(), bytearray()
-        self._has_begun = False
+        self._has_begun, self._ended = False, None
         self._lock = threading.Lock()
         self._unsent = bytearray(ssh.supervisor_source() + json.dumps(header).encode() + b"\n")
         self._process = subprocess.Popen(
@@ -132,8 +134,14 @@ class Link:
 
     def look(self) -> bool:
         """Whether this link has closed just now."""
-        if self.is_closed or self._process.poll() is None or self._open:
+        if self.is_closed or self._process.poll() is None:
             return False
+        if self._ended is None:
+            self._ended = time.monotonic()
+        # What the client has left running, a master connection for example, may hold its end of a pipe for ever.
+        if self._open and time.monotonic() < self._ended + _DRAIN_S:
+            return False
+        self._open.clear()
         self._close()
         return True
 
@@ -197,40 +205,3 @@ class Link:
             self.code = int(message["ended"])
         elif "killed" in message:
             self.code = -int(message["killed"])
-
-
-class Lines:
-    """Puts what comes in pieces from many hosts together to whole lines, and writes each at once.
-
-    A carriage return ends a line too, so that progress bars move.
-    """
-
-    def __init__(self) -> None:
-        self._rest: dict[tuple[str, str, int], bytes] = {}
-
-    def add(self, link: Link, stream: str, data: bytes) -> list[bytes]:
-        """The lines that are whole now."""
-        key = (link.name, stream, link.node_rank)
-        data = self._rest.pop(key, b"") + data
-        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
-        if len(data) - end > _CHUNK_BYTES:
-            end = len(data)
-        if data[end:]:
-            self._rest[key] = data[end:]
-        return data[:end].splitlines(keepends=True)
-
-    def rest(self, link: Link, stream: str) -> bytes:
-        """What came without the end of a line."""
-        return self._rest.pop((link.name, stream, link.node_rank), b"")
-
-
-def write(stream: str, data: bytes) -> None:
-    """Write to our stdout or stderr; a reader that has gone away is not worth a traceback for each line."""
-    target = sys.stdout if stream == "stdout" else sys.stderr
-    with contextlib.suppress(BrokenPipeError):
-        if hasattr(target, "buffer"):
-            target.flush()
-            target.buffer.write(data)
-            target.buffer.flush()
-        else:
-            target.write(data.decode(errors="replace"))

@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.launch import agent
+from guozhuang.launch.outer import Outer
 from guozhuang.world import interfaces
 from guozhuang.world.door import Door, NotOurDoorError, WrongSecretError, knock, pass_through
 from guozhuang.world.rendezvous import host_identity
@@ -54,6 +55,13 @@ class Node:
         self._arguments: list[str] = told["arguments"]
         self._interface: str | None = told["interface"]
         self._secret = bytes.fromhex(told["secret"])
+        out, err = told["terminals"]
+        self._outer = Outer(
+            attempt=int(told["attempt"]),
+            max_restarts=int(told["max_restarts"]),
+            terminals=((bool(out[0]), bool(out[1])), (bool(err[0]), bool(err[1]))),
+            finished=lambda: channel.say({"finished": True}),
+        )
         self._store: dist.Store | None = None
         self._store_port = 0
         self._doors: dict[tuple[str, int], Door] = {}
@@ -68,7 +76,7 @@ class Node:
             elif self._interface is not None:
                 os.environ.update(interfaces.variables_towards("", os.environ, self._interface))
             stack.enter_context(self._channel.watched())
-            return agent.main(arguments)
+            return agent.main(arguments, self._outer)
 
     def _meet(self, stack: contextlib.ExitStack) -> list[str]:
         known = interfaces.addresses()

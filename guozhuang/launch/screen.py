@@ -7,15 +7,14 @@ because bytes are split at line ends only, which are no part of any other charac
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+from guozhuang.launch.terminal import Terminal, rows_up
 
 _COLOURS = (36, 33, 35, 32, 34, 31)  # cyan first: red last, because it reads as an error
-_RESET = b"\x1b[0m"
-_ERASE = b"\r\x1b[K"  # to the first column, and away with what stands in the row
 # A line that is longer is passed on in pieces: memory is bounded, whatever a rank writes.
 MAX_LINE = 65536
-# What is repeated of an unfinished line when it was interrupted.
-_MAX_REPEATED = 4096
+_MAX_DRAWN = 4096  # that are kept of a line that is drawn over again and again
 _PIECE = re.compile(rb"[\r\n]|[^\r\n]+")
 
 
@@ -26,21 +25,25 @@ def mark(rank: int, colour: bool) -> bytes:
 
 
 class Lines:
-    """Cuts what a rank wrote into lines. Of a line that was drawn over with carriage returns the last state remains."""
+    """Cuts what a rank wrote into lines. Of a line that was drawn over with carriage returns the last state remains.
 
-    def __init__(self) -> None:
+    Args:
+        moves: a line begins with the way up (``terminal.rows_up``) if the cursor was sent up in what was drawn over.
+    """
+
+    def __init__(self, moves: bool = False) -> None:
         self._rest = b""
+        self._moves = moves
 
     def feed(self, data: bytes) -> list[bytes]:
         """The lines that these bytes complete, without their ends."""
         *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > _MAX_DRAWN and b"\r" in self._rest:
+            self._rest = b"\r" + self._last_state(self._rest)
         if len(self._rest) > MAX_LINE:
-            drawn = _last_state(self._rest)
-            if len(drawn) > MAX_LINE:
-                lines.append(self._rest)
-                drawn = b""
-            self._rest = drawn
-        return [_last_state(line) for line in lines]
+            lines.append(self._rest)
+            self._rest = b""
+        return [self._last_state(line) for line in lines]
 
     def is_waiting(self) -> bool:
         """Whether an unfinished line stands here that is no progress bar."""
@@ -48,12 +51,13 @@ class Lines:
 
     def rest(self) -> list[bytes]:
         """What is left of an unfinished line, as a line; nothing is left of it here."""
-        line, self._rest = _last_state(self._rest), b""
+        line, self._rest = self._last_state(self._rest), b""
         return [line] if line else []
 
-
-def _last_state(line: bytes) -> bytes:
-    return line.rstrip(b"\r").rpartition(b"\r")[2]
+    def _last_state(self, line: bytes) -> bytes:
+        before, _, last = line.rstrip(b"\r").rpartition(b"\r")
+        up = rows_up(before) if self._moves else 0
+        return b"\x1b[%dA" % up + last if up else last
 
 
 class Screen:
@@ -62,18 +66,25 @@ class Screen:
     Args:
         write: takes all bytes it is given.
         is_terminal: lines can be drawn over.
+        size: tells columns and lines of the terminal; (0, 0) where they are not known.
     """
 
-    def __init__(self, write: Callable[[bytes], None], is_terminal: bool) -> None:
-        self._write, self._is_terminal = write, is_terminal
-        self._alive: dict[int, _Alive] = {}
-        self._open: _Alive | None = None  # whose unfinished line the cursor stands in
+    def __init__(
+        self,
+        write: Callable[[bytes], None],
+        is_terminal: bool,
+        size: Callable[[], tuple[int, int]] = lambda: (0, 0),
+    ) -> None:
+        self._sheet = Terminal(write, size) if is_terminal else _Paper(write)
 
     def line(self, mark: bytes, text: bytes) -> None:
         """Write a whole line."""
-        broken = self._interrupt()
-        self._write(mark + text + (_RESET if self._is_terminal and b"\x1b[" in text else b"") + b"\n")
-        self._resume(broken)
+        self._sheet.lines(mark, [text])
+
+    def lines(self, mark: bytes, texts: Sequence[bytes]) -> None:
+        """Write whole lines of one rank, in one piece."""
+        if texts:
+            self._sheet.lines(mark, texts)
 
     def live(self, owner: int, mark: bytes, data: bytes) -> None:
         """Write what one stream wrote as it comes, unfinished lines and carriage returns too.
@@ -83,56 +94,61 @@ class Screen:
             mark: goes before the first character of each line, also of one that is drawn over.
             data: what was read, cut anywhere.
         """
-        stream = self._alive.setdefault(owner, _Alive(mark))
-        broken = self._interrupt() if self._open is not stream else None
-        out = stream.add(data)
-        self._write(out)
-        self._open = stream if stream.tail else None
-        if self._open is None:
-            self._resume(broken)
+        self._sheet.live(owner, mark, data)
 
     def end(self) -> None:
         """Finish an unfinished line, so that what comes next stands in its own."""
+        self._sheet.end()
+
+
+class _Paper:
+    """A file or a pipe: what is written stays. An unfinished line is ended by the line of somebody else."""
+
+    def __init__(self, write: Callable[[bytes], None]) -> None:
+        self._write = write
+        self._alive: dict[int, _Alive] = {}
+        self._open: _Alive | None = None  # whose unfinished line is the last
+
+    def lines(self, mark: bytes, texts: Sequence[bytes]) -> None:
+        self._write(self._interrupt() + b"".join(mark + text + b"\n" for text in texts))
+
+    def live(self, owner: int, mark: bytes, data: bytes) -> None:
+        stream = self._alive.setdefault(owner, _Alive(mark))
+        broken = self._interrupt() if self._open is not stream else b""
+        self._write(broken + stream.add(data))
+        self._open = stream if stream.tail else None
+
+    def end(self) -> None:
         if self._open is not None:
             self._write(b"\n")
             self._open = None
 
-    def _interrupt(self) -> _Alive | None:
+    def _interrupt(self) -> bytes:
         stream, self._open = self._open, None
         if stream is None:
-            return None
-        if self._is_terminal:
-            self._write(_ERASE)
-            return stream
-        self._write(b"\n")
+            return b""
         stream.clear()
         stream.is_cut = True
-        return None
-
-    def _resume(self, stream: _Alive | None) -> None:
-        """Draw an interrupted line again, so that what follows it finds it."""
-        if stream is not None:
-            self._write(stream.again())
-            self._open = stream
+        return b"\n"
 
 
 class _Alive:
     """A stream that is shown as it comes.
 
-    ``tail`` is what stands in its unfinished line; ``at_start``: the cursor was sent back before it. ``is_cut``: its line was
-    ended by somebody else's, so its own end, if that comes next, is none.
+    ``tail``: something stands in its unfinished line; ``at_start``: the cursor was sent back before it. ``is_cut``: its line
+    was ended by somebody else's, so its own end, if that comes next, is none.
     """
 
     def __init__(self, mark: bytes) -> None:
         self.mark = mark
-        self.tail, self.at_start, self.is_cut = b"", False, False
+        self.tail, self.at_start, self.is_cut = False, False, False
 
     def add(self, data: bytes) -> bytes:
         """The bytes to write: ``data`` with the mark before each line that gets a character."""
         out = []
         for piece in _PIECE.findall(data):
             if piece == b"\r":
-                self.at_start = bool(self.tail)
+                self.at_start = self.tail
             elif piece == b"\n":
                 if self.is_cut:
                     self.is_cut = False
@@ -144,13 +160,10 @@ class _Alive:
                 if self.at_start or not self.tail:
                     out.append(self.mark)
                     self.clear()
-                self.tail = (self.tail + piece)[-_MAX_REPEATED:]
+                self.tail = True
                 self.is_cut = False
             out.append(piece)
         return b"".join(out)
 
     def clear(self) -> None:
-        self.tail, self.at_start = b"", False
-
-    def again(self) -> bytes:
-        return self.mark + self.tail + (b"\r" if self.at_start else b"")
+        self.tail, self.at_start = False, False

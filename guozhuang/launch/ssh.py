@@ -85,6 +85,8 @@ def command(host: str, options: Options, timeout_s: float, token: str) -> list[s
         "PermitLocalCommand": "no",
         "ForwardX11": "no",
         "ForwardAgent": "no",
+        # A master connection that is there is used. One that this client opened would hold its stderr after the run.
+        "ControlMaster": "no",
         "ClearAllForwardings": "yes",  # a port forwarded for each of several hosts would be taken
     }
     remote = " ".join(["exec", *map(shlex.quote, local_command(token))])

@@ -14,6 +14,12 @@ _CHAINED = (
 _HARMLESS = ("Exception ignored in", "Exception in thread", "--- Logging error ---")
 _KIND = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:: |$)")
 _RANK = re.compile(r"^\[rank\d+\]: ?")
+# Lines that are no part of an exception's text, as they begin: records of a log, warnings, and our own words.
+_RECORD = re.compile(
+    r"^(?:\[|[WEIFC]\d{4} |\d{4}[-/]\d\d[-/]\d\d|[A-Z]+:\w|(?:WARNING|ERROR|INFO)\b|guozhuang|\S+:\d+: \w*Warning"
+    r"|Exception ignored in|terminate called)"
+)
+_MAX_MESSAGE = 40  # lines of an exception's text behind its first
 # How the end of a rank looks to the others: gloo, the store, NCCL, and our own error.
 _LOST_PEER = re.compile(
     r"PeerLost|Connection (?:closed|reset) by peer|Connection refused|[Bb]roken pipe|Read error \[|Write error \["
@@ -47,6 +53,21 @@ def last(lines: Sequence[str]) -> tuple[int, int] | None:
             continue
         found = begin, end
     return found or harmless
+
+
+def with_message(lines: Sequence[str], end: int) -> int:
+    """Where the text of the exception ends, if the process printed nothing behind it but what looks like a log.
+
+    Args:
+        lines: the last lines of a process that ended by its exception.
+        end: behind the traceback, as ``last`` told it: the first line of the text, and those that are indented.
+    """
+    index = end
+    while index < len(lines) and not _RECORD.match(lines[index]):
+        index += 1
+    while index > end and not lines[index - 1].strip():
+        index -= 1
+    return index if index - end <= _MAX_MESSAGE else end
 
 
 def speaks_of_lost_peer(lines: Sequence[str]) -> bool:

@@ -5,20 +5,26 @@ What needs a network of its own is in test_ssh_hosts.py.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from tests.hosts.sshd import Sshd, missing, none_left, processes_with, stop
+from guozhuang import cli
+from guozhuang.launch import ssh
+from tests.hosts.sshd import Sshd, missing, none_left, processes_with
+from tests.hosts.warm import Launcher, Warm
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.skipif(bool(missing()), reason=missing() or "it can")]
 slow = pytest.mark.slow
@@ -57,6 +63,8 @@ for what in sys.argv[1:]:
         os.kill(os.getpid(), signal.SIGKILL)
     if what == f"agent{rank}":
         os.kill(os.getppid(), signal.SIGKILL)
+    if what == f"end{rank}":
+        sys.exit(0)
     if what == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if what == "child":
@@ -64,16 +72,66 @@ for what in sys.argv[1:]:
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)", os.getcwd()], start_new_session=True)
     if what == "sleep":
         time.sleep(99)
-    if what == "once" and rank == "1" and not os.path.exists("came"):
-        open("came", "w").close()
-        sys.exit(7)
+    if what == f"host{rank}":
+        def parent_of(pid):
+            return int(open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1])
+        agent = os.getppid()
+        for pid in (parent_of(agent), agent, os.getpid()):
+            os.kill(pid, signal.SIGKILL)
+    if what == "once":
+        with open(f"came{rank}", "a") as file:
+            file.write(os.environ["TORCHELASTIC_RESTART_COUNT"] + "/" + os.environ["TORCHELASTIC_MAX_RESTARTS"] + " ")
+        if rank == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            sys.exit(7)
+    if what == "usr1":
+        signal.signal(signal.SIGUSR1, lambda *_: open(f"usr1-{rank}", "w").close() or sys.exit(0))
+    if what == "gate":
+        while not os.path.exists("gate"):
+            time.sleep(0.02)
 """
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
+    with Sshd(tmp_path_factory.mktemp("sshd")) as found:
+        yield found
+
+
 @pytest.fixture
-def sshd(tmp_path: Path) -> Iterator[Sshd]:
-    with Sshd(tmp_path) as server:
-        yield server
+def sshd(server: Sshd, tmp_path: Path) -> Sshd:
+    """The one server, with a configuration of the client that a test may change."""
+    found = copy.copy(server)
+    found.config = tmp_path / "config"
+    found.config.write_text(server.config.read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
+    with Warm(tmp_path_factory.mktemp("warm")) as found:
+        yield found
+
+
+@pytest.fixture
+def fast(sshd: Sshd, warm: Warm, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> Iterator[Any]:
+    """Run the launcher in this process, on hosts whose interpreter is warm; (exit code, stdout, stderr)."""
+    for name in os.environ.keys() - environment().keys():
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "executable", warm.python)
+
+    def run(*arguments: str, is_alone: bool = True) -> tuple[int, str, str]:
+        try:
+            code = cli.main(["run", "--ssh-config", str(sshd.config), *arguments])
+        finally:
+            out, err = capfd.readouterr()
+        assert not none_left(str(folder), 1), "processes are left"
+        left = none_left(str(sshd.config), 1) if is_alone else []
+        assert not left, "ssh clients are left"
+        return code, out, err
+
+    yield run
 
 
 @pytest.fixture
@@ -113,23 +171,6 @@ def launch(sshd: Sshd, folder: Path, *arguments: str, **more: str) -> subprocess
     )
     assert not none_left(str(folder), 1), "processes are left"
     return done
-
-
-def begin(sshd: Sshd, folder: Path, num_ranks: int, *arguments: str) -> subprocess.Popen[str]:
-    """Start, and return once every rank is there."""
-    process = subprocess.Popen(
-        command(sshd, *arguments), cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    deadline = time.monotonic() + LIMIT_S
-    try:
-        while len([path for path in folder.glob("here*") if path.read_text()]) < num_ranks:
-            assert process.poll() is None and time.monotonic() < deadline, "the ranks did not start"
-            time.sleep(0.05)
-    except BaseException:
-        stop(process)
-        raise
-    return process
 
 
 def ours(err: str) -> list[str]:
@@ -193,52 +234,68 @@ def test_two_hosts_with_different_slots_train(sshd: Sshd, folder: Path) -> None:
     assert "says this to stderr" not in done.stdout
 
 
-@pytest.mark.slow
-def test_hosts_that_cannot_be_reached_are_named_in_the_words_of_ssh(sshd: Sshd, folder: Path) -> None:
+def test_hosts_that_cannot_be_reached_are_named_in_the_words_of_ssh(sshd: Sshd, folder: Path, fast: Any) -> None:
     # a0 is fine; a1 has nobody who listens; a2 takes another key only; the last is unknown.
-    keys = f"Host a0\n  IdentityFile {sshd.identity}\nHost a1\n  Port 1\nHost a2\n  IdentityFile {sshd.identity}-no\n"
-    sshd.identity.with_name("stranger").rename(f"{sshd.identity}-no")
+    other = sshd.identity.with_name("stranger")
+    keys = f"Host a0\n  IdentityFile {sshd.identity}\nHost a1\n  Port 1\nHost a2\n  IdentityFile {other}\n"
     sshd.config.write_text(keys + sshd.config.read_text().replace(f"  IdentityFile {sshd.identity}\n", ""))
-    start = time.monotonic()
-    done = launch(sshd, folder, "-H", "a0:1,a1:1,a2:1,nosuch.invalid:1", "light.py")
-    assert time.monotonic() - start < 30
-    assert done.returncode == 255
-    said = "\n".join(ours(done.stderr))
+    code, _, err = fast("-H", "a0:1,a1:1,a2:1,nosuch.invalid:1", "light.py")
+    assert code == 255
+    said = "\n".join(ours(err))
     assert (
         "host a1 could not be reached (ssh ended with 255): ssh: connect to host 127.0.0.1 port 1: Connection" in said
     )
     assert "host a2 could not be reached" in said and "Permission denied (publickey)" in said
     assert "host nosuch.invalid could not be reached" in said and "resolve" in said
-    assert "could not" in ours(done.stderr)[0]
+    assert "could not" in ours(err)[0]
     assert not list(folder.glob("here*"))
 
 
-@pytest.mark.slow
-def test_a_rank_killed_on_the_second_host(sshd: Sshd, folder: Path) -> None:
-    done = launch(sshd, folder, "-H", "a0:1,a1:2", "light.py", "kill2", "child", "sleep")
-    assert done.returncode == 128 + signal.SIGKILL
-    said = ours(done.stderr)
+def test_a_rank_killed_on_the_second_host(fast: Any) -> None:
+    code, _, err = fast("-H", "a0:1,a1:2", "light.py", "kill2", "child", "sleep")
+    assert code == 128 + signal.SIGKILL
+    said = ours(err)
     assert said[0] == "host a1 failed: exit code 137"
     assert "rank 2 failed first: signal 9 (SIGKILL)" in said[1]
     assert said[-1] == "then host a0 was ended because of it"
 
 
-def test_killing_the_launcher_ends_everything(sshd: Sshd, folder: Path) -> None:
-    launcher = begin(sshd, folder, 2, "-H", "a0:1,a1:1", "light.py", "child", "sleep")
+def test_a_host_that_is_gone_at_once_is_named(fast: Any) -> None:
+    code, _, err = fast("-H", "a0:1,a1:1", "light.py", "host1", "sleep")
+    assert code == 255
+    assert ours(err)[0].startswith("host a1 was lost: the connection to it broke"), err
+    assert "then host a0 was ended because of it" in ours(err)
+
+
+def test_killing_the_launcher_ends_everything(begun: Any, sshd: Sshd, folder: Path) -> None:
+    launcher = begun(2, "-H", "a0:1,a1:1", "light.py", "child", "sleep")
+    deadline = time.monotonic() + LIMIT_S
+    while len([line for line in processes_with(str(folder)) if "time.sleep" in line]) < 2:
+        assert time.monotonic() < deadline, "the ranks did not start their children"
+        time.sleep(0.1)
+    launcher.send(signal.SIGKILL)
+    assert not none_left(str(folder), 15)
+    assert not none_left(str(sshd.config), 5), "ssh clients are left"
+
+
+def test_a_master_connection_of_the_user_does_not_hold_the_run(sshd: Sshd, fast: Any, tmp_path: Path) -> None:
+    lines = f"Host *\n  ControlMaster auto\n  ControlPath {tmp_path}/%n\n  ControlPersist 60\n"
+    sshd.config.write_text(lines + sshd.config.read_text())
     try:
-        deadline = time.monotonic() + LIMIT_S
-        while len([line for line in processes_with(str(folder)) if "time.sleep" in line]) < 2:
-            assert time.monotonic() < deadline, "the ranks did not start their children"
-            time.sleep(0.1)
-        launcher.kill()
-        launcher.wait()
-        assert not none_left(str(folder), 15)
-        assert not none_left(str(sshd.config), 5), "ssh clients are left"
+        assert fast("-H", "a0:1,a1:1", "light.py")[0] == 0
+        # One that is there already is used: with a password of one time only, it is the only way in.
+        there = ["ssh", "-F", str(sshd.config), "a1", "true"]
+        subprocess.run(there, check=True, timeout=20, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, cwd=tmp_path)
+        assert (tmp_path / "a1").is_socket()
+        for path in Path().glob("here*"):
+            path.unlink()
+        sshd.config.write_text(sshd.config.read_text().replace("StrictHostKeyChecking yes", "IdentityFile none"))
+        code, _, err = fast("-H", "a1:1", "light.py", "exit0", is_alone=False)
+        assert code == 40, err
     finally:
-        stop(launcher)
+        subprocess.run(["ssh", "-F", str(sshd.config), "-O", "exit", "a1"], capture_output=True, timeout=20)
 
 
-@slow
 @pytest.mark.parametrize(
     ("what", "code", "words"),
     [
@@ -247,64 +304,95 @@ def test_killing_the_launcher_ends_everything(sshd: Sshd, folder: Path) -> None:
         ("agent1", 137, "host a1 lost its agent by SIGKILL"),
     ],
 )
-def test_failures_on_the_second_host(sshd: Sshd, folder: Path, what: str, code: int, words: str) -> None:
-    done = launch(sshd, folder, "-H", "a0:1,a1:1", "light.py", what, "sleep")
-    assert done.returncode == code, done.stderr
-    assert words in done.stderr
-    assert ours(done.stderr)[0].startswith("host a1 ")
-    assert "then host a0 was ended because of it" in ours(done.stderr)
+def test_failures_on_the_second_host(fast: Any, what: str, code: int, words: str) -> None:
+    ended, _, err = fast("-H", "a0:1,a1:1", "light.py", what, "sleep")
+    assert ended == code, err
+    assert words in err
+    assert ours(err)[0].startswith("host a1 ")
+    assert "then host a0 was ended because of it" in ours(err)
 
 
-@slow
+@pytest.fixture
+def begun(sshd: Sshd, warm: Warm, folder: Path) -> Iterator[Any]:
+    """A launcher in a process of its own, on hosts whose interpreter is warm; returned once every rank is there."""
+    launchers = []
+
+    def start(num_ranks: int, *arguments: str, **more: float) -> Launcher:
+        words = ["--ssh-config", str(sshd.config), *arguments]
+        launcher = Launcher(warm.python, folder, environment(), *words, **more)
+        launchers.append(launcher)
+        deadline = time.monotonic() + LIMIT_S
+        while len([path for path in folder.glob("here*") if path.read_text()]) < num_ranks:
+            assert not launcher.ended() and time.monotonic() < deadline, launcher.result(0)
+            time.sleep(0.02)
+        time.sleep(0.2)  # for the ranks to set their handlers
+        return launcher
+
+    yield start
+    for launcher in launchers:
+        launcher.stop()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_for_the_launcher_ends_all_hosts(sshd: Sshd, folder: Path, number: signal.Signals) -> None:
-    launcher = begin(sshd, folder, 2, "-H", "a0:1,a1:1", "light.py", "sleep")
-    try:
-        os.killpg(launcher.pid, number)  # as the terminal does
-        _, err = launcher.communicate(timeout=30)
-    finally:
-        stop(launcher)
-    assert launcher.returncode == 128 + number
-    assert ours(err)[0] == f"got {number.name}; ending the ranks of 2 hosts"
-    assert ours(err)[1:] == ["then host a0 was ended because of it", "then host a1 was ended because of it"]
+def test_a_signal_for_the_launcher_ends_all_hosts(begun: Any, folder: Path, number: signal.Signals) -> None:
+    launcher = begun(2, "-H", "a0:1,a1:1", "light.py", "sleep")
+    os.killpg(launcher.pid, number)  # as the terminal does
+    code, said = launcher.result(30)
+    assert code == 128 + number
+    assert ours(said)[0] == f"got {number.name}; ending the ranks of 2 hosts"
+    assert ours(said)[1:] == ["then host a0 was ended because of it", "then host a1 was ended because of it"]
     assert not none_left(str(folder), 1)
 
 
-@slow
-def test_a_second_signal_does_not_wait_for_deaf_ranks(sshd: Sshd, folder: Path) -> None:
-    launcher = begin(sshd, folder, 2, "-H", "a0:1,a1:1", "light.py", "deaf", "sleep")
-    try:
-        time.sleep(0.5)
-        launcher.terminate()
-        time.sleep(1.5)
-        assert launcher.poll() is None
-        launcher.terminate()
-        start = time.monotonic()
-        launcher.communicate(timeout=30)
-        assert time.monotonic() - start < 10
-    finally:
-        stop(launcher)
+def test_a_signal_of_signals_to_handle_comes_to_the_ranks(begun: Any, folder: Path) -> None:
+    asked = ("--signals-to-handle", "SIGUSR1,SIGTERM")
+    launcher = begun(2, *asked, "-H", "a0:1,a1:1", "light.py", "usr1", "sleep")
+    launcher.send(signal.SIGUSR1)
+    code, said = launcher.result(30)
+    assert code == 128 + signal.SIGUSR1, said
+    assert ours(said)[0] == "got SIGUSR1; ending the ranks of 2 hosts"
+    assert sorted(path.name for path in folder.glob("usr1*")) == ["usr1-0", "usr1-1"]
     assert not none_left(str(folder), 1)
 
 
-# The launcher of a machine that differs from its hosts: what it has is what they lack.
-DIFFERENT = """
-import sys
-from guozhuang.launch import hosts, hosts_run, ssh
-what, config = sys.argv[1:]
-if what == "python":
-    sys.executable = "/no/such/python"
-if what == "folder":
-    ssh.folder = lambda: "/no/such/folder"
-if what == "package":
-    source = ssh.supervisor_source().replace(b'find_spec(header["package"])', b'find_spec("no_such_package")')
-    ssh.supervisor_source = lambda: source
-wanted = hosts.plan(["--ssh-config", config, "-H", "a0:1,a1:1", "light.py"], ["light.py"], {})
-sys.exit(hosts_run.Run(wanted, [False, False], b"x" * 32).run())
-"""
+def test_a_second_signal_does_not_wait_for_deaf_ranks(begun: Any, folder: Path) -> None:
+    before = set(Path(tempfile.gettempdir()).glob("guozhuang-run-*"))
+    launcher = begun(2, "-H", "a0:1,a1:1", "light.py", "deaf", "sleep")
+    launcher.send(signal.SIGTERM)
+    time.sleep(1.0)
+    assert not launcher.ended()
+    launcher.send(signal.SIGTERM)
+    start = time.monotonic()
+    launcher.result(30)
+    assert time.monotonic() - start < 10
+    assert not none_left(str(folder), 1)
+    assert set(Path(tempfile.gettempdir()).glob("guozhuang-run-*")) <= before, "the guards had no time to tidy up"
 
 
-@slow
+def test_a_host_whose_ranks_have_finished_is_ended_soon(begun: Any, folder: Path) -> None:
+    launcher = begun(2, "-H", "a0:1,a1:1", "light.py", "end1", "deaf", "sleep")
+    time.sleep(1.0)
+    os.kill(int((folder / "here0").read_text()), signal.SIGKILL)
+    start = time.monotonic()
+    code, said = launcher.result(30)
+    assert time.monotonic() - start < 6
+    assert code == 137, said
+    assert not none_left(str(folder), 1)
+
+
+def test_hosts_wait_for_a_launcher_that_is_stopped(begun: Any, folder: Path) -> None:
+    launcher = begun(2, "-H", "a0:1,a1:1", "light.py", "gate", lost_after_s=1.5)
+    launcher.send(signal.SIGTSTP)
+    time.sleep(3)
+    assert psutil.Process(launcher.pid).status() == psutil.STATUS_STOPPED
+    ranks = [int((folder / f"here{rank}").read_text()) for rank in range(2)]
+    assert all(psutil.pid_exists(pid) for pid in ranks)
+    launcher.send(signal.SIGCONT)
+    (folder / "gate").touch()
+    assert launcher.result(30) == (0, "")
+    assert not none_left(str(folder), 1)
+
+
 @pytest.mark.parametrize(
     ("what", "code", "words"),
     [
@@ -313,34 +401,44 @@ sys.exit(hosts_run.Run(wanted, [False, False], b"x" * 32).run())
         ("package", 1, r"host a[01] has Python, but not this package: .* finds no package 'guozhuang'"),
     ],
 )
-def test_what_a_host_lacks_is_named(sshd: Sshd, folder: Path, what: str, code: int, words: str) -> None:
-    command = [sys.executable, "-c", DIFFERENT, what, str(sshd.config)]
-    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode == code, done.stderr
-    assert re.search(words, ours(done.stderr)[0])
-    assert len(ours(done.stderr)) == 2
-    assert not none_left(str(folder), 1)
+def test_what_a_host_lacks_is_named(
+    fast: Any, monkeypatch: pytest.MonkeyPatch, what: str, code: int, words: str
+) -> None:
+    if what == "python":
+        monkeypatch.setattr(sys, "executable", "/no/such/python")
+    if what == "folder":
+        monkeypatch.setattr(ssh, "folder", lambda: "/no/such/folder")
+    if what == "package":
+        source = ssh.supervisor_source().replace(b'find_spec(header["package"])', b'find_spec("no_such_package")')
+        monkeypatch.setattr(ssh, "supervisor_source", lambda: source)
+    ended, _, err = fast("-H", "a0:1,a1:1", "light.py")
+    assert ended == code, err
+    assert re.search(words, ours(err)[0])
+    assert len(ours(err)) == 2
 
 
-@slow
-def test_a_script_that_is_missing_is_named(sshd: Sshd, folder: Path) -> None:
-    done = launch(sshd, folder, "-H", "a0:1,a1:1", "nosuch.py")
-    assert done.returncode == 2
-    assert "there is no such script (got 'nosuch.py')" in done.stderr
-    assert "Traceback" not in done.stderr
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [("nosuch.py", "there is no such script (got 'nosuch.py')"), ("broken.py", "syntax error in broken.py, line 1")],
+)
+def test_a_script_that_cannot_be_run_is_named(fast: Any, folder: Path, script: str, words: str) -> None:
+    (folder / "broken.py").write_text("def f(:\n")
+    code, _, err = fast("-H", "a0:1,a1:1", script)
+    assert code == 2, err
+    assert words in err
+    assert "Traceback" not in err
 
 
-@slow
-def test_a_host_that_says_nothing_is_named_at_the_time_out(sshd: Sshd, folder: Path, tmp_path: Path) -> None:
+def test_a_host_that_says_nothing_is_named_at_the_time_out(sshd: Sshd, fast: Any, tmp_path: Path) -> None:
     silent = tmp_path / "silent"
     silent.write_text("#!/bin/sh\nexec sleep 99\n")
     silent.chmod(0o755)
     sshd.config.write_text(f"Host a1\n  ProxyCommand {silent}\n  ConnectTimeout 60\n" + sshd.config.read_text())
     start = time.monotonic()
-    done = launch(sshd, folder, "--start-timeout", "12", "-H", "a0:1,a1:1", "light.py")
-    assert 10 < time.monotonic() - start < 40
-    assert done.returncode == 255
-    assert "host a1 could not be reached" in ours(done.stderr)[0]
+    code, _, err = fast("--start-timeout", "4", "-H", "a0:1,a1:1", "light.py")
+    assert 2 < time.monotonic() - start < 12
+    assert code == 255
+    assert ours(err)[0].startswith("host a1 could not be reached"), err
 
 
 @slow
@@ -365,20 +463,18 @@ def test_this_machine_needs_no_ssh(folder: Path) -> None:
     assert "host 127.0.0.1 failed: exit code 41" in done.stderr
 
 
-@slow
-def test_all_hosts_start_again_after_a_failure(sshd: Sshd, folder: Path) -> None:
-    done = launch(sshd, folder, "--max-restarts", "2", "-H", "a0:1,a1:1", "light.py", "once")
-    assert done.returncode == 0, done.stderr
-    assert ours(done.stderr)[0] == "host a1 failed: exit code 7"
-    assert ours(done.stderr)[-1] == "starting all ranks again, time 1 of 2"
+def test_all_hosts_start_again_after_a_failure(fast: Any, folder: Path) -> None:
+    code, _, err = fast("--max-restarts", "2", "-H", "a0:1,a1:1", "light.py", "once")
+    assert code == 0, err
+    assert ours(err)[0] == "host a1 failed: exit code 7"
+    assert ours(err)[-1] == "starting all ranks again, time 1 of 2"
+    assert [(folder / f"came{rank}").read_text() for rank in range(2)] == ["0/2 1/2 "] * 2
 
 
-@slow
-def test_a_port_that_is_taken_is_a_clear_error(sshd: Sshd, folder: Path) -> None:
-    arguments = ("--master-port", str(sshd.port), "-H", "a0:1,a1:1", "light.py")
-    done = launch(sshd, folder, *arguments)
-    assert done.returncode == 1
-    assert "could not listen on any address" in done.stderr and "Address already in use" in done.stderr
+def test_a_port_that_is_taken_is_a_clear_error(sshd: Sshd, fast: Any) -> None:
+    code, _, err = fast("--master-port", str(sshd.port), "-H", "a0:1,a1:1", "light.py")
+    assert code == 1
+    assert "could not listen on any address" in err and "Address already in use" in err
 
 
 @slow

@@ -144,7 +144,7 @@ def test_a_host_that_is_switched_off_ends_the_run(two: tuple[Hosts, Sshd], folde
     start = time.monotonic()
     out, _ = process.communicate(timeout=60)
     assert time.monotonic() - start < LAUNCHER_NOTICES_S
-    assert process.returncode == 255
+    assert process.returncode == 255, out
     assert ours(out)[0].startswith("host h1 was lost"), out
     assert not none_left(str(folder), 1)
 

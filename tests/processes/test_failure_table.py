@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import socket
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from guozhuang.world.cores import usable_cores
 from tests.launching import Launched, guozhuang, write
 from tests.ranks import RankError, run_ranks
 
@@ -201,7 +201,7 @@ def test_nothing_is_started(tmp_path: Path, words: list[str], said: str) -> None
 
 
 def test_more_ranks_than_cores(tmp_path: Path) -> None:
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     script = write(tmp_path, "import os; print(os.environ['RANK'], os.environ['OMP_NUM_THREADS'])")
     done = guozhuang("run", "-np", 2 * cores + 1, script, folder=tmp_path)
     assert done.returncode == 0, done

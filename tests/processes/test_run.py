@@ -8,12 +8,16 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 import pytest
+
+from guozhuang.world.cores import usable_cores
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,6 +26,8 @@ SCRIPT = """
 import json, os, signal, sys, time
 names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS",
          "GUOZHUANG_STRATEGY", "GUOZHUANG_TIMELINE", "GUOZHUANG_BACKEND", "GUOZHUANG_GROUPS")
+if "virtual" in sys.argv:
+    names = ("LOCAL_RANK", "GUOZHUANG_LOCAL_RANK")
 rank = os.environ["RANK"]
 told = {name: os.environ.get(name) for name in names} | {"argv": sys.argv[1:]}
 with open(os.path.join(os.environ["OUT"], rank), "w") as out:
@@ -39,6 +45,19 @@ for what in sys.argv[1:]:
         with timeline.span("forward", "step"):
             pass
         timeline.write(os.environ["GUOZHUANG_TIMELINE"] + ".rank" + rank)
+    if what == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if what == "garbage":
+        with open(os.environ["GUOZHUANG_TIMELINE"] + ".rank" + rank, "w") as out:
+            out.write("no JSON")
+    if what == "hangup":
+        os.kill(os.getppid(), signal.SIGHUP)
+        time.sleep(1)
+    if what == "print":
+        print("hello of rank", rank)
+    if what == "endless":
+        while True:
+            print("x" * 200)
 """
 
 
@@ -69,6 +88,21 @@ def guozhuang(*arguments: str | Path, folder: Path, **more: str) -> subprocess.C
     )
 
 
+@pytest.fixture
+def here(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """The command line inside this process, which saves the seconds that importing torch takes."""
+    from guozhuang import cli
+
+    kept = environ(tmp_path)
+    for name in set(os.environ) - set(kept):
+        monkeypatch.delenv(name)
+    for name, value in kept.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments: cli.main(["run", *map(str, arguments)])
+
+
 def told(folder: Path) -> list[dict[str, object]]:
     return [json.loads(path.read_text()) for path in sorted((folder / "out").iterdir())]
 
@@ -78,7 +112,7 @@ def test_ranks_are_started_and_told_what_was_asked(script: Path, tmp_path: Path)
     done = guozhuang("run", *options, script, "--lr", "0.1", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     ranks = told(tmp_path)
-    num_threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    num_threads = max(1, usable_cores() // 2)
     for rank, found in enumerate(ranks):
         assert found == {
             "RANK": str(rank),
@@ -96,39 +130,150 @@ def test_ranks_are_started_and_told_what_was_asked(script: Path, tmp_path: Path)
     assert not list((tmp_path / "tmp").iterdir()), "no folder of logs is left"
 
 
-def test_modules_and_programs(script: Path, tmp_path: Path) -> None:
-    assert guozhuang("run", "-m", "train", "a", folder=tmp_path, OMP_NUM_THREADS="3").returncode == 0
+def test_modules_and_programs(
+    here: Callable[..., int], script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert here("-m", "train", "a") == 0
     assert (told(tmp_path)[0]["argv"], told(tmp_path)[0]["OMP_NUM_THREADS"]) == (["a"], "3")
-    assert guozhuang("run", "--no-python", sys.executable, script, "b", folder=tmp_path).returncode == 0
+    assert here("--no-python", sys.executable, script, "b") == 0
     assert told(tmp_path)[0]["argv"] == ["b"]
-    assert guozhuang("run", "--run-path", script, "c", folder=tmp_path).returncode == 0
+    assert here("--run-path", script, "c") == 0
     assert told(tmp_path)[0]["argv"] == ["c"]
 
 
 @pytest.mark.parametrize("option", ["local-rank", "local_rank"])
-def test_the_old_way_of_telling_the_local_rank(script: Path, tmp_path: Path, option: str) -> None:
-    done = guozhuang("run", "-np", "2", "--pass_local_rank", option, script, "a", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
+def test_the_old_way_of_telling_the_local_rank(
+    here: Callable[..., int], script: Path, tmp_path: Path, option: str
+) -> None:
+    assert here("-np", "2", "--pass_local_rank", option, script, "a") == 0
     assert [rank["argv"] for rank in told(tmp_path)] == [[f"--{option}={rank}", "a"] for rank in range(2)]
 
 
+def test_the_arguments_of_the_script_are_its_own(here: Callable[..., int], script: Path, tmp_path: Path) -> None:
+    """Torch elastic writes the local rank into them, and makes one dollar of two."""
+    script.rename(tmp_path / "-$$odd.py")
+    words = ["a$$b", "${local_rank}", "$local_rank", "$", "$$$", "", " ", "-np", "--"]
+    assert here("-np", "2", "--pass-local-rank", "local_rank", "--", "-$$odd.py", *words) == 0
+    assert [rank["argv"] for rank in told(tmp_path)] == [[f"--local_rank={rank}", *words] for rank in range(2)]
+
+
+def test_a_virtual_local_rank(here: Callable[..., int], script: Path, tmp_path: Path) -> None:
+    options = ("-np", "2", "--virtual-local-rank", "--pass-local-rank", "local-rank")
+    assert here(*options, script, "virtual") == 0
+    assert told(tmp_path) == [
+        {"LOCAL_RANK": "0", "GUOZHUANG_LOCAL_RANK": str(rank), "argv": ["--local-rank=0", "virtual"]}
+        for rank in range(2)
+    ]
+
+
+@pytest.mark.parametrize("options", [("-r", "3"), ("--duplicate-stdout-filters", "hello", "-t", "1")])
+def test_torchruns_log_files_are_kept(
+    here: Callable[..., int], script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], options: tuple[str, ...]
+) -> None:
+    assert here("-np", "2", *options, script, "print") == 0
+    (folder,) = (tmp_path / "tmp").iterdir()
+    assert f"torchrun's way of logging are in {folder}" in capfd.readouterr().err
+    assert sorted(path.read_text() for path in folder.rglob("stdout.log")) == [f"hello of rank {n}\n" for n in range(2)]
+
+
+def test_filtered_output_goes_to_the_log_folder(here: Callable[..., int], script: Path, tmp_path: Path) -> None:
+    assert (
+        here("-np", "2", "--log-dir", "logs", "-t", "1", "--duplicate-stdout-filters", "rank 1", script, "print") == 0
+    )
+    (filtered,) = (tmp_path / "logs").rglob("filtered_stdout.log")
+    assert filtered.read_text().count("hello") == 1
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+def test_a_hang_up_that_was_to_be_ignored_is(here: Callable[..., int], script: Path, tmp_path: Path) -> None:
+    """As nohup does; the rank sends it to its agent, which is this process."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert here(script, "hangup") == 0
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert here(script, "hangup", "sleep") == 128 + signal.SIGHUP
+
+
+def test_the_shutdown_timeout_holds_when_a_rank_fails(here: Callable[..., int], script: Path) -> None:
+    begin = time.monotonic()
+    assert here("-np", "2", "--shutdown-timeout", "1", script, "deaf", "exit1", "sleep") == 31
+    assert time.monotonic() - begin < 20, "torch elastic's own is 30 s"
+
+
+def test_ranks_that_torch_gives_up_are_a_failure(
+    here: Callable[..., int], script: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from torch.distributed.elastic.agent.server import local_elastic_agent
+
+    if not hasattr(local_elastic_agent, "read_proc_state"):
+        pytest.skip("this version of torch does not look for processes that the kernel holds")
+    monkeypatch.setenv("TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT", "0.3")
+    monkeypatch.setattr(local_elastic_agent, "read_proc_state", lambda pid: "D")
+    assert here("-np", "2", script, "sleep") == 1
+    assert "rank 0 (process " in (err := capfd.readouterr().err) and "held by the kernel" in err
+
+
 @pytest.mark.slow
-def test_variables_of_torchrun_are_read(script: Path, tmp_path: Path) -> None:
-    done = guozhuang("run", "--use_env", script, folder=tmp_path, PET_NPROC_PER_NODE="2", PET_MASTER_PORT="0")
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("stderr", [subprocess.PIPE, subprocess.STDOUT], ids=["apart", "together"])
+def test_output_that_nobody_reads_does_not_hold_up_a_signal(script: Path, tmp_path: Path, stderr: int) -> None:
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "guozhuang", "run", "-np", "2", str(script), "endless"],
+        cwd=tmp_path,
+        env=environ(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while len(list((tmp_path / "out").iterdir())) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(1)  # by now the pipe is full
+        launcher.terminate()
+        assert launcher.wait(30) == 128 + signal.SIGTERM
+    finally:
+        launcher.kill()
+        launcher.communicate()
+
+
+def test_nodes_that_cannot_be_found_are_one_line(
+    here: Callable[..., int], script: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def unknown(*_: object, **more: object) -> NoReturn:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    assert here("--nnodes", "2", "--master-addr", "nosuch.invalid", script) == 1
+    err = capfd.readouterr().err
+    assert err.startswith("guozhuang run: ") and "'nosuch.invalid'" in err and len(err.splitlines()) == 1
+
+
+def test_variables_of_torchrun_are_read(
+    here: Callable[..., int], script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "2")
+    monkeypatch.setenv("PET_MASTER_PORT", "0")
+    assert here("--use_env", script) == 0
     assert len(told(tmp_path)) == 2
 
 
-@pytest.mark.slow
-def test_a_port_that_is_taken_is_an_error_of_the_command_line(script: Path, tmp_path: Path) -> None:
+def test_a_port_that_is_taken_is_an_error_of_the_command_line(
+    here: Callable[..., int], script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        for options in (("--master-port", port), ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}")):
-            done = guozhuang("run", *options, script, folder=tmp_path)
-            assert done.returncode == 2
-            assert f"port {port} is taken by another process" in done.stderr
+        for options in (
+            ("--master-port", port),
+            ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"),
+            ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port),
+        ):
+            assert here(*options, script) == 2
+            assert f"port {port} is taken by another process" in capfd.readouterr().err
             assert not told(tmp_path)
-    assert guozhuang("run", "--master-port", port, script, folder=tmp_path).returncode == 0
+    assert here("--master-port", port, script) == 0
 
 
 def test_on_one_node_nothing_listens_but_on_loopback(tmp_path: Path) -> None:
@@ -141,26 +286,29 @@ def test_on_one_node_nothing_listens_but_on_loopback(tmp_path: Path) -> None:
     assert guozhuang("run", "-np", "1", script, folder=tmp_path).stdout == "127.0.0.1 True\n"
 
 
-def test_more_ranks_than_cores_work_and_are_said_once(script: Path, tmp_path: Path) -> None:
-    num_cores = len(os.sched_getaffinity(0))
-    done = guozhuang("run", "-np", str(num_cores + 1), script, folder=tmp_path)
-    assert done.returncode == 0
-    assert done.stderr.count(f"{num_cores + 1} ranks share {num_cores} cores") == 1
+def test_more_ranks_than_cores_work_and_are_said_once(
+    here: Callable[..., int], script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    num_cores = usable_cores()
+    assert here("-np", num_cores + 1, script) == 0
+    assert capfd.readouterr().err.count(f"{num_cores + 1} ranks share {num_cores} cores") == 1
     assert len(told(tmp_path)) == num_cores + 1
 
 
-def test_the_first_failure_is_shown_first_and_its_code_returned(script: Path, tmp_path: Path) -> None:
-    done = guozhuang("run", "--nproc_per_node=2", script, "exit1", "sleep", folder=tmp_path)
-    assert done.returncode == 31
-    summary = [line for line in done.stderr.splitlines() if line.startswith("guozhuang run:")]
+def test_the_first_failure_is_shown_first_and_its_code_returned(
+    here: Callable[..., int], script: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert here("--nproc_per_node=2", script, "exit1", "sleep") == 31
+    summary = [line for line in capfd.readouterr().err.splitlines() if line.startswith("guozhuang run:")]
     assert summary[0].startswith("guozhuang run: rank 1 failed first: exit code 31")
 
 
-def test_a_signal_is_named(script: Path, tmp_path: Path) -> None:
-    done = guozhuang("run", "-np", "2", script, "kill0", "sleep", folder=tmp_path)
-    assert done.returncode == 128 + signal.SIGKILL
-    assert "rank 0 failed first: signal 9 (SIGKILL)" in done.stderr
-    assert "out of memory" in done.stderr
+def test_a_signal_is_named(here: Callable[..., int], script: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert here("-np", "2", script, "kill0", "sleep") == 128 + signal.SIGKILL
+    err = capfd.readouterr().err
+    assert "rank 0 failed first: signal 9 (SIGKILL)" in err
+    assert "out of memory" in err
+    assert not psutil.Process().children(recursive=True), "no rank is left"
 
 
 def test_stopping_the_launcher_stops_the_ranks(script: Path, tmp_path: Path) -> None:
@@ -188,12 +336,13 @@ def test_stopping_the_launcher_stops_the_ranks(script: Path, tmp_path: Path) -> 
     assert not [rank for rank in ranks if rank.is_running()]
 
 
-def test_timelines_of_the_ranks_become_one(script: Path, tmp_path: Path) -> None:
+def test_timelines_of_the_ranks_become_one(
+    here: Callable[..., int], script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "trace.json"
     (tmp_path / "trace.json.rank7").write_text("left by an earlier run")
-    done = guozhuang("run", "-np", "2", "--timeline", "trace.json", script, "timeline", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert f"the timeline is in {out}" in done.stderr
+    assert here("-np", "2", "--timeline", "trace.json", script, "timeline") == 0
+    assert f"the timeline is in {out}" in capfd.readouterr().err
     text = out.read_text()
     trace = json.loads(text)
     events = trace["traceEvents"] if isinstance(trace, dict) else trace
@@ -201,11 +350,19 @@ def test_timelines_of_the_ranks_become_one(script: Path, tmp_path: Path) -> None
     assert not list(tmp_path.glob("trace.json.rank*"))
 
 
-@pytest.mark.slow
-def test_a_timeline_that_nobody_wrote_is_said(script: Path, tmp_path: Path) -> None:
-    done = guozhuang("run", "--timeline", "trace.json", script, folder=tmp_path)
-    assert done.returncode == 0
-    assert "no timeline was written" in done.stderr
+def test_a_timeline_that_cannot_be_joined_changes_no_exit_code(
+    here: Callable[..., int], script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert here("--timeline", "trace.json", script, "garbage", "exit0") == 30
+    assert "could not be joined" in capfd.readouterr().err
+    assert (tmp_path / "trace.json.rank0").exists()
+
+
+def test_a_timeline_that_nobody_wrote_is_said(
+    here: Callable[..., int], script: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert here("--timeline", "trace.json", script) == 0
+    assert "no timeline was written" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -219,7 +376,13 @@ def test_a_timeline_that_nobody_wrote_is_said(script: Path, tmp_path: Path) -> N
         (["run", "--groups", "2", "--strategy", "none", "train.py"], "--groups 2"),
         (["run", "-np", "0", "train.py"], "at least 1"),
         (["run", "-np", "many", "train.py"], "'many'"),
-        (["run", "--nnodes", "0", "train.py"], "torch elastic refused"),
+        (["run", "--nnodes", "0", "train.py"], "--nnodes makes no sense"),
+        (["run", "--max-restarts", "-1", "train.py"], "torch elastic refused"),
+        (["run", "--log-dir", "train.py", "-t", "3", "train.py"], "torch elastic refused"),
+        (["run", "--logs-specs", "nosuch", "train.py"], "torch elastic refused"),
+        (["run", "--rdzv-backend", "nosuch", "train.py"], "--rdzv-backend nosuch cannot be used"),
+        (["run", "--rdzv-backend", "etcd", "--nnodes", "2", "train.py"], "--rdzv-backend etcd cannot be used"),
+        (["run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:70000", "train.py"], "'localhost:70000'"),
         (["run", "--timeline", "no/such/folder/t.json", "train.py"], "timeline cannot be written"),
         (["run", "--no-python", "nosuch-program"], "there is no such program"),
         (["run", "-m", "--no-python", "x"], "exclude each other"),

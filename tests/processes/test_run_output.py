@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
 import select
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
+from tests.glass import Glass
 from tests.processes.test_run import environ, guozhuang
 
 
@@ -62,34 +68,114 @@ def test_one_rank_has_the_output_for_itself(tmp_path: Path) -> None:
     assert done.stdout == "plain typed\n\n" and done.stderr == ""
 
 
-def test_a_progress_bar_lives_on_a_terminal(tmp_path: Path) -> None:
+class OnTerminal:
+    """A run in a terminal of its own, in a process group of its own as a shell makes it."""
+
+    def __init__(self, folder: Path, script: Path, columns: int = 60, **more: str) -> None:
+        self.master, self.slave = pty.openpty()
+        self.resize(columns)
+        self.run = subprocess.Popen(
+            [sys.executable, "-m", "guozhuang", "run", "-np", "2", str(script)], process_group=0, cwd=folder,
+            env=environ(folder, **more), stdin=self.slave, stdout=self.slave, stderr=self.slave,
+        )  # fmt: skip
+        self.seen = b""
+
+    def resize(self, columns: int) -> None:
+        fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+
+    def read_until(self, is_enough: Callable[[], bool], limit_s: float = 60) -> None:
+        deadline = time.monotonic() + limit_s
+        while not is_enough():
+            assert time.monotonic() < deadline, self.seen
+            if select.select([self.master], [], [], 0.1)[0]:
+                self.seen += os.read(self.master, 65536)
+
+    def end(self) -> int:
+        """Read all that is shown; the exit code."""
+        try:
+            self.read_until(lambda: self.run.poll() is not None)
+            while select.select([self.master], [], [], 0)[0]:
+                self.seen += os.read(self.master, 65536)
+            return self.run.wait()
+        finally:
+            self.run.kill()
+            self.run.wait()
+            os.close(self.master)
+            os.close(self.slave)
+
+
+def test_rank_0_has_a_terminal_of_its_own(tmp_path: Path) -> None:
+    """Its bars look as in a single process, whatever rank 1 prints; it sees the size; nothing is lost when it is killed."""
     script = write(
         tmp_path,
-        "for i in range(3):\n    rank or sys.stderr.write(f'\\r{i}/2'); sys.stderr.flush(); time.sleep(0.3)\n"
-        "    rank and print('other', i)\n"
-        "rank == 0 and sys.stderr.write('\\n')\n",
+        "def seen(name, limit=40):\n"
+        "    while not os.path.exists(os.path.join(os.environ['OUT'], name)):\n"
+        "        time.sleep(0.01); limit -= 0.01; assert limit > 0\n"
+        "def tell(name): open(os.path.join(os.environ['OUT'], name), 'w').close()\n"
+        "if rank == 1:\n"
+        "    for step in range(4): seen(f'bar{step}'); print('other', step); sys.stdout.flush(); tell(f'other{step}')\n"
+        "    time.sleep(60)\n"
+        "from rich.console import Console\nfrom rich.live import Live\nfrom tqdm import tqdm\n"
+        "assert sys.stdout.isatty() and sys.stderr.isatty()\n"
+        "console = Console()\nassert console.is_terminal and console.width == 56, console.width\n"
+        "with tqdm(total=2, ncols=30, bar_format='{l_bar}{bar}|', ascii=True) as outer:\n"
+        "    for step in range(2):\n"
+        "        inner = tqdm(total=1, ncols=30, desc='in', bar_format='{l_bar}{bar}|', ascii=True, leave=False)\n"
+        "        tell(f'bar{step}'); seen(f'other{step}'); time.sleep(0.2); inner.close(); outer.update()\n"
+        "with Live('', console=console, auto_refresh=False) as live:\n"
+        "    for step in range(2, 4):\n"
+        "        live.update(f'[red]{\"=\" * 56}[/]\\nstep {step}', refresh=True)\n"
+        "        tell(f'bar{step}'); seen(f'other{step}'); time.sleep(0.2)\n"
+        "resized = []\nsignal.signal(signal.SIGWINCH, lambda *_: resized.append(1))\nprint('ready')\n"
+        "limit = time.monotonic() + 40\n"
+        "while not resized and time.monotonic() < limit: time.sleep(0.01)\n"
+        "print('columns', os.get_terminal_size(1).columns)\n"
+        "sys.stdout.write('\\x1b[?25l' + '!' * 20000); sys.stdout.flush(); os.kill(os.getpid(), 9)\n",
     )
-    master, slave = pty.openpty()
-    run = subprocess.Popen(
-        [sys.executable, "-m", "guozhuang", "run", "-np", "2", str(script)],
-        cwd=tmp_path, env=environ(tmp_path), stdout=slave, stderr=slave,
-    )  # fmt: skip
-    os.close(slave)
-    seen, arrived = b"", []
-    while select.select([master], [], [], 60)[0]:
-        try:
-            data = os.read(master, 65536)
-        except OSError:
-            break
-        seen += data
-        arrived += [time.monotonic()] * (b"/2" in data)
-    os.close(master)
-    assert run.wait() == 0
-    text = seen.decode()
-    bar = "\x1b[36m[0]\x1b[0m "
-    assert f"\r{bar}0/2" in text and f"\r{bar}2/2" in text, "drawn over, with a coloured mark"
-    assert "\x1b[33m[1]\x1b[0m other 1\r\n" in text
-    assert arrived[-1] - arrived[0] > 0.3, "not kept back until the end"
+    there = OnTerminal(tmp_path, script)
+    try:
+        there.read_until(lambda: b"ready\r\n" in there.seen)
+        there.resize(50)
+        there.run.send_signal(signal.SIGWINCH)
+    finally:
+        code = there.end()
+    before, ready, after = there.seen.decode().partition("ready\r\n")
+    glass = Glass(60)
+    glass.write(before + ready)
+    own = [row[4:] for row in glass.text if row.startswith("[0] ")]
+    assert own == ["100%|" + "#" * 24 + "|", "=" * 56, "step 3", "ready"], glass.text
+    assert [row for row in glass.text if not row.startswith("[0] ")] == [f"[1] other {step}" for step in range(4)]
+    assert "\x1b[36m[0]\x1b[0m \x1b[31m====" in before, "coloured by rich as on any terminal"
+    glass = Glass(50)
+    glass.write(after)
+    assert code == 128 + signal.SIGKILL and glass.text[0] == "[0] columns 46"
+    report = after.index("guozhuang run: rank 0 failed first")
+    assert after[:report].count("!") == 20000 and glass.cursor_is_shown
+
+
+def test_a_run_can_be_stopped_and_go_on(tmp_path: Path) -> None:
+    """Ctrl-Z, as a shell's terminal sends it, and ``fg``. Marks have no colour where NO_COLOR is set."""
+    script = write(
+        tmp_path,
+        "open(os.path.join(os.environ['OUT'], str(rank)), 'w').write(str(os.getpid()))\n"
+        "while not os.path.exists(os.path.join(os.environ['OUT'], 'go')): print('.'); time.sleep(0.02)\n",
+    )
+    there = OnTerminal(tmp_path, script, NO_COLOR="1")
+    try:
+        there.read_until(lambda: b"[0] ." in there.seen and b"[1] ." in there.seen)
+        all_of_it = [there.run.pid, *(int((tmp_path / "out" / str(rank)).read_text()) for rank in range(2))]
+        os.killpg(there.run.pid, signal.SIGTSTP)
+
+        def are(stopped: bool) -> bool:
+            return all((psutil.Process(pid).status() == psutil.STATUS_STOPPED) == stopped for pid in all_of_it)
+
+        there.read_until(lambda: are(True), 10)
+        os.killpg(there.run.pid, signal.SIGCONT)
+        there.read_until(lambda: are(False), 10)
+        (tmp_path / "out" / "go").touch()
+    finally:
+        code = there.end()
+    assert code == 0 and b"\x1b" not in there.seen
 
 
 @pytest.mark.slow
@@ -107,6 +193,26 @@ def test_a_file_per_rank(tmp_path: Path) -> None:
     assert (tmp_path / "logs" / "rank1.log").read_text() == f"hello 1\nerr\n{again}hello 1\nerr\n"
 
 
+def test_the_report_with_log_files_tells_when_and_what(tmp_path: Path) -> None:
+    """Rank 1 raised first, though it is the last to end. What an earlier run left in the files is not told again."""
+    (tmp_path / "logs").mkdir()
+    old = 'Traceback (most recent call last):\n  File "old.py", line 1\nOSError: of yesterday, Connection closed by peer\n'
+    for rank in range(2):
+        (tmp_path / "logs" / f"rank{rank}.log").write_text(old)
+    script = write(
+        tmp_path,
+        "import atexit\natexit.register(lambda: time.sleep(0.8 * rank))\nprint('step 7')\n"
+        "time.sleep(0.4 * (1 - rank))\n"
+        "if rank: raise ValueError('boom\\n\\nmore of it')\n"
+        "sys.exit(5)\n",
+    )
+    done = guozhuang("run", "-np", "2", "--log-dir", "logs", script, folder=tmp_path)
+    report = done.stderr[done.stderr.index("guozhuang run: rank") :]
+    assert done.returncode == 1 and report.startswith("guozhuang run: rank 1 failed first"), report
+    assert report.count("Traceback") == report.count("ValueError: boom") == 1 and "yesterday" not in report
+    assert "  ValueError: boom\n\n  more of it\nthe last lines of rank 1 before that:\n  step 7\nended" in report
+
+
 @pytest.mark.slow
 def test_torchs_own_redirection_still_works(tmp_path: Path) -> None:
     script = write(tmp_path, "print('hello', rank)\n")
@@ -114,6 +220,9 @@ def test_torchs_own_redirection_still_works(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "[default1]:hello 1" in done.stdout
     assert len(list((tmp_path / "logs").rglob("stdout.log"))) == 2
+    script.write_text("print('hello')\nraise ValueError('boom')\n")
+    done = guozhuang("run", "-np", "2", "--log-dir", "logs", "-r", "3", script, folder=tmp_path)
+    assert "  Traceback (most recent call last):\n" in done.stderr and "\n  ValueError: boom\n" in done.stderr
 
 
 @pytest.mark.slow

@@ -165,6 +165,73 @@ def test_a_launcher_that_is_silent_is_taken_for_gone(begin: Any) -> None:
     assert gone(processes, 8)
 
 
+def test_a_launcher_that_has_said_so_may_be_silent(begin: Any) -> None:
+    host = begin(FAMILY, lost_after_s=1.0)
+    processes = family(host)
+    host.link.say({"pause": True})
+    time.sleep(2.0)
+    assert not gone(processes, 0)
+    host.link.say({"pause": False})
+    time.sleep(0.5)
+    assert not gone(processes, 0), "it counts from there"
+    assert gone(processes, 8)
+
+
+def test_a_launcher_that_pauses_may_be_killed(begin: Any) -> None:
+    host = begin(FAMILY)
+    processes = family(host)
+    host.link.say({"pause": True})
+    time.sleep(0.3)
+    host.link.hang_up()
+    assert gone(processes, 6)
+
+
+def test_another_signal_is_passed_on(begin: Any) -> None:
+    host = begin(
+        "import signal, sys, time\nsignal.signal(10, lambda *_: sys.exit(8))\nprint(1, flush=True)\ntime.sleep(99)"
+    )
+    host.wait(lambda: host.out["stdout"])
+    host.link.say({"end": 20, "signal": 10})
+    host.wait()
+    assert host.link.code == 8
+
+
+# An agent that takes no SIGTERM, with its real guard and a folder; it imports nothing that takes long.
+GUARDED = f"""
+import importlib.util, os, signal, time
+spec = importlib.util.spec_from_file_location("guard", {str(Path(ssh.__file__).with_name("guard.py"))!r})
+guard = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(guard)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+folder = os.path.join(os.getcwd(), "of the agent")
+os.mkdir(folder)
+kept = guard.Guard("0123", folder)
+kept.know([])
+print("up", flush=True)
+time.sleep(99)
+"""
+
+
+def test_the_guard_of_an_agent_that_is_killed_has_time_to_tidy(begin: Any, tmp_path: Path) -> None:
+    host = begin(GUARDED)
+    host.wait(lambda: host.out["stdout"])
+    host.link.say({"end": 0.2})
+    host.wait()
+    assert host.link.code == -signal.SIGKILL
+    assert not (tmp_path / "of the agent").exists()
+
+
+def test_a_client_that_leaves_somebody_with_its_pipes_is_closed_all_the_same(begin: Any) -> None:
+    host = begin("print('mine')", before="(sleep 99.125 &)")
+    # The shell's grandchild holds stdout and stderr for ever, as a master connection of ssh does.
+    host.wait(limit_s=15)
+    assert (host.out["stdout"], host.link.code) == (b"mine\n", 0)
+    left = [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "99.125"]]
+    for process in left:
+        process.kill()
+    assert left
+
+
 def test_a_supervisor_that_is_killed_ends_its_agent(begin: Any) -> None:
     host = begin("import time; print(1, flush=True); time.sleep(99)")
     host.wait(lambda: host.out["stdout"])

@@ -85,8 +85,44 @@ def test_the_report_of_a_killed_rank() -> None:
 
 
 def test_what_came_after_the_traceback_is_shown() -> None:
-    text = describe({0: failed(0, 1, 10.0, [*raised("ValueError: boom"), "warning: left in a hurry"])}, "h")
-    assert "  ValueError: boom\nthe last lines of rank 0" in text and "  warning: left in a hurry" in text
+    lines = ["step 7", *raised("ValueError: boom"), "", "[W1121 socket.cpp:1] left in a hurry", ""]
+    text = describe({0: failed(0, 1, 10.0, lines)}, "h").splitlines()
+    assert text[4:] == [
+        "  ValueError: boom",
+        "the last lines of rank 0 before that:",
+        "  step 7",
+        "the last lines of rank 0:",
+        "",
+        "  [W1121 socket.cpp:1] left in a hurry",
+    ]
+
+
+def test_a_text_of_several_lines_is_told_whole_and_once() -> None:
+    """As torch words its errors; with an empty line at the end of the file."""
+    message = [
+        "RuntimeError: Expected to have finished reduction in the prior iteration.",
+        "",
+        "Parameter indices: 3 4",
+    ]
+    lines = ["step 7", *raised(message[0]), *message[1:], ""]
+    text = describe({0: failed(0, 1, 10.0, lines), 1: failed(1, 1, 10.1, lines)}, "h").splitlines()
+    assert text[4:] == [
+        "  RuntimeError: Expected to have finished reduction in the prior iteration.",
+        "",
+        "  Parameter indices: 3 4",
+        "the last lines of rank 0 before that:",
+        "  step 7",
+        "ended because of it:",
+        f"  rank 1: exit code 1: {message[0]}",
+    ]
+    nccl = [*raised("torch.distributed.DistBackendError: NCCL error in: a.cpp:3"), "ncclRemoteError: A call failed"]
+    assert first({0: failed(0, 1, 10.0, nccl), 1: failed(1, 1, 10.1, raised("ValueError: boom"))}) == 1
+
+
+def test_what_goes_on_for_long_behind_a_traceback_is_no_part_of_it() -> None:
+    lines = [*raised("ValueError: tried again"), *[f"step {i}" for i in range(60)]]
+    text = describe({0: failed(0, 3, 10.0, lines)}, "h").splitlines()
+    assert text[4:6] == ["  ValueError: tried again", "the last lines of rank 0:"] and text[-1] == "  step 59"
 
 
 def test_several_nodes_point_at_each_other() -> None:

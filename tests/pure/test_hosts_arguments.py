@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import shlex
+import signal
 import sys
 from pathlib import Path
 
@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from guozhuang.errors import UsageError
 from guozhuang.launch import hosts, meeting, ssh
 from guozhuang.launch.hosts import Host, parse_hosts, place, plan, read_hostfile
-from guozhuang.launch.remote_link import Lines, Link
 
 SCRIPT = ["train.py", "--lr", "1"]
 
@@ -41,6 +40,12 @@ def test_a_hostfile_is_read(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("# the cluster\n\nnode1 slots=2 # fast\n  node2:3\nnode3\n")
     assert read_hostfile(str(path)) == [Host("node1", 2), Host("node2", 3), Host("node3", None)]
+
+
+def test_a_hostfile_of_another_editor_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_bytes("\ufeffnode1 slots=2\r\nnode2\r\n".encode())
+    assert read_hostfile(str(path)) == [Host("node1", 2), Host("node2", None)]
 
 
 @pytest.mark.parametrize(
@@ -76,6 +81,13 @@ def test_ranks_are_placed() -> None:
             place(both, num_ranks, per_host)
 
 
+def test_a_port_in_the_place_of_slots_is_a_slip() -> None:
+    assert place([Host("a", 2222)], 2, None) == [("a", "2")]
+    for num_ranks, per_host in ((None, None), (2000, None), (None, "2000")):
+        with pytest.raises(UsageError, match=r"more than 1024 ranks on a host \(got 2[02]{3}\).*--ssh-port"):
+            place([Host("a", 2222)], num_ranks, per_host)
+
+
 def test_the_rest_of_the_command_line_goes_to_the_agents() -> None:
     head = [
         "-H",
@@ -95,6 +107,39 @@ def test_the_rest_of_the_command_line_goes_to_the_agents() -> None:
     assert found.arguments == ["--strategy", "ddp", "-m", *SCRIPT]
     assert (found.ssh, found.environment, found.timeline) == (ssh.Options(7), {"A": "1"}, "t.json")
     assert (found.interface, found.master, found.port, found.start_timeout_s) == (None, None, 0, 60.0)
+
+
+def test_variables_of_torchrun_stand_for_options() -> None:
+    environ = {"PET_NPROC_PER_NODE": "4", "PET_MASTER_ADDR": "10.0.0.1", "PET_MASTER_PORT": "29500", "PET_MAX_RESTARTS": "2",
+               "PET_SHUTDOWN_TIMEOUT": "120", "PET_SIGNALS_TO_HANDLE": "SIGUSR1, SIGTERM"}  # fmt: skip
+    found = plan(["-H", "a,b", *SCRIPT], SCRIPT, environ)
+    assert found.placed == [("a", "4"), ("b", "4")]
+    assert (found.master, found.port, found.max_restarts) == ("10.0.0.1", 29500, 2)
+    assert (found.shutdown_timeout_s, found.signals) == (120, [signal.SIGUSR1])
+    assert "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" in found.arguments
+    found = plan(["-H", "a:9,b:9", "-np", "3", "--master-port", "7", *SCRIPT], SCRIPT, environ)
+    assert found.placed == [("a", "3")]
+    assert found.port == 7
+    found = plan(["-H", "a", *SCRIPT], SCRIPT, {"PET_STANDALONE": "0", "PET_NNODES": ""})
+    assert (found.master, found.port, found.max_restarts, found.signals) == (None, 0, 0, [])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("PET_NNODES", "2", "PET_NNODES and -H exclude"),
+        ("PET_STANDALONE", "1", "PET_STANDALONE and -H exclude"),
+        ("PET_RDZV_BACKEND", "c10d", "leave PET_RDZV_BACKEND out"),
+        ("PET_MASTER_PORT", "x", "PET_MASTER_PORT is not a number"),
+        ("PET_MASTER_PORT", "70000", "no TCP port"),
+        ("PET_NPROC_PER_NODE", "0", "at least 1"),
+        ("PET_MAX_RESTARTS", "-1", "negative"),
+        ("PET_SIGNALS_TO_HANDLE", "SIGKILL", "cannot be caught"),
+    ],
+)
+def test_variables_that_make_no_sense_with_hosts_are_refused(name: str, value: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        plan(["-H", "a:1", *SCRIPT], SCRIPT, {name: value})
 
 
 # What a script may be given: anything but a zero byte, which no argument can hold.
@@ -124,6 +169,11 @@ def test_arguments_of_the_script_are_never_touched(words: list[str]) -> None:
         (["-x", "NOT_SET_HERE"], "not set here"),
         (["-x", "=x"], "NAME or NAME=VALUE"),
         (["--interf", "eth0"], "written in full"),
+        (["--stand"], "write --standalone"),
+        (["--nnode", "3"], "write --nnodes"),
+        (["--rdzv_back=c10d"], "write --rdzv-backend"),
+        (["--max-restarts", "-1"], "negative"),
+        (["--signals-to-handle", "SIGFOO"], "no signal"),
     ],
 )
 def test_what_makes_no_sense_with_hosts_is_refused(head: list[str], words: str) -> None:
@@ -212,14 +262,3 @@ def test_the_door_that_lets_everybody_in_is_chosen() -> None:
     assert "from c: not 10.0.0.1 port 5 (Connection refused), not 10.0.0.2 port 6 (nobody answered)" in text
     assert "from b" not in text
     assert "10.0.0.9: in use" in str(meeting.choose(names, [], {"10.0.0.9": "in use"}, []))
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.binary(max_size=60), st.lists(st.integers(0, 60), max_size=4))
-def test_lines_come_whole_however_they_are_cut(data: bytes, cuts: list[int]) -> None:
-    lines, link = Lines(), Link("a", 0, False)
-    places = sorted({0, len(data), *(min(cut, len(data)) for cut in cuts)})
-    found = [line for i, j in itertools.pairwise(places) for line in lines.add(link, "stdout", data[i:j])]
-    assert all(line.endswith((b"\n", b"\r")) for line in found)
-    assert b"".join(found) + lines.rest(link, "stdout") == data
-    assert lines.rest(link, "stdout") == b""

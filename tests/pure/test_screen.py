@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+
 import pytest
 
 from guozhuang.launch.screen import MAX_LINE, Lines, Screen, mark
+from guozhuang.launch.terminal import rows_up, without_escapes
+from tests.glass import Glass
 
 M0, M1 = b"[0] ", b"[1] "
 
@@ -20,24 +25,9 @@ class Paper:
         self.data += data
 
     def drawn(self) -> list[str]:
-        rows, column = [""], 0
-        text = self.data.decode()
-        index = 0
-        while index < len(text):
-            if text.startswith("\x1b[K", index):
-                rows[-1], index = rows[-1][:column], index + 3
-                continue
-            char = text[index]
-            if char == "\n":
-                rows.append("")
-                column = 0
-            elif char == "\r":
-                column = 0
-            else:
-                rows[-1] = rows[-1][:column] + char + rows[-1][column + 1 :]
-                column += 1
-            index += 1
-        return rows
+        glass = Glass()
+        glass.write(self.data)
+        return glass.text
 
 
 def test_marks() -> None:
@@ -94,7 +84,7 @@ def test_a_progress_bar_updates_in_its_place() -> None:
     for percent in (0, 50, 100):
         paper.screen.live(1, M0, b"\r%3d%%" % percent)
     paper.screen.live(1, M0, b"\ndone\n")
-    assert paper.drawn() == ["[0] 100%", "[0] done", ""]
+    assert paper.drawn() == ["[0] 100%", "[0] done"]
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
@@ -108,7 +98,7 @@ def test_lines_of_others_do_not_break_into_a_bar(is_terminal: bool) -> None:
     rows = paper.drawn()
     assert "[1] hello" in rows and "[0] from its other stream" in rows and "[0] 100%" in rows
     if is_terminal:
-        assert rows == ["[1] hello", "[0] from its other stream", "[0] 100%", ""], "the bar moved down each time"
+        assert rows == ["[1] hello", "[0] from its other stream", "[0] 100%"], "the bar moved down each time"
 
 
 def test_a_cursor_that_was_sent_back_is_there_again() -> None:
@@ -116,7 +106,7 @@ def test_a_cursor_that_was_sent_back_is_there_again() -> None:
     paper.screen.live(1, M0, b"one\r")
     paper.screen.line(M1, b"hello")
     paper.screen.live(1, M0, b"two\n")
-    assert paper.drawn() == ["[1] hello", "[0] two", ""]
+    assert paper.drawn() == ["[1] hello", "[0] two"]
 
 
 def test_an_unfinished_line_is_ended() -> None:
@@ -139,3 +129,150 @@ def test_the_end_of_a_line_that_was_cut_is_no_empty_line() -> None:
     paper.screen.line(M1, b"hello")
     paper.screen.live(1, M0, b"\ntwo\n\n")
     assert paper.data == b"[0] one\n[1] hello\n[0] two\n[0] \n"
+
+
+def rich_frames(num_frames: int, width: int) -> list[bytes]:
+    """What rich writes for two bars that are drawn again and again, with a line above them now and then."""
+    import io
+
+    from rich.console import Console
+    from rich.live import Live
+
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=width, height=24, color_system="standard")
+    frames = []
+    with Live("[red]epoch 0[/]\nstep 0", console=console, auto_refresh=False, redirect_stdout=False) as live:
+        for number in range(1, num_frames):
+            if number % 5 == 0:
+                console.print(f"said {number}")
+            live.update(f"[red]epoch {number // 10}[/]\nstep {number}", refresh=True)
+            frames.append(out.getvalue())
+            out.seek(0)
+            out.truncate()
+    return [frame.encode() for frame in [*frames, out.getvalue()]]
+
+
+def tqdm_frames(num_frames: int, width: int) -> list[bytes]:
+    """The same of tqdm: two bars, the inner one is gone at its end."""
+    import io
+
+    from tqdm import tqdm
+
+    out = io.StringIO()
+    frames = []
+
+    def take() -> None:
+        frames.append(out.getvalue().encode())
+        out.seek(0)
+        out.truncate()
+
+    with tqdm(total=num_frames // 10, desc="epoch", file=out, ncols=width, mininterval=0, miniters=1) as outer:
+        for epoch in range(num_frames // 10):
+            with tqdm(total=10, desc="step", leave=False, file=out, ncols=width, mininterval=0, miniters=1) as inner:
+                for _ in range(10):
+                    inner.update()
+                    take()
+            outer.update()
+            tqdm.write(f"said {epoch}", file=out)
+            take()
+    take()
+    return frames
+
+
+@pytest.mark.parametrize("cut", ["whole", "anywhere"])
+@pytest.mark.parametrize("frames_of", [rich_frames, tqdm_frames])
+def test_blocks_of_several_rows_are_drawn_as_if_alone(
+    frames_of: Callable[[int, int], list[bytes]], cut: str, seed: int = 5
+) -> None:
+    """Lines of others, also long ones, come at any time, between any two bytes. Every row of the block is where it is alone."""
+    chance = random.Random(seed)
+    width, is_whole = 60, cut == "whole"
+    frames = frames_of(60, width - len(M0))
+    pieces = frames if is_whole else [frame[i : i + 7] for frame in frames for i in range(0, len(frame), 7)]
+    alone, glass = Glass(width - len(M0), 24), Glass(width, 24)
+    written = b""
+    said: list[str] = []
+
+    def write(data: bytes) -> None:
+        nonlocal written
+        written += data
+        if is_whole:
+            glass.write(data)
+
+    screen = Screen(write, True, lambda: (width, 24))
+    for number, piece in enumerate(pieces):
+        if chance.random() < 0.3:
+            line = f"[1] line {number}" + "x" * chance.choice([0, 0, 100])
+            said += [line[i : i + width] for i in range(0, len(line), width)]
+            screen.line(M1, line[4:].encode())
+        screen.live(1, M0, piece)
+        if is_whole:
+            alone.write(piece)
+            block = [f"[0] {row}" for row in alone.text if row][-2:]
+            assert [row for row in glass.text if row][-len(block) :] == block, "nothing in the block or below it"
+    screen.end()
+    if not is_whole:
+        alone.write(b"".join(frames))
+        glass.write(written)
+    assert [row[4:] for row in glass.text if row.startswith("[0]")] == [row for row in alone.text if row]
+    assert [row for row in glass.text if row and not row.startswith("[0]")] == said
+    assert glass.cursor_is_shown
+
+
+def test_a_line_of_others_that_came_before_the_block_was_known_is_put_above_it() -> None:
+    paper, glass = Paper(is_terminal=True), Glass()
+    paper.screen.live(1, M0, b"log\nepoch 1\nstep 1")
+    paper.screen.line(M1, b"hello")
+    glass.write(paper.data)
+    assert glass.text == ["[0] log", "[0] epoch 1", "[1] hello", "[0] step 1"], (
+        "nobody knows yet that two rows are alive"
+    )
+    paper.data = b""
+    paper.screen.live(1, M0, b"\r\x1b[2K\x1b[1A\x1b[2Kepoch 1\nstep 2")
+    paper.screen.line(M1, b"again")
+    glass.write(paper.data)
+    assert glass.text == ["[0] log", "[1] hello", "[1] again", "[0] epoch 1", "[0] step 2"]
+
+
+def test_colours_go_on_behind_the_mark() -> None:
+    paper = Paper(is_terminal=True)
+    paper.screen.live(1, mark(0, True), b"\x1b[31mred\nstill\x1b[0m\n")
+    assert paper.data == b"\x1b[36m[0]\x1b[0m \x1b[31mred\n\x1b[36m[0]\x1b[0m \x1b[31mstill\x1b[0m\n"
+
+
+def test_who_has_the_whole_screen_is_not_disturbed() -> None:
+    paper = Paper(is_terminal=True)
+    paper.screen.live(1, M0, b"\x1b[?25l\x1b[?1049h\x1b[H\x1b[2Jfull")
+    paper.screen.line(M1, b"hello")
+    paper.screen.live(1, M0, b"\x1b[5;5Hmore\n")
+    assert paper.data == b"\x1b[?25l\x1b[?1049h\x1b[H\x1b[2Jfull\x1b[5;5Hmore\n"
+    paper.data = b""
+    paper.screen.live(1, M0, b"\x1b[?1049l")
+    assert paper.data == b"\x1b[?1049l[1] hello\n"
+    paper.screen.live(1, M0, b"\x1b[?1049h")
+    paper.screen.line(M1, b"again")
+    paper.data = b""
+    paper.screen.end()  # it was killed
+    assert paper.data == b"\x1b[?1049l[1] again\n\x1b[?25h"
+
+
+def test_others_cannot_move_the_cursor() -> None:
+    paper = Paper(is_terminal=True)
+    paper.screen.line(M1, b"\x1b[2A\x1b[2K\x1b[1mbold")
+    assert paper.data == b"[1] \x1b[1mbold\x1b[0m\n"
+
+
+def test_the_lines_of_a_read_are_one_write() -> None:
+    for is_terminal in (True, False):
+        writes: list[bytes] = []
+        screen = Screen(writes.append, is_terminal)
+        screen.lines(M1, [b"a", b"b", b"c"])
+        assert writes == [b"[1] a\n[1] b\n[1] c\n"]
+
+
+def test_what_was_drawn_over_by_going_up_is_told() -> None:
+    lines = Lines(moves=True)
+    assert lines.feed(b"one\ntwo\r\x1b[2K\x1b[1A\x1b[2Kone again\n") == [b"one", b"\x1b[2K\x1b[1A\x1b[2Kone again"]
+    assert lines.feed(b"inner\x1b[A\router\n") == [b"\x1b[1Aouter"]
+    assert rows_up(b"\x1b[2K\x1b[1A\x1b[2Kone") == 1 and rows_up(b"\x1b[A\x1b[3A") == 4 and rows_up(b"A") == 0
+    assert without_escapes(b"\x1b[1;31mKey\x1b[0mError \x1b]8;;http://a\x1b\\link\x1b]8;;\x1b\\") == b"KeyError link"

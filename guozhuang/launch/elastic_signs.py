@@ -1,0 +1,291 @@
+"""What the agents of a run tell each other: that they are alive, that they are done, that they gave up and why.
+
+[Note: signs of life] An agent that was killed, and a host that was switched off or cut off, tell nobody; and ranks that
+sleep, or wait in a collective, may not notice for half an hour. So each agent sets a key with a number that grows, every
+second, and two of the agents look at the numbers of all others. A number that stood still for ``SILENCE_S`` is taken for
+the end of its agent, and that is written down for all to read. By looks, not by clocks: an agent that was stopped itself for
+a while does not blame the others, and clocks of hosts may differ. Who keeps the store is seen by the store: it is gone, or
+it does not answer (see [Note: deaf] in patient_store.py).
+
+[Note: who was first] A rank that fails makes others fail, on other nodes too, and their agents may be faster to say so. So an
+agent says whether its failure may be a reaction to another one. If it is not, it is the cause. If nothing but reactions was
+heard of, all go on, each to see whether its own ranks end by themselves, until every other agent has answered, or was found
+to be lost: then that is the cause.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+
+import torch.distributed as dist
+
+from guozhuang.errors import WorldError
+from guozhuang.launch.patient_store import ANSWER_S, PatientStore
+
+SILENCE_S = ANSWER_S
+_SIGN_S = 1.0
+_TELL_S = 3.0  # for the others to read why this one gives up, and to hear of a failure that came before ours
+_LOOK_S = 0.02
+_WATCHERS = 2  # the first two nodes: one of them may be the one that is lost
+_STILL_S = 3.0  # a stop of this agent that is worth a word
+
+
+class OtherNodeError(WorldError):
+    """Another node gave the run up, or is lost. ``code`` is the exit code that follows from it."""
+
+    def __init__(self, text: str, code: int = 1) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class Others:
+    """The other agents of a run, or of a round of an elastic one. ``begin`` and ``close`` belong together.
+
+    Args:
+        store: where they tell each other, and nobody else does.
+        node: the number of this node.
+        num_nodes: how many there are.
+        keeper: who keeps the store, as in "the agent of node 0 at 10.0.0.1:29500".
+        is_keeper: this agent keeps the store: it stays until the others need it no more.
+        ends_with_a_node: a lost node is the end of the run; otherwise it is for others to find out (an elastic run).
+        silence_s: how long a number may stand still, in seconds.
+    """
+
+    def __init__(
+        self,
+        store: PatientStore,
+        node: int,
+        num_nodes: int,
+        keeper: str,
+        is_keeper: bool,
+        ends_with_a_node: bool = True,
+        silence_s: float = SILENCE_S,
+    ) -> None:
+        self._store, self._node, self._num_nodes = store, node, num_nodes
+        self._keeper, self._is_keeper = keeper, is_keeper
+        self._ends_with_a_node, self._silence_s = ends_with_a_node, silence_s
+        self._others = [other for other in range(num_nodes) if other != node]
+        self._signs: dict[int, bytes] = {}
+        self._num_still: dict[int, int] = {}
+        self._silent: set[int] = set()
+        self._count = 0
+        self._stood_still_s = 0.0
+        self._reactions_since: float | None = None
+        self._done: set[str] = set()
+        self._has_ended = False  # all are done, or this node gave up, or heard that another one did
+        self._gave_up = False
+        self._end = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """Give signs of life from now on.
+
+        Raises:
+            OtherNodeError: the store is gone.
+        """
+        try:
+            self._sign()
+        except dist.DistNetworkError as error:
+            raise OtherNodeError(self.who_is_gone()) from error
+        self._thread = threading.Thread(target=self._run, name="guozhuang signs of life", daemon=True)
+        self._thread.start()
+
+    def _sign(self) -> None:
+        self._count += 1
+        self._store.set(f"sign {self._node}", f"{self._count} {socket.gethostname()}")
+
+    def _run(self) -> None:
+        last = time.monotonic()
+        # Who calls the store next hears that it is gone.
+        with contextlib.suppress(dist.DistNetworkError):
+            while not self._end.wait(_SIGN_S):
+                now = time.monotonic()
+                self._stood_still_s = max(self._stood_still_s, now - last - _SIGN_S)
+                last = now
+                self._sign()
+                if self._node < _WATCHERS:
+                    self._watch()
+
+    def _watch(self) -> None:
+        for other in self._others:
+            if other not in self._signs and self._store.check([f"sign {other}"]):
+                self._signs[other] = b""
+        known = list(self._signs)
+        if not known:
+            return
+        for other, sign in zip(known, self._store.multi_get([f"sign {other}" for other in known]), strict=True):
+            self._num_still[other] = self._num_still.get(other, 0) + 1 if sign == self._signs[other] else 0
+            self._signs[other] = sign
+            if self._num_still[other] * _SIGN_S < self._silence_s or other in self._silent:
+                continue
+            self._silent.add(other)
+            if not self._store.check([f"read {other}"]):
+                self._store.set("lost", f"{other} {self.host(other)}")
+
+    def host(self, other: int) -> str:
+        """The name of another node's host, as far as it is known."""
+        sign = self._signs.get(other, b"")
+        if not sign and self._store.check([f"sign {other}"]):
+            sign = self._store.get(f"sign {other}")
+        return sign.decode().partition(" ")[2] or "unknown"
+
+    def _silence_of(self, other: int, host: str) -> str:
+        what = f"node {other} (host {host}): no sign of life of its agent for {self._silence_s:.0f} s"
+        return f"{what}: it was killed or stopped, or its host is off or cut off"
+
+    def why_missing(self, other: int) -> str:
+        """The text on a node that is not there any more: it left, or it is silent."""
+        if self._store.check([f"left {other}"]):
+            return f"node {other} (host {self.host(other)}): {self._store.get(f'left {other}').decode()}"
+        return self._silence_of(other, self.host(other))
+
+    def leave(self, text: str) -> None:
+        """Say why this node goes, where the others go on without it."""
+        self._store.hurry()
+        with contextlib.suppress(dist.DistNetworkError):
+            self._store.set(f"left {self._node}", text)
+            self._read()
+
+    def who_is_gone(self) -> str:
+        """The text on a store that cannot be used any more."""
+        why = self._store.lost or "is gone"
+        reason = "" if why == "is gone" else ": its host is off or cut off from this one, or it was stopped"
+        return f"{self._keeper}, which keeps the store, {why}{reason}{self._own_stop()}"
+
+    def _own_stop(self) -> str:
+        stop_s = self._stood_still_s
+        return f" (this agent itself had stood still for {stop_s:.0f} s)" if stop_s >= _STILL_S else ""
+
+    def look(self) -> None:
+        """Return while the run goes on.
+
+        Raises:
+            OtherNodeError: another node gave up, or is lost.
+        """
+        try:
+            cause = self._cause()
+            if cause is None:
+                return
+            self._read()
+        except dist.DistNetworkError as error:
+            raise OtherNodeError(self.who_is_gone()) from error
+        raise cause
+
+    def _read(self) -> None:
+        """Say that this node needs the store no more."""
+        self._has_ended = True
+        self._store.set(f"read {self._node}", "1")
+
+    def _cause(self) -> OtherNodeError | None:
+        """Why the run is over, or None. See [Note: who was first]."""
+        has_reactions = self._store.check(["gave up"])
+        lost = self._lost() if self._ends_with_a_node or has_reactions else None
+        if not has_reactions:
+            return lost
+        found: list[tuple[int, int, int, str]] = []
+        answered: set[int] = set()
+        for node in range(self._num_nodes):
+            if self._store.check([f"gave up {node}"]):
+                words = self._store.get(f"gave up {node}").decode().split(" ", 2)
+                found.append((int(words[0]), node, int(words[1]), words[2]))
+                answered.add(node)
+            elif self._store.check([f"answer {node}"]):
+                answered.add(node)
+        kind, cause, code, text = min(found)
+        first = OtherNodeError(f"node {cause}: {text}", code)
+        if kind == 0 or lost is not None:
+            return first if kind == 0 else lost
+        now = time.monotonic()
+        self._reactions_since = now if self._reactions_since is None else self._reactions_since
+        waited_s = now - self._reactions_since
+        if waited_s > _TELL_S and self._node not in answered:
+            self._store.set(f"answer {self._node}", "1")
+        is_known = waited_s > _TELL_S and answered >= set(self._others)
+        return first if is_known or waited_s > self._silence_s + _TELL_S else None
+
+    def _lost(self) -> OtherNodeError | None:
+        if not self._store.check(["lost"]):
+            return None
+        other, _, host = self._store.get("lost").decode().partition(" ")
+        if int(other) == self._node:
+            what = f"the other nodes gave this one up: no sign of life for {self._silence_s:.0f} s"
+            return OtherNodeError(f"{what}{self._own_stop()}")
+        return OtherNodeError(self._silence_of(int(other), host) + self._own_stop())
+
+    def give_up(self, text: str, code: int, is_reaction: bool) -> OtherNodeError | None:
+        """Tell the other nodes that this one gives the run up, and why.
+
+        Args:
+            text: what happened here.
+            code: the exit code that follows from it.
+            is_reaction: another node may have been first.
+
+        Returns:
+            What happened on the node that was first, where that is another one.
+        """
+        if not is_reaction:
+            self._store.hurry()
+        self._gave_up = True
+        try:
+            self._store.set(f"gave up {self._node}", f"{int(is_reaction)} {code} {text}")
+            self._store.set("gave up", "1")
+            cause = None
+            while is_reaction and cause is None:
+                time.sleep(_LOOK_S)
+                cause = self._cause()
+            self._read()
+        except dist.DistNetworkError:
+            self._has_ended = True
+            return OtherNodeError(self.who_is_gone()) if is_reaction else None
+        return None if cause is None or str(cause).startswith(f"node {self._node}: ") else cause
+
+    def are_done(self, attempt: str) -> bool:
+        """Say that the ranks of this node have ended well; return whether those of all nodes have.
+
+        Raises:
+            OtherNodeError: another node gave up, or is lost.
+        """
+        try:
+            new = attempt not in self._done
+            self._done.add(attempt)
+            if self._store.add(f"done {attempt}", int(new)) >= self._num_nodes:
+                self._read()
+                return True
+        except dist.DistNetworkError as error:
+            raise OtherNodeError(self.who_is_gone()) from error
+        self.look()
+        return False
+
+    def close(self) -> None:
+        """Stop giving signs of life; who keeps the store waits until the others have read what they must."""
+        if self._thread is None:
+            return
+        try:
+            self._store.hurry()
+            if not self._has_ended and not self._store.lost:
+                self.give_up("its agent ended", 1, False)
+            if self._is_keeper:
+                self._wait_for_readers(_TELL_S if self._gave_up else self._silence_s)
+        except dist.DistNetworkError:
+            pass
+        finally:
+            self.forget()
+
+    def forget(self) -> None:
+        """Stop giving signs of life, and say nothing."""
+        self._end.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(2 * _LOOK_S)
+        self._thread = None
+
+    def _wait_for_readers(self, limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s
+        for other in self._others:
+            # Those that never came read nothing.
+            while self._store.check([f"sign {other}"]) and not self._store.check([f"read {other}"]):
+                if other in self._silent or time.monotonic() > deadline:
+                    break
+                time.sleep(_LOOK_S)

@@ -1,0 +1,82 @@
+"""What became of a host that is no longer part of the run, in words. Pure."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from dataclasses import dataclass
+
+from guozhuang.launch.remote import NO_FOLDER, NO_PACKAGE
+from guozhuang.launch.remote_link import Link
+
+LOST = 255  # the exit code where a host could not be reached, or was lost; ssh's own
+# How an agent says that another node was the cause (agent.py, elastic_signs.py, failures.py).
+_ELSEWHERE = re.compile(
+    rb"guozhuang run: (node [0-9]+(: | \(host )|the first failure was on|the agent of node [0-9]|the other nodes gave)"
+    rb"|a rank of another node"
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a host is no longer part of the run.
+
+    Attributes:
+        link: the host.
+        code: the exit code that the launcher would end with.
+        text: what happened, a sentence.
+        is_cause: its agent does not say itself that the cause was on another host.
+        is_signal: a rank or the agent was ended by a signal.
+        is_of_script: the run was on its way, so starting it again may help.
+        report: what the agent said about it.
+    """
+
+    link: Link
+    code: int
+    text: str
+    is_cause: bool = True
+    is_signal: bool = False
+    is_of_script: bool = False
+    report: bytes = b""
+
+
+def of(link: Link, report: bytes) -> Failure:
+    """What became of a host that closed its connection and was not asked to."""
+    told, code = link.messages, link.code
+    if "missing" in told:
+        lacks = {NO_FOLDER: "has no such working directory", NO_PACKAGE: "has Python, but not this package"}
+        return Failure(link, 1, f"{lacks[told['missing']]}: {told['why']}")
+    if "refused" in told:
+        return Failure(link, 1 if code is None else code, f"could not start: {told['refused']}", report=report)
+    if code is not None and code < 0:
+        text = f"lost its agent by {_signal(-code)}; its ranks were ended"
+        if -code == signal.SIGKILL:
+            text += "; if nobody sent it, the machine ran out of memory"
+        return Failure(link, 128 - code, text, is_signal=True, is_of_script=True, report=report)
+    if code is not None:
+        # A shell's code for a rank that was ended by a signal; SIGTERM is how an agent ends the others.
+        is_signal = code > 128 and code != 128 + signal.SIGTERM
+        is_cause = not _ELSEWHERE.search(report)
+        return Failure(link, code, f"failed: exit code {code}", is_cause, is_signal, True, report)
+    if "supervisor" in told:
+        return Failure(link, LOST, f"was lost: the connection to it broke{said(link)}", report=report)
+    client = link.client_code
+    if client in (126, 127):
+        return Failure(link, client, f"has no such interpreter: {sys.executable}{said(link)}")
+    if client == LOST:
+        return Failure(link, LOST, f"could not be reached (ssh ended with {client}){said(link)}")
+    return Failure(link, 1, f"was reached, but the supervisor there ended with {client}{said(link)}")
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def said(link: Link) -> str:
+    """What ssh or the shell there said last, to be put behind a sentence; "" if nothing."""
+    words = [line.strip() for line in link.words.replace("\r", "\n").splitlines() if line.strip()]
+    return f": {'; '.join(words[-4:])}" if words else ""

@@ -1,0 +1,143 @@
+"""What several hosts print, put together on the launcher's own standard output and standard error.
+
+Each agent has already made whole lines with marks of what its ranks wrote. What is left to do: lines of one host do not come
+in the middle of another's, and the progress bars of rank 0, which are on the first host, go on as they do on one node.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+
+from guozhuang.launch.output import Target, is_same
+from guozhuang.launch.remote_link import Link
+from guozhuang.launch.say import say
+from guozhuang.launch.screen import Lines
+
+# An unfinished line of the first host is shown when it has stood for so long: pipes cut lines anywhere.
+_PATIENCE_S = 0.05
+_OURS = b"guozhuang run: "
+# How an agent begins to tell how its node ended (failures.py, agent.py, elastic_signs.py). Should the words differ, the report
+# is shown all the same, but at once and not at the end.
+_REPORT = re.compile(
+    _OURS + rb"(rank [0-9]+ failed first|node [0-9]+(: | \(host )|the first failure was on|the agent of node [0-9]"
+    rb"|the other nodes gave|got SIG)"
+)
+
+# A line that draws over nothing.
+_PLAIN = re.compile(rb"(?:[^\r\n\x1b]|\x1b\[[0-9;]*m)*\n")
+
+
+class Display:
+    """The launcher's standard output and standard error, and what waits to be shown there."""
+
+    def __init__(self) -> None:
+        out = Target(1)
+        self._targets = {"stdout": out, "stderr": out if is_same(1, 2) else Target(2)}
+        self._lines: dict[tuple[int, str], Lines] = {}
+        self._held: dict[str, bytes] = {"stdout": b"", "stderr": b""}
+        self._is_in_line = {"stdout": False, "stderr": False}  # what was shown of the first host ends amid a line
+        self._since = 0.0
+        self._reports: dict[int, bytearray] = {}
+
+    @property
+    def terminals(self) -> list[list[bool]]:
+        """For each stream whether it ends on a terminal, and whether marks are to be coloured: agents write to pipes."""
+        return [[each.is_terminal, each.colour] for each in self._targets.values()]
+
+    def take(self, link: Link, stream: str, data: bytes) -> None:
+        """Show what a host has written.
+
+        Args:
+            link: the host; the first one has rank 0.
+            stream: "stdout" or "stderr".
+            data: cut anywhere.
+        """
+        if link.node_rank:
+            self._show_lines(link.node_rank, stream, self._of(link.node_rank, stream).feed(data))
+            return
+        if not self.is_holding:
+            self._since = time.monotonic()
+        whole, end, self._held[stream] = (self._held[stream] + data).rpartition(b"\n")
+        if end:
+            self._show_live(stream, whole + end)
+            self._since = time.monotonic()
+        self.show_what_waits()
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether ``show_what_waits`` has to be called again soon."""
+        return any(self._held.values())
+
+    def show_what_waits(self) -> None:
+        """Show the unfinished lines of the first host that have stood long enough: prompts and progress bars."""
+        if time.monotonic() <= self._since + _PATIENCE_S:
+            return
+        for stream, held in self._held.items():
+            if held and not (stream == "stderr" and (0 in self._reports or _OURS.startswith(held[: len(_OURS)]))):
+                self._held[stream] = b""
+                self._show_live(stream, held)
+
+    def close(self, link: Link) -> bytes:
+        """Show what is left of a host that is gone.
+
+        Returns:
+            What its agent said of how its node ended; the caller shows it, because only one of them tells of the first
+            failure.
+        """
+        for stream in self._targets:
+            if link.node_rank:
+                self._show_lines(link.node_rank, stream, self._of(link.node_rank, stream).rest())
+            elif self._held[stream]:
+                held, self._held[stream] = self._held[stream], b""
+                self._show_live(stream, held)
+        return bytes(self._reports.pop(link.node_rank, b""))
+
+    def show_report(self, report: bytes) -> None:
+        """Show what an agent said of its end."""
+        self._targets["stderr"].screen.lines(b"", report.split(b"\n")[:-1])
+
+    def say(self, text: str) -> None:
+        """Say something of the launcher's own, in a line of its own."""
+        self.end_lines()
+        say(text)
+
+    def end_lines(self) -> None:
+        """What comes next begins in a line of its own, whoever writes it."""
+        for target in self._targets.values():
+            target.screen.end()
+
+    def _of(self, node_rank: int, stream: str) -> Lines:
+        return self._lines.setdefault((node_rank, stream), Lines())
+
+    def _show_lines(self, node_rank: int, stream: str, lines: list[bytes]) -> None:
+        kept = [line for line in lines if not self._is_of_report(node_rank, stream, line)]
+        self._targets[stream].screen.lines(b"", kept)
+
+    def _show_live(self, stream: str, data: bytes) -> None:
+        """What the first host wrote, as it is, but for its report. Plain lines go above a bar of its other stream."""
+        screen = self._targets[stream].screen
+        pieces = re.findall(rb"[^\n]*\n|[^\n]+", data)
+        kept = [piece for piece in pieces if not self._is_of_report(0, stream, piece.removesuffix(b"\n"))]
+        for is_plain, group in itertools.groupby(kept, lambda piece: self._is_plain(stream, piece)):
+            if is_plain:
+                screen.lines(b"", [piece[:-1] for piece in group])
+            else:
+                screen.live(_owner(stream), b"", b"".join(group))
+
+    def _is_plain(self, stream: str, piece: bytes) -> bool:
+        """Whether this is a whole line that draws over nothing; to be asked for each piece in its turn."""
+        was_in_line, self._is_in_line[stream] = self._is_in_line[stream], not piece.endswith(b"\n")
+        return not was_in_line and _PLAIN.fullmatch(piece) is not None
+
+    def _is_of_report(self, node_rank: int, stream: str, line: bytes) -> bool:
+        """Keep a line that is part of a report: all that an agent says after its first words."""
+        if stream != "stderr" or not (node_rank in self._reports or _REPORT.match(line)):
+            return False
+        self._reports.setdefault(node_rank, bytearray()).extend(line + b"\n")
+        return True
+
+
+def _owner(stream: str) -> int:
+    return 1 if stream == "stdout" else 2

@@ -1,0 +1,191 @@
+"""Whether torchrun's options make sense: what torch elastic would find out late, with a traceback, or not say at all."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shutil
+import signal
+from collections.abc import Mapping
+
+from guozhuang.errors import UsageError, explain
+
+_NUM_PORTS = 65536
+# What `--rdzv-conf` can set: for nodes that come and go, and for a fixed number of nodes.
+_SECONDS = ("timeout", "join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "read_timeout")
+_COUNTS = ("keep_alive_interval", "keep_alive_max_attempt")
+_ELASTIC = (*_SECONDS, *_COUNTS, "is_host", "store_type")
+_FIXED = ("timeout", *_COUNTS)
+_WORDS = {"is_host": "write true or false", "store_type": "write tcp or file"}
+_CANNOT_BE_HANDLED = (signal.SIGKILL, signal.SIGSTOP)
+
+
+def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
+    """Torchrun's own parser, which takes its defaults from PET_ variables.
+
+    Raises:
+        UsageError: such a variable holds what its option cannot be.
+    """
+    from torch.distributed.run import get_args_parser
+
+    try:
+        return get_args_parser()
+    except ValueError as error:
+        wrong = [
+            f"{name}={value!r}" for name, value in environ.items() if name[:4] == "PET_" and repr(value) in str(error)
+        ]
+        what = f"an option that is on or off is neither in the environment: {', '.join(wrong) or error}"
+        raise UsageError(explain(what, fix="set the variable to 1 or 0, or unset it")) from error
+
+
+def settle_nodes(found: argparse.Namespace) -> tuple[int, int]:
+    """The least and the most nodes; ``found.nnodes`` becomes "1:1" for a single one, however that was written.
+
+    Raises:
+        UsageError: they cannot be read, or do not fit the way in which nodes are to meet.
+    """
+    fix = "give a number of nodes, or a least and a most one as in --nnodes 1:4"
+    try:
+        numbers = [int(text) for text in found.nnodes.split(":")]
+    except ValueError:
+        numbers = []
+    if len(numbers) not in (1, 2) or not 0 < numbers[0] <= numbers[-1]:
+        raise UsageError(explain("--nnodes makes no sense", value=found.nnodes, fix=fix))
+    least, most = numbers[0], numbers[-1]
+    if found.standalone:
+        if least > 1:
+            what = "--standalone means this node alone, but --nnodes asks for more"
+            raise UsageError(explain(what, value=found.nnodes, fix="leave one of them out"))
+        most = 1
+    if least != most and found.rdzv_backend == "static":
+        what = "a number of nodes that may change needs a meeting point where nodes can come and go"
+        fix = f"add --rdzv-backend c10d --rdzv-endpoint HOST:PORT, or write --nnodes {most}"
+        raise UsageError(explain(what, value=f"--nnodes {found.nnodes}", fix=fix))
+    found.nnodes = f"{least}:{most}"
+    return least, most
+
+
+def keeps_torchs_logs(found: argparse.Namespace) -> bool:
+    """Whether output goes torchrun's own way, into torchrun's folders, because options ask for it that are about that."""
+    filters = found.duplicate_stdout_filters or found.duplicate_stderr_filters
+    return bool(found.redirects != "0" or found.tee != "0" or found.logs_specs or filters)
+
+
+def check(found: argparse.Namespace, environ: Mapping[str, str], num_local_ranks: int, most_nodes: int) -> None:
+    """Look at the options that `guozhuang run` has from torchrun.
+
+    Args:
+        found: the options.
+        environ: the environment that the ranks would get.
+        num_local_ranks: of this node.
+        most_nodes: how many nodes there can be.
+
+    Raises:
+        UsageError: one of them cannot work, or would be ignored; the text names it.
+    """
+    _check_signals(found.signals_to_handle)
+    _check_port(found.master_port, most_nodes)
+    _check_conf(found, most_nodes)
+    _check_filter(found, num_local_ranks)
+    _check_event_log_handler(found.event_log_handler)
+    if found.local_addr is not None and most_nodes > 1 and found.rdzv_backend == "static":
+        what = "--local-addr is of no use between a fixed number of nodes: all of them come to --master-addr"
+        raise UsageError(explain(what, value=found.local_addr, fix="leave it out; --interface chooses the network"))
+    if found.run_path and found.start_method != "spawn":
+        what = "--start-method has no effect: each rank is a program of its own, also with --run-path"
+        raise UsageError(explain(what, value=found.start_method, fix="leave it out"))
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if found.virtual_local_rank and visible is not None and len(visible.split(",")) < num_local_ranks:
+        what = (
+            f"--virtual-local-rank gives each of {num_local_ranks} ranks a device, but CUDA_VISIBLE_DEVICES names fewer"
+        )
+        raise UsageError(explain(what, value=visible, fix="start fewer ranks"))
+    if found.numa_binding is not None:
+        _check_numa(found.numa_binding, num_local_ranks)
+
+
+def _check_signals(names: str) -> None:
+    for name in names.split(","):
+        number = getattr(signal, name.strip(), None)
+        if not isinstance(number, signal.Signals) or number in _CANNOT_BE_HANDLED:
+            what = "--signals-to-handle names what is no signal, or one that nobody can handle"
+            raise UsageError(explain(what, value=name.strip(), fix="write names like SIGTERM,SIGINT,SIGUSR1"))
+
+
+def _check_port(port: int | None, most_nodes: int) -> None:
+    least = 0 if most_nodes == 1 else 1  # the other nodes could not know which free one was taken
+    if port is not None and not least <= port < _NUM_PORTS:
+        fix = f"give {least or 1} to {_NUM_PORTS - 1}, or leave it out"
+        raise UsageError(explain("--master-port is no TCP port that could be used", value=port, fix=fix))
+
+
+def _check_conf(found: argparse.Namespace, most_nodes: int) -> None:
+    from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
+
+    try:
+        settings = _parse_rendezvous_config(found.rdzv_conf)
+    except ValueError as error:
+        raise UsageError(explain(f"--rdzv-conf: {error}", value=found.rdzv_conf, fix="write timeout=900")) from error
+    if found.rdzv_backend not in ("static", "c10d"):
+        return  # who wrote that one knows its settings
+    known = _FIXED if found.rdzv_backend == "static" and most_nodes > 1 else _ELASTIC
+    for name, value in settings.items():
+        if name not in known:
+            what = f"--rdzv-conf: {name!r} is no setting of --rdzv-backend {found.rdzv_backend}"
+            raise UsageError(explain(what, value=f"{name}={value}", fix=f"choose from {', '.join(known)}"))
+        if not _fits(name, value):
+            fix = _WORDS.get(name, "give a whole number above 0, of seconds or of attempts")
+            raise UsageError(explain(f"--rdzv-conf: {name} cannot be {value!r}", fix=fix))
+
+
+def _fits(name: str, value: str) -> bool:
+    if name == "is_host":
+        return value.lower() in ("1", "true", "t", "yes", "y", "0", "false", "f", "no", "n")
+    if name == "store_type":
+        return value.lower() in ("tcp", "file")
+    try:
+        number = float(value) if name == "timeout" else int(value)
+    except ValueError:
+        return False
+    return 0 < number < math.inf
+
+
+def _check_filter(found: argparse.Namespace, num_local_ranks: int) -> None:
+    text = found.local_ranks_filter
+    if not text:
+        return
+    fix = f"name ranks of this node, from 0 to {num_local_ranks - 1}, as in --local-ranks-filter 0"
+    try:
+        ranks = [int(rank) for rank in text.split(",")]
+    except ValueError as error:
+        raise UsageError(explain("--local-ranks-filter cannot be read", value=text, fix=fix)) from error
+    if not all(0 <= rank < num_local_ranks for rank in ranks):
+        what = f"--local-ranks-filter names a rank that this node does not have: it has {num_local_ranks}"
+        raise UsageError(explain(what, value=text, fix=fix))
+    if found.log_dir is not None and not keeps_torchs_logs(found):
+        what = "--local-ranks-filter says whose output is shown, but with --log-dir all of it goes into files"
+        raise UsageError(explain(what, fix="leave one out; with --tee 3 torchrun's way of doing both is taken"))
+
+
+def _check_event_log_handler(name: str) -> None:
+    from torch.distributed.elastic.events import get_logging_handler
+
+    try:
+        get_logging_handler(name)
+    except KeyError as error:
+        what = "--event-log-handler names none that torch elastic knows"
+        raise UsageError(explain(what, value=name, fix="choose null or console, or leave it out")) from error
+
+
+def _check_numa(mode: str, num_local_ranks: int) -> None:
+    import torch
+
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if num_local_ranks > num_devices:
+        what = (
+            f"--numa-binding puts each rank near its GPU, but {num_local_ranks} ranks have {num_devices} CUDA devices"
+        )
+        raise UsageError(explain(what, value=mode, fix="leave it out"))
+    if shutil.which("numactl") is None:
+        what = "--numa-binding needs the program numactl, which is not installed here"
+        raise UsageError(explain(what, value=mode, fix="install the package numactl, or leave the option out"))

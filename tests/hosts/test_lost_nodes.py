@@ -1,0 +1,227 @@
+"""Agents that were started by hand on two hosts: one is killed, its cable is cut, or it is told to end while it hears nobody.
+
+The agents are forked from a server that has imported torch, and the ranks are shells: what is shown here needs neither.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.hosts.network import Hosts, missing
+from tests.ranks import PRELOADED
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.skipif(bool(missing()), reason=missing())]
+
+_CLONE_NEWUTS = 0x04000000
+FIXED = "--nnodes 2 --master-addr 10.77.0.10 --rdzv-conf timeout=20,keep_alive_max_attempt=2 --node-rank {host}"
+ELASTIC = (
+    "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint 10.77.0.10:29555 --rdzv-id job"
+    " --rdzv-conf timeout=20,keep_alive_max_attempt=4,last_call_timeout=1"
+)
+
+
+def _be_agent(namespace: str, name: str, arguments: list[str], output: str) -> None:
+    """In a process of its own: become an agent of a host."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{namespace}") as file:
+        assert libc.setns(file.fileno(), 0) == 0
+    assert libc.unshare(_CLONE_NEWUTS) == 0
+    socket.sethostname(name)
+    file_number = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file_number, 1)
+    os.dup2(file_number, 2)
+    os.setsid()
+    from guozhuang.launch import agent
+
+    try:
+        code = agent.main(arguments)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+class Pair:
+    """Two agents, each with a rank that says "here" and sleeps, unless it is told to end after a moment."""
+
+    def __init__(self, hosts: Hosts, folder: Path, options: str, seconds: tuple[float, float] = (600, 600)) -> None:
+        self.hosts, self._folder = hosts, folder
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(PRELOADED))
+        self.agents: list[BaseProcess] = []
+        for host in (0, 1):
+            script = folder / f"train{host}.sh"
+            script.write_text(f"#!/bin/sh\necho here\nsleep {seconds[host]}\n")
+            script.chmod(0o755)
+            arguments = [*options.format(host=host).split(), "--no-python", str(script)]
+            process = context.Process(
+                target=_be_agent, args=(hosts._name(host), f"h{host}", arguments, str(folder / f"out{host}"))
+            )
+            process.start()
+            self.agents.append(process)
+
+    def text(self, host: int) -> str:
+        path = self._folder / f"out{host}"
+        return path.read_text() if path.exists() else ""
+
+    def says(self, host: int, pattern: str, limit_s: float = 30.0) -> None:
+        deadline = time.monotonic() + limit_s
+        while not re.search(pattern, self.text(host)):
+            assert time.monotonic() < deadline, f"no {pattern!r}:\n{self.text(host)}"
+            time.sleep(0.02)
+
+    def meet(self) -> None:
+        for host in (0, 1):
+            self.says(host, "here")
+
+    def signal(self, host: int, number: int) -> None:
+        pid = self.agents[host].pid
+        assert pid is not None
+        os.kill(pid, number)
+
+    def end(self, host: int, limit_s: float) -> tuple[int | None, str]:
+        """Its exit code, and what it printed."""
+        self.agents[host].join(limit_s)
+        return self.agents[host].exitcode, self.text(host)
+
+    def left(self) -> list[str]:
+        """Processes of the ranks that are still there, a moment later."""
+        deadline = time.monotonic() + 3.0
+        while True:
+            lines = [" ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])]
+            found = [line for line in lines if str(self._folder) in line]
+            if not found or time.monotonic() > deadline:
+                return found
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        for agent in self.agents:
+            agent.kill()
+            agent.join()
+            agent.close()
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    with Hosts(2) as made:
+        yield made
+
+
+@pytest.fixture
+def pairs(hosts: Hosts, tmp_path: Path) -> Iterator[list[Pair]]:
+    made: list[Pair] = []
+    yield made
+    for pair in made:
+        pair.close()
+
+
+def pair_of(pairs: list[Pair], hosts: Hosts, folder: Path, options: str, *seconds: float) -> Pair:
+    pairs.append(Pair(hosts, folder, options, (seconds[0], seconds[1]) if seconds else (600, 600)))
+    pairs[-1].meet()
+    return pairs[-1]
+
+
+@pytest.mark.parametrize("options", [FIXED, pytest.param(ELASTIC, marks=pytest.mark.slow)], ids=["fixed", "elastic"])
+@pytest.mark.parametrize("host", [0, 1])
+def test_an_agent_that_is_killed(pairs: list[Pair], hosts: Hosts, tmp_path: Path, options: str, host: int) -> None:
+    pair = pair_of(pairs, hosts, tmp_path, options)
+    pair.signal(host, signal.SIGKILL)
+    code, text = pair.end(1 - host, 10)
+    assert code == 1, text
+    if host == 1:
+        assert "node 1 (host h1): no sign of life of its agent for" in text
+    else:
+        assert re.search(r"the agent (of node 0 \(|at )10.77.0.10:\d+\)?, which keeps the store, is gone", text), text
+    assert "Traceback" not in text and "frame #" not in text
+    assert not pair.left()
+
+
+@pytest.mark.parametrize("options", [FIXED, pytest.param(ELASTIC, marks=pytest.mark.slow)], ids=["fixed", "elastic"])
+def test_a_cable_that_is_cut(pairs: list[Pair], hosts: Hosts, tmp_path: Path, options: str) -> None:
+    """To the other node it is the same as a host that is switched off."""
+    pair = pair_of(pairs, hosts, tmp_path, options)
+    hosts.cut(1)
+    ends = [pair.end(host, 15) for host in (0, 1)]
+    assert [code for code, _ in ends] == [1, 1], ends
+    assert "node 1 (host h1): no sign of life of its agent for" in ends[0][1]
+    assert re.search(
+        r"10.77.0.10:\d+\)?, which keeps the store, has not answered for \d+ s: its host is off", ends[1][1]
+    )
+    assert not pair.left()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_a_signal_ends_an_agent_whose_store_does_not_answer(
+    pairs: list[Pair], hosts: Hosts, tmp_path: Path, number: int
+) -> None:
+    """It stands in a call of the store then, which would go on for a quarter of an hour."""
+    pair = pair_of(pairs, hosts, tmp_path, FIXED.replace("max_attempt=2", "max_attempt=600"))
+    hosts.cut(1)
+    time.sleep(0.5)
+    pair.signal(1, number)
+    begin = time.monotonic()
+    code, text = pair.end(1, 15)
+    assert code == 128 + number, text
+    assert time.monotonic() - begin < 8
+    pair.signal(0, signal.SIGTERM)
+    assert pair.end(0, 10)[0] == 143
+
+
+@pytest.mark.parametrize("options", [FIXED, pytest.param(ELASTIC, marks=pytest.mark.slow)], ids=["fixed", "elastic"])
+def test_a_node_that_has_finished_hears_of_the_end_of_the_others(
+    pairs: list[Pair], hosts: Hosts, tmp_path: Path, options: str
+) -> None:
+    pair = pair_of(pairs, hosts, tmp_path, options, 600, 0.1)
+    time.sleep(0.5)
+    pair.signal(0, signal.SIGKILL)
+    code, text = pair.end(1, 10)
+    assert code == 1 and "which keeps the store, is gone" in text, text
+
+
+@pytest.mark.parametrize("options", [FIXED, pytest.param(ELASTIC, marks=pytest.mark.slow)], ids=["fixed", "elastic"])
+def test_nodes_that_end_at_different_times_end_well(
+    pairs: list[Pair], hosts: Hosts, tmp_path: Path, options: str
+) -> None:
+    pair = pair_of(pairs, hosts, tmp_path, options, 0.2, 1.5)
+    ends = [pair.end(host, 10) for host in (0, 1)]
+    assert [code for code, _ in ends] == [0, 0], ends
+
+
+@pytest.mark.slow
+def test_an_agent_that_was_stopped_for_a_moment_goes_on(pairs: list[Pair], hosts: Hosts, tmp_path: Path) -> None:
+    pair = pair_of(pairs, hosts, tmp_path, FIXED.replace("max_attempt=2", "max_attempt=4"), 5, 5)
+    for host in (0, 1):
+        pair.signal(host, signal.SIGSTOP)
+        time.sleep(1.5)
+        pair.signal(host, signal.SIGCONT)
+    ends = [pair.end(host, 10) for host in (0, 1)]
+    assert [code for code, _ in ends] == [0, 0], ends
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", [0, 1])
+def test_an_agent_that_was_stopped_for_long_is_given_up(
+    pairs: list[Pair], hosts: Hosts, tmp_path: Path, host: int
+) -> None:
+    pair = pair_of(pairs, hosts, tmp_path, FIXED)
+    pair.signal(host, signal.SIGSTOP)
+    code, text = pair.end(1 - host, 15)
+    assert code == 1 and ("no sign of life" in text or "has not answered" in text), text
+    time.sleep(3)
+    pair.signal(host, signal.SIGCONT)
+    code, text = pair.end(host, 15)
+    assert code == 1, text
+    assert not pair.left()

@@ -1,0 +1,109 @@
+"""Agents of a run hear of each other's ends: who was first, who is silent, and when all are done. Agents are threads here."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch.distributed as dist
+
+from guozhuang.launch import elastic_signs
+from guozhuang.launch.elastic_signs import OtherNodeError, Others
+from guozhuang.launch.patient_store import PatientStore
+
+Make = Callable[..., list[Others]]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    monkeypatch.setattr(elastic_signs, "_SIGN_S", 0.05)
+    monkeypatch.setattr(elastic_signs, "_TELL_S", 0.3)
+    made: list[Others] = []
+    stores: list[PatientStore] = []
+
+    def agents(number: int, ends_with_a_node: bool = True, silence_s: float = 0.6) -> list[Others]:
+        shared = dist.HashStore()
+        for node in range(number):
+            stores.append(PatientStore(shared))
+            made.append(Others(stores[-1], node, number, "the agent of node 0", False, ends_with_a_node, silence_s))
+            made[-1].begin()
+        return made
+
+    yield agents
+    for agent in made:
+        agent.forget()
+    for store in stores:
+        store.close()
+
+
+def hears(agent: Others, limit_s: float = 5.0) -> OtherNodeError:
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        try:
+            agent.look()
+        except OtherNodeError as error:
+            return error
+        time.sleep(0.01)
+    raise AssertionError("it heard nothing")
+
+
+@pytest.mark.parametrize("gone", [0, 2])
+def test_one_that_is_silent_is_named_on_all_others(make: Make, gone: int) -> None:
+    agents = make(3)
+    agents[gone].forget()
+    for node in {0, 1, 2} - {gone}:
+        error = hears(agents[node])
+        assert f"node {gone} (host " in str(error) and "no sign of life" in str(error) and error.code == 1
+
+
+def test_the_cause_is_who_did_not_react(make: Make) -> None:
+    agents = make(3)
+    found: list[OtherNodeError | None] = []
+    reacting = threading.Thread(target=lambda: found.append(agents[0].give_up("lost a peer", 1, True)))
+    reacting.start()
+    time.sleep(0.1)
+    agents[1].look()  # only a reaction yet: its own ranks may be the cause
+    assert agents[2].give_up("boom", 7, False) is None
+    reacting.join(5)
+    assert found[0] is not None and (str(found[0]), found[0].code) == ("node 2: boom", 7)
+    assert str(hears(agents[1])) == "node 2: boom"
+
+
+def test_the_cause_of_a_reaction_may_be_a_node_that_is_silent(make: Make) -> None:
+    agents = make(3, ends_with_a_node=False)
+    agents[2].forget()
+    cause = agents[0].give_up("lost a peer", 1, True)
+    assert cause is not None and "node 2 (host" in str(cause)
+
+
+def test_where_all_only_reacted_all_say_the_same(make: Make) -> None:
+    agents = make(3)
+    found: dict[int, OtherNodeError | None] = {}
+
+    def give_up(node: int) -> None:
+        found[node] = agents[node].give_up("lost a peer", 10 + node, True)
+
+    threads = [threading.Thread(target=give_up, args=(node,)) for node in (1, 2)]
+    for thread in threads:
+        thread.start()
+    assert str(hears(agents[0])) == "node 1: lost a peer"
+    for thread in threads:
+        thread.join(5)
+    assert found[1] is None and str(found[2]) == "node 1: lost a peer"
+
+
+def test_all_are_done_when_the_last_one_is(make: Make) -> None:
+    agents = make(2)
+    assert not agents[0].are_done("1") and not agents[0].are_done("1")
+    assert agents[1].are_done("1") and agents[0].are_done("1")
+    agents[1].close()
+    time.sleep(0.8)  # silent now, and rightly
+    agents[0].look()
+
+
+def test_who_ends_without_a_word_gave_up(make: Make) -> None:
+    agents = make(2)
+    agents[1].close()
+    assert str(hears(agents[0])) == "node 1: its agent ended"

@@ -1,0 +1,91 @@
+"""A store that does not answer ends neither the process nor the patience of who waits for a key."""
+
+from __future__ import annotations
+
+import datetime
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+
+import pytest
+import torch.distributed as dist
+
+from guozhuang.launch.patient_store import Caller, PatientStore
+
+
+class Deaf(dist.Store):
+    """Answers nothing until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+
+    def check(self, keys: list[str]) -> bool:
+        self.go.wait(20)
+        return True
+
+
+@pytest.fixture
+def deaf() -> Iterator[Deaf]:
+    made = Deaf()
+    yield made
+    made.go.set()
+
+
+def test_no_answer_is_an_error_and_then_at_once(deaf: Deaf) -> None:
+    store = PatientStore(deaf, caller=Caller(0.3))
+    with pytest.raises(dist.DistNetworkError, match="has not answered"):
+        store.check(["a"])
+    begin = time.monotonic()
+    with pytest.raises(dist.DistNetworkError, match="has not answered"):
+        store.within("part").check(["a"])
+    assert time.monotonic() - begin < 0.1 and "has not answered" in store.lost
+    store.close()
+
+
+def test_a_signal_gets_through(deaf: Deaf) -> None:
+    def told(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, told)
+    store = PatientStore(deaf)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        begin = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            store.check(["a"])
+        assert time.monotonic() - begin < 2
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        deaf.go.set()
+        store.close()
+
+
+def test_who_is_about_to_end_waits_less(deaf: Deaf) -> None:
+    store = PatientStore(deaf, caller=Caller(600))
+    store.hurry()
+    with pytest.raises(dist.DistNetworkError, match="for 2 s"):
+        store.check(["a"])
+    store.close()
+
+
+def test_parts_and_keys_that_come_later() -> None:
+    whole = PatientStore(dist.HashStore())
+    part = whole.within("agents").within("1")
+    threading.Timer(0.2, part.set, ("late", "x")).start()
+    assert part.get("late") == b"x" == whole.get("agents/1/late")
+    assert part.add("n", 2) == 2 and part.add("n", 1) == 3
+    with pytest.raises(dist.DistStoreError, match="never"):
+        part.wait(["never"], datetime.timedelta(seconds=0.1))
+
+    def look() -> None:
+        raise LookupError
+
+    part.while_waiting = look
+    with pytest.raises(LookupError):
+        part.get("never")
+    # As torch elastic wraps it.
+    assert dist.PrefixStore("agents", whole).get("1/late") == b"x"
+    whole.close()

@@ -1,0 +1,150 @@
+"""The options of `guozhuang run`: what a plan is made of, and what is refused before anything is started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from guozhuang.errors import UsageError
+from guozhuang.launch import options
+from guozhuang.launch.options import Plan
+from guozhuang.world import cores
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    for name in ("train.py", "-odd.py", "a file"):
+        (tmp_path / name).touch()
+    return tmp_path
+
+
+def plan(*arguments: str, **environ: str) -> Plan:
+    return options.plan([*arguments, "train.py"], environ)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--nnodes", "0"], "--nnodes makes no sense (got '0')"),
+        (["--nnodes", "2:1"], "--nnodes"),
+        (["--nnodes", "1:2:3"], "--nnodes"),
+        (["--nnodes", "two"], "--nnodes"),
+        (["--nnodes", "1:2"], "--rdzv-backend c10d"),
+        (["--nnodes", "1:2", "--master-addr", "127.0.0.1"], "--rdzv-backend c10d"),
+        (["--standalone", "--nnodes", "2"], "--standalone means this node alone"),
+        (["--standalone", "--nnodes", "2:4"], "--standalone means this node alone"),
+        (["--master-port", "70000"], "no TCP port"),
+        (["--master-port", "-1"], "no TCP port"),
+        (["--nnodes", "2", "--master-port", "0"], "no TCP port"),
+        (["--rdzv-conf", "timeout=abc"], "timeout cannot be 'abc'"),
+        (["--rdzv-conf", "timeout=0"], "timeout cannot be '0'"),
+        (["--rdzv-conf", "timeout"], "must have a value"),
+        (["--rdzv-conf", "timeuot=3"], "'timeuot' is no setting"),
+        (["--nnodes", "2", "--rdzv-conf", "join_timeout=3"], "'join_timeout' is no setting of --rdzv-backend static"),
+        (["--rdzv-backend", "c10d", "--rdzv-conf", "is_host=perhaps"], "write true or false"),
+        (["--rdzv-backend", "c10d", "--rdzv-conf", "store_type=cloud"], "write tcp or file"),
+        (["--rdzv-backend", "c10d", "--rdzv-conf", "keep_alive_interval=0.5"], "keep_alive_interval cannot be '0.5'"),
+        (["--event-log-handler", "nosuch"], "--event-log-handler"),
+        (["--signals-to-handle", "SIGTERM,SIGFOO"], "(got 'SIGFOO')"),
+        (["--signals-to-handle", "SIGKILL"], "(got 'SIGKILL')"),
+        (["--signals-to-handle", ""], "--signals-to-handle"),
+        (["--signals-to-handle", "signal"], "--signals-to-handle"),
+        (["--numa-binding", "node", "-np", "99"], "99 ranks have"),
+        (["--local-ranks-filter", "7", "-np", "2"], "it has 2"),
+        (["--local-ranks-filter", "-1", "-np", "2"], "it has 2"),
+        (["--local-ranks-filter", "a"], "cannot be read"),
+        (["--local-ranks-filter", "0", "--log-dir", "d"], "--tee 3"),
+        (["--nnodes", "2", "--local-addr", "10.0.0.1"], "--local-addr is of no use"),
+        (["--run-path", "--start-method", "fork"], "--start-method has no effect"),
+        (["--hang-timeout", "soon"], "--hang-timeout"),
+        (["--hang-timeout", "nan"], "--hang-timeout"),
+        (["--hang-timeout", "-1"], "--hang-timeout"),
+        (["--log-dir", "a file"], "folder for logs"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_work_is_refused(arguments: Sequence[str], words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        plan(*arguments)
+    assert words in str(caught.value)
+    assert "Fix:" in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["yes", "true", ""])
+def test_a_variable_for_a_flag_is_named(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("PET_STANDALONE", value)
+    with pytest.raises(UsageError, match=f"PET_STANDALONE='{value}'"):
+        plan()
+
+
+def test_more_ranks_than_visible_devices_have_no_virtual_local_rank() -> None:
+    with pytest.raises(UsageError, match="CUDA_VISIBLE_DEVICES names fewer"):
+        plan("-np", "3", "--virtual-local-rank", CUDA_VISIBLE_DEVICES="0,1")
+
+
+@pytest.mark.parametrize("secret", ["ab", "x", "abc", "0g" * 16])
+def test_a_secret_that_ranks_would_refuse_is_refused_at_once(secret: str) -> None:
+    with pytest.raises(UsageError, match="GUOZHUANG_SECRET"):
+        plan(GUOZHUANG_SECRET=secret)
+
+
+def test_a_secret_that_is_empty_is_none() -> None:
+    assert plan(GUOZHUANG_SECRET=" ").secret is None
+    assert plan(GUOZHUANG_SECRET="ab" * 16).secret == b"\xab" * 16
+
+
+@pytest.mark.parametrize("nodes", [(), ("1",), ("1:1",), ("01",), ("1:4",)])
+def test_standalone_is_this_node_alone(nodes: Sequence[str]) -> None:
+    found = plan("--standalone", *(("--nnodes", *nodes) if nodes else ()))
+    assert (found.elastic.nnodes, found.elastic.rdzv_backend) == ("1:1", "static")
+
+
+def test_a_number_of_nodes_that_may_change() -> None:
+    endpoint = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
+    assert plan("--nnodes", "1:4", *endpoint).elastic.nnodes == "1:4"
+
+
+@pytest.mark.parametrize(("text", "value"), [("off", "off"), ("OFF", "off"), ("2.50", "2.5"), ("30", "30")])
+def test_the_hang_timeout(text: str, value: str) -> None:
+    assert plan("--hang-timeout", text).variables["GUOZHUANG_HANG_TIMEOUT"] == value
+    assert "GUOZHUANG_HANG_TIMEOUT" not in plan().variables
+
+
+@pytest.mark.skipif(not os.path.exists("/sys/class/net/lo"), reason="there is no interface lo")
+def test_on_one_node_gloo_and_nccl_stay_on_loopback() -> None:
+    both = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
+    for arguments in ((), ("--standalone",), ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")):
+        found = plan("-np", "2", *arguments).variables
+        assert {name: found[name].removeprefix("=") for name in both} == dict.fromkeys(both, "lo")
+    found = plan("-np", "2", NCCL_SOCKET_IFNAME="eth7").variables
+    assert ("NCCL_SOCKET_IFNAME" in found, "GLOO_SOCKET_IFNAME" in found) == (False, True)
+    assert not both & plan("--nnodes", "2").variables.keys()
+
+
+def test_threads_fit_into_what_the_container_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "num_cores", lambda: 64)
+    monkeypatch.setattr(cores, "quota_cores", lambda: 8.5)
+    found = plan("-np", "2")
+    assert found.variables["OMP_NUM_THREADS"] == "4"
+    assert any("8 cores / 2 ranks" in text for text in found.chosen)
+    assert plan("-np", "9").notes == ["9 ranks share 8 cores of this node"]
+    monkeypatch.setattr(cores, "quota_cores", lambda: 0.5)
+    assert plan("-np", "2").variables["OMP_NUM_THREADS"] == "1"
+
+
+def test_a_script_that_looks_like_an_option_of_python() -> None:
+    assert options.plan(["--", "-odd.py", "-x"], {}).elastic.training_script == "./-odd.py"
+    assert options.plan(["--", "train.py", "-x"], {}).elastic.training_script == "train.py"
+
+
+def test_torchruns_ways_of_logging_are_left_to_torch() -> None:
+    assert plan("--log-dir", "logs").log_folder == os.path.abspath("logs")
+    for option in (("-r", "3"), ("-t", "0:1"), ("--duplicate-stdout-filters", "loss")):
+        assert plan("--log-dir", "logs", *option).log_folder is None
+    assert plan("--log-dir", "logs", "-t", "3", "--local-ranks-filter", "0").log_folder is None

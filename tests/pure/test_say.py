@@ -1,0 +1,47 @@
+"""What the launcher says must not change how the run ends, whoever reads it or does not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from guozhuang.launch.say import say
+
+SAY = Path(__file__).resolve().parents[2] / "guozhuang" / "launch" / "say.py"
+
+
+def test_it_goes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    say("one\ntwo")
+    say("three", "guozhuang", within_s=1)
+    assert capsys.readouterr().err == "guozhuang run: one\ntwo\nguozhuang: three\n"
+
+
+def test_nobody_reads_it() -> None:
+    """As with `2>&1 | head`: no exception, and the exit code stays."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    program = "import runpy, sys\nsay = runpy.run_path(sys.argv[1])['say']\nsay('x'); say('y'); sys.exit(7)"
+    done = subprocess.run([sys.executable, "-S", "-c", program, str(SAY)], stderr=writing, timeout=30)
+    os.close(writing)
+    assert done.returncode == 7
+
+
+def test_a_reader_that_has_stopped_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    try:
+        while True:
+            os.write(writing, b"x" * 65536)
+    except BlockingIOError:
+        os.set_blocking(writing, True)
+    with os.fdopen(writing, "w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        begin = time.monotonic()
+        say("x", within_s=0.1)
+        assert time.monotonic() - begin < 5
+    os.close(reading)
