@@ -18,6 +18,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
@@ -57,7 +58,8 @@ class Launched:
     def __init__(self, *arguments: object, folder: Path, **more: str) -> None:
         self.mark = secrets.token_hex(8)
         (folder / "tmp").mkdir(exist_ok=True)
-        self._outputs = [folder / "tmp" / f"{self.mark}.{name}" for name in ("out", "err")]
+        self._printed = tempfile.TemporaryDirectory(prefix="launched-")
+        self._outputs = [Path(self._printed.name) / name for name in ("out", "err")]
         path = os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
         environ = {name: value for name, value in os.environ.items() if not name.startswith(_TOLD)}
         environ |= {"TMPDIR": str(folder / "tmp"), "PYTHONPATH": path, MARK: self.mark} | more
@@ -78,8 +80,7 @@ class Launched:
                 process.kill()
         self._process.join(10)
         self._process.close()
-        for path in self._outputs:
-            path.unlink(missing_ok=True)
+        self._printed.cleanup()
 
     @property
     def is_running(self) -> bool:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.processes.test_run import environ
+from tests.launching import Launched
 
 # Starts a child, a child in a session of its own that ignores SIGTERM, and a daemon in the old way (two forks); says who
 # they are; then does what it was asked.
@@ -55,22 +54,20 @@ class Started:
         (folder / "out").mkdir()
         (folder / "train.py").write_text(SCRIPT)
         self.folder = folder
-        self.launcher = subprocess.Popen(
-            [sys.executable, "-m", "guozhuang", "run", "-np", "2", *options, "train.py", *arguments],
-            cwd=folder, env=environ(folder), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+        launched = Launched("run", "-np", 2, *options, "train.py", *arguments, folder=folder, OUT=str(folder / "out"))
+        self.launcher = launched
         deadline = time.monotonic() + 60
         while len(list((folder / "out").glob("[01]"))) < 2:
-            assert time.monotonic() < deadline and self.launcher.poll() is None, self.launcher.communicate()[0]
+            assert time.monotonic() < deadline and launched.is_running, launched.printed
             time.sleep(0.02)
         self.pids = [json.loads((folder / "out" / rank).read_text()) for rank in "01"]
         self.all = [psutil.Process(pid) for pids in self.pids for pid in pids.values()]
         self.all += psutil.Process(self.launcher.pid).children(recursive=True)
         (folder / "out" / "go").touch()
 
-    def wait(self) -> str:
-        out, _ = self.launcher.communicate(timeout=45)
-        return str(out)
+    def wait(self) -> tuple[int, str]:
+        done = self.launcher.wait(45)
+        return done.returncode, done.stdout + done.stderr
 
     def left(self) -> list[str]:
         _, alive = psutil.wait_procs(self.all, timeout=5)
@@ -87,12 +84,10 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
 
     yield begin
     for each in made:
-        for process in (*each.all, each.launcher):
-            try:
+        for process in each.all:
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-            except psutil.NoSuchProcess:
-                continue
-        each.launcher.wait()
+        each.launcher.__exit__(None, None, None)
 
 
 def temporary(folder: Path) -> list[Path]:
@@ -102,7 +97,7 @@ def temporary(folder: Path) -> list[Path]:
 def test_a_killed_launcher_leaves_nothing(start: Callable[..., Started], tmp_path: Path) -> None:
     run = start("deaf", "sleep")
     begin = time.monotonic()
-    run.launcher.kill()
+    run.launcher.send(signal.SIGKILL)
     assert not run.left()
     assert time.monotonic() - begin < 5
     run.wait()
@@ -119,7 +114,7 @@ def test_ranks_end_with_the_launcher_even_without_the_guard(start: Callable[...,
     guards = [p for p in guards if any("guard.py" in word for word in p.info["cmdline"])]
     assert len(guards) == 1
     guards[0].kill()
-    run.launcher.kill()
+    run.launcher.send(signal.SIGKILL)
     _, alive = psutil.wait_procs(
         [psutil.Process(pids["rank"]) for pids in run.pids if psutil.pid_exists(pids["rank"])], 5
     )
@@ -130,9 +125,9 @@ def test_ranks_end_with_the_launcher_even_without_the_guard(start: Callable[...,
 def test_a_signal_ends_everything(start: Callable[..., Started], tmp_path: Path, number: signal.Signals) -> None:
     run = start("sleep")
     time.sleep(0.2)
-    run.launcher.send_signal(number)
-    out = run.wait()
-    assert run.launcher.returncode == 128 + number, out
+    run.launcher.send(number)
+    code, out = run.wait()
+    assert code == 128 + number, out
     assert f"got {number.name}; the ranks of this node were ended" in out
     assert not run.left()
     assert not temporary(tmp_path)
@@ -142,9 +137,8 @@ def test_a_signal_ends_everything(start: Callable[..., Started], tmp_path: Path,
 def test_ranks_that_do_not_listen_are_killed_in_the_end(start: Callable[..., Started]) -> None:
     run = start("deaf", "sleep", options=("--shutdown-timeout", "1"))
     time.sleep(0.5)
-    run.launcher.terminate()
-    run.wait()
-    assert run.launcher.returncode == 128 + signal.SIGTERM
+    run.launcher.send(signal.SIGTERM)
+    assert run.wait()[0] == 128 + signal.SIGTERM
     assert not run.left()
 
 
@@ -152,12 +146,11 @@ def test_ranks_that_do_not_listen_are_killed_in_the_end(start: Callable[..., Sta
 def test_a_second_interrupt_does_not_wait(start: Callable[..., Started]) -> None:
     run = start("deaf", "sleep")
     time.sleep(0.5)
-    run.launcher.send_signal(signal.SIGINT)
+    run.launcher.send(signal.SIGINT)
     time.sleep(0.5)
     begin = time.monotonic()
-    run.launcher.send_signal(signal.SIGINT)
-    run.wait()
-    assert run.launcher.returncode == 130
+    run.launcher.send(signal.SIGINT)
+    assert run.wait()[0] == 130
     assert time.monotonic() - begin < 5
     assert not run.left()
 
@@ -165,7 +158,7 @@ def test_a_second_interrupt_does_not_wait(start: Callable[..., Started]) -> None
 @pytest.mark.parametrize(("what", "code"), [("nothing", 0), ("raise1", 1)])
 def test_what_ranks_started_ends_with_them(start: Callable[..., Started], tmp_path: Path, what: str, code: int) -> None:
     run = start(what)
-    out = run.wait()
-    assert run.launcher.returncode == code, out
+    ended, out = run.wait()
+    assert ended == code, out
     assert not run.left()
     assert not temporary(tmp_path)
