@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -21,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 on success, 2 for a command line or input that cannot work, 1 where processes did not come together, else what
         the command says. ``--help``, ``--version`` and unknown options end the process as argparse does (``SystemExit``).
     """
+    _open_closed()
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = _COMMANDS.get(arguments[0]) if arguments else None
     try:
@@ -34,6 +36,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         say("interrupted", "guozhuang")
         return 130
+
+
+def _open_closed() -> None:
+    """Where a standard stream was closed (``2>&-``) the next file or socket would take its number, and get what is printed."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            os.set_inheritable(opened, True)
 
 
 def _run(arguments: Sequence[str]) -> int:

@@ -26,8 +26,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from guozhuang.errors import WorldError, explain
 from guozhuang.launch import elastic_command, elastic_meeting, guard, torchrun_options, tracebacks
-from guozhuang.launch.elastic_fixed import FixedMeeting
-from guozhuang.launch.elastic_nodes import ElasticMeeting
+from guozhuang.launch.elastic_base import AnewError, Meeting
 from guozhuang.launch.elastic_signs import OtherNodeError
 from guozhuang.launch.failures import Failure, exit_code, first, headline
 from guozhuang.launch.outer import Outer
@@ -108,6 +107,8 @@ class Run:
         os.environ[guard.VARIABLE] = self.name
         config, command, arguments = self._command()
         self._meeting = elastic_meeting.meet(self._options, config, self._secret, self._node, self.outer)
+        if isinstance(self._meeting, Meeting):
+            self._meeting.say = self._output.say
         spec = versions.call_with_known(
             WorkerSpec,
             role=config.role,
@@ -135,22 +136,34 @@ class Run:
         )
         metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
         try:
-            result: RunResult = agent.run()
+            return self._until_the_end(agent)
         except SignalException as error:
             self._was_told = True
-            if isinstance(self._meeting, FixedMeeting | ElasticMeeting):
+            if isinstance(self._meeting, Meeting):
                 self._meeting.was_told(f"its agent got {error.sigval.name}", 128 + int(error.sigval))
             raise
+
+    def _until_the_end(self, agent: _Agent) -> Ended:
+        handler = agent.get_worker_group().spec.event_log_handler
+        try:
+            result: RunResult = agent.run()
+        except SignalException:
+            raise
         except RendezvousError as error:
-            events.record(agent.get_event_failed(), config.event_log_handler)
+            events.record(agent.get_event_failed(), handler)
             fix = "look at the agents of the other nodes, at --rdzv-endpoint and at --rdzv-conf"
             raise WorldError(explain(f"the nodes did not meet: {error}", fix=fix)) from error
         except Exception:
-            events.record(agent.get_event_failed(), config.event_log_handler)
+            events.record(agent.get_event_failed(), handler)
             raise
-        events.record(agent.get_event_succeeded(), config.event_log_handler)
-        num_nodes = agent.get_worker_group().group_world_size or 1
+        events.record(agent.get_event_succeeded(), handler)
+        ended = self._told_to_others(agent, result)
+        # Only now: whoever reads our output may take as long as they like, and the other nodes have heard.
         self._output.close()
+        return dataclasses.replace(ended, failures=self.failures(result.failures)) if ended.failures else ended
+
+    def _told_to_others(self, agent: _Agent, result: RunResult) -> Ended:
+        num_nodes = agent.get_worker_group().group_world_size or 1
         failures = self.failures(result.failures) if result and result.is_failed() else {}
         if failures:
             failure = failures[first(failures)]
@@ -166,7 +179,7 @@ class Run:
 
     def _give_up(self, text: str, code: int, is_reaction: bool) -> OtherNodeError | None:
         """Tell the other nodes; they would wait for ranks that are gone."""
-        if isinstance(self._meeting, FixedMeeting | ElasticMeeting):
+        if isinstance(self._meeting, Meeting):
             return self._meeting.give_up(text, code, is_reaction)
         return None
 
@@ -176,7 +189,7 @@ class Run:
             return
         self._is_closed = True
         guard.end_all(self.name, self._sessions, 0)
-        if isinstance(self._meeting, ElasticMeeting) and self._was_told:
+        if isinstance(self._meeting, Meeting) and self._was_told:
             self._meeting.leave()
         elif self._meeting is not None:
             self._meeting.shutdown()
@@ -222,7 +235,7 @@ class Run:
     def attempt(self) -> int | None:
         """How many times the ranks of the run were started before, as all nodes count it; None where nobody says."""
         meeting = self._meeting
-        return meeting.attempt if isinstance(meeting, FixedMeeting | ElasticMeeting) else None
+        return meeting.attempt if isinstance(meeting, Meeting) else None
 
     def follow(self, files: Mapping[int, Sequence[str]]) -> None:
         """The ranks of an attempt write into these files of torch elastic's."""
@@ -251,7 +264,7 @@ class Run:
         failures = self.failures(found)
         if failures:
             what = headline(failures[first(failures)], socket.gethostname())
-            say(f"{what}; all ranks are started anew ({count} of at most {limit} times)")
+            self._output.say(f"{what}; all ranks are started anew ({count} of at most {limit} times)")
 
     def _failure(self, rank: int, found: ProcessFailure) -> Failure:
         trace = self._output.traces.get(rank)
@@ -291,6 +304,12 @@ class _Agent(LocalElasticAgent):
         self._run = run
         self._finished: RunResult | None = None  # of this attempt, once all ranks of the node have ended well
 
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        while True:
+            with contextlib.suppress(AnewError):
+                super()._rendezvous(worker_group)
+                return
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._finished = None
         ids: dict[int, Any] = super()._start_workers(worker_group)
@@ -317,7 +336,7 @@ class _Agent(LocalElasticAgent):
     def _with_the_others(self, result: RunResult) -> RunResult:
         """Ranks that have ended well are as if they ran until those of all nodes have: they may have to begin anew."""
         meeting = self._worker_group.spec.rdzv_handler
-        if not isinstance(meeting, FixedMeeting | ElasticMeeting):
+        if not isinstance(meeting, Meeting):
             return result
         if self._finished is None:
             self._finished = result
@@ -341,7 +360,7 @@ class _Agent(LocalElasticAgent):
         )
 
     def _exit_barrier(self) -> None:
-        if not isinstance(self._worker_group.spec.rdzv_handler, FixedMeeting | ElasticMeeting):
+        if not isinstance(self._worker_group.spec.rdzv_handler, Meeting):
             super()._exit_barrier()  # type: ignore[no-untyped-call]
 
     def _shutdown(self, *how: Any, **more: Any) -> None:

@@ -7,9 +7,10 @@ import time
 from collections.abc import Sequence
 
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
 from guozhuang.errors import WorldError, explain
+from guozhuang.launch.elastic_base import Meeting
 from guozhuang.launch.elastic_signs import SILENCE_S, OtherNodeError, Others
 from guozhuang.launch.elastic_stores import (
     LOOPBACK,
@@ -24,16 +25,15 @@ from guozhuang.launch.elastic_stores import (
     say_if_open,
     wait_for,
 )
-from guozhuang.launch.patient_store import Caller, PatientStore
+from guozhuang.launch.patient_store import Caller, PatientStore, look_s
 from guozhuang.world import search
 from guozhuang.world.identity import PortSequence
 
 _AGENTS = "guozhuang agents"  # what agents tell each other begins so; the rest of a store is the ranks'
 _NODE_0 = "the agent of node 0"
-_LOOK_S = 0.02
 
 
-class FixedMeeting(RendezvousHandler):
+class FixedMeeting(Meeting):
     """As many nodes as were said. See [Note: stores] in elastic_stores.py.
 
     Args:
@@ -67,13 +67,14 @@ class FixedMeeting(RendezvousHandler):
         interface: str | None = None,
         silence_s: float = SILENCE_S,
     ) -> None:
+        super().__init__()
         self._point = point
         self._host, self._port = host, port
         self._node_rank, self._num_nodes = node_rank, num_nodes
         self._run_id, self._timeout_s, self._secret = run_id, timeout_s, secret
         self._round, self._first_attempt = 0, attempt
         self._kept: Kept | None = None
-        self._others: Others | None = None
+        self._shared: PatientStore | None = None
         self._silence_s = silence_s
         # Before anything is started: a port that is taken is an error of the command line.
         if num_nodes == 1:
@@ -90,11 +91,6 @@ class FixedMeeting(RendezvousHandler):
         """What torch elastic calls the way of meeting."""
         return "static"
 
-    @property
-    def use_agent_store(self) -> bool:
-        """The agent keeps the store: ranks are clients."""
-        return True
-
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the agents of all nodes for the next attempt.
 
@@ -106,12 +102,11 @@ class FixedMeeting(RendezvousHandler):
             return self._alone()
         if self._others is None:
             self._others = self._find_others()
-        if self._node_rank == 0:
-            self._shared.set(f"round {self._round}", "1")  # see num_nodes_waiting
-        assert self._kept is not None
+        assert self._kept is not None and self._shared is not None
         meeting = self._shared.within(str(self._round))
         meeting.while_waiting = self._others.look
         try:
+            self._others.begin_round(self._round)  # see num_nodes_waiting
             self._roll_call(meeting)
             self._kept.everybody_came()
             if self._round > 1:
@@ -146,22 +141,23 @@ class FixedMeeting(RendezvousHandler):
 
     def _roll_call(self, meeting: PatientStore) -> None:
         """Wait for every node, in steps that a signal can come between."""
-        deadline = time.monotonic() + self._timeout_s
         if meeting.add(f"claim/{self._node_rank}", 1) > 1:
             what = f"two agents say that they are node {self._node_rank} of {self._num_nodes}"
             raise WorldError(explain(what, fix="give each its own --node-rank; end agents of an earlier run"))
         meeting.set(f"here/{self._node_rank}", socket.gethostname())
-        missing = list(range(self._num_nodes))
-        while missing := [node for node in missing if not meeting.check([f"here/{node}"])]:
-            meeting.while_waiting()
-            if time.monotonic() > deadline:
+        begin, nodes = time.monotonic(), range(self._num_nodes)
+        while not meeting.check([f"here/{node}" for node in nodes]):
+            waited_s = time.monotonic() - begin
+            if waited_s > self._timeout_s:
+                missing = [node for node in nodes if not meeting.check([f"here/{node}"])]
                 raise WorldError(_who_is_missing(missing, self._num_nodes, self._timeout_s))
-            time.sleep(_LOOK_S)
+            meeting.while_waiting()
+            time.sleep(look_s(waited_s))
 
     def _forget(self, meeting: PatientStore) -> None:
         """Remove what the ranks of the last attempt left in the store. All of them have ended: every agent is here."""
         if self._node_rank == 0:
-            whole = self._shared.whole
+            whole = meeting.whole
             for key in whole.list_keys():
                 if not key.startswith(f"{_AGENTS}/"):
                     whole.delete_key(key)
@@ -172,10 +168,6 @@ class FixedMeeting(RendezvousHandler):
     def attempt(self) -> int:
         """How many times ranks were started before; the same on all nodes."""
         return self._first_attempt + self._round - 1
-
-    def give_up(self, text: str, code: int, is_reaction: bool) -> OtherNodeError | None:
-        """Tell the other nodes that this one gives the run up, and why; see ``Others.give_up``."""
-        return None if self._others is None else self._others.give_up(text, code, is_reaction)
 
     def was_told(self, text: str, code: int) -> None:
         """This agent was told to end, which ends the run; see ``give_up``."""
@@ -206,10 +198,7 @@ class FixedMeeting(RendezvousHandler):
             return 0
         assert self._others is not None
         self._others.look()
-        try:
-            return int(self._shared.check([f"round {self._round + 1}"]))
-        except dist.DistNetworkError as error:
-            raise OtherNodeError(self._others.who_is_gone()) from error
+        return int(self._others.round > self._round)
 
     def get_run_id(self) -> str:
         """What torch elastic calls the run."""
@@ -219,7 +208,9 @@ class FixedMeeting(RendezvousHandler):
         """Close the store, once the others have read what they must."""
         if self._others is not None:
             self._others.close()
+        if self._shared is not None:
             self._shared.close()
+            self._shared = None
         self._others = None
         if self._kept is not None:
             self._kept.close()

@@ -1,6 +1,6 @@
 """Nodes that come and go between a least and a most: torch elastic's dynamic rendezvous, with the stores of elastic_stores.py.
 
-[Note: elastic] Three things differ from what torch elastic does by itself.
+[Note: elastic] Five things differ from what torch elastic does by itself.
 1. A node that joins later. Torch elastic makes the ranks' store once and tells its address in that round only; whoever comes
    in a later round waits for it for a minute, and all agents end. Here each round has its own store, told in that round.
 2. A node that is lost. Torch elastic notices after 15 s without a sign of life, and then waits another 30 s for nodes that
@@ -12,6 +12,11 @@
    Here it begins anew, with the others.
 5. Nodes that end at different times: torch elastic waits for five minutes, deaf, and then says nothing. Here a node whose
    ranks have ended well waits for all others, and begins anew with them where they must (elastic_signs.py).
+
+[Note: half met] A node can be lost after torch elastic has counted it and before all have heard where the ranks meet, and
+which rank is whose. Torch elastic waits for it to the end of its patience. Here whoever waits looks at the others, and the
+nodes that are left meet again (``AnewError``). A node that goes to meet again is a participant no more, as one that is lost;
+so it says that it goes.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,7 +32,6 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
-    RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStateError,
@@ -36,7 +41,8 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
 
-from guozhuang.errors import UsageError, explain
+from guozhuang.errors import UsageError, WorldError, explain
+from guozhuang.launch.elastic_base import AnewError, Meeting
 from guozhuang.launch.elastic_signs import OtherNodeError, Others
 from guozhuang.launch.elastic_stores import (
     LOOPBACK,
@@ -50,17 +56,17 @@ from guozhuang.launch.elastic_stores import (
     wait_for,
 )
 from guozhuang.launch.patient_store import PatientStore
-from guozhuang.launch.say import say
 from guozhuang.world import search
 from guozhuang.world.search import is_loopback, resolve
 
 _ALIVE_S = 5
 _DEFAULTS = {"keep_alive_interval": 1, "keep_alive_max_attempt": _ALIVE_S, "last_call_timeout": 2}
+_REACH_S = 1.0  # between looks at the other nodes while the store of the ranks is not reached
 # Read by torch elastic's handler: it then leaves the ranks' store to us. See [Note: elastic].
 _NOT_SHARED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
-class ElasticMeeting(RendezvousHandler):
+class ElasticMeeting(Meeting):
     """Between ``min_nodes`` and ``max_nodes`` nodes meet, again whenever one comes or is lost.
 
     Args:
@@ -83,6 +89,7 @@ class ElasticMeeting(RendezvousHandler):
         max_restarts: int,
         interface: str | None = None,
     ) -> None:
+        super().__init__()
         os.environ[_NOT_SHARED] = "1"
         for name, value in _DEFAULTS.items():
             parameters.config.setdefault(name, value)
@@ -104,7 +111,7 @@ class ElasticMeeting(RendezvousHandler):
         self._join_s = settings.timeout.join.total_seconds()
         self._silence_s = settings.keep_alive_interval.total_seconds() * settings.keep_alive_max_attempt
         self._ranks: Kept | None = None
-        self._others: Others | None = None
+        self._said: set[str] = set()  # in the round that runs
         self._round = self._num_nodes = 0  # of the round that runs
 
     def _open(self, host: str, port: int, is_host: bool | None) -> Kept:
@@ -128,26 +135,25 @@ class ElasticMeeting(RendezvousHandler):
         """What torch elastic calls the way of meeting."""
         return "c10d"
 
-    @property
-    def use_agent_store(self) -> bool:
-        """The agent of node 0 keeps the store of the ranks."""
-        return True
-
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the agents of all nodes that are there.
 
         Raises:
             WorldError: too few came in time, or the store is gone.
+            AnewError: a node of the round is gone already; to be called again.
         """
         if self._ranks is not None:
             self._ranks.close()
             self._ranks = None
         if self._others is not None:
+            self._others.begin_anew()
             self._others.forget()
+        self._store.while_waiting = self._look_at_first
         with self._in_our_words():
             found = self._handler.next_rendezvous()
+        self._said.clear()
         if self._num_nodes and self._num_nodes != found.world_size:
-            say(f"now {found.world_size} nodes, before {self._num_nodes}")
+            self.say(f"now {found.world_size} nodes, before {self._num_nodes}")
         self._num_nodes, self._round = found.world_size, self._state.round
         meeting = self._store.within(f"guozhuang agents/{self._run_id}/{self._round}")
         self._others = Others(
@@ -162,12 +168,23 @@ class ElasticMeeting(RendezvousHandler):
                 meeting.set("ranks meet at", f"{self._address} {self._ranks.told[1]}")
             else:
                 where = wait_for(meeting, "ranks meet at", self._timeout_s, "the agent of node 0").split()
-                self._ranks = reach(where[0], int(where[1]), self._secret, self._timeout_s, "the agent of node 0")
+                self._ranks = self._reach(where[0], int(where[1]))
         except dist.DistNetworkError as error:
             raise OtherNodeError(self._others.who_is_gone()) from error
         return RendezvousInfo(
             meeting, found.rank, found.world_size, RendezvousStoreInfo(self._ranks.host, self._ranks.port)
         )
+
+    def _reach(self, host: str, port: int) -> Kept:
+        """Come to the store of the ranks, which listens already; see [Note: half met]."""
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                return reach(host, port, self._secret, _REACH_S, "the agent of node 0")
+            except WorldError:
+                if time.monotonic() > deadline:
+                    raise
+                self._look()
 
     @contextlib.contextmanager
     def _in_our_words(self) -> Iterator[None]:
@@ -215,33 +232,54 @@ class ElasticMeeting(RendezvousHandler):
             return self._num_changes(int(self._handler.num_nodes_waiting()))
 
     def _num_changes(self, waiting: int) -> int:
-        state = self._state
-        if state.round != self._round or (state.complete and self._handler._this_node not in state.participants):
-            say("the other nodes took this one for lost, as it gave no sign of life; its ranks are ended")
-            return 1
-        lost = sorted(set(range(self._num_nodes)) - set(state.participants.values())) if state.complete else []
-        if not lost:
+        if self._is_left_out:
+            self._say_once("the other nodes took this one for lost, as it gave no sign of life; its ranks are ended")
+            return max(waiting, 1)
+        missing = self._missing
+        if not missing:
             return waiting
         assert self._others is not None
-        what = "\n".join(map(self._others.why_missing, lost))
-        left = len(state.participants)
+        what = "\n".join(map(self._others.why_missing, missing))
+        left = self._num_nodes - len(set(missing) - self._others.that_begin_anew())
         if left >= self._min_nodes:
-            say(f"{what}; the ranks of the other nodes are started anew")
+            self._say_once(f"{what}; the ranks of the other nodes are started anew")
         elif self._max_restarts > 0:
-            say(
+            self._say_once(
                 f"{what}; at least {self._min_nodes} nodes are needed: waiting up to {self._join_s:g} s for another one"
             )
         else:
             raise OtherNodeError(f"{what}\n{left} nodes are left, at least {self._min_nodes} are needed")
-        return max(waiting, len(lost))
+        return max(waiting, len(missing))
+
+    @property
+    def _missing(self) -> list[int]:
+        """The nodes of this round that are in it no more."""
+        state = self._state
+        return sorted(set(range(self._num_nodes)) - set(state.participants.values())) if state.complete else []
+
+    @property
+    def _is_left_out(self) -> bool:
+        """Whether the other nodes went on without this one."""
+        state = self._state
+        return state.round != self._round or (state.complete and self._handler._this_node not in state.participants)
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self.say(text)
 
     def _look(self) -> None:
-        """While something is waited for that other nodes of this round do: are they there?"""
+        """While something is waited for that other nodes of this round do: are they there? See [Note: half met]."""
         self.num_nodes_waiting()
+        if self._missing or self._is_left_out:
+            raise AnewError
 
-    def give_up(self, text: str, code: int, is_reaction: bool) -> OtherNodeError | None:
-        """Tell the other nodes that this one gives the run up, and why; see ``Others.give_up``."""
-        return None if self._others is None else self._others.give_up(text, code, is_reaction)
+    def _look_at_first(self) -> None:
+        """The same while torch elastic waits for the first node of the round that begins."""
+        self._handler.num_nodes_waiting()
+        state = self._state
+        if state.complete and 0 not in state.participants.values():
+            raise AnewError
 
     def was_told(self, text: str, code: int) -> None:
         """This agent was told to end. The others go on without it, unless it keeps the store."""

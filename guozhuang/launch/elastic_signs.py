@@ -11,11 +11,16 @@ it does not answer (see [Note: deaf] in patient_store.py).
 agent says whether its failure may be a reaction to another one. If it is not, it is the cause. If nothing but reactions was
 heard of, all go on, each to see whether its own ranks end by themselves, until every other agent has answered, or was found
 to be lost: then that is the cause.
+
+[Note: words] What all are to hear stands in one key, to which each appends a line, and a counter says that there is more.
+So an agent that looks asks one question while there is nothing new, however many nodes and words there are: the store
+answers all of them from one thread, which stands beside the ranks of its node.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import threading
 import time
@@ -29,6 +34,8 @@ SILENCE_S = ANSWER_S
 _SIGN_S = 1.0
 _TELL_S = 3.0  # for the others to read why this one gives up, and to hear of a failure that came before ours
 _LOOK_S = 0.02
+# How long an agent sleeps between looks at the words of the others, for each node of the run, and at most.
+_LOOK_PER_NODE_S, _LONGEST_LOOK_S = 0.002, 0.2
 _WATCHERS = 2  # the first two nodes: one of them may be the one that is lost
 _STILL_S = 3.0  # a stop of this agent that is worth a word
 
@@ -71,6 +78,15 @@ class Others:
         self._signs: dict[int, bytes] = {}
         self._num_still: dict[int, int] = {}
         self._silent: set[int] = set()
+        self._look_s = min(_LONGEST_LOOK_S, _LOOK_PER_NODE_S * num_nodes)
+        self._looked = float("-inf")
+        self._num_words = 0  # that were told when the words were read
+        self._given_up: dict[int, tuple[int, int, int, str]] = {}
+        self._answered: set[int] = set()
+        self._lost: tuple[int, str] | None = None
+        self._left: dict[int, str] = {}
+        self._anew: set[int] = set()
+        self.round = 1  # the last one that somebody began
         self._count = 0
         self._stood_still_s = 0.0
         self._reactions_since: float | None = None
@@ -123,7 +139,36 @@ class Others:
                 continue
             self._silent.add(other)
             if not self._store.check([f"read {other}"]):
-                self._store.set("lost", f"{other} {self.host(other)}")
+                self._tell("lost", other, self.host(other))
+
+    def _tell(self, *words: str | int) -> None:
+        """Say something that all are to hear; see ``_hear`` and [Note: words]."""
+        self._store.append("words", json.dumps(words) + "\n")
+        self._store.add("number of words", 1)
+
+    def _hear(self) -> None:
+        """Read what the others told, if there is more than the last time."""
+        self._looked = time.monotonic()
+        number = self._store.add("number of words", 0)
+        if number == self._num_words:
+            return
+        for line in self._store.get("words").decode().splitlines():
+            kind, *words = json.loads(line)
+            if kind == "gave up":
+                node, is_reaction, code, text = words
+                if self._given_up.get(node, (1,))[0]:  # a later word takes nothing back
+                    self._given_up[node] = is_reaction, node, code, text
+            if kind in ("gave up", "answer"):
+                self._answered.add(words[0])
+            elif kind == "lost":
+                self._lost = self._lost or (words[0], words[1])
+            elif kind == "left":
+                self._left[words[0]] = words[1]
+            elif kind == "anew":
+                self._anew.add(words[0])
+            elif kind == "round":
+                self.round = max(self.round, words[0])
+        self._num_words = number
 
     def host(self, other: int) -> str:
         """The name of another node's host, as far as it is known."""
@@ -137,16 +182,33 @@ class Others:
         return f"{what}: it was killed or stopped, or its host is off or cut off"
 
     def why_missing(self, other: int) -> str:
-        """The text on a node that is not there any more: it left, or it is silent."""
-        if self._store.check([f"left {other}"]):
-            return f"node {other} (host {self.host(other)}): {self._store.get(f'left {other}').decode()}"
+        """The text on a node that is not there any more: it begins anew, it left, or it is silent."""
+        if other in self.that_begin_anew():
+            return f"node {other} (host {self.host(other)}) starts its ranks anew"
+        if other in self._left:
+            return f"node {other} (host {self.host(other)}): {self._left[other]}"
         return self._silence_of(other, self.host(other))
+
+    def that_begin_anew(self) -> set[int]:
+        """The nodes that went to meet the others again."""
+        self._hear()
+        return self._anew
+
+    def begin_anew(self) -> None:
+        """Say that this node goes to meet the others again, where it has no place among them until they do."""
+        with contextlib.suppress(dist.DistNetworkError):
+            self._tell("anew", self._node)
+
+    def begin_round(self, number: int) -> None:
+        """Say that this node waits for the others in that round, unless another one said so before."""
+        if self.round < number:
+            self._tell("round", number)
 
     def leave(self, text: str) -> None:
         """Say why this node goes, where the others go on without it."""
         self._store.hurry()
         with contextlib.suppress(dist.DistNetworkError):
-            self._store.set(f"left {self._node}", text)
+            self._tell("left", self._node, text)
             self._read()
 
     def who_is_gone(self) -> str:
@@ -165,6 +227,8 @@ class Others:
         Raises:
             OtherNodeError: another node gave up, or is lost.
         """
+        if time.monotonic() < self._looked + self._look_s:
+            return
         try:
             cause = self._cause()
             if cause is None:
@@ -181,39 +245,31 @@ class Others:
 
     def _cause(self) -> OtherNodeError | None:
         """Why the run is over, or None. See [Note: who was first]."""
-        has_reactions = self._store.check(["gave up"])
-        lost = self._lost() if self._ends_with_a_node or has_reactions else None
-        if not has_reactions:
+        self._hear()
+        lost = self._loss() if self._ends_with_a_node or self._given_up else None
+        if not self._given_up:
             return lost
-        found: list[tuple[int, int, int, str]] = []
-        answered: set[int] = set()
-        for node in range(self._num_nodes):
-            if self._store.check([f"gave up {node}"]):
-                words = self._store.get(f"gave up {node}").decode().split(" ", 2)
-                found.append((int(words[0]), node, int(words[1]), words[2]))
-                answered.add(node)
-            elif self._store.check([f"answer {node}"]):
-                answered.add(node)
-        kind, cause, code, text = min(found)
+        kind, cause, code, text = min(self._given_up.values())
         first = OtherNodeError(f"node {cause}: {text}", code)
         if kind == 0 or lost is not None:
             return first if kind == 0 else lost
         now = time.monotonic()
         self._reactions_since = now if self._reactions_since is None else self._reactions_since
         waited_s = now - self._reactions_since
-        if waited_s > _TELL_S and self._node not in answered:
-            self._store.set(f"answer {self._node}", "1")
-        is_known = waited_s > _TELL_S and answered >= set(self._others)
+        if waited_s > _TELL_S and self._node not in self._answered:
+            self._answered.add(self._node)
+            self._tell("answer", self._node)
+        is_known = waited_s > _TELL_S and self._answered >= set(self._others)
         return first if is_known or waited_s > self._silence_s + _TELL_S else None
 
-    def _lost(self) -> OtherNodeError | None:
-        if not self._store.check(["lost"]):
+    def _loss(self) -> OtherNodeError | None:
+        if self._lost is None:
             return None
-        other, _, host = self._store.get("lost").decode().partition(" ")
-        if int(other) == self._node:
+        other, host = self._lost
+        if other == self._node:
             what = f"the other nodes gave this one up: no sign of life for {self._silence_s:.0f} s"
             return OtherNodeError(f"{what}{self._own_stop()}")
-        return OtherNodeError(self._silence_of(int(other), host) + self._own_stop())
+        return OtherNodeError(self._silence_of(other, host) + self._own_stop())
 
     def give_up(self, text: str, code: int, is_reaction: bool) -> OtherNodeError | None:
         """Tell the other nodes that this one gives the run up, and why.
@@ -230,11 +286,10 @@ class Others:
             self._store.hurry()
         self._gave_up = True
         try:
-            self._store.set(f"gave up {self._node}", f"{int(is_reaction)} {code} {text}")
-            self._store.set("gave up", "1")
+            self._tell("gave up", self._node, int(is_reaction), code, text)
             cause = None
             while is_reaction and cause is None:
-                time.sleep(_LOOK_S)
+                time.sleep(max(_LOOK_S, self._look_s))
                 cause = self._cause()
             self._read()
         except dist.DistNetworkError:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from guozhuang.errors import UsageError, WorldError, explain
+from guozhuang.launch.patient_store import PatientStore
 from guozhuang.launch.say import say
 from guozhuang.world import interfaces, search, stores, waiting
 from guozhuang.world.door import Door, pass_through
@@ -28,7 +29,6 @@ from guozhuang.world.identity import PortSequence
 from guozhuang.world.search import is_loopback, resolve
 
 LOOPBACK = "127.0.0.1"
-_LOOK_S = 0.02
 _ANSWER_S = 10.0  # for what accepted a connection to show that it is a store
 _STORE_S = 300.0  # limit of one operation of a store that is there
 _FREE = "choose another port, or leave it out: on one node a free one is taken then"
@@ -199,17 +199,17 @@ def _wait_for_listener(host: str, port: int, timeout_s: float, who: str) -> None
         raise WorldError(explain(what, fix=fix)) from error
 
 
-def wait_for(store: dist.Store, key: str, timeout_s: float, who: str) -> str:
-    """Read a key that ``who`` sets, in steps that a signal can come between.
+def wait_for(store: PatientStore, key: str, timeout_s: float, who: str) -> str:
+    """Read a key that ``who`` sets, in steps that a signal can come between, and what ``store.while_waiting`` raises.
 
     Raises:
         WorldError: it was not set within ``timeout_s`` seconds.
     """
-    deadline = time.monotonic() + timeout_s
-    while not store.check([key]):
-        if time.monotonic() > deadline:
-            raise WorldError(explain(f"{who} did not say {key!r} within {timeout_s:g} s", fix="look at its output"))
-        time.sleep(_LOOK_S)
+    try:
+        store.wait([key], datetime.timedelta(seconds=timeout_s))
+    except dist.DistStoreError:
+        what = f"{who} did not say {key!r} within {timeout_s:g} s"
+        raise WorldError(explain(what, fix="look at its output")) from None
     return store.get(key).decode()
 
 

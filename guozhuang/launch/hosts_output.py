@@ -8,37 +8,49 @@ from __future__ import annotations
 
 import itertools
 import re
+import select
 import time
+from collections.abc import Callable
 
-from guozhuang.launch.output import Target, is_same
 from guozhuang.launch.remote_link import Link
-from guozhuang.launch.say import say
+from guozhuang.launch.say import WHO
 from guozhuang.launch.screen import Lines
+from guozhuang.launch.target import Target, is_same
 
 # An unfinished line of the first host is shown when it has stood for so long: pipes cut lines anywhere.
 _PATIENCE_S = 0.05
-_OURS = b"guozhuang run: "
-# How an agent begins to tell how its node ended (failures.py, agent.py, elastic_signs.py). Should the words differ, the report
-# is shown all the same, but at once and not at the end.
+# How long the reader of our output may take nothing after the launcher was told to end; what is left then is dropped.
+_OVER_S = 0.2
+_OURS = f"{WHO}: ".encode()
+# How an agent begins to tell how its node ended (failures.py, agent.py, elastic.py, elastic_signs.py). Should the
+# words differ, the report is shown all the same, but at once and not at the end.
 _REPORT = re.compile(
-    _OURS + rb"(rank [0-9]+ failed first|node [0-9]+(: | \(host )|the first failure was on|the agent of node [0-9]"
+    _OURS + rb"(rank [0-9]+ failed first|the ranks hung, |rank [0-9]+ \(process |torch elastic gave the ranks"
+    rb"|node [0-9]+(: | \(host )|the first failure was on|the agent of node [0-9]"
     rb"|the other nodes gave|got SIG)"
 )
 
-# A line that draws over nothing.
+# A line that draws over nothing, and the begin of one.
 _PLAIN = re.compile(rb"(?:[^\r\n\x1b]|\x1b\[[0-9;]*m)*\n")
+_PLAIN_BEGIN = re.compile(rb"(?:[^\r\n\x1b]|\x1b\[[0-9;]*m)*(?:\x1b(?:\[[0-9;]*)?)?")
 
 
 class Display:
-    """The launcher's standard output and standard error, and what waits to be shown there."""
+    """The launcher's standard output and standard error, and what waits to be shown there.
 
-    def __init__(self) -> None:
-        out = Target(1)
-        self._targets = {"stdout": out, "stderr": out if is_same(1, 2) else Target(2)}
+    Args:
+        is_over: whether the launcher was told to end; until then, whoever reads its output may take as long as they like.
+    """
+
+    def __init__(self, is_over: Callable[[], bool] = lambda: False) -> None:
+        self._is_over = is_over
+        self._takes_nothing: set[int] = set()
+        out = Target(1, wait=self._wait_for_room)
+        self._targets = {"stdout": out, "stderr": out if is_same(1, 2) else Target(2, wait=self._wait_for_room)}
         self._lines: dict[tuple[int, str], Lines] = {}
         self._held: dict[str, bytes] = {"stdout": b"", "stderr": b""}
         self._is_in_line = {"stdout": False, "stderr": False}  # what was shown of the first host ends amid a line
-        self._since = 0.0
+        self._since = {"stdout": 0.0, "stderr": 0.0}  # when what is held came
         self._reports: dict[int, bytearray] = {}
 
     @property
@@ -57,12 +69,12 @@ class Display:
         if link.node_rank:
             self._show_lines(link.node_rank, stream, self._of(link.node_rank, stream).feed(data))
             return
-        if not self.is_holding:
-            self._since = time.monotonic()
+        was_held = bool(self._held[stream])
         whole, end, self._held[stream] = (self._held[stream] + data).rpartition(b"\n")
         if end:
             self._show_live(stream, whole + end)
-            self._since = time.monotonic()
+        if end or not was_held:
+            self._since[stream] = time.monotonic()
         self.show_what_waits()
 
     @property
@@ -71,11 +83,11 @@ class Display:
         return any(self._held.values())
 
     def show_what_waits(self) -> None:
-        """Show the unfinished lines of the first host that have stood long enough: prompts and progress bars."""
-        if time.monotonic() <= self._since + _PATIENCE_S:
-            return
+        """Show unfinished lines of the first host: what draws over something, at once; what has stood long enough, too."""
         for stream, held in self._held.items():
-            if held and not (stream == "stderr" and (0 in self._reports or _OURS.startswith(held[: len(_OURS)]))):
+            is_due = time.monotonic() > self._since[stream] + _PATIENCE_S or not _PLAIN_BEGIN.fullmatch(held)
+            may_be_report = stream == "stderr" and (0 in self._reports or _OURS.startswith(held[: len(_OURS)]))
+            if held and is_due and not may_be_report:
                 self._held[stream] = b""
                 self._show_live(stream, held)
 
@@ -101,12 +113,24 @@ class Display:
     def say(self, text: str) -> None:
         """Say something of the launcher's own, in a line of its own."""
         self.end_lines()
-        say(text)
+        self._targets["stderr"].write(f"{WHO}: {text}\n".encode(errors="replace"))
 
     def end_lines(self) -> None:
         """What comes next begins in a line of its own, whoever writes it."""
         for target in self._targets.values():
             target.screen.end()
+
+    def _wait_for_room(self, descriptor: int) -> bool:
+        """Until something can be written; False if the run is over and nobody takes anything."""
+        poll = select.poll()
+        poll.register(descriptor, select.POLLOUT)
+        # A signal ends no write and no wait that has not begun; so each wait is short.
+        while not poll.poll(0 if descriptor in self._takes_nothing else 1000 * _OVER_S):
+            if self._is_over():
+                self._takes_nothing.add(descriptor)
+                return False
+        self._takes_nothing.discard(descriptor)
+        return True
 
     def _of(self, node_rank: int, stream: str) -> Lines:
         return self._lines.setdefault((node_rank, stream), Lines())

@@ -74,7 +74,7 @@ class Run:
             for node_rank, ((name, _), local) in enumerate(zip(wanted.placed, is_local, strict=True))
         ]
         self._selector = selectors.DefaultSelector()
-        self._display = Display()
+        self._display = Display(is_over=lambda: bool(self._signals))
         self._failures: list[Failure] = []
         self._told_to_end: set[int] = set()
         self._signals: list[int] = []

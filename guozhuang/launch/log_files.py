@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 
+from guozhuang.launch.escapes import without_escapes
 from guozhuang.launch.screen import Lines
-from guozhuang.launch.terminal import without_escapes
 
 _MAX_BYTES = 1 << 17  # of what is new; before that nothing is of interest for a report
 

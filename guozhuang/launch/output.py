@@ -12,12 +12,18 @@ too, so that it knows when a rank began to print its traceback.
 [Note: who was first] Torch elastic looks ten times a second who has ended and notes the second. A failure spreads over a
 world in a few milliseconds. So the thread notes when each process ended (a pidfd becomes readable) and when each line came:
 a rank that begins to print a traceback has failed, though it may take long to end.
+
+[Note: a reader that takes nothing] A terminal or a pager may take nothing for as long as it likes, and then the ranks wait, as
+a single process would. The agent must not: it has other nodes to tell, and may itself be told to end. So only the thread ever
+writes, and it does so without the lock; what others have drawn waits until it comes to that. While it waits for room it looks
+after signals.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import selectors
 import signal
 import socket
@@ -29,8 +35,10 @@ from types import FrameType
 from typing import Any
 
 from guozhuang.launch.log_files import LogFile
-from guozhuang.launch.screen import Screen, mark
+from guozhuang.launch.say import WHO, say
+from guozhuang.launch.screen import mark
 from guozhuang.launch.streams import PATIENCE_S, NamedPipe, OwnTerminal, Stream, Trace
+from guozhuang.launch.target import Target, is_same
 
 _LOOK_S = 0.1  # between looks at log files
 _DRAIN_S = 5.0  # for a pipe that somebody still writes to, at the end
@@ -75,19 +83,21 @@ class Output:
         self._on_signal = on_signal
         same = is_same(1, 2)
         (out_ends_on, out_colour), (err_ends_on, err_colour) = terminals or ((None, colour), (None, colour))
-        out = Target(1, out_colour, out_ends_on)
-        self._targets = [out, out if same else Target(2, err_colour, err_ends_on)]
+        out = Target(1, out_colour, out_ends_on, self._wait_for_room, is_queued=True)
+        err = out if same else Target(2, err_colour, err_ends_on, self._wait_for_room, is_queued=True)
+        self._targets = [out, err]
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
         self._woken.setblocking(False)
         self._wake.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, self._on_wake)
-        self._lock = threading.Lock()  # for the selector's map, which both threads change
+        self._lock = threading.Lock()  # for the selector's map, streams and screens; nobody waits while holding it
         self._streams: list[Stream] = []
         self._files: list[tuple[LogFile, Trace]] = []
         self._handlers: dict[int, Any] = {}  # of signals: what was there before ours
         self._later: list[tuple[float, Callable[[], None]]] = []
-        self._ending = False
+        self._ending = self._is_closed = False
+        self._has_ended = threading.Event()
         self._signals_before: int | None = None
         if threading.current_thread() is threading.main_thread():
             self._signals_before = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
@@ -99,7 +109,9 @@ class Output:
 
     def begin(self, ranks: Sequence[int]) -> None:
         """A new attempt with these ranks begins; all processes of the last one have ended."""
-        self._drain()
+        with self._lock:
+            self._drain()
+        self._poke()
         self.traces = {rank: Trace() for rank in ranks}
 
     def pipes(self, rank: int, folder: str, shown: bool = True) -> Places:
@@ -123,9 +135,8 @@ class Output:
                 way = self._own_terminal(target)
             if isinstance(way, OwnTerminal):
                 paths[descriptor], variables[_TERMINALS[descriptor]] = "", way.path
-                columns = way.resize()
-                if columns and os.isatty(0) and "COLUMNS" not in os.environ:
-                    variables["COLUMNS"] = str(columns)
+                if way.columns and os.isatty(0) and "COLUMNS" not in os.environ:
+                    variables["COLUMNS"] = str(way.columns)
             else:
                 way = NamedPipe(os.path.join(folder, "stdout" if descriptor == 1 else "stderr"))
                 paths[descriptor] = way.path
@@ -161,14 +172,26 @@ class Output:
         self._poke()
 
     def catch_up(self) -> None:
-        """Take in what ranks that have ended have printed."""
-        if self._lock.acquire(timeout=_CATCH_UP_S):  # the thread may stand in a write that nobody takes
-            try:
-                for stream in self._streams:
-                    stream.read()
-                self._look()
-            finally:
-                self._lock.release()
+        """Take in what ranks that have ended have printed. Whoever reads our output is not waited for."""
+        with self._lock:
+            deadline = time.monotonic() + _CATCH_UP_S
+            for stream in self._streams:
+                while stream.read() and time.monotonic() < deadline:
+                    pass
+            self._look()
+        self._poke()
+
+    def say(self, text: str) -> None:
+        """Say something of the launcher's own on standard error, in lines of its own: above a progress bar, not behind it.
+
+        Whoever reads our output is not waited for. After ``close`` it is as ``say.say``.
+        """
+        with self._lock:
+            if not self._ending:
+                self._targets[1].screen.lines(b"", f"{WHO}: {text}".encode(errors="replace").split(b"\n"))
+        if self._ending:
+            say(text, within_s=_CATCH_UP_S)
+        self._poke()
 
     def watch(self, pids: Mapping[int, int]) -> None:
         """Note when these processes, by rank, end."""
@@ -198,18 +221,23 @@ class Output:
         Args:
             limit_s: how long whoever reads our output may take, in seconds; None: as long as it likes.
         """
-        if self._signals_before is not None:
+        if self._is_closed:
+            return
+        if self._ending and limit_s is None:
+            limit_s = _CATCH_UP_S  # a signal ended the wait of the first time
+        with self._lock:
+            self._ending = True
+        self._poke()
+        # Not by join(): until Python 3.13 a thread counts as ended once an exception has come out of that.
+        has_ended = self._has_ended.wait(limit_s)
+        self._is_closed = True
+        if self._signals_before is not None:  # the thread looked after signals until now
             signal.set_wakeup_fd(self._signals_before)
-            self._signals_before = None
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
-        if self._ending:
-            return
-        self._ending = True
-        self._poke()
-        self._thread.join(limit_s)
-        if self._thread.is_alive():
-            return  # it stands in a write that nobody takes; it is a daemon
+        if not has_ended:
+            return  # it waits for somebody to take what it writes; it is a daemon
+        self._thread.join()
         self._wake.close()
         self._woken.close()
         for key in list(self._selector.get_map().values()):
@@ -240,6 +268,12 @@ class Output:
             self._wake.send(b"\0")
 
     def _run(self) -> None:
+        try:
+            self._do_run()
+        finally:
+            self._has_ended.set()
+
+    def _do_run(self) -> None:
         while not self._ending:
             with self._lock:
                 waits = [stream.patience_s / 2 for stream in self._streams if stream.is_waiting]
@@ -248,31 +282,62 @@ class Output:
             for key, _ in self._selector.select(min(waits) if waits else None):
                 with self._lock:
                     key.data()
+                self._flush()
             if waits:
                 with self._lock:
                     for stream in self._streams:
                         stream.show_what_waits()
                     self._look()
-            for timer in [timer for timer in self._later if timer[0] <= time.monotonic()]:
-                self._later.remove(timer)
-                timer[1]()
-        self._drain()
+                self._flush()
+            self._call_what_is_due()
+        with self._lock:
+            self._drain()
+        self._flush()
+
+    def _call_what_is_due(self) -> None:
+        for timer in [timer for timer in self._later if timer[0] <= time.monotonic()]:
+            self._later.remove(timer)
+            timer[1]()
+
+    def _flush(self) -> None:
+        """Write what was drawn; in the thread only. See [Note: a reader that takes nothing]."""
+        while any(target.flush() for target in self._targets):
+            pass  # while it waited more may have come, and the word of it was taken
+
+    def _wait_for_room(self, descriptor: int) -> bool:
+        """Until something can be written there; signals and timers get what is theirs meanwhile."""
+        poll = select.poll()
+        poll.register(descriptor, select.POLLOUT)
+        poll.register(self._woken, select.POLLIN)
+        while True:
+            ready = [found for found, _ in poll.poll(PATIENCE_S / 2 * 1000 if self._later else None)]
+            if self._woken.fileno() in ready:
+                with self._lock:
+                    self._on_wake()
+            self._call_what_is_due()
+            if descriptor in ready:
+                return True
 
     def _drain(self) -> None:
-        """Read what is left, by whichever thread: nobody writes any more."""
-        with self._lock:
-            deadline = time.monotonic() + _DRAIN_S
-            for stream in self._streams:
-                while stream.read() and time.monotonic() < deadline:
-                    pass
+        """Read what is left, by whichever thread, which holds the lock: nobody writes any more.
+
+        In the main thread an exception may come at any place (a signal), and then the rest is for the next time.
+        """
+        deadline = time.monotonic() + _DRAIN_S
+        while self._streams:
+            stream = self._streams[0]
+            with contextlib.suppress(KeyError):
                 self._selector.unregister(stream.source)
-                stream.finish()
-            self._streams.clear()
-            for file, trace in self._files:
-                _keep(trace, file.finish())
-            self._files.clear()
-            for target in self._targets:
-                target.screen.end()
+            while stream.read() and time.monotonic() < deadline:
+                pass
+            stream.finish()
+            self._streams.remove(stream)
+        while self._files:
+            file, trace = self._files[0]
+            _keep(trace, file.finish())
+            self._files.pop(0)
+        for target in self._targets:
+            target.screen.end()
 
     def _look(self) -> None:
         for file, trace in self._files:
@@ -291,58 +356,3 @@ class Output:
 def _keep(trace: Trace, lines: Sequence[str]) -> None:
     now = time.monotonic()
     trace.lines.extend((now, line) for line in lines)
-
-
-class Target:
-    """Standard output or standard error of this process.
-
-    Args:
-        descriptor: 1 or 2.
-        colour: whether marks are coloured; None: on a terminal, unless NO_COLOR is set.
-        is_terminal: whether what is written ends on a terminal; None: whether the descriptor is one.
-    """
-
-    def __init__(self, descriptor: int, colour: bool | None = None, is_terminal: bool | None = None) -> None:
-        self.descriptor = descriptor
-        self._is_gone = False
-        is_terminal = os.isatty(descriptor) if is_terminal is None else is_terminal
-        if colour is None:
-            colour = os.environ.get("FORCE_COLOR", "0") not in ("", "0") or (
-                is_terminal and not os.environ.get("NO_COLOR")
-            )
-        self.colour = colour
-        self.is_terminal = is_terminal
-        self.screen = Screen(self.write, is_terminal, self._size)
-
-    def _size(self) -> tuple[int, int]:
-        try:
-            return os.get_terminal_size(self.descriptor)
-        except OSError:
-            return 0, 0  # somebody passes it on
-
-    def write(self, data: bytes) -> None:
-        """Write all of it, and wait for room; once the reader is gone, nothing."""
-        view = memoryview(data)
-        while view and not self._is_gone:
-            try:
-                view = view[os.write(self.descriptor, view) :]
-            except BlockingIOError:
-                with selectors.DefaultSelector() as selector:
-                    selector.register(self.descriptor, selectors.EVENT_WRITE)
-                    selector.select()
-            except OSError as error:
-                # Whoever read our output is gone. The ranks go on, and their pipes must not fill up.
-                self._is_gone = True
-                if self.descriptor == 1:
-                    with contextlib.suppress(OSError):
-                        text = f"guozhuang run: standard output is closed ({error.strerror}); the ranks go on unseen\n"
-                        os.write(2, text.encode())
-
-
-def is_same(one: int, other: int) -> bool:
-    """Whether two descriptors lead to the same terminal, file or pipe."""
-    try:
-        a, b = os.fstat(one), os.fstat(other)
-    except OSError:
-        return False
-    return (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino)

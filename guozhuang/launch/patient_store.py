@@ -21,9 +21,15 @@ import torch.distributed as dist
 ANSWER_S = 10.0  # a store that answers later than this is taken for lost
 _HURRY_S = 2.0
 _SLICE_S = 0.1
-_LOOK_S = 0.02
+# Between two looks at a key that is waited for: a part of what was waited so far. Hundreds may wait for the same one.
+_SHORTEST_LOOK_S, _LONGEST_LOOK_S, _LOOK_PART = 0.02, 0.2, 0.05
 _KEY_S = 300.0  # as torch waits for a key that somebody is to set
 _T = TypeVar("_T")
+
+
+def look_s(waited_s: float) -> float:
+    """How long to sleep before the next look at a key, after that many seconds of waiting."""
+    return min(_LONGEST_LOOK_S, max(_SHORTEST_LOOK_S, _LOOK_PART * waited_s))
 
 
 class _Call:
@@ -157,6 +163,10 @@ class PatientStore(dist.Store):
             values,
         )
 
+    def append(self, key: str, value: str) -> None:
+        """Append to the value of a key; where there is none, set it."""
+        self._caller.call(self._inner.append, self._prefix + key, value)  # type: ignore[attr-defined]
+
     def add(self, key: str, value: int) -> int:
         """Add to a number; return the sum."""
         return int(self._caller.call(self._inner.add, self._prefix + key, value))
@@ -188,9 +198,10 @@ class PatientStore(dist.Store):
         Raises:
             DistStoreError: they did not come in time.
         """
-        deadline = time.monotonic() + (_KEY_S if timeout is None else timeout.total_seconds())
+        begin, limit_s = time.monotonic(), _KEY_S if timeout is None else timeout.total_seconds()
         while not self.check(keys):
-            if time.monotonic() > deadline:
+            waited_s = time.monotonic() - begin
+            if waited_s > limit_s:
                 raise dist.DistStoreError(f"nobody set {', '.join(keys)} in time")
             self.while_waiting()
-            time.sleep(_LOOK_S)
+            time.sleep(look_s(waited_s))

@@ -7,8 +7,10 @@ import os
 import select
 import sys
 
+WHO = "guozhuang run"  # what stands before what the launcher says
 
-def say(text: str, who: str = "guozhuang run", within_s: float | None = None) -> None:
+
+def say(text: str, who: str = WHO, within_s: float | None = None) -> None:
     """Say something to the user. Where nobody can read it (``2>&1 | head``), it is lost, and nothing else happens.
 
     Args:
@@ -16,6 +18,8 @@ def say(text: str, who: str = "guozhuang run", within_s: float | None = None) ->
         who: what stands before it.
         within_s: how long whoever reads our output may take before it is not said, in seconds; None: as long as it likes.
     """
+    if sys.stderr is None:  # it was closed when this process began, and print() would take standard output
+        return
     try:
         if within_s is not None and not _is_read(within_s):
             return

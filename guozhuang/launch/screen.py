@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from guozhuang.launch.terminal import Terminal, rows_up
+from guozhuang.launch.escapes import rows_up
+from guozhuang.launch.terminal import Terminal
 
 _COLOURS = (36, 33, 35, 32, 34, 31)  # cyan first: red last, because it reads as an error
 # A line that is longer is passed on in pieces: memory is bounded, whatever a rank writes.
@@ -75,16 +76,13 @@ class Screen:
         is_terminal: bool,
         size: Callable[[], tuple[int, int]] = lambda: (0, 0),
     ) -> None:
-        self._sheet = Terminal(write, size) if is_terminal else _Paper(write)
-
-    def line(self, mark: bytes, text: bytes) -> None:
-        """Write a whole line."""
-        self._sheet.lines(mark, [text])
+        self._write = write
+        self._sheet: Terminal | _Paper = Terminal(write, size) if is_terminal else _Paper(write)
 
     def lines(self, mark: bytes, texts: Sequence[bytes]) -> None:
         """Write whole lines of one rank, in one piece."""
         if texts:
-            self._sheet.lines(mark, texts)
+            self._draw(lambda sheet: sheet.lines(mark, texts))
 
     def live(self, owner: int, mark: bytes, data: bytes) -> None:
         """Write what one stream wrote as it comes, unfinished lines and carriage returns too.
@@ -94,11 +92,21 @@ class Screen:
             mark: goes before the first character of each line, also of one that is drawn over.
             data: what was read, cut anywhere.
         """
-        self._sheet.live(owner, mark, data)
+        self._draw(lambda sheet: sheet.live(owner, mark, data))
 
     def end(self) -> None:
         """Finish an unfinished line, so that what comes next stands in its own."""
-        self._sheet.end()
+        self._draw(lambda sheet: sheet.end())
+
+    def _draw(self, what: Callable[[Terminal | _Paper], None]) -> None:
+        """Draw; what a rank writes must be shown and its pipe emptied, whatever a mistake in the drawing makes of it."""
+        try:
+            what(self._sheet)
+        except Exception as error:
+            self._sheet = _Paper(self._write)
+            text = f"guozhuang run: progress bars are no longer drawn in their place: {type(error).__name__}: {error}"
+            self._sheet.lines(b"\n", [text.encode(errors="replace")])
+            what(self._sheet)
 
 
 class _Paper:

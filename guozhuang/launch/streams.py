@@ -21,11 +21,12 @@ import signal
 import struct
 import termios
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from guozhuang.launch.escapes import rows_up, without_escapes
+from guozhuang.launch.say import WHO
 from guozhuang.launch.screen import Lines, Screen, mark
-from guozhuang.launch.terminal import rows_up, without_escapes
 
 _KEPT_LINES = 400  # of each rank, for the report of a failure
 _READ_BYTES = 65536
@@ -77,6 +78,9 @@ class OwnTerminal:
         real: descriptor of the terminal on which it is shown.
         indent: columns that are taken from it.
 
+    Attributes:
+        columns: that it has; 0 where the real one does not know them.
+
     Raises:
         OSError: the system has none left.
     """
@@ -97,12 +101,15 @@ class OwnTerminal:
             self.close()
             raise OSError(str(error)) from error
 
-    def resize(self) -> int:
-        """Take over the size of the real one; the columns, 0 where it does not know them."""
+    def resize(self) -> None:
+        """Take over the size of the real one.
+
+        Raises:
+            OSError: the real one has gone.
+        """
         rows, columns, wide, high = struct.unpack(_SIZE, fcntl.ioctl(self._real, termios.TIOCGWINSZ, bytes(8)))
-        columns = max(1, columns - self._indent) if columns else 0
-        fcntl.ioctl(self.source, termios.TIOCSWINSZ, struct.pack(_SIZE, rows, columns, wide, high))
-        return int(columns)
+        self.columns = max(1, int(columns) - self._indent) if columns else 0
+        fcntl.ioctl(self.source, termios.TIOCSWINSZ, struct.pack(_SIZE, rows, self.columns, wide, high))
 
     def close(self) -> None:
         """Give both ends back."""
@@ -144,6 +151,21 @@ class Stream:
             return False
         if not data:
             return False
+        self._surely(lambda: self._take_in(data))
+        return True
+
+    def _surely(self, what: Callable[[], None]) -> None:
+        """Do it; a mistake in it must not keep the others' pipes, and this one, from being read: the ranks would hang."""
+        try:
+            what()
+        except Exception as error:
+            self._lines, self._held = Lines(moves=self._is_live), b""
+            if self._screen is not None:
+                text = f"{WHO}: no more is shown of what this rank prints there: {type(error).__name__}: {error}"
+                self._screen.lines(self._mark, [text.encode(errors="replace")])
+                self._screen = None
+
+    def _take_in(self, data: bytes) -> None:
         if not self.is_waiting or not self._is_live:
             self._since = time.monotonic()
         self._take(self._lines.feed(data))
@@ -154,7 +176,6 @@ class Stream:
             if end:
                 self._screen.live(self._number, self._mark, whole + end)
                 self._since = time.monotonic()
-        return True
 
     def _take(self, lines: Sequence[bytes]) -> None:
         now = time.monotonic()
@@ -174,7 +195,7 @@ class Stream:
     def show_what_waits(self) -> None:
         """Show an unfinished line that has stood long enough."""
         if self.is_waiting and time.monotonic() > self._since + self.patience_s:
-            self._show()
+            self._surely(self._show)
 
     def _show(self) -> None:
         if not self._is_live:
@@ -184,17 +205,20 @@ class Stream:
             self._held = b""
 
     def finish(self) -> None:
-        """Show what is left, and give the descriptors back."""
+        """Show what is left, and give the descriptors back. Once is enough."""
+        if self._is_closed:
+            return
         if self._is_live and self._held:
-            self._show()
-        self._take(self._lines.rest())
+            self._surely(self._show)
+        self._surely(lambda: self._take(self._lines.rest()))
         self._is_closed = True
         self._way.close()
 
     def resize(self) -> None:
         """The size of the terminal has changed."""
         if isinstance(self._way, OwnTerminal):
-            self._way.resize()
+            with contextlib.suppress(OSError):  # it has gone, and the ranks are about to be told
+                self._way.resize()
             if self._trace.pid and self._trace.ended is None:
                 with contextlib.suppress(OSError):
                     os.kill(self._trace.pid, signal.SIGWINCH)  # the kernel tells only those whose controlling one it is

@@ -14,62 +14,25 @@ from __future__ import annotations
 
 import math
 import re
-import unicodedata
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-RESET = b"\x1b[0m"
+from guozhuang.launch.escapes import CSI, OSC, RESET, number, only_colours, width
+
 _ERASE_REST = b"\x1b[K"  # of the row
 _ERASE = b"\r" + _ERASE_REST
 _ERASE_BELOW = b"\r\x1b[J"
 _END_FULL_SCREEN, _SHOW_CURSOR = b"\x1b[?1049l", b"\x1b[?25h"
 _MAX_ROWS = 200  # that are remembered
 _MAX_REPEATED = 4096  # bytes of a row that are drawn again
+_MAX_HELD_BYTES = 4 << 20  # of lines that wait while a stream has the whole screen
 _MAX_COLOURS = 8  # sequences that are taken over into the next row
-_CSI = rb"\x1b\[([0-?]*)[ -/]*([@-~])"
-_OSC = rb"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)"
-_ESCAPE = re.compile(_CSI + b"|" + _OSC + rb"|\x1b[ -/]*[0-Z\\^-~]")
-_PIECE = re.compile(_CSI + b"|" + _OSC + rb"|\x1b[ -/]*[0-Z\\^-~]|[\r\n]|[^\x1b\r\n]+|\x1b")
+_PIECE = re.compile(CSI + b"|" + OSC + rb"|\x1b[ -/]*[0-Z\\^-~]|[\r\n]|[^\x1b\r\n]+|\x1b")
 _UNFINISHED = re.compile(rb"\x1b(?:\[[0-?]{0,64}[ -/]*|\][^\x07\x1b]{0,2048}\x1b?)?\Z")
 _FULL_SCREEN = (b"?1049", b"?1047", b"?47")
 # Sequences after which nobody knows where the cursor is: positions on the screen, saved positions, other regions.
 _LOST = frozenset(b"HfrsuSTLM")
-
-
-def without_escapes(data: bytes) -> bytes:
-    """What can be read of a line: without colours and the like."""
-    return _ESCAPE.sub(b"", data) if b"\x1b" in data else data
-
-
-def _only_colours(text: bytes) -> bytes:
-    """A line of somebody who does not know where the cursor is."""
-    if b"\x1b" not in text:
-        return text
-    return _ESCAPE.sub(lambda match: match[0] if match[2] == b"m" else b"", text) + RESET
-
-
-def rows_up(data: bytes) -> int:
-    """How many rows the cursor is sent up in a line."""
-    found = (match for match in _ESCAPE.finditer(data) if match[2] in (b"A", b"F")) if b"\x1b" in data else ()
-    return sum(_number(match[1]) for match in found)
-
-
-def width(data: bytes) -> int:
-    """How many columns the text of a row takes."""
-    text = without_escapes(data)
-    if text.isascii():
-        return max(map(len, text.split(b"\r")))
-    return max(sum(map(_columns, part)) for part in text.decode(errors="replace").split("\r"))
-
-
-def _columns(char: str) -> int:
-    if unicodedata.combining(char) or char in "\u200b\u200d\ufe0f":
-        return 0
-    return 2 if unicodedata.east_asian_width(char) in "WF" else 1
-
-
-def _number(parameters: bytes) -> int:
-    return max(1, int(parameters)) if parameters.isdigit() else 1
 
 
 @dataclass(eq=False)
@@ -88,6 +51,26 @@ class _Stream:
         self.height, self.grown = 1, 0
 
 
+class _Held:
+    """The last lines that wait, and how many came before them."""
+
+    def __init__(self) -> None:
+        self._lines: deque[bytes] = deque()
+        self._num_bytes = self._num_left_out = 0
+
+    def add(self, mark: bytes, texts: Sequence[bytes]) -> None:
+        for text in texts:
+            self._lines.append(mark + only_colours(text) + b"\n")
+            self._num_bytes += len(self._lines[-1])
+        while self._num_bytes > _MAX_HELD_BYTES:
+            self._num_bytes -= len(self._lines.popleft())
+            self._num_left_out += 1
+
+    def lines(self) -> list[bytes]:
+        words = b"guozhuang run: %d lines came while rank 0 had the whole screen, and are left out\n"
+        return [*([words % self._num_left_out] if self._num_left_out else []), *self._lines]
+
+
 class Terminal:
     """See [Note: a block].
 
@@ -103,15 +86,15 @@ class Terminal:
         self._rows, self._at = [_Row()], 0  # the last rows of the screen; in which of them the cursor is
         self._at_start = True  # the cursor is in the first column
         self._open: int | None = None  # who draws
-        self._held: list[tuple[bytes, Sequence[bytes]]] | None = None  # lines that wait: a stream has the whole screen
+        self._held: _Held | None = None  # lines that wait: a stream has the whole screen
         self._hides_cursor = False
 
     def lines(self, mark: bytes, texts: Sequence[bytes]) -> None:
         """Write whole lines."""
         if self._held is not None:
-            self._held.append((mark, texts))
+            self._held.add(mark, texts)
             return
-        new = [_Row(None, mark + _only_colours(text)) for text in texts]
+        new = [_Row(None, mark + only_colours(text)) for text in texts]
         top = self._top()
         if top is None:
             if not self._at_start and len(self._rows) > 1:  # in the middle of wiping a row
@@ -132,7 +115,7 @@ class Terminal:
         if self._open not in (None, owner) and not self._is_fresh():
             self._erase_block()
         self._open = owner
-        data = stream.cut + data
+        data = self._plain_lines(stream, stream.cut + data)
         cut = _UNFINISHED.search(data)
         stream.cut = data[cut.start() :] if cut else b""
         for match in _PIECE.finditer(data, 0, cut.start() if cut else len(data)):
@@ -186,6 +169,24 @@ class Terminal:
         else:
             self._control(stream, piece, match[1], kind)
 
+    def _plain_lines(self, stream: _Stream, data: bytes) -> bytes:
+        """Write the whole lines where nothing is drawn over, several times as fast; what is left of the data."""
+        if self._held is not None or stream.colours or b"\r" in data or b"\x1b" in data:
+            return data
+        if not self._at_start or self._at < len(self._rows) - 1 or self._rows[-1].data:
+            return data
+        *lines, rest = data.split(b"\n")
+        if lines:
+            drawn = [stream.mark + line for line in lines]
+            self._out.append(b"\n".join(drawn) + b"\n")
+            self._rows[-1:] = [_Row(self._open, line[-_MAX_REPEATED:]) for line in drawn[-_MAX_ROWS:]]
+            self._rows.append(_Row())
+            self._at = len(self._rows) - 1
+            stream.grown += len(lines)
+            if stream.grown > stream.height:
+                stream.height = 1
+        return rest
+
     def _text(self, stream: _Stream, text: bytes) -> None:
         row = self._rows[self._at]
         if self._at_start == bool(row.data) and not text.strip(b" "):  # a bar is wiped away, and its mark with it
@@ -230,7 +231,7 @@ class Terminal:
             self._forget(at_start=False)
 
     def _control(self, stream: _Stream, piece: bytes, parameters: bytes, kind: bytes) -> None:
-        row, count = self._rows[self._at], _number(parameters)
+        row, count = self._rows[self._at], number(parameters)
         if kind in b"AF":
             self._up(stream, count, piece)
         elif kind in b"BE":
@@ -257,7 +258,7 @@ class Terminal:
             self._erase(piece, parameters, kind)
         elif kind == b"h" and parameters in _FULL_SCREEN:
             self._out.append(piece)
-            self._held = []
+            self._held = _Held()
         elif kind == b"l" and parameters in _FULL_SCREEN and self._held is not None:
             self._out.append(piece)
             self._leave_full_screen()
@@ -316,8 +317,8 @@ class Terminal:
     def _leave_full_screen(self) -> None:
         held, self._held = self._held, None
         self._forget(at_start=True)
-        for mark, texts in held or ():
-            self._out += [mark + _only_colours(text) + b"\n" for text in texts]
+        if held is not None:
+            self._out += held.lines()
 
     # The rows.
 

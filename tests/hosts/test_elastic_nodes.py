@@ -35,7 +35,7 @@ dist.all_gather_object(found, os.uname().nodename)
 print(f"met {size}: {' '.join(found)} attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", flush=True)
 stop = os.path.join(os.environ["OUT"], "stop")
 once = os.path.join(os.environ["OUT"], "once")
-if "fail" in sys.argv and rank == 0 and not os.path.exists(once):
+if f"fail{rank}" in sys.argv and not os.path.exists(once):
     open(once, "w").close()
     raise ValueError("boom")
 while "wait" in sys.argv and not os.path.exists(stop):
@@ -120,17 +120,18 @@ def listening(host: int, hosts: Hosts) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("is_secret", [True, False], ids=["secret", "open"])
+@pytest.mark.parametrize(("is_secret", "failing"), [(True, 0), (False, 3)], ids=["secret", "open"])
 @pytest.mark.slow
 def test_nodes_meet_by_number_and_again_after_a_failure(
-    start: Start, hosts: Hosts, tmp_path: Path, is_secret: bool
+    start: Start, hosts: Hosts, tmp_path: Path, is_secret: bool, failing: int
 ) -> None:
     more = {"GUOZHUANG_SECRET": secrets.token_hex(16)} if is_secret else {}
     options = "-np 2 --nnodes 2 --master-addr 10.77.0.10 --master-port 29444 --max-restarts 1 --node-rank"
-    agents = [start(host, f"{options} {host}", "fail", "wait", **more) for host in (0, 1)]
+    agents = [start(host, f"{options} {host}", f"fail{failing}", "wait", **more) for host in (0, 1)]
     for agent in agents:
         agent.says("met 4: h0 h0 h1 h1 attempt 1")
-    assert "rank 0 failed first: exit code 1" in agents[0].text and "started anew" in agents[0].text
+    text = agents[failing // 2].text
+    assert f"rank {failing} failed first: exit code 1" in text and "started anew" in text
     stores = listening(0, hosts) - {"127.0.0.1"}
     assert not any(address in ("0.0.0.0", "v6 " + "00" * 16) for address in stores), stores
     (tmp_path / "stop").touch()

@@ -5,6 +5,7 @@ The agents are forked from a server that has imported torch, and the ranks are s
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -40,7 +41,7 @@ def _be_agent(namespace: str, name: str, arguments: list[str], output: str) -> N
         assert libc.setns(file.fileno(), 0) == 0
     assert libc.unshare(_CLONE_NEWUTS) == 0
     socket.sethostname(name)
-    file_number = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    file_number = os.open(output, os.O_RDWR | os.O_CREAT | os.O_APPEND)  # a named pipe too, though nobody reads it
     os.dup2(file_number, 1)
     os.dup2(file_number, 2)
     os.setsid()
@@ -55,16 +56,23 @@ def _be_agent(namespace: str, name: str, arguments: list[str], output: str) -> N
 
 
 class Pair:
-    """Two agents, each with a rank that says "here" and sleeps, unless it is told to end after a moment."""
+    """Two agents, each with a rank that says "here" and sleeps, unless it is told to end after a moment.
 
-    def __init__(self, hosts: Hosts, folder: Path, options: str, seconds: tuple[float, float] = (600, 600)) -> None:
+    Args:
+        last: what the rank of host 1 does instead of sleeping.
+    """
+
+    def __init__(
+        self, hosts: Hosts, folder: Path, options: str, seconds: tuple[float, float] = (600, 600), last: str = ""
+    ) -> None:
         self.hosts, self._folder = hosts, folder
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(PRELOADED))
         self.agents: list[BaseProcess] = []
         for host in (0, 1):
             script = folder / f"train{host}.sh"
-            script.write_text(f"#!/bin/sh\necho here\nsleep {seconds[host]}\n")
+            does = last if last and host == 1 else f"sleep {seconds[host]}"
+            script.write_text(f"#!/bin/sh\necho here\n{does}\n")
             script.chmod(0o755)
             arguments = [*options.format(host=host).split(), "--no-python", str(script)]
             process = context.Process(
@@ -224,4 +232,34 @@ def test_an_agent_that_was_stopped_for_long_is_given_up(
     pair.signal(host, signal.SIGCONT)
     code, text = pair.end(host, 15)
     assert code == 1, text
+    assert not pair.left()
+
+
+@pytest.mark.parametrize("max_restarts", [0, 1])
+def test_a_failure_is_told_to_the_others_also_where_nobody_reads(
+    pairs: list[Pair], hosts: Hosts, tmp_path: Path, max_restarts: int
+) -> None:
+    """The output of host 1 is a full pipe, as of a terminal that was stopped or of a pager."""
+    os.mkfifo(tmp_path / "out1")
+    fills = f"[ -e {tmp_path}/once ] && sleep 600\ntouch {tmp_path}/once\nhead -c 300000 /dev/zero &\nsleep 1\nexit 3"
+    options = FIXED.replace("max_attempt=2", "max_attempt=600") + f" --max-restarts {max_restarts}"
+    pair = Pair(hosts, tmp_path, options, last=fills)
+    pairs.append(pair)
+    if max_restarts:
+        pair.says(0, "here\n(.*\n)*.*here", 20)
+        pair.signal(0, signal.SIGTERM)
+        assert pair.end(0, 10)[0] == 143
+    else:
+        code, text = pair.end(0, 20)
+        assert code == 3 and "node 1: rank 1 failed first: exit code 3" in text, text
+        pipe = os.open(tmp_path / "out1", os.O_RDONLY | os.O_NONBLOCK)
+        read, deadline = b"", time.monotonic() + 10
+        while pair.agents[1].is_alive() and time.monotonic() < deadline:
+            with contextlib.suppress(BlockingIOError):
+                read += os.read(pipe, 1 << 16)
+            pair.agents[1].join(0.01)
+        os.close(pipe)
+        assert pair.agents[1].exitcode == 3 and b"rank 1 failed first: exit code 3" in read
+    pair.agents[1].kill()
+    pair.agents[1].join()
     assert not pair.left()

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
+import select
+import signal
 import time
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.elastic.agent.server.api import WorkerState
 
-from guozhuang.launch import hosts_output
+from guozhuang.launch import elastic, hosts_output
+from guozhuang.launch.failures import Failure, describe
 from guozhuang.launch.hosts_output import Display
 from guozhuang.launch.remote_link import Link
 from guozhuang.launch.screen import Screen
+from guozhuang.launch.target import Target
+from guozhuang.world.heartbeat_report import EXIT_CODE
 
 FIRST, SECOND = Link("a", 0, False), Link("b", 1, False)
 
@@ -23,7 +33,7 @@ class Paper:
     colour = False
     is_terminal = False
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, wait: object) -> None:
         self.data = b""
         self.screen = Screen(self.write, self.is_terminal)
 
@@ -116,11 +126,80 @@ def test_reports_are_kept_for_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_launcher_speaks_in_lines_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shown, out, _ = display(monkeypatch, Paper)
     shown.take(FIRST, "stdout", b"\r[0] 10%")
     wait(shown)
     shown.say("host a failed")
-    assert out.data == b"\r[0] 10%\n"
-    assert capsys.readouterr().err == "guozhuang run: host a failed\n"
+    assert out.data == b"\r[0] 10%\nguozhuang run: host a failed\n"
+
+
+def test_a_bar_is_shown_while_the_other_stream_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, out, err = display(monkeypatch, Paper, same=False)
+    shown.take(FIRST, "stderr", b"a prompt: ")
+    deadline = time.monotonic() + 5
+    while not err.data and time.monotonic() < deadline:
+        shown.take(FIRST, "stdout", b"a line\n")
+        time.sleep(0.01)
+    assert err.data == b"a prompt: "
+    shown.take(FIRST, "stderr", b"\n\r[0] 10%")
+    assert err.data == b"a prompt: \n\r[0] 10%", "a drawing is shown at once"
+    shown.take(FIRST, "stderr", b"\n\x1b[36m[0]\x1b[0m hel\x1b[3")
+    assert err.data.endswith(b"10%\n"), "a coloured mark is no drawing"
+    assert out.data == b"a line\n" * (len(out.data) // 7)
+
+
+def report_of(exitcode: int, lines: list[str]) -> str:
+    return describe({1: Failure(1, exitcode, 4711, 0.0, lines)}, "a")
+
+
+def test_every_report_of_an_agent_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the words that agents really use."""
+    agent = cast("Any", SimpleNamespace())
+    agent._worker_group = SimpleNamespace(workers=[SimpleNamespace(global_rank=1, id=4711)])
+    given_up = [elastic._Agent.why_given_up(agent, WorkerState.FAILED)]
+    agent._uninterruptible_state_first_seen = {4711: 0.0}
+    given_up.append(elastic._Agent.why_given_up(agent, WorkerState.FAILED))
+    hang = report_of(EXIT_CODE, ["... (--hang-timeout 5) ...", "rank 0 did not come"])
+    assert hang.startswith("the ranks hung, rank 0 did not come")
+    for text in (report_of(1, []), hang, *given_up):
+        shown, _, err = display(monkeypatch, Paper, same=False)
+        said = f"guozhuang run: {text}\n".encode()
+        shown.take(FIRST, "stderr", said)
+        assert err.data == b"" and shown.close(FIRST) == said, text
+
+
+def full_pipe() -> tuple[int, int]:
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writing, b"x" * 65536)
+    os.set_blocking(writing, True)
+    return reading, writing
+
+
+def test_who_is_told_to_end_waits_for_no_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a launcher whose terminal, or pager, takes nothing: it is in a write when the signal comes."""
+    told: list[int] = []
+    reading, writing = full_pipe()
+    monkeypatch.setattr(hosts_output, "Target", lambda descriptor, **more: Target(writing, **more))
+    shown = Display(is_over=lambda: bool(told))
+    handler = signal.signal(signal.SIGALRM, lambda number, _: told.append(number))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        begin = time.monotonic()
+        for _ in range(100):
+            shown.take(SECOND, "stdout", b"[1] hello\n" * 1000)
+        shown.say("got SIGALRM")
+        assert told and time.monotonic() - begin < 5
+        os.read(reading, 65536)
+        shown.say("the reader takes something again")
+        os.set_blocking(reading, False)
+        rest = b"".join(iter(lambda: os.read(reading, 65536) if select.select([reading], [], [], 0)[0] else b"", b""))
+        assert rest.strip(b"x") == b"guozhuang run: the reader takes something again\n"
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+        os.close(reading)
+        os.close(writing)

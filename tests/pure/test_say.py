@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from guozhuang import cli
 from guozhuang.launch.say import say
 
 SAY = Path(__file__).resolve().parents[2] / "guozhuang" / "launch" / "say.py"
@@ -31,6 +32,14 @@ def test_nobody_reads_it() -> None:
     assert done.returncode == 7
 
 
+def test_there_is_no_standard_error() -> None:
+    """As with `2>&-`: standard output does not get it either, and the exit code stays."""
+    program = "import runpy, sys\nsys.stderr = None\nsay = runpy.run_path(sys.argv[1])['say']\n"
+    program += "say('x'); say('y', within_s=1); sys.exit(7)"
+    done = subprocess.run([sys.executable, "-S", "-c", program, str(SAY)], stdout=subprocess.PIPE, timeout=30)
+    assert (done.returncode, done.stdout) == (7, b"")
+
+
 def test_a_reader_that_has_stopped_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -45,3 +54,18 @@ def test_a_reader_that_has_stopped_is_not_waited_for(monkeypatch: pytest.MonkeyP
         say("x", within_s=0.1)
         assert time.monotonic() - begin < 5
     os.close(reading)
+
+
+def test_closed_standard_streams_are_opened() -> None:
+    """As with `<&- >&- 2>&-`: else the next socket gets what is printed. What is started finds them too."""
+    pid = os.fork()
+    if pid == 0:
+        found = False
+        try:
+            os.closerange(0, 3)
+            cli._open_closed()
+            found = all(os.path.samefile(f"/proc/self/fd/{each}", os.devnull) for each in range(3))
+            found = found and all(map(os.get_inheritable, range(3)))
+        finally:
+            os._exit(7 if found else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7

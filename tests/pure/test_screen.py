@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
+from guozhuang.launch.escapes import rows_up, without_escapes
 from guozhuang.launch.screen import MAX_LINE, Lines, Screen, mark
-from guozhuang.launch.terminal import rows_up, without_escapes
+from guozhuang.launch.terminal import Terminal
 from tests.glass import Glass
 
 M0, M1 = b"[0] ", b"[1] "
@@ -91,7 +92,7 @@ def test_a_progress_bar_updates_in_its_place() -> None:
 def test_lines_of_others_do_not_break_into_a_bar(is_terminal: bool) -> None:
     paper = Paper(is_terminal)
     paper.screen.live(1, M0, b"\r 50%")
-    paper.screen.line(M1, b"hello")
+    paper.screen.lines(M1, [b"hello"])
     paper.screen.live(1, M0, b"\r 60%")
     paper.screen.live(2, M0, b"from its other stream\n")
     paper.screen.live(1, M0, b"\r100%\n")
@@ -104,7 +105,7 @@ def test_lines_of_others_do_not_break_into_a_bar(is_terminal: bool) -> None:
 def test_a_cursor_that_was_sent_back_is_there_again() -> None:
     paper = Paper(is_terminal=True)
     paper.screen.live(1, M0, b"one\r")
-    paper.screen.line(M1, b"hello")
+    paper.screen.lines(M1, [b"hello"])
     paper.screen.live(1, M0, b"two\n")
     assert paper.drawn() == ["[1] hello", "[0] two"]
 
@@ -119,14 +120,14 @@ def test_an_unfinished_line_is_ended() -> None:
 
 def test_colours_of_a_line_do_not_run_into_the_next() -> None:
     paper = Paper(is_terminal=True)
-    paper.screen.line(M1, b"\x1b[31mred")
+    paper.screen.lines(M1, [b"\x1b[31mred"])
     assert paper.data == b"[1] \x1b[31mred\x1b[0m\n"
 
 
 def test_the_end_of_a_line_that_was_cut_is_no_empty_line() -> None:
     paper = Paper(is_terminal=False)
     paper.screen.live(1, M0, b"one")
-    paper.screen.line(M1, b"hello")
+    paper.screen.lines(M1, [b"hello"])
     paper.screen.live(1, M0, b"\ntwo\n\n")
     assert paper.data == b"[0] one\n[1] hello\n[0] two\n[0] \n"
 
@@ -204,7 +205,7 @@ def test_blocks_of_several_rows_are_drawn_as_if_alone(
         if chance.random() < 0.3:
             line = f"[1] line {number}" + "x" * chance.choice([0, 0, 100])
             said += [line[i : i + width] for i in range(0, len(line), width)]
-            screen.line(M1, line[4:].encode())
+            screen.lines(M1, [line[4:].encode()])
         screen.live(1, M0, piece)
         if is_whole:
             alone.write(piece)
@@ -222,14 +223,14 @@ def test_blocks_of_several_rows_are_drawn_as_if_alone(
 def test_a_line_of_others_that_came_before_the_block_was_known_is_put_above_it() -> None:
     paper, glass = Paper(is_terminal=True), Glass()
     paper.screen.live(1, M0, b"log\nepoch 1\nstep 1")
-    paper.screen.line(M1, b"hello")
+    paper.screen.lines(M1, [b"hello"])
     glass.write(paper.data)
     assert glass.text == ["[0] log", "[0] epoch 1", "[1] hello", "[0] step 1"], (
         "nobody knows yet that two rows are alive"
     )
     paper.data = b""
     paper.screen.live(1, M0, b"\r\x1b[2K\x1b[1A\x1b[2Kepoch 1\nstep 2")
-    paper.screen.line(M1, b"again")
+    paper.screen.lines(M1, [b"again"])
     glass.write(paper.data)
     assert glass.text == ["[0] log", "[1] hello", "[1] again", "[0] epoch 1", "[0] step 2"]
 
@@ -243,14 +244,14 @@ def test_colours_go_on_behind_the_mark() -> None:
 def test_who_has_the_whole_screen_is_not_disturbed() -> None:
     paper = Paper(is_terminal=True)
     paper.screen.live(1, M0, b"\x1b[?25l\x1b[?1049h\x1b[H\x1b[2Jfull")
-    paper.screen.line(M1, b"hello")
+    paper.screen.lines(M1, [b"hello"])
     paper.screen.live(1, M0, b"\x1b[5;5Hmore\n")
     assert paper.data == b"\x1b[?25l\x1b[?1049h\x1b[H\x1b[2Jfull\x1b[5;5Hmore\n"
     paper.data = b""
     paper.screen.live(1, M0, b"\x1b[?1049l")
     assert paper.data == b"\x1b[?1049l[1] hello\n"
     paper.screen.live(1, M0, b"\x1b[?1049h")
-    paper.screen.line(M1, b"again")
+    paper.screen.lines(M1, [b"again"])
     paper.data = b""
     paper.screen.end()  # it was killed
     assert paper.data == b"\x1b[?1049l[1] again\n\x1b[?25h"
@@ -258,7 +259,7 @@ def test_who_has_the_whole_screen_is_not_disturbed() -> None:
 
 def test_others_cannot_move_the_cursor() -> None:
     paper = Paper(is_terminal=True)
-    paper.screen.line(M1, b"\x1b[2A\x1b[2K\x1b[1mbold")
+    paper.screen.lines(M1, [b"\x1b[2A\x1b[2K\x1b[1mbold"])
     assert paper.data == b"[1] \x1b[1mbold\x1b[0m\n"
 
 
@@ -276,3 +277,71 @@ def test_what_was_drawn_over_by_going_up_is_told() -> None:
     assert lines.feed(b"inner\x1b[A\router\n") == [b"\x1b[1Aouter"]
     assert rows_up(b"\x1b[2K\x1b[1A\x1b[2Kone") == 1 and rows_up(b"\x1b[A\x1b[3A") == 4 and rows_up(b"A") == 0
     assert without_escapes(b"\x1b[1;31mKey\x1b[0mError \x1b]8;;http://a\x1b\\link\x1b]8;;\x1b\\") == b"KeyError link"
+
+
+def test_numbers_that_are_no_numbers_are_drawn() -> None:
+    many = b"\x1b[" + b"9" * 5000
+    assert rows_up(many + b"A") > 1000
+    paper = Paper(is_terminal=True)
+    paper.screen.live(1, M0, b"one\n" + many + b"A" + many + b"B" + many + b"C" + many + b"Gtwo\n")
+    paper.screen.lines(M1, [b"three"])
+    assert b"two" in paper.data and b"[1] three\n" in paper.data
+
+
+def test_a_mistake_in_the_drawing_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mistaken(*_: object) -> None:
+        raise ValueError("a mistake")
+
+    monkeypatch.setattr(Terminal, "_take", mistaken)
+    paper = Paper(is_terminal=True)
+    paper.screen.live(1, M0, b"\r50%")
+    paper.screen.lines(M1, [b"hello"])
+    paper.screen.end()
+    assert paper.data.count(b"ValueError: a mistake\n") == 1
+    assert paper.data.endswith(b"mistake\n\r[0] 50%\n[1] hello\n")
+
+
+def test_lines_that_wait_for_the_whole_screen_are_bounded() -> None:
+    paper = Paper(is_terminal=True)
+    paper.screen.live(1, M0, b"\x1b[?1049h")
+    for number in range(1000):
+        paper.screen.lines(M1, [b"%d" % number + b"x" * 9990] * 10)
+    paper.screen.live(1, M0, b"\x1b[?1049l")
+    assert len(paper.data) < 5_000_000 and paper.data.endswith(b"999" + b"x" * 9990 + b"\n")
+    left_out = int(paper.data.partition(b"guozhuang run: ")[2].split()[0])
+    assert left_out + paper.data.count(b"[1] ") == 10_000
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_plain_lines_are_drawn_the_same_but_faster(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Against the general way, piece by piece; also what a bar, or a line of somebody else, finds after them."""
+    chance = random.Random(seed)
+    parts = [
+        b"one\n",
+        b"two\n",
+        b"\n",
+        b"rest",
+        b"\r50%",
+        b"  ",
+        b"\x1b[31mred",
+        b"\x1b[0m",
+        b"\x1b[1A",
+        b"\x1b[",
+        b"K\n",
+    ]
+    fast, slow = Paper(is_terminal=True), Paper(is_terminal=True)
+    general = Terminal(slow.write, lambda: (80, 24))
+    monkeypatch.setattr(general, "_plain_lines", lambda stream, data: data)
+    quick = Terminal(fast.write, lambda: (80, 24))
+    for _ in range(2000):
+        data = b"".join(chance.choices(parts, weights=[9, 9, 3, 2, 1, 1, 1, 1, 1, 1, 1], k=chance.randrange(9)))
+        for each in (quick, general):
+            each.live(1, M0, data)
+        if chance.random() < 0.2:
+            for each in (quick, general):
+                each.lines(M1, [b"hello"])
+        if chance.random() < 0.01:
+            for each in (quick, general):
+                each.end()
+        assert fast.data == slow.data
+        fast.data = slow.data = b""

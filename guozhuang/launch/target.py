@@ -1,0 +1,86 @@
+"""Standard output and standard error of a launcher: writing there, with a reader that may be slow, or gone."""
+
+from __future__ import annotations
+
+import os
+import selectors
+from collections import deque
+from collections.abc import Callable
+
+from guozhuang.launch.say import say
+from guozhuang.launch.screen import Screen
+
+_PIECE_BYTES = 4096  # so many a pipe takes at once that has room at all
+_SAY_S = 1.0
+
+
+class Target:
+    """Standard output or standard error of this process.
+
+    Args:
+        descriptor: 1 or 2.
+        colour: whether marks are coloured; None: on a terminal, unless NO_COLOR is set.
+        is_terminal: whether what is written ends on a terminal; None: whether the descriptor is one.
+        wait: is called before each piece that is written; returns True once the descriptor has room, False if what is left is
+            to be dropped.
+        is_queued: what is drawn on ``screen`` waits for ``flush``, which may be called by another thread.
+    """
+
+    def __init__(
+        self,
+        descriptor: int,
+        colour: bool | None = None,
+        is_terminal: bool | None = None,
+        wait: Callable[[int], bool] = lambda descriptor: True,
+        is_queued: bool = False,
+    ) -> None:
+        self.descriptor = descriptor
+        self._wait = wait
+        self._is_gone = False
+        self._queue: deque[bytes] = deque()
+        is_terminal = os.isatty(descriptor) if is_terminal is None else is_terminal
+        if colour is None:
+            colour = os.environ.get("FORCE_COLOR", "0") not in ("", "0") or (
+                is_terminal and not os.environ.get("NO_COLOR")
+            )
+        self.colour = colour
+        self.is_terminal = is_terminal
+        self.screen = Screen(self._queue.append if is_queued else self.write, is_terminal, self._size)
+
+    def _size(self) -> tuple[int, int]:
+        try:
+            return os.get_terminal_size(self.descriptor)
+        except OSError:
+            return 0, 0  # somebody passes it on
+
+    def flush(self) -> bool:
+        """Write what was drawn; False if nothing was."""
+        was_there = bool(self._queue)
+        while self._queue:
+            self.write(self._queue.popleft())
+        return was_there
+
+    def write(self, data: bytes) -> None:
+        """Write all of it, and wait for room; once the reader is gone, nothing."""
+        view = memoryview(data)
+        while view and not self._is_gone and self._wait(self.descriptor):
+            try:
+                view = view[os.write(self.descriptor, view[:_PIECE_BYTES]) :]
+            except BlockingIOError:
+                with selectors.DefaultSelector() as selector:
+                    selector.register(self.descriptor, selectors.EVENT_WRITE)
+                    selector.select()
+            except OSError as error:
+                # Whoever read our output is gone. The ranks go on, and their pipes must not fill up.
+                self._is_gone = True
+                if self.descriptor == 1:
+                    say(f"standard output is closed ({error.strerror}); the ranks go on unseen", within_s=_SAY_S)
+
+
+def is_same(one: int, other: int) -> bool:
+    """Whether two descriptors lead to the same terminal, file or pipe."""
+    try:
+        a, b = os.fstat(one), os.fstat(other)
+    except OSError:
+        return False
+    return (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino)

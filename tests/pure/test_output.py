@@ -1,0 +1,199 @@
+"""The agent's output thread, with made-up ranks: whoever reads it, or does not, and whatever comes in between."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from guozhuang.launch import output
+from guozhuang.launch.output import Output
+from guozhuang.launch.screen import Lines, Screen
+from guozhuang.launch.streams import NamedPipe, OwnTerminal, Stream, Trace
+from guozhuang.launch.target import Target
+
+
+class Reader:
+    """Reads the agent's standard output and standard error, which are one pipe, when it is asked to."""
+
+    def __init__(self) -> None:
+        self.reading, self.writing = os.pipe()
+        os.set_blocking(self.reading, False)
+
+    def fill(self) -> None:
+        os.set_blocking(self.writing, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(self.writing, b"x" * 65536)
+        os.set_blocking(self.writing, True)
+
+    def read(self, until: bytes, limit_s: float = 10.0) -> bytes:
+        data = b""
+        deadline = time.monotonic() + limit_s
+        while until not in data and time.monotonic() < deadline:
+            if select.select([self.reading], [], [], 0.1)[0]:
+                data += os.read(self.reading, 65536)
+        return data.lstrip(b"x")
+
+
+@pytest.fixture
+def reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
+    found = Reader()
+    monkeypatch.setattr(output, "Target", lambda descriptor, *how, **more: Target(found.writing, *how, **more))
+    monkeypatch.setattr(output, "is_same", lambda one, other: True)
+    yield found
+    for end in (found.reading, found.writing):
+        with contextlib.suppress(OSError):
+            os.close(end)
+
+
+def write(path: str, data: bytes) -> None:
+    with open(path, "wb", buffering=0) as pipe:
+        pipe.write(data)
+
+
+def test_what_the_launcher_says_stands_above_a_bar(reader: Reader, tmp_path: Path) -> None:
+    out = Output(terminals=((True, False), (True, False)))
+    out.begin([0])
+    write(out.pipes(0, str(tmp_path)).stdout, b"\r 50%")
+    assert reader.read(b"50%") == b"\r[0]  50%"
+    out.say("rank 1 failed\nand more")
+    assert reader.read(b" 50%") == b"\r\x1b[Kguozhuang run: rank 1 failed\nand more\n[0]  50%"
+    out.close(5)
+
+
+def test_after_the_end_the_launcher_speaks_directly(reader: Reader, capsys: pytest.CaptureFixture[str]) -> None:
+    out = Output()
+    out.close(5)
+    out.say("so it ended")
+    assert capsys.readouterr().err == "guozhuang run: so it ended\n"
+
+
+def test_all_that_a_rank_wrote_is_caught_up(tmp_path: Path) -> None:
+    """A pipe or a terminal gives some thousand bytes a read."""
+    out = Output()
+    out.begin([1])
+    stream = Stream(NamedPipe(str(tmp_path / "pipe")), 1, out.traces[1], None, False)
+    stream.read = _small_reads(stream)  # type: ignore[method-assign]
+    out._streams.append(stream)
+    write(str(tmp_path / "pipe"), b"".join(b"line %d\n" % number for number in range(300)))
+    out.catch_up()
+    assert [line for _, line in out.traces[1].lines][-1] == "line 299"
+    out.close(5)
+
+
+def _small_reads(stream: Stream) -> Callable[[], bool]:
+    real, read = os.read, stream.read
+
+    def small() -> bool:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "read", lambda descriptor, size: real(descriptor, min(size, 100)))
+            return read()
+
+    return small
+
+
+def test_a_reader_that_takes_nothing_stops_no_agent(reader: Reader, tmp_path: Path) -> None:
+    """It must tell the other nodes of a failure, begin anew, and be ended, all the same; nothing is lost."""
+    signals: list[int] = []
+    told = threading.Event()
+    out = Output(on_signal=lambda number: (signals.append(number), told.set()))  # type: ignore[func-returns-value]
+    reader.fill()
+    out.begin([0, 1])
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        write(out.pipes(rank, str(tmp_path / str(rank))).stdout, b"first\n" * 5000 + b"last\n")
+    time.sleep(0.1)  # the thread stands before the full pipe
+    begin = time.monotonic()
+    out.catch_up()
+    assert [trace.lines[-1][1] for trace in out.traces.values()] == ["last", "last"]
+    out.say("all ranks are started anew")
+    out.begin([0])
+    handler = signal.signal(signal.SIGUSR1, lambda *_: None)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert told.wait(5) and signals == [signal.SIGUSR1], "a signal is heard all the same"
+    signal.signal(signal.SIGUSR1, handler)
+    assert time.monotonic() - begin < 4
+    shown = reader.read(b"anew\n")
+    assert shown.count(b"[0] first\n") == shown.count(b"[1] first\n") == 5000
+    assert shown.count(b"last\n") == 2 and shown.endswith(b"guozhuang run: all ranks are started anew\n")
+    out.close(5)
+
+
+def test_who_was_interrupted_while_closing_does_not_wait_again(reader: Reader, tmp_path: Path) -> None:
+    out = Output()
+    out.begin([0])
+    reader.fill()
+    write(out.pipes(0, str(tmp_path)).stdout, b"hello\n")
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    handler = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    with pytest.raises(KeyboardInterrupt):
+        out.close()
+    signal.signal(signal.SIGALRM, handler)
+    begin = time.monotonic()
+    out.close()
+    assert time.monotonic() - begin < 5
+    assert reader.read(b"hello\n").endswith(b"[0] hello\n")
+    out._thread.join(5)
+
+
+def test_an_interrupted_restart_loses_nothing(reader: Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while what is left of an attempt is taken in: the thread does the rest."""
+    out = Output()
+    out.begin([0, 1])
+    places = []
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        places.append(out.pipes(rank, str(tmp_path / str(rank))).stdout)
+    finish = Stream.finish
+
+    def interrupted(stream: Stream) -> None:
+        monkeypatch.setattr(Stream, "finish", finish)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Stream, "finish", interrupted)
+    with out._lock:  # the thread does not come to it
+        for place in places:
+            write(place, b"un")
+        with pytest.raises(KeyboardInterrupt):
+            out._drain()
+        for place in places:
+            write(place, b"finished")
+    out.close(5)
+    assert sorted(reader.read(b"[1] unfinished\n").splitlines()) == [b"[0] unfinished", b"[1] unfinished"]
+    assert not out._thread.is_alive()
+
+
+def test_a_mistake_with_one_rank_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[bytes] = []
+    stream = Stream(NamedPipe(str(tmp_path / "pipe")), 1, Trace(), Screen(shown.append, False), False)
+    with monkeypatch.context() as patch:
+        patch.setattr(Lines, "feed", lambda lines, data: 1 // 0)
+        write(stream._way.path, b"one\n")
+        assert stream.read() and stream._screen is None
+    write(stream._way.path, b"two\n")
+    assert stream.read() and not stream.read()
+    stream.finish()
+    assert b"".join(shown).count(b"ZeroDivisionError") == 1
+    assert [line for _, line in stream._trace.lines] == ["two"], "it is still kept for the report"
+
+
+def test_a_terminal_that_has_gone_is_not_asked_for_its_size() -> None:
+    master, real = pty.openpty()
+    stream = Stream(OwnTerminal(real, 4), 0, Trace(), None, False)
+    os.close(master)
+    stream.resize()
+    stream.finish()
+    os.close(real)
