@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.needs_root, pytest.mark.skipif(bool(missing()), reason
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = [sys.executable, "-m", "tests.hosts.worker"]
 slow = pytest.mark.slow
-LAYOUTS = ([2, 2], pytest.param([3, 1], marks=slow), pytest.param([1, 2], marks=slow))
+LAYOUTS = (pytest.param([2, 2], marks=slow), pytest.param([3, 1], marks=slow), pytest.param([1, 2], marks=slow))
 
 
 def environment() -> dict[str, str]:

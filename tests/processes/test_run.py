@@ -71,7 +71,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def environ(folder: Path, **more: str) -> dict[str, str]:
-    told = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMP_", "PET_", "TORCHELASTIC", "GUOZHUANG")
+    told = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMP_", "PET_", "TORCHELASTIC", "GUOZHUANG", "COLUMNS", "LINES")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(told)}
     (folder / "tmp").mkdir(exist_ok=True)
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
