@@ -6,8 +6,6 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Tests of real processes one by one, because they look at the clock; those of lines of arithmetic beside them.
-TWO := -n 2 --dist loadgroup
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable
 
 .PHONY: demo test test-all lint install clean
@@ -17,10 +15,10 @@ demo: $(VENV)/.installed-text
 	$(BIN)/guozhuang compare --batch-size 16 --steps 60 --strategies single,ddp,torch-ddp,sharded,none
 
 test: lint
-	$(BIN)/python -m pytest $(TWO) -m "not slow"
+	$(BIN)/python -m pytest -m "not slow"
 
 test-all: lint
-	$(BIN)/python -m pytest $(TWO)
+	$(BIN)/python -m pytest
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -135,11 +135,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Fast ones first; skip what this machine cannot run, and say so."""
     items.sort(key=lambda item: next((i for i, tier in enumerate(TIERS) if tier in item.path.parts), -1))
     for item in items:
-        # Under `pytest -n 2 --dist loadgroup` (make test): what times real processes runs one by one, beside all the rest.
-        if not {"pure", "threads"}.isdisjoint(item.path.parts) or item.path.parent.name == "tests":
-            continue
-        item.add_marker(pytest.mark.xdist_group("processes"))
-    for item in items:
         if item.get_closest_marker("needs_root") and os.geteuid() != 0:
             item.add_marker(pytest.mark.skip(reason="needs root to make network namespaces"))
         if item.get_closest_marker("device") and not torch.cuda.is_available():
