@@ -20,9 +20,10 @@ from torch.utils import _pytree
 
 from guozhuang.data_parallel import DataParallel
 from guozhuang.distributed import DistributedDataParallel
-from guozhuang.distributed.equal_start import timeout_s
 from guozhuang.errors import UsageError, explain
+from guozhuang.exchange.named import METHODS, Method
 from guozhuang.groups import round_robin
+from guozhuang.groups.twin import timeout_s
 from guozhuang.sharding import shard
 from guozhuang.timeline import Timeline
 from guozhuang.world import World, current, requested_groups, requested_strategy, requested_timeline
@@ -92,6 +93,15 @@ def _none(model: nn.Module, optimizer: Optimizer, setup: Setup) -> Prepared:
 
 def _ddp(model: nn.Module, optimizer: Optimizer, setup: Setup) -> Prepared:
     return DistributedDataParallel(model, device_ids=_device_ids(model), process_group=_group(setup)), optimizer
+
+
+def _exchanging(method: Method) -> Callable[[nn.Module, Optimizer, Setup], Prepared]:
+    def prepare(model: nn.Module, optimizer: Optimizer, setup: Setup) -> Prepared:
+        wrapped = DistributedDataParallel(model, device_ids=_device_ids(model))
+        wrapped.use_exchange(method.make())
+        return wrapped, optimizer
+
+    return prepare
 
 
 def _torch_ddp(model: nn.Module, optimizer: Optimizer, setup: Setup) -> Prepared:
@@ -230,6 +240,18 @@ STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
                 one_process=False,
                 prepare=_sharded_weights,
                 source=_ZERO,
+            ),
+            *(
+                Strategy(
+                    name,
+                    method.summary,
+                    exact=False,
+                    trains=True,
+                    one_process=False,
+                    prepare=_exchanging(method),
+                    source=method.source,
+                )
+                for name, method in METHODS.items()
             ),
             Strategy(
                 "none",

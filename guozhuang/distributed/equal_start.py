@@ -12,6 +12,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed import _broadcast_coalesced
 
 from ..groups import agree
+from ..groups.twin import timeout_s
 
 _BROADCAST_BYTES = 250 << 20  # how much memory the flattened copies of one broadcast may take
 
@@ -47,17 +48,6 @@ def verify_equal_layout(group: dist.ProcessGroup, lines: Sequence[str]) -> None:
     """
     fix = "build the same model with the same options on every rank"
     agree(group, "the parameters of the model", lines, timeout_s(group), fix)
-
-
-def timeout_s(group: dist.ProcessGroup) -> float:
-    """Return the time-out of the group's operations in seconds."""
-    for name in ("cpu", "cuda"):
-        try:
-            options = group._get_backend(torch.device(name)).options
-            return float(options._timeout.total_seconds())
-        except (RuntimeError, AttributeError):
-            continue
-    return float(dist.constants.default_pg_timeout.total_seconds())
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup, source: int) -> None:

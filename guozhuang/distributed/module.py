@@ -1,8 +1,8 @@
 """``DistributedDataParallel``, a drop-in for ``torch.nn.parallel.DistributedDataParallel``.
 
 The wrapper decides; the work lies elsewhere: ``arguments`` (what options mean), ``equal_start`` (ranks begin equal),
-``reducer`` (backward), ``exchange`` (what is sent), ``joining`` (uneven inputs), ``delayed`` and ``precision`` (rarer options),
-``torch_surface`` (the rest of PyTorch's methods).
+``reducer`` (backward), ``exchanging`` (what is sent), ``joining`` (uneven inputs), ``delayed`` and ``precision`` (rarer
+options), ``torch_surface`` (the rest of PyTorch's methods).
 """
 
 from __future__ import annotations
@@ -20,9 +20,6 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.utils import _to_kwargs
 
 from ..errors import UsageError, WorldError, explain
-from ..exchange import AllReduce, CommHook, GradientExchange
-from ..exchange.cast import Cast
-from ..exchange.comm_hook import Hook, check_hook
 from ..reducer import Options, Reducer
 from ..sync_batch_norm import use_on_cpu
 from ..timeline import Timeline
@@ -36,13 +33,14 @@ from .arguments import (
 )
 from .delayed import DelayedGradients
 from .equal_start import broadcast_tensors, describe, state_of, verify_equal_layout
+from .exchanging import Exchanging
 from .joining import ShadowSteps, check_can_join, refuse_switch, sync_buffers, tell_synchronization
 from .outputs import tensors_with_graph
 from .precision import MixedPrecision, Precision
 from .torch_surface import TorchSurface
 
 
-class DistributedDataParallel(TorchSurface, nn.Module, Joinable):
+class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
     """Keeps the replicas of a module on all ranks equal: gradients are averaged while backward runs.
 
     Arguments and methods are those of ``torch.nn.parallel.DistributedDataParallel`` of torch 2.13. Every rank of the group must
@@ -158,7 +156,6 @@ class DistributedDataParallel(TorchSurface, nn.Module, Joinable):
         self._caps = bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
         self._delayed_names = [name for name, _ in delayed]
         self._trigger = (param_to_hook_all_reduce,)  # in a tuple, so that it does not become a parameter of the wrapper
-        self._comm_hook: tuple[Hook, object] | None = None
         self._precision: Precision | None = None
         if mixed_precision is not None:
             m = mixed_precision
@@ -207,13 +204,7 @@ class DistributedDataParallel(TorchSurface, nn.Module, Joinable):
                 or not any(isinstance(part, nn.SyncBatchNorm) for part in self.module.modules()),
             )
             sparse = sparse_names(self.module)
-            self.reducer = Reducer(named, sparse, self.process_group, self._exchange(), self._caps, options)
-
-    def _exchange(self) -> GradientExchange[Any]:
-        if self._comm_hook is not None:
-            return CommHook(*self._comm_hook)
-        wire = None if self._precision is None else self._precision.wire_dtype
-        return AllReduce() if wire is None else Cast(wire, AllReduce())
+            self.reducer = Reducer(named, sparse, self.process_group, self.exchange, self._caps, options)
 
     def __getstate__(self) -> dict[str, Any]:
         if not dist.is_initialized() or self.process_group is not dist.group.WORLD:
@@ -349,37 +340,6 @@ class DistributedDataParallel(TorchSurface, nn.Module, Joinable):
             yield
         finally:
             self.require_backward_grad_sync = before
-
-    def register_comm_hook(self, state: object, hook: Hook) -> None:
-        """Let ``hook(state, bucket) -> Future[Tensor]`` exchange the buckets. Every rank must call it, before any backward.
-
-        The bucket has the methods of ``torch.distributed.GradBucket``; gradients are not divided by the number of ranks.
-        Buckets are laid out anew once, after the first backward. On CPU each bucket's hook is waited for before backward goes
-        on, because a hook may issue collectives from callbacks, whose order among other collectives would differ between ranks.
-        PyTorch's allreduce, fp16 and bf16 hooks, and a hook with an attribute ``one_round = True``, are known to issue all of
-        them when they are called; these overlap with backward.
-
-        Raises:
-            TypeError: ``hook`` cannot be called, or has no parameter ``bucket``.
-            UsageError: its annotations are not a hook's.
-            RuntimeError: a hook was registered before, or gradients have been exchanged already.
-        """
-        check_hook(hook)
-        if self._comm_hook is not None:
-            raise RuntimeError(
-                explain("a communication hook can be registered only once", value=hook, fix="wrap the module anew")
-            )
-        if self.mixed_precision is not None:
-            raise RuntimeError(explain("mixed_precision has a communication hook of its own", fix="use one of the two"))
-        if self.reducer is not None and self.reducer.step > 0:
-            raise RuntimeError(
-                explain(
-                    "a communication hook must be registered before the first backward", value=hook, fix="wrap anew"
-                )
-            )
-        self._comm_hook = (hook, state)
-        if self.reducer is not None:
-            self.reducer.use(self._exchange())
 
     # ---- uneven inputs ------------------------------------------------------------------------------------------------------
 

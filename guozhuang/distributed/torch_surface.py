@@ -14,6 +14,7 @@ from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from ..buckets import Caps
 from ..errors import UsageError, explain
+from ..exchange import CommHook, GradientExchange
 from ..exchange.comm_hook import Hook
 from ..reducer import Reducer
 
@@ -34,7 +35,7 @@ class TorchSurface:
     find_unused_parameters: bool
     static_graph: bool
     _caps: Caps
-    _comm_hook: tuple[Hook, object] | None
+    _chosen: GradientExchange[Any] | None
 
     if TYPE_CHECKING:
 
@@ -119,7 +120,9 @@ class TorchSurface:
             "broadcast_buffers": int(self.forward_sync_buffers),
             "forward_sync_buffers": int(self.forward_sync_buffers),
             "static_graph": int(self.static_graph),
-            "comm_hook": "" if self._comm_hook is None else getattr(self._comm_hook[0], "__qualname__", "object"),
+            "comm_hook": getattr(self._chosen.hook, "__qualname__", "object")
+            if isinstance(self._chosen, CommHook)
+            else "",
             "iteration": 0 if reducer is None else reducer.step,
         }
 

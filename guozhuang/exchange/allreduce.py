@@ -25,7 +25,9 @@ class AllReduce(GradientExchange[dist.ProcessGroup]):
         """Return ``1 / world_size``."""
         return 1.0 / world_size
 
-    def prepare(self, buckets: Sequence[Bucket], group: dist.ProcessGroup) -> dist.ProcessGroup:
+    def prepare(
+        self, buckets: Sequence[Bucket], group: dist.ProcessGroup, before: dist.ProcessGroup | None = None
+    ) -> dist.ProcessGroup:
         """Return the group; nothing else is remembered."""
         return group
 

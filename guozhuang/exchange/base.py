@@ -7,12 +7,13 @@ caller keeps. One method object therefore serves any number of models, and a che
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch.distributed as dist
 
 from ..buckets import Bucket
+from ..errors import UsageError, explain
 
 State = TypeVar("State")
 
@@ -60,8 +61,28 @@ class GradientExchange(ABC, Generic[State]):
         return 1.0
 
     @abstractmethod
-    def prepare(self, buckets: Sequence[Bucket], group: dist.ProcessGroup) -> State:
-        """Make the state for these buckets. Called again, with new buckets, when the layout changes."""
+    def prepare(self, buckets: Sequence[Bucket], group: dist.ProcessGroup, before: State | None = None) -> State:
+        """Make the state for these buckets. Every rank must call.
+
+        Args:
+            buckets: those that :meth:`start` will be given.
+            group: the ranks.
+            before: where the layout changed, the state that went with the last one: what belongs to parameters is taken over.
+        """
+
+    def state_dict(self, state: State) -> dict[str, Any]:
+        """Return what a checkpoint needs to go on exactly, by parameter; empty for most. Every rank must call."""
+        return {}
+
+    def load_state_dict(self, state: State, saved: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` returned on this rank. Every rank must call.
+
+        Raises:
+            UsageError: it belongs to another method, or to another number of ranks.
+        """
+        if saved:
+            what = f"{type(self).__name__} keeps no state, and the checkpoint holds some for {sorted(saved)}"
+            raise UsageError(explain(what, fix="choose the exchange that the checkpoint was saved with"))
 
     @abstractmethod
     def start(self, bucket: Bucket, state: State, step: int) -> Work:

@@ -110,7 +110,7 @@ class CommHook(GradientExchange[None]):
         known = known and getattr(self.hook, "__qualname__", "") in _ONE_ROUND_HOOKS
         return known or getattr(self.hook, "one_round", False) is True
 
-    def prepare(self, buckets: Sequence[Bucket], group: dist.ProcessGroup) -> None:
+    def prepare(self, buckets: Sequence[Bucket], group: dist.ProcessGroup, before: None = None) -> None:
         """Do nothing: a hook keeps its own state."""
 
     def start(self, bucket: Bucket, state: None, step: int) -> Work:

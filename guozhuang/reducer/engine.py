@@ -21,7 +21,7 @@ in an inner backward for the first time when its bucket has left, cannot be repa
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -83,6 +83,7 @@ class Reducer:
         self.synchronize = True
         self.num_active_ranks = group.size()
         self.timeline: Timeline | None = None
+        self._state: Any = None
         self._signature = self._sign()
         self._selection = self._find_selection()
         self._connect()
@@ -129,11 +130,21 @@ class Reducer:
 
     def use(self, exchange: GradientExchange[Any]) -> None:
         """Exchange gradients by this method from now on. Every rank must call it, between steps."""
+        before = self._state if exchange is self.exchange else None
         self.exchange = exchange
         dense = self._selection.placement.dense
-        self._state = exchange.prepare(dense, self.group)
+        self._state = exchange.prepare(dense, self.group, before)
         # Accelerators run callbacks of works when they are issued, so all rounds are issued in order.
         self._in_turn = not exchange.one_round and any(bucket.flat.device.type == "cpu" for bucket in dense)
+
+    def exchange_state(self) -> dict[str, Any]:
+        """Return what the exchange keeps, for a checkpoint. Every rank must call."""
+        return self.exchange.state_dict(self._state)
+
+    def load_exchange_state(self, saved: Mapping[str, Any], step: int) -> None:
+        """Go on from what ``exchange_state`` returned at that step. Every rank must call."""
+        self.exchange.load_state_dict(self._state, saved)
+        self.step = step
 
     def close(self) -> None:
         """Take the hooks off the parameters; their gradients stay local from then on."""

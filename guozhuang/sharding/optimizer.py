@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..distributed.equal_start import timeout_s
 from ..errors import UsageError, explain
 from ..groups import agree
+from ..groups.twin import timeout_s
 from . import scaling
 from .carrier import Carrier
 from .elementwise import steps_as_torch

@@ -1,0 +1,105 @@
+"""Gradients in 2, 4 or 8 bits an element, rounded at random so that they are right on average.
+
+For a block of elements x with scale m (the greatest magnitude, or the l2 norm) and L = 2^(bits - 1) - 1 levels on each side:
+
+- linear: q = floor(L x / m + u), u uniform in [0, 1); decoded m q / L. Error below m / L; its standard deviation is at most
+  m / (2 L).
+- natural: the levels are 0 and m 2^-(L - 1), ..., m / 4, m / 2, m; an element goes to one of the two levels around its
+  magnitude, with the chances that make the mean right. Error of an element above the least level: below its own magnitude.
+
+Source: linear, QSGD, Alistarh et al. 2017, arXiv:1610.02132; natural, Horvath et al. 2019, arXiv:1905.10988; both as BytePS
+offers them, here with codes of fixed length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..errors import UsageError, explain
+from .blocks import BlockCodec
+
+_TINY = torch.finfo(torch.float32).tiny
+
+
+@dataclass(frozen=True)
+class Dithering(BlockCodec):
+    """Rounding at random, block by block.
+
+    Args:
+        bits: of an element: 2, 4 or 8.
+        partition: how levels are spaced.
+        normalize: what a block is measured by.
+        block: elements that share a scale, a multiple of 8.
+
+    Raises:
+        UsageError: anything else.
+    """
+
+    bits: int = 4
+    partition: Literal["linear", "natural"] = "linear"
+    normalize: Literal["max", "l2"] = "max"
+    block: int = 256
+
+    unbiased = True
+
+    def __post_init__(self) -> None:
+        for name, value, allowed in (
+            ("bits", self.bits, (2, 4, 8)),
+            ("partition", self.partition, ("linear", "natural")),
+            ("normalize", self.normalize, ("max", "l2")),
+        ):
+            if value not in allowed:
+                raise UsageError(explain(f"{name} must be one of {', '.join(map(str, allowed))}", value=value))
+        super().__post_init__()
+
+    @property
+    def num_levels(self) -> int:
+        """How many levels there are on each side of zero."""
+        return int(2 ** (self.bits - 1)) - 1
+
+    def encode(self, rows: Tensor, codes: Tensor, random: torch.Generator) -> None:
+        """See the formula above."""
+        scales, packed = self.parts(codes, rows.shape[1])
+        values = self.blocks_of(rows)
+        greatest = values.abs().amax(dim=2)
+        values /= greatest.clamp(min=_TINY).unsqueeze(2)
+        if self.normalize == "l2":  # of numbers up to 1, whose squares neither overflow nor vanish
+            norms = values.norm(dim=2)
+            values /= norms.clamp(min=1.0).unsqueeze(2)
+            greatest *= norms
+        scales.copy_(greatest)
+        chance = torch.rand(values.shape, generator=random, device=rows.device)
+        level = self.num_levels
+        levels = (
+            (values * level).add_(chance).floor_() if self.partition == "linear" else _natural(values, chance, level)
+        )
+        levels.clamp_(-level, level)  # a quotient may be rounded up past 1
+        self.pack(levels.add_(level + 1).to(torch.uint8), packed)
+
+    def decode(self, codes: Tensor, rows: Tensor) -> None:
+        """See the formula above."""
+        scales, packed = self.parts(codes, rows.shape[1])
+        levels = self.unpack(packed).sub_(self.num_levels + 1)
+        if self.partition == "linear":
+            levels /= self.num_levels
+        else:
+            magnitudes = torch.exp2(levels.abs() - self.num_levels)
+            levels = torch.where(levels == 0, levels, magnitudes.copysign_(levels))
+        levels *= scales.unsqueeze(2)
+        rows.copy_(levels.view(rows.shape[0], -1)[:, : rows.shape[1]])
+
+
+def _natural(values: Tensor, chance: Tensor, num_levels: int) -> Tensor:
+    """The signed number of the level of each value from -1 to 1: ``num_levels`` is 1, one less is 1/2, and so on; 0 is 0."""
+    mantissa, exponent = torch.frexp(values.abs())  # magnitude = mantissa 2^exponent, mantissa in [1/2, 1)
+    lower = exponent + (num_levels - 1)  # the level just below the magnitude, which is 2^(exponent - 1)
+    above = chance < 2 * mantissa - 1
+    levels = (lower + above).to(torch.float32)
+    # Below the least level the two around are 0 and that level.
+    least = 2.0 ** (1 - num_levels)
+    levels = torch.where(lower >= 1, levels, (chance < values.abs() / least).to(torch.float32))
+    return levels.copysign_(values)

@@ -1,0 +1,250 @@
+"""Mean of the gradients by low rank: each matrix M travels as two thin ones.
+
+Formula, for a parameter seen as a matrix of m rows (its first dim) and n columns (all others), with n_r ranks:
+M_r = gradient + e_r; P = orthogonal basis of mean_r(M_r Q); Q = mean_r(M_r^T P); every rank gets P Q^T, and keeps
+e_r = M_r - P Q^T. Q starts random and stays for the next step, so the basis follows the gradients (warm start). Vectors, and
+matrices that would not shrink enough, travel whole with the P of the others.
+Error: P Q^T is the projection of the mean onto the columns of P; what it misses is in the e_r and travels later.
+Source: Vogels et al. 2019, arXiv:1905.13727.
+
+[Note: the basis] PyTorch's hook orthogonalises column after column, which takes longer than all the rest. Here the basis is
+P V D^(-1/2), where V D V^T = P^T P is the eigendecomposition of a matrix of rank x rank, all matrices of one shape at once.
+Directions with next to no weight in P are left out (zero columns), so a matrix of lower rank, or of zeros, needs no care.
+All ranks compute it from equal bits.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..buckets import Bucket
+from ..errors import UsageError, explain
+from .base import Done, GradientExchange, Work
+from .lane import Lane
+from .numbers import is_finite, where_not_finite
+
+_LEAST = 1e-6  # of the greatest eigenvalue of P^T P: below it a direction is rounding error
+_log = logging.getLogger("guozhuang")
+
+
+@dataclass
+class _Matrices:
+    """The parameters of one bucket that share a shape, together.
+
+    Attributes:
+        members: their positions in the bucket.
+        error: what was not sent, (members, m, n), float32.
+        basis: Q, (members, n, rank), float32; equal on all ranks.
+    """
+
+    members: list[int]
+    error: Tensor
+    basis: Tensor
+
+
+@dataclass
+class PowerState:
+    """Kept between steps.
+
+    Attributes:
+        group: the ranks.
+        lane: in which the rounds run.
+        matrices: by index of the bucket, one entry per shape.
+        whole: by index of the bucket, positions of the parameters that travel as they are.
+        names: by index of the bucket, all names in it.
+    """
+
+    group: dist.ProcessGroup
+    lane: Lane | None
+    matrices: dict[int, list[_Matrices]] = field(default_factory=dict)
+    whole: dict[int, list[int]] = field(default_factory=dict)
+    names: dict[int, Sequence[str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PowerSGD(GradientExchange[PowerState]):
+    """Low-rank exchange with error feedback.
+
+    Args:
+        rank: columns of P and Q.
+        min_compression_rate: a matrix travels as two thin ones only if that divides its elements at least by this number.
+        seed: of the first Q.
+
+    Raises:
+        UsageError: numbers that make no sense.
+    """
+
+    rank: int = 4
+    min_compression_rate: float = 2.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise UsageError(explain("rank must be at least 1", value=self.rank))
+        if not self.min_compression_rate > 0:
+            raise UsageError(explain("min_compression_rate must be above 0", value=self.min_compression_rate))
+
+    def prepare(
+        self, buckets: Sequence[Bucket], group: dist.ProcessGroup, before: PowerState | None = None
+    ) -> PowerState:
+        """Allocate errors and bases; those of an earlier layout are carried over by parameter. Every rank must call.
+
+        Raises:
+            UsageError: gradients that are no real floating-point numbers.
+        """
+        lane = before.lane if before is not None else Lane(group) if group.size() > 1 else None
+        state = PowerState(group, lane)
+        for bucket in buckets:
+            if not bucket.flat.is_floating_point():
+                what = f"PowerSGD takes real floating-point gradients, not {bucket.flat.dtype}"
+                raise UsageError(explain(what, value=bucket.names[0], fix="exchange such a model with ddp"))
+            self._place(bucket, state)
+        if before is not None:
+            self.load_state_dict(state, self.state_dict(before))
+        return state
+
+    def _place(self, bucket: Bucket, state: PowerState) -> None:
+        by_shape: dict[tuple[int, int], list[int]] = {}
+        whole = []
+        for i, parameter in enumerate(bucket.parameters):
+            m, n = (parameter.shape[0], parameter[0].numel()) if parameter.dim() > 1 and parameter.numel() else (1, 1)
+            rank = min(self.rank, m, n)
+            if parameter.dim() > 1 and m * n >= self.min_compression_rate * (m + n) * rank:
+                by_shape.setdefault((m, n), []).append(i)
+            else:
+                whole.append(i)
+        device = bucket.flat.device
+        found = []
+        for (m, n), members in by_shape.items():
+            rank = min(self.rank, m, n)
+            basis = torch.empty(len(members), n, rank)
+            for number, i in enumerate(members):
+                # By the name: a parameter starts alike in whatever bucket it lies.
+                random = torch.Generator().manual_seed(self.seed + sum(bucket.names[i].encode()))
+                basis[number] = torch.randn(n, rank, generator=random)
+            found.append(_Matrices(members, torch.zeros(len(members), m, n, device=device), basis.to(device)))
+        state.matrices[bucket.index], state.whole[bucket.index] = found, whole
+        state.names[bucket.index] = bucket.names
+
+    def state_dict(self, state: PowerState) -> dict[str, Any]:
+        """Return by parameter "error", this rank's own, and "basis", the same on all ranks."""
+        saved: dict[str, Any] = {"error": {}, "basis": {}}
+        for index, found in state.matrices.items():
+            for matrices in found:
+                for number, i in enumerate(matrices.members):
+                    saved["error"][state.names[index][i]] = matrices.error[number].clone()
+                    saved["basis"][state.names[index][i]] = matrices.basis[number].clone()
+        return saved
+
+    def load_state_dict(self, state: PowerState, saved: Mapping[str, Any]) -> None:
+        """Take over what ``state_dict`` returned.
+
+        Raises:
+            UsageError: it was saved with another rank, or with another exchange.
+        """
+        if not {"error", "basis"} <= saved.keys():
+            what = "the checkpoint holds no state of PowerSGD"
+            raise UsageError(explain(what, value=sorted(saved), fix="choose the exchange that it was saved with"))
+        for index, found in state.matrices.items():
+            for matrices in found:
+                for number, i in enumerate(matrices.members):
+                    name = state.names[index][i]
+                    for kind, kept in (("error", matrices.error), ("basis", matrices.basis)):
+                        value = saved[kind].get(name)
+                        if value is None:
+                            continue
+                        if value.shape != kept[number].shape:
+                            what = f"the saved {kind} of {name!r} has another shape than {tuple(kept[number].shape)}"
+                            fix = "give PowerSGD the rank that the checkpoint was saved with"
+                            raise UsageError(explain(what, value=tuple(value.shape), fix=fix))
+                        kept[number].copy_(value)
+
+    def start(self, bucket: Bucket, state: PowerState, step: int) -> Work:
+        """Hand the bucket to the lane."""
+        if state.lane is None:
+            return Done()
+        lane = state.lane
+        return lane.run(lambda: self._exchange(bucket, state, lane.group, step))
+
+    def _exchange(self, bucket: Bucket, state: PowerState, group: dist.ProcessGroup, step: int) -> None:
+        found, size = state.matrices[bucket.index], group.size()
+        if not is_finite(bucket.flat):
+            _log.warning("%s", explain(f"step {step}: {where_not_finite(bucket)}", rank=group.rank()))
+        whole = [bucket.views[i] for i in state.whole[bucket.index]]
+        wanted = [_stack(bucket, matrices) + matrices.error for matrices in found]
+        narrow = [torch.bmm(m, matrices.basis) for m, matrices in zip(wanted, found, strict=True)]
+        parts = [*narrow, *(view.to(torch.float32) for view in whole)]
+        self._mean(parts, group, size)
+        for view, part in zip(whole, parts[len(narrow) :], strict=True):
+            view.copy_(part)
+        if not found:
+            return
+        if not all(is_finite(part) for part in narrow):  # on all ranks alike: they hold equal bits
+            for matrices in found:
+                for i in matrices.members:
+                    bucket.views[i].fill_(math.nan)
+            return
+        bases, kept = zip(*(_orthogonal(part) for part in narrow), strict=True)
+        back = [torch.bmm(m.mT, basis) for m, basis in zip(wanted, bases, strict=True)]
+        self._mean(back, group, size)
+        for matrices, m, basis, has_weight, thin in zip(found, wanted, bases, kept, back, strict=True):
+            matrices.basis.copy_(self._next_basis(thin, has_weight, (bucket.index, step)))
+            result = torch.bmm(basis, thin.mT)
+            torch.sub(m, result, out=matrices.error)
+            for number, i in enumerate(matrices.members):
+                view = bucket.views[i]
+                view.copy_(result[number].view(view.shape))
+
+    def _next_basis(self, thin: Tensor, has_weight: Tensor, place: tuple[int, int]) -> Tensor:
+        """The columns of M^T P, each of length 1; where there was no direction to follow, a new one at random.
+
+        Else a step of zeros, or of a matrix of lower rank, would leave zero columns, and all later steps a lower rank.
+        """
+        lengths = thin.norm(dim=1, keepdim=True)
+        follows = has_weight.unsqueeze(1) & (lengths > 0)
+        if not bool(follows.all()):
+            random = torch.Generator().manual_seed(hash((self.seed, *place)) & (2**63 - 1))
+            new = torch.randn(thin.shape, generator=random).to(thin.device)
+            thin, lengths = (
+                torch.where(follows, thin, new),
+                torch.where(follows, lengths, new.norm(dim=1, keepdim=True)),
+            )
+        return torch.div(thin, lengths)
+
+    def _mean(self, parts: list[Tensor], group: dist.ProcessGroup, size: int) -> None:
+        """Average all parts over the ranks with one collective, in place."""
+        flat = torch.cat([part.reshape(-1) for part in parts]).div_(size)
+        dist.all_reduce(flat, group=group)
+        begin = 0
+        for part in parts:
+            part.copy_(flat[begin : begin + part.numel()].view(part.shape))
+            begin += part.numel()
+
+    def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> None:
+        """Return None: it depends on the shapes. A matrix of m x n travels as ``rank`` (m + n) float32."""
+
+
+def _stack(bucket: Bucket, matrices: _Matrices) -> Tensor:
+    views = [bucket.views[i] for i in matrices.members]
+    return torch.stack([view.reshape(view.shape[0], -1) for view in views]).to(torch.float32)
+
+
+def _orthogonal(narrow: Tensor) -> tuple[Tensor, Tensor]:
+    """Return an orthonormal basis of the columns of each matrix, (matrices, m, rank), and which columns are not zeros.
+
+    See [Note: the basis].
+    """
+    scale = narrow.abs().amax(dim=(1, 2), keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    narrow = (narrow / scale).to(torch.float64)
+    weights, directions = torch.linalg.eigh(torch.bmm(narrow.mT, narrow))
+    kept = weights > _LEAST**2 * weights[:, -1:].clamp(min=1e-300)
+    lengths = torch.where(kept, weights, 1.0).rsqrt() * kept
+    return torch.bmm(narrow, directions * lengths.unsqueeze(1)).to(torch.float32), kept

@@ -1,0 +1,56 @@
+"""Gradients in 8 bits an element, between the least and the greatest: Bagua's MinMaxUInt8, the code of ByteGrad.
+
+For a row with least and greatest element a and b,
+s = 255 / (b - a + 1e-7), U = rint(b s), L = U - 255; q = min(rint(x s), U) - L, and decoded (q + L) / s.
+Error: half a step, (b - a + 1e-7) / 510, per element; the same on all ranks, so it does not average out.
+Source: Gan et al. 2021, arXiv:2107.01499.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .codec import Codec, aligned
+
+_EPSILON = 1e-7
+_LARGE = 1e38  # of float32
+_LEVELS = 255.0
+
+
+@dataclass(frozen=True)
+class MinMax8(Codec):
+    """A byte an element, between the least and the greatest of the row."""
+
+    def row_bytes(self, num_elements: int) -> int:
+        """Return a byte an element, after the least and the greatest in float32."""
+        return 8 + aligned(num_elements)
+
+    def encode(self, rows: Tensor, codes: Tensor, random: torch.Generator) -> None:
+        """See the formula above."""
+        low, high = torch.aminmax(rows, dim=1, keepdim=True)
+        bounds = codes[:, :8].view(torch.float32)
+        bounds[:, :1], bounds[:, 1:] = low, high
+        scale, upper = _scale_and_upper(bounds)
+        levels = torch.mul(rows, scale).round_()
+        torch.minimum(levels, upper, out=levels)
+        levels -= upper - _LEVELS
+        codes[:, 8 : 8 + rows.shape[1]] = levels  # to uint8: an integer from 0 to 255 by construction
+
+    def decode(self, codes: Tensor, rows: Tensor) -> None:
+        """See the formula above."""
+        scale, upper = _scale_and_upper(codes[:, :8].view(torch.float32))
+        rows.copy_(codes[:, 8 : 8 + rows.shape[1]])
+        rows += upper - _LEVELS
+        rows /= scale
+
+
+def _scale_and_upper(bounds: Tensor) -> tuple[Tensor, Tensor]:
+    low, high = bounds[:, :1], bounds[:, 1:]
+    span = high - low + _EPSILON
+    scale = torch.div(torch.full_like(span, _LEVELS), span)  # a number divided by a tensor is rounded twice
+    # Where all elements are alike and large, the product with them would overflow.
+    torch.minimum(scale, _LARGE / torch.maximum(high.abs(), low.abs()).clamp_(min=_EPSILON), out=scale)
+    return scale, (high * scale).round_()

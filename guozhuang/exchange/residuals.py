@@ -1,0 +1,71 @@
+"""What a lossy code lost, kept by parameter until it can be sent: error feedback that outlives a change of the buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..buckets import Bucket
+from .numbers import num_numbers
+
+
+class Residuals:
+    """One float32 number for each number of the buckets, padded to equal rows for all ranks.
+
+    Args:
+        buckets: the layout.
+        group: the ranks.
+        owned: this rank keeps its own row of each bucket only; else it keeps all rows, which are its own errors.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], group: dist.ProcessGroup, owned: bool) -> None:
+        self._group, self._owned = group, owned
+        self._spans: dict[str, tuple[int, int, int]] = {}
+        self._kept: dict[int, Tensor] = {}
+        self._padding: dict[int, Tensor] = {}
+        size = group.size()
+        for bucket in buckets:
+            length = -(-num_numbers(bucket) // size)
+            self._kept[bucket.index] = torch.zeros(1 if owned else size, length, device=bucket.flat.device)
+            begin = 0
+            for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
+                count = parameter.numel() * (2 if parameter.is_complex() else 1)
+                self._spans[name] = (bucket.index, begin, begin + count)
+                begin += count
+            first = group.rank() * length if owned else 0
+            self._padding[bucket.index] = self._kept[bucket.index].view(-1)[max(0, num_numbers(bucket) - first) :]
+
+    def keep(self, index: int, wanted: Tensor, sent: Tensor) -> None:
+        """Remember, for a bucket, what was to be sent and was not; both have the shape of :meth:`rows`."""
+        torch.sub(wanted, sent, out=self._kept[index])
+        self._padding[index].zero_()  # it belongs to no parameter, and would be lost in a checkpoint
+
+    def rows(self, index: int) -> Tensor:
+        """Return what is kept for a bucket: (ranks, row) or, where only the own row is kept, (1, row)."""
+        return self._kept[index]
+
+    def by_name(self) -> dict[str, Tensor]:
+        """Return copies by parameter, each 1-dimensional. Every rank must call it where ranks own rows: they are gathered."""
+        whole = {index: self._gathered(kept) for index, kept in self._kept.items()}
+        return {name: whole[index][begin:end].clone() for name, (index, begin, end) in self._spans.items()}
+
+    def _gathered(self, kept: Tensor) -> Tensor:
+        if not self._owned or self._group.size() == 1:
+            return kept.view(-1)
+        whole = kept.new_empty(self._group.size() * kept.numel())
+        dist.all_gather_into_tensor(whole, kept.view(-1), group=self._group)
+        return whole
+
+    def load(self, values: Mapping[str, Tensor]) -> None:
+        """Take over what ``by_name`` returned, also of another layout; parameters that are not in it keep zeros."""
+        size, rank = self._group.size(), self._group.rank()
+        for index, kept in self._kept.items():
+            whole = kept.new_zeros(size * kept.shape[1])
+            for name, (of, begin, end) in self._spans.items():
+                if of == index and name in values:
+                    whole[begin:end] = values[name].to(whole.device)
+            rows = whole.view(size, -1)
+            kept.copy_(rows[rank : rank + 1] if self._owned else rows)

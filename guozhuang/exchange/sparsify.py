@@ -1,0 +1,105 @@
+"""A few elements of each row, the others as zeros. Only with error feedback.
+
+``TopK``: the k elements of greatest magnitude, each as its place and its value. Error: what is left out, at most
+(1 - k / n) |x|^2 of a row of n elements, squared.
+``RandomK``: k places drawn anew each time, equally likely, with replacement, as BytePS draws them; only the values travel,
+with the seed from which every rank draws the same places. Error: (1 - 1/n)^k |x|^2 expected, squared.
+Source: Aji and Heafield 2017, arXiv:1704.05021; Stich et al. 2018, arXiv:1809.07599 (both with feedback); as in BytePS.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import UsageError, explain
+from .codec import Codec, aligned
+
+
+def _count(k: float, num_elements: int) -> int:
+    """How many elements travel: ``k`` of them, or that share; at least one, at most all."""
+    return max(1, min(num_elements, int(k) if k >= 1 else int(k * num_elements)))
+
+
+def _check(k: float) -> None:
+    if not 0 < k < float("inf") or (k >= 1 and k != int(k)):
+        fix = "give a share such as 0.01, or a whole number of elements per row"
+        raise UsageError(explain("k must be a share below 1 or a count", value=k, fix=fix))
+
+
+@dataclass(frozen=True)
+class TopK(Codec):
+    """The elements of greatest magnitude.
+
+    Args:
+        k: below 1 the share of elements that travel, else how many of each row.
+
+    Raises:
+        UsageError: such a number is impossible.
+    """
+
+    k: float = 0.01
+
+    def __post_init__(self) -> None:
+        _check(self.k)
+
+    def row_bytes(self, num_elements: int) -> int:
+        """Return 8 bytes for each element that travels."""
+        return 8 * _count(self.k, num_elements)
+
+    def encode(self, rows: Tensor, codes: Tensor, random: torch.Generator) -> None:
+        """Write the places, in int32, and then the values, in float32."""
+        count = _count(self.k, rows.shape[1])
+        places = rows.abs().topk(count, dim=1, sorted=False).indices
+        codes[:, : 4 * count].view(torch.int32).copy_(places)
+        codes[:, 4 * count :].view(torch.float32).copy_(rows.gather(1, places))
+
+    def decode(self, codes: Tensor, rows: Tensor) -> None:
+        """Write the values at their places, and zeros elsewhere."""
+        count = _count(self.k, rows.shape[1])
+        places = codes[:, : 4 * count].view(torch.int32).to(torch.int64)
+        rows.zero_().scatter_(1, places, codes[:, 4 * count :].view(torch.float32))
+
+
+@dataclass(frozen=True)
+class RandomK(Codec):
+    """Elements drawn at random.
+
+    Args:
+        k: below 1 the share of elements that travel, else how many of each row.
+
+    Raises:
+        UsageError: such a number is impossible.
+    """
+
+    k: float = 0.01
+
+    def __post_init__(self) -> None:
+        _check(self.k)
+
+    def row_bytes(self, num_elements: int) -> int:
+        """Return 4 bytes for each element that travels, and the seed."""
+        return 8 + aligned(4 * _count(self.k, num_elements))
+
+    def _places(self, seed: Tensor, num_elements: int) -> Tensor:
+        random = torch.Generator(seed.device)
+        random.manual_seed(int(seed))
+        return torch.randint(num_elements, (_count(self.k, num_elements),), generator=random, device=seed.device)
+
+    def encode(self, rows: Tensor, codes: Tensor, random: torch.Generator) -> None:
+        """Write a seed, in int64, and then the values, in float32. All rows have the same places."""
+        count = _count(self.k, rows.shape[1])
+        seed = torch.randint(2**62, (1,), generator=random, device=rows.device)
+        codes[:, :8].view(torch.int64).copy_(seed)
+        codes[:, 8 : 8 + 4 * count].view(torch.float32).copy_(rows[:, self._places(seed[0], rows.shape[1])])
+
+    def decode(self, codes: Tensor, rows: Tensor) -> None:
+        """Write the values at their places, and zeros elsewhere."""
+        count = _count(self.k, rows.shape[1])
+        rows.zero_()
+        for code, row in zip(codes, rows, strict=True):  # each came from another rank, with a seed of its own
+            row[self._places(code[:8].view(torch.int64)[0], rows.shape[1])] = code[8 : 8 + 4 * count].view(
+                torch.float32
+            )

@@ -1,0 +1,216 @@
+"""PowerSGD on real ranks, against the algorithm as the paper writes it, with a QR decomposition, in one process."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from guozhuang import DistributedDataParallel
+from guozhuang.buckets import Bucket
+from guozhuang.errors import UsageError
+from guozhuang.exchange import AllReduce
+from guozhuang.exchange.powersgd import PowerSGD
+from guozhuang.exchange.warmup import Warmup
+from tests.processes.cases import names_of_cases, results_of_cases
+from tests.processes.test_compressed import buckets_of, fill, gradient
+
+SHAPES: list[list[tuple[int, ...]]] = [[(40, 30), (7,), (40, 30)], [(12, 3, 5, 2), (5, 4), (1,)]]
+POWER = PowerSGD(rank=2, min_compression_rate=2)
+COMPRESSED = {"p0.0", "p0.2", "p1.0"}
+
+
+def exchange_all(exchange: Any, buckets: Sequence[Bucket], state: Any, step: int) -> None:
+    for work in [exchange.start(bucket, state, step) for bucket in buckets]:
+        work.wait()
+
+
+class Paper:
+    """One matrix, all ranks in one process, in float64."""
+
+    def __init__(self, shape: Sequence[int], first_basis: Tensor, size: int) -> None:
+        self.m = shape[0]
+        self.n = math.prod(shape[1:])
+        self.basis = first_basis.double()
+        self.errors = [torch.zeros(self.m, self.n, dtype=torch.float64) for _ in range(size)]
+
+    def step(self, gradients: Sequence[Tensor]) -> Tensor:
+        wanted = [g.double().view(self.m, self.n) + e for g, e in zip(gradients, self.errors, strict=True)]
+        p, _ = torch.linalg.qr(sum(m @ self.basis for m in wanted) / len(wanted))
+        self.basis = sum(m.T @ p for m in wanted) / len(wanted)
+        result = p @ self.basis.T
+        self.errors = [m - result for m in wanted]
+        return result
+
+
+def case_it_is_the_papers(rank: int, size: int) -> None:
+    buckets = buckets_of(SHAPES)
+    state = POWER.prepare(buckets, dist.group.WORLD)
+    first = POWER.state_dict(state)["basis"]
+    assert first.keys() == COMPRESSED
+    shapes = {name: view.shape for bucket in buckets for name, view in zip(bucket.names, bucket.views, strict=True)}
+    papers = {name: Paper(shapes[name], first[name], size) for name in COMPRESSED}
+    for step in range(4):
+        fill(buckets, rank, step)
+        exchange_all(POWER, buckets, state, step)
+        for bucket in buckets:
+            for name, view in zip(bucket.names, bucket.views, strict=True):
+                gradients = [gradient(name, view.shape, each, step) for each in range(size)]
+                mean = sum(gradients) / size
+                wanted = papers[name].step(gradients).view(view.shape).float() if name in COMPRESSED else mean
+                torch.testing.assert_close(view, wanted, rtol=1e-3, atol=1e-3)
+
+
+def case_all_ranks_hold_the_same_bits_and_nothing_is_lost(rank: int, size: int) -> None:
+    buckets = buckets_of(SHAPES)
+    state = POWER.prepare(buckets, dist.group.WORLD)
+    got = [torch.zeros_like(bucket.flat) for bucket in buckets]
+    wanted = [torch.zeros_like(bucket.flat) for bucket in buckets]
+    for step in range(5):
+        fill(buckets, rank, step)
+        for bucket, total in zip(buckets, wanted, strict=True):
+            mean = bucket.flat.clone()
+            dist.all_reduce(mean)
+            total += mean / size
+        exchange_all(POWER, buckets, state, step)
+        for bucket, total in zip(buckets, got, strict=True):
+            lowest, highest = bucket.flat.clone(), bucket.flat.clone()
+            dist.all_reduce(lowest, dist.ReduceOp.MIN)
+            dist.all_reduce(highest, dist.ReduceOp.MAX)
+            assert torch.equal(lowest, highest)
+            total += bucket.flat
+    errors = POWER.state_dict(state)["error"]
+    for bucket, total, mean in zip(buckets, got, wanted, strict=True):
+        held = Bucket(0, True, bucket.names, bucket.parameters)
+        for name, view in zip(held.names, held.views, strict=True):
+            if name in errors:
+                view.copy_(errors[name].view(view.shape))
+        dist.all_reduce(held.flat)
+        torch.testing.assert_close(total + held.flat / size, mean, rtol=1e-4, atol=1e-4)
+
+
+def case_low_rank_gradients_travel_exactly(rank: int, size: int) -> None:
+    [bucket] = buckets_of([[(30, 20)]])
+    state = POWER.prepare([bucket], dist.group.WORLD)
+    left, right = torch.randn(30, 2), torch.randn(2, 20)
+    for step in range(3):
+        bucket.flat.copy_((left @ right).view(-1) * (rank + 1))
+        exchange_all(POWER, [bucket], state, step)
+        mean = (left @ right).view(-1) * (size + 1) / 2
+        if step:
+            torch.testing.assert_close(bucket.flat, mean, rtol=1e-3, atol=1e-3)
+
+
+def case_zeros_and_huge_numbers(rank: int, size: int) -> None:
+    [bucket] = buckets_of([[(30, 20)]])
+    state = POWER.prepare([bucket], dist.group.WORLD)
+    for step, scale in enumerate((0.0, 1e18, 1e-18, 0.0, 1.0)):
+        bucket.flat.copy_(torch.ones(600) * scale)
+        exchange_all(POWER, [bucket], state, step)
+        assert bucket.flat.isfinite().all(), scale
+        if scale == 1e18:
+            torch.testing.assert_close(bucket.flat, torch.ones(600) * scale)
+
+
+def case_the_rank_comes_back_after_a_step_of_lower_rank(rank: int, size: int) -> None:
+    [bucket] = buckets_of([[(30, 20)]])
+    state = POWER.prepare([bucket], dist.group.WORLD)
+    left, right = torch.randn(30, 2), torch.randn(2, 20)
+    for step in range(6):
+        low = step < 2
+        bucket.flat.copy_((left[:, :1] @ right[:1] if low else left @ right).view(-1))
+        exchange_all(POWER, [bucket], state, step)
+    torch.testing.assert_close(bucket.flat, (left @ right).view(-1), rtol=1e-3, atol=1e-3)
+
+
+def case_state_goes_on_in_other_buckets(rank: int, size: int) -> None:
+    names = [name for bucket in buckets_of(SHAPES) for name in bucket.names]
+
+    def run(reloads: bool) -> Tensor:
+        buckets = buckets_of(SHAPES)
+        state = POWER.prepare(buckets, dist.group.WORLD)
+        for step in range(3):
+            fill(buckets, rank, step)
+            exchange_all(POWER, buckets, state, step)
+        [together] = buckets_of([[shape for members in SHAPES for shape in members]])
+        together.names = tuple(names)
+        if reloads:
+            saved = copy.deepcopy(POWER.state_dict(state))
+            state = POWER.prepare([together], dist.group.WORLD)
+            POWER.load_state_dict(state, saved)
+        else:
+            state = POWER.prepare([together], dist.group.WORLD, state)
+        fill([together], rank, 3)
+        exchange_all(POWER, [together], state, 3)
+        return together.flat.clone()
+
+    assert torch.equal(run(True), run(False))
+    fewer = PowerSGD(rank=1)
+    buckets = buckets_of(SHAPES)
+    state = fewer.prepare(buckets, dist.group.WORLD)
+    with pytest.raises(UsageError, match="another shape"):
+        fewer.load_state_dict(state, POWER.state_dict(POWER.prepare(buckets_of(SHAPES), dist.group.WORLD)))
+    with pytest.raises(UsageError, match="no state of PowerSGD"):
+        fewer.load_state_dict(state, {})
+
+
+def case_what_is_not_finite_reaches_all_and_leaves_no_trace(rank: int, size: int) -> None:
+    buckets = buckets_of(SHAPES)
+    state = POWER.prepare(buckets, dist.group.WORLD)
+    fill(buckets, rank, 0)
+    exchange_all(POWER, buckets, state, 0)
+    before = POWER.state_dict(state)
+    fill(buckets, rank, 1)
+    if rank == 0:
+        buckets[0].views[0][1, 1] = float("nan")
+    exchange_all(POWER, buckets, state, 1)
+    assert buckets[0].views[0].isnan().all() and buckets[1].flat.isfinite().all()
+    after = POWER.state_dict(state)
+    for kind in ("error", "basis"):
+        assert torch.equal(before[kind]["p0.0"], after[kind]["p0.0"])
+
+
+def case_ddp_trains_with_a_warm_up(rank: int, size: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 40), nn.ReLU(), nn.Linear(40, 1))
+    losses = {}
+    for name, exchange in {"plain": None, "power": Warmup(5, AllReduce(), PowerSGD(2))}.items():
+        ddp = DistributedDataParallel(copy.deepcopy(model))
+        if exchange is not None:
+            ddp.use_exchange(exchange)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02)
+        for step in range(80):
+            x = torch.randn(16, 30, generator=torch.Generator().manual_seed(step * size + rank))
+            loss = (ddp(x) - x[:, :4].sum(1, keepdim=True)).square().mean()
+            loss.backward()
+            if name == "power" and step == 4:
+                exact = [p.grad.clone() for p in ddp.parameters()]
+                assert all(g.isfinite().all() for g in exact)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses[name] = float(loss)
+    assert losses["power"] < 1.3 * losses["plain"] + 0.05, losses
+
+
+NAMES = names_of_cases(globals())
+RESULTS = {size: results_of_cases(__name__, size, NAMES) for size in (2, 3)}
+
+
+@pytest.mark.parametrize("size", RESULTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_cases(name: str, size: int) -> None:
+    RESULTS[size](name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"), [("rank", 0), ("min_compression_rate", 0.0), ("min_compression_rate", -1.0)]
+)
+def test_what_makes_no_sense_is_refused(kind: str, value: float) -> None:
+    with pytest.raises(UsageError):
+        PowerSGD(**{kind: value})  # type: ignore[arg-type]
