@@ -18,19 +18,31 @@ from ..errors import UsageError, explain
 from .codec import Codec, aligned
 
 
-def _count(k: float, num_elements: int) -> int:
-    """How many elements travel: ``k`` of them, or that share; at least one, at most all."""
-    return max(1, min(num_elements, int(k) if k >= 1 else int(k * num_elements)))
+@dataclass(frozen=True)
+class _Few(Codec):
+    """A code of some elements of each row.
 
+    Args:
+        k: below 1 the share of elements that travel, else how many of each row.
 
-def _check(k: float) -> None:
-    if not 0 < k < float("inf") or (k >= 1 and k != int(k)):
-        fix = "give a share such as 0.01, or a whole number of elements per row"
-        raise UsageError(explain("k must be a share below 1 or a count", value=k, fix=fix))
+    Raises:
+        UsageError: such a number is impossible.
+    """
+
+    k: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not 0 < self.k < float("inf") or (self.k >= 1 and self.k != int(self.k)):
+            fix = "give a share such as 0.01, or a whole number of elements per row"
+            raise UsageError(explain("k must be a share below 1 or a count", value=self.k, fix=fix))
+
+    def _count(self, num_elements: int) -> int:
+        """How many elements travel: ``k`` of them, or that share; at least one, at most all."""
+        return max(1, min(num_elements, int(self.k) if self.k >= 1 else int(self.k * num_elements)))
 
 
 @dataclass(frozen=True)
-class TopK(Codec):
+class TopK(_Few):
     """The elements of greatest magnitude.
 
     Args:
@@ -40,31 +52,26 @@ class TopK(Codec):
         UsageError: such a number is impossible.
     """
 
-    k: float = 0.01
-
-    def __post_init__(self) -> None:
-        _check(self.k)
-
     def row_bytes(self, num_elements: int) -> int:
         """Return 8 bytes for each element that travels."""
-        return 8 * _count(self.k, num_elements)
+        return 8 * self._count(num_elements)
 
     def encode(self, rows: Tensor, codes: Tensor, random: torch.Generator) -> None:
         """Write the places, in int32, and then the values, in float32."""
-        count = _count(self.k, rows.shape[1])
+        count = self._count(rows.shape[1])
         places = rows.abs().topk(count, dim=1, sorted=False).indices
         codes[:, : 4 * count].view(torch.int32).copy_(places)
         codes[:, 4 * count :].view(torch.float32).copy_(rows.gather(1, places))
 
     def decode(self, codes: Tensor, rows: Tensor) -> None:
         """Write the values at their places, and zeros elsewhere."""
-        count = _count(self.k, rows.shape[1])
+        count = self._count(rows.shape[1])
         places = codes[:, : 4 * count].view(torch.int32).to(torch.int64)
         rows.zero_().scatter_(1, places, codes[:, 4 * count :].view(torch.float32))
 
 
 @dataclass(frozen=True)
-class RandomK(Codec):
+class RandomK(_Few):
     """Elements drawn at random.
 
     Args:
@@ -74,30 +81,25 @@ class RandomK(Codec):
         UsageError: such a number is impossible.
     """
 
-    k: float = 0.01
-
-    def __post_init__(self) -> None:
-        _check(self.k)
-
     def row_bytes(self, num_elements: int) -> int:
         """Return 4 bytes for each element that travels, and the seed."""
-        return 8 + aligned(4 * _count(self.k, num_elements))
+        return 8 + aligned(4 * self._count(num_elements))
 
     def _places(self, seed: Tensor, num_elements: int) -> Tensor:
         random = torch.Generator(seed.device)
         random.manual_seed(int(seed))
-        return torch.randint(num_elements, (_count(self.k, num_elements),), generator=random, device=seed.device)
+        return torch.randint(num_elements, (self._count(num_elements),), generator=random, device=seed.device)
 
     def encode(self, rows: Tensor, codes: Tensor, random: torch.Generator) -> None:
         """Write a seed, in int64, and then the values, in float32. All rows have the same places."""
-        count = _count(self.k, rows.shape[1])
+        count = self._count(rows.shape[1])
         seed = torch.randint(2**62, (1,), generator=random, device=rows.device)
         codes[:, :8].view(torch.int64).copy_(seed)
         codes[:, 8 : 8 + 4 * count].view(torch.float32).copy_(rows[:, self._places(seed[0], rows.shape[1])])
 
     def decode(self, codes: Tensor, rows: Tensor) -> None:
         """Write the values at their places, and zeros elsewhere."""
-        count = _count(self.k, rows.shape[1])
+        count = self._count(rows.shape[1])
         rows.zero_()
         for code, row in zip(codes, rows, strict=True):  # each came from another rank, with a seed of its own
             row[self._places(code[:8].view(torch.int64)[0], rows.shape[1])] = code[8 : 8 + 4 * count].view(

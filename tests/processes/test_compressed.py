@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from guozhuang import DistributedDataParallel
 from guozhuang.buckets import Bucket
 from guozhuang.errors import UsageError
+from guozhuang.exchange.base import GradientExchange
 from guozhuang.exchange.codec import Codec
 from guozhuang.exchange.compressed import Compressed
 from guozhuang.exchange.dithering import Dithering
@@ -48,7 +49,7 @@ def fill(buckets: Sequence[Bucket], rank: int, step: int) -> None:
             view.copy_(gradient(name, view.shape, rank, step))
 
 
-def exchange_all(exchange: Compressed, buckets: Sequence[Bucket], state: Any, step: int) -> None:
+def exchange_all(exchange: GradientExchange[Any], buckets: Sequence[Bucket], state: Any, step: int) -> None:
     for work in [exchange.start(bucket, state, step) for bucket in buckets]:
         work.wait()
 

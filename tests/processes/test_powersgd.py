@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -19,16 +18,11 @@ from guozhuang.exchange import AllReduce
 from guozhuang.exchange.powersgd import PowerSGD
 from guozhuang.exchange.warmup import Warmup
 from tests.processes.cases import names_of_cases, results_of_cases
-from tests.processes.test_compressed import buckets_of, fill, gradient
+from tests.processes.test_compressed import buckets_of, exchange_all, fill, gradient
 
 SHAPES: list[list[tuple[int, ...]]] = [[(40, 30), (7,), (40, 30)], [(12, 3, 5, 2), (5, 4), (1,)]]
 POWER = PowerSGD(rank=2, min_compression_rate=2)
 COMPRESSED = {"p0.0", "p0.2", "p1.0"}
-
-
-def exchange_all(exchange: Any, buckets: Sequence[Bucket], state: Any, step: int) -> None:
-    for work in [exchange.start(bucket, state, step) for bucket in buckets]:
-        work.wait()
 
 
 class Paper:
