@@ -1,5 +1,7 @@
 """Guozhuang trains one PyTorch model on many processes; how it is spread is chosen outside the training script."""
 
+from typing import TYPE_CHECKING, Any
+
 # First: it says so where PyTorch is too old, or was built without torch.distributed.
 from .world import World, init, shutdown
 
@@ -9,9 +11,11 @@ from .data_parallel import DataParallel
 from .distributed import DistributedDataParallel
 from .errors import PeerLost
 from .groups.backend import register as _register
-from .sharding import clip_grad_norm_
 from .strategies import prepare
 from .sync_batch_norm import SyncBatchNorm
+
+if TYPE_CHECKING:
+    from .sharding import clip_grad_norm_
 
 __all__ = [
     "DataParallel",
@@ -28,3 +32,12 @@ __all__ = [
 ]
 
 _register()  # the backend name "shm"; starts nothing
+
+
+def __getattr__(name: str) -> Any:
+    if name == "clip_grad_norm_":  # the sharded optimizer is imported by those who use it
+        from .sharding import clip_grad_norm_
+
+        globals()[name] = clip_grad_norm_
+        return clip_grad_norm_
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -24,7 +24,6 @@ from guozhuang.errors import UsageError, explain
 from guozhuang.exchange.named import METHODS, Method
 from guozhuang.groups import round_robin
 from guozhuang.groups.twin import timeout_s
-from guozhuang.sharding import shard
 from guozhuang.timeline import Timeline
 from guozhuang.world import World, current, requested_groups, requested_strategy, requested_timeline
 
@@ -110,6 +109,8 @@ def _torch_ddp(model: nn.Module, optimizer: Optimizer, setup: Setup) -> Prepared
 
 
 def _sharded(model: nn.Module, optimizer: Optimizer, setup: Setup) -> Prepared:
+    from guozhuang.sharding import shard
+
     return shard(model, optimizer)
 
 

@@ -25,10 +25,9 @@ from guozhuang.errors import UsageError
 from guozhuang.groups.shared_memory import engine
 from guozhuang.world import requested_backend, requested_gloo_interface, requested_nccl_interface
 from guozhuang.world.cores import quota_cores
-from guozhuang.world.devices import SHARED_MEMORY, choose
+from guozhuang.world.devices import BIND_DEVICES, SHARED_MEMORY, choose
 from guozhuang.world.identity import Identity
 from guozhuang.world.rendezvous import host_identity
-from guozhuang.world.session import BIND_DEVICES
 
 T = TypeVar("T")
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from guozhuang.errors import UsageError, explain
+from guozhuang.world import torchrun
+from guozhuang.world.identity import Identity
 
 # The backend of guozhuang.groups for ranks that share memory; `import guozhuang` registers the name.
 SHARED_MEMORY = "shm"
 # Of a device whose UUID cannot be had, or would not be its own: parts of a GPU (MIG) may all carry that of the whole.
 UNKNOWN = "?"
+#: Launchers that may give each process a device of its own, the only one it sees.
+BIND_DEVICES = ("slurm", "openmpi", "hydra")
 
 
 def backend_of_cpu_ranks(hosts: Sequence[str], platform: str = sys.platform) -> tuple[str, str]:
@@ -181,6 +185,37 @@ def _fix(launcher: str, num: int) -> str:
     return ways.get(launcher, f"{at_most} on this node, or look at CUDA_VISIBLE_DEVICES of each")
 
 
+def devices_seen(backend: str | None, device: str | torch.device | None) -> str:
+    """What this rank tells the others of its CUDA devices: the UUIDs of those that it may take; "" if it wants none."""
+    _, chosen = choose(backend, device, 0, num_cuda())
+    is_named = device is not None and torch.device(device).index is not None
+    return ",".join(uuids(chosen if is_named else torch.device(chosen.type)))
+
+
+def choose_own(
+    backend: str | None,
+    device: str | torch.device | None,
+    identity: Identity,
+    hosts: Sequence[str],
+    notes: Sequence[str],
+    environ: Mapping[str, str],
+    cpu_backend: str = dist.Backend.GLOO,
+) -> tuple[str, torch.device]:
+    """``choose``, with the index that follows from what all ranks of the node see; without their word by the local rank."""
+    assert identity.local_rank is not None
+    num, launcher, index = num_cuda(), identity.launcher, None
+    wanted = choose(backend, device, 0, num, cpu_backend, launcher=launcher)
+    if len(notes) == identity.size:
+        seen = [note.split(",") if note else [] for note in notes]
+        if device_to_bind(*wanted) is not None:
+            check_own(hosts, seen, launcher)
+        index = own_index(identity.rank, identity.local_rank, hosts, seen)
+    if index is not None:
+        return choose(backend, device, index, num, cpu_backend, launcher=launcher)
+    is_bound = launcher in BIND_DEVICES or torchrun.has_virtual_local_rank(environ)
+    return choose(backend, device, identity.local_rank, num, cpu_backend, is_bound, launcher)
+
+
 def device_to_bind(backend: str, device: torch.device) -> torch.device | None:
     """Return the device that ``init_process_group`` is to bind the group to: a CUDA device that NCCL serves, else None."""
     for part in backend.lower().split(","):
@@ -234,3 +269,8 @@ def _with_index(device: torch.device, local_rank: int, num_cuda: int, launcher: 
         what = f"there is no such CUDA device: {num_cuda} visible to this process"
         raise UsageError(explain(what, value=str(device), fix=f"choose an index below {num_cuda}"))
     return torch.device("cuda", index)
+
+
+def num_cuda() -> int:
+    """How many CUDA devices this process sees."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -20,32 +20,33 @@ import socket
 import sys
 import time
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from guozhuang.errors import UsageError, WorldError, explain
-from guozhuang.world import interfaces, slurm, torchrun
 from guozhuang.world.devices import (
+    BIND_DEVICES,
     backend_of_cpu_ranks,
-    check_own,
     choose,
+    choose_own,
     device_to_bind,
-    own_index,
-    uuids,
+    devices_seen,
+    num_cuda,
 )
-from guozhuang.world.discovery import discover
 from guozhuang.world.identity import Identity, MeetingPoint, PortSequence, World
-from guozhuang.world.rendezvous import Meeting, Told, open_store, places, roll_call
 from guozhuang.world.requests import HangTimeout, requested_backend, requested_hang_timeout
 from guozhuang.world.versions import default_store
+
+# Launchers and how ranks meet are imported by what enters a world: ``import guozhuang`` stays cheap for everybody else.
+if TYPE_CHECKING:
+    from guozhuang.world.rendezvous import Meeting
 
 DEFAULT_TIMEOUT_S = 600.0
 # See [Note: leaving].
 _LEAVE_AFTER_ERROR_S = 5.0
 _LAST_WORK_S = 0.02
-#: Launchers that may give each process a device of its own, the only one it sees.
-BIND_DEVICES = ("slurm", "openmpi", "hydra")
 _log = logging.getLogger("guozhuang")
 
 
@@ -112,10 +113,14 @@ def init(
     backend = backend if backend is not None else requested_backend()
     if dist.is_initialized():
         return _adopt(backend, device, timeout_s)
+    from guozhuang.world import slurm
+    from guozhuang.world.discovery import discover
+    from guozhuang.world.rendezvous import Told, roll_call
+
     identity = discover(os.environ)
     hang_timeout = requested_hang_timeout()
     # Before any waiting: what cannot work is said at once. Which of several devices it is, the roll call tells.
-    note = _devices_seen(backend, device)
+    note = devices_seen(backend, device)
     if identity.launcher == "alone" and slurm.hint(os.environ):
         _log.warning("%s", slurm.hint(os.environ))
     store, meeting = meet(identity, timeout_s)
@@ -126,7 +131,9 @@ def init(
     meeting.everybody_came()
     identity = _complete(identity, hosts)
     cpu_backend, why = backend_of_cpu_ranks(hosts)
-    chosen_backend, chosen_device = _choose_own(backend, device, identity, told, cpu_backend)
+    chosen_backend, chosen_device = choose_own(
+        backend, device, identity, hosts, [each.note for each in told], os.environ, cpu_backend
+    )
     if backend is None and chosen_device.type == "cpu" and identity.rank == 0:
         _log.info("backend %s, the default here: %s", chosen_backend, why)
     if chosen_device.type == "cuda":
@@ -159,6 +166,8 @@ def identity() -> Identity:
     Raises:
         UsageError: the environment is half set, or contradicts itself.
     """
+    from guozhuang.world.discovery import discover
+
     return discover(os.environ)
 
 
@@ -273,7 +282,7 @@ def _check_same(world: World, backend: str | None, device: str | torch.device | 
         what = f"gz.init was called before, with backend {_session.backend!r}"
         raise UsageError(explain(what, value=backend, rank=world.rank, fix=fix))
     index = world.device.index or 0  # that of "cuda", wherever it came from
-    if device is not None and choose(None, device, index, _num_cuda(), launcher=world.launcher)[1] != world.device:
+    if device is not None and choose(None, device, index, num_cuda(), launcher=world.launcher)[1] != world.device:
         what = f"gz.init was called before, with device {str(world.device)!r}"
         raise UsageError(explain(what, value=str(device), rank=world.rank, fix=fix))
     if _session.made_group and timeout_s not in (DEFAULT_TIMEOUT_S, _session.timeout_s):
@@ -283,6 +292,9 @@ def _check_same(world: World, backend: str | None, device: str | torch.device | 
 
 def _adopt(backend: str | None, device: str | torch.device | None, timeout_s: float) -> World:
     """A world around the process group that the user made. ``timeout_s`` is for the ranks to find each other."""
+    from guozhuang.world.discovery import discover
+    from guozhuang.world.rendezvous import Told, roll_call
+
     rank, size, found = dist.get_rank(), dist.get_world_size(), str(dist.get_backend())
     if backend is not None and backend.lower() not in (found, dist.get_backend_config()):
         what = f"torch.distributed was initialised before, with backend {found!r}"
@@ -300,7 +312,7 @@ def _adopt(backend: str | None, device: str | torch.device | None, timeout_s: fl
     if size > 1:
         # Each rank counts in the store how often it came: a group that is adopted again needs keys that nobody has used.
         store = dist.PrefixStore(f"guozhuang/adopted/{store.add(f'guozhuang/adopted/turns/{rank}', 1)}", store)
-    note = _devices_seen(known, device)
+    note = devices_seen(known, device)
     cards = [Told("", note)]
     places_told = None not in (told.local_rank, told.local_size, told.node_rank, told.num_nodes)
     if told.launcher == "alone" or size == 1:
@@ -310,41 +322,12 @@ def _adopt(backend: str | None, device: str | torch.device | None, timeout_s: fl
     else:
         cards = roll_call(store, rank, size, timeout_s, note)
         identity = _complete(told, [each.host for each in cards])
-    _, chosen_device = _choose_own(known, device, identity, cards)
+    _, chosen_device = choose_own(known, device, identity, [c.host for c in cards], [c.note for c in cards], os.environ)
     if chosen_device.type == "cuda":
         torch.cuda.set_device(chosen_device)
     world = _enter(identity, chosen_device, found, timeout_s, made_group=False, asked=(backend, device))
     _start_heartbeat(store, world, identity, hang_timeout)
     return world
-
-
-def _devices_seen(backend: str | None, device: str | torch.device | None) -> str:
-    """What this rank tells the others of its CUDA devices: the UUIDs of those that it may take; "" if it wants none."""
-    _, chosen = choose(backend, device, 0, _num_cuda())
-    is_named = device is not None and torch.device(device).index is not None
-    return ",".join(uuids(chosen if is_named else torch.device(chosen.type)))
-
-
-def _choose_own(
-    backend: str | None,
-    device: str | torch.device | None,
-    identity: Identity,
-    told: list[Told],
-    cpu_backend: str = dist.Backend.GLOO,
-) -> tuple[str, torch.device]:
-    """``choose``, with the index that follows from what all ranks of the node see; without their word by the local rank."""
-    assert identity.local_rank is not None
-    num_cuda, launcher, index = _num_cuda(), identity.launcher, None
-    wanted = choose(backend, device, 0, num_cuda, cpu_backend, launcher=launcher)
-    if len(told) == identity.size:
-        hosts, seen = [each.host for each in told], [each.note.split(",") if each.note else [] for each in told]
-        if device_to_bind(*wanted) is not None:
-            check_own(hosts, seen, launcher)
-        index = own_index(identity.rank, identity.local_rank, hosts, seen)
-    if index is not None:
-        return choose(backend, device, index, num_cuda, cpu_backend, launcher=launcher)
-    is_bound = launcher in BIND_DEVICES or torchrun.has_virtual_local_rank(os.environ)
-    return choose(backend, device, identity.local_rank, num_cuda, cpu_backend, is_bound, launcher)
 
 
 def meet(identity: Identity, timeout_s: float) -> tuple[dist.Store, Meeting]:
@@ -355,6 +338,8 @@ def meet(identity: Identity, timeout_s: float) -> tuple[dist.Store, Meeting]:
     Raises:
         UsageError, WorldError: the store cannot be kept, or not be reached in time.
     """
+    from guozhuang.world.rendezvous import open_store
+
     meeting = _session.meeting
     if meeting is None or identity.meeting_point is None or _session.met_at != identity.meeting_point:
         _leave_meeting()
@@ -376,6 +361,8 @@ def _leave_meeting() -> None:
 
 def _complete(identity: Identity, hosts: list[str]) -> Identity:
     """Fill in what the environment did not tell, from the host of each rank."""
+    from guozhuang.world.rendezvous import places
+
     local_rank, local_size, node_rank, num_nodes = places(hosts, identity.rank) if len(hosts) > 1 else (0, 1, 0, 1)
     return replace(
         identity,
@@ -391,6 +378,8 @@ def _set_interfaces(is_remote: bool, host: str | None) -> None:
 
     Ranks of one machine need no other interface than loopback; those of several the one that leads to rank 0.
     """
+    from guozhuang.world import interfaces
+
     wanted: dict[str, str] = {}
     if is_remote and host is not None:
         try:
@@ -410,7 +399,3 @@ def _restore_interfaces() -> None:
     for name in _session.set_interfaces:
         os.environ.pop(name, None)
     _session.set_interfaces = ()
-
-
-def _num_cuda() -> int:
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from guozhuang.errors import UsageError, WorldError
-from guozhuang.world import interfaces, session
+from guozhuang.world import devices, interfaces, session
 from guozhuang.world.devices import (
     UNKNOWN,
     backend_of_cpu_ranks,
@@ -23,7 +23,7 @@ from guozhuang.world.devices import (
 )
 from guozhuang.world.discovery import discover
 from guozhuang.world.identity import Identity, MeetingPoint
-from guozhuang.world.rendezvous import Told, places
+from guozhuang.world.rendezvous import places
 from guozhuang.world.requests import (
     hang_timeout,
     requested_backend,
@@ -490,16 +490,16 @@ def test_what_init_set_is_unset_whatever_ends_it(error: BaseException, monkeypat
 )
 def test_a_rank_of_srun_finds_its_device(notes: list[str], chosen: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: True)
-    monkeypatch.setattr(session, "_num_cuda", lambda: len(notes[2].split(",")))
-    told = [Told("h", note) for note in notes]
+    monkeypatch.setattr(devices, "num_cuda", lambda: len(notes[2].split(",")))
+    hosts = ["h"] * len(notes)
     for device in (None, "cuda"):
         if chosen is not None:
-            assert session._choose_own(None, device, SRUN_2, told) == ("nccl", torch.device(chosen))
+            assert devices.choose_own(None, device, SRUN_2, hosts, notes, {}) == ("nccl", torch.device(chosen))
         else:
             with pytest.raises(UsageError, match="rank 2 has no CUDA device of its own: it sees b alone, which rank 1"):
-                session._choose_own(None, device, SRUN_2, told)
+                devices.choose_own(None, device, SRUN_2, hosts, notes, {})
     # Gloo can share one.
-    assert session._choose_own("gloo", "cuda:0", SRUN_2, told) == ("gloo", torch.device("cuda:0"))
+    assert devices.choose_own("gloo", "cuda:0", SRUN_2, hosts, notes, {}) == ("gloo", torch.device("cuda:0"))
 
 
 SRUN_2 = Identity("slurm", rank=2, size=3, local_rank=2, local_size=3, node_rank=0, num_nodes=1)
