@@ -11,6 +11,7 @@ from ..exchange.cast import Cast
 from ..exchange.comm_hook import Hook, check_hook
 from ..reducer import Reducer
 from .precision import Precision
+from .weight_exchanging import AroundSteps
 
 _WRAP_ANEW = "wrap the module anew"
 
@@ -21,6 +22,7 @@ class Exchanging:
     reducer: Reducer | None
     _chosen: GradientExchange[Any] | None = None
     _precision: Precision | None = None
+    around: AroundSteps | None
 
     @property
     def exchange(self) -> GradientExchange[Any]:
@@ -79,17 +81,26 @@ class Exchanging:
         """Return what the exchange needs to go on exactly from a checkpoint. Every rank must call; each saves its own.
 
         Returns:
-            "step", the number of exchanges so far, and "exchange", whatever the method keeps (its error feedback, for example).
+            "step", the number of exchanges so far, and "exchange", whatever the method keeps (its error feedback, for example);
+            with a weight exchange also "weights": the ranks agree on one set of them first, so call it before ``state_dict()``.
         """
+        around = {} if self.around is None else {"weights": self.around.state_dict()}
         if self.reducer is None:
-            return {"step": 0, "exchange": {}}
-        return {"step": self.reducer.step, "exchange": self.reducer.exchange_state()}
+            return {"step": 0, "exchange": {}, **around}
+        return {"step": self.reducer.step, "exchange": self.reducer.exchange_state(), **around}
 
     def load_exchange_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on where ``exchange_state_dict`` was called on this rank. Every rank must call, after the exchange was chosen.
+
+        With a weight exchange the weights are loaded before.
 
         Raises:
             UsageError: it was saved with another exchange, or for other parameters.
         """
         if self.reducer is not None:
             self.reducer.load_exchange_state(saved["exchange"], int(saved["step"]))
+        if (self.around is None) != ("weights" not in saved):
+            what = "the checkpoint was saved " + ("with" if self.around is None else "without") + " a weight exchange"
+            raise UsageError(explain(what, fix="choose the exchange that it was saved with"))
+        if self.around is not None:
+            self.around.load_state_dict(saved["weights"])

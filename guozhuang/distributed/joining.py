@@ -45,13 +45,21 @@ class ShadowSteps(JoinHook):
             sync_buffers(ddp, joined=True)
         anyone_synchronizes = tell_synchronization(ddp, False)
         ddp.require_forward_param_sync = anyone_synchronizes
-        if anyone_synchronizes and reducer is not None and reducer.buckets:  # there is none while everything is frozen
+        if not anyone_synchronizes:
+            return
+        # There is no bucket while everything is frozen.
+        if not ddp.keeps_gradients and reducer is not None and reducer.buckets:
             reducer.shadow()
+        if ddp.around is not None:
+            ddp.around.shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Take over the model of a rank that had most data."""
+        """Take over the model of a rank that had most data; with a weight exchange, what all agree on."""
         ddp = self._ddp
         ddp.in_join_context = False  # PyTorch leaves its own mark of the context (``_join_config``) behind
+        if ddp.around is not None:
+            ddp.agree()
+            return
         source = _common_rank(ddp, is_last_joiner)
         state = state_of(ddp.module, ddp.ignored, buffers=ddp.forward_sync_buffers)
         broadcast_tensors([tensor for _, tensor in state], ddp.process_group, source)

@@ -38,9 +38,10 @@ from .joining import ShadowSteps, check_can_join, refuse_switch, sync_buffers, t
 from .outputs import tensors_with_graph
 from .precision import MixedPrecision, Precision
 from .torch_surface import TorchSurface
+from .weight_exchanging import WeightExchanging
 
 
-class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
+class DistributedDataParallel(TorchSurface, WeightExchanging, Exchanging, nn.Module, Joinable):
     """Keeps the replicas of a module on all ranks equal: gradients are averaged while backward runs.
 
     Arguments and methods are those of ``torch.nn.parallel.DistributedDataParallel`` of torch 2.13. Every rank of the group must
@@ -214,6 +215,8 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
                     fix="pickle its .module",
                 )
             )
+        if self.around is not None:
+            raise RuntimeError(explain("a weight exchange in use cannot be pickled", fix="pickle the module's .module"))
         left_out = {"process_group", "reducer", "_delayed"}
         return {key: value for key, value in self.__dict__.items() if key not in left_out}
 
@@ -249,8 +252,10 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
     def _before_forward(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if torch.is_grad_enabled() and self.around is not None:
+            self.around.note_forward()
         if torch.is_grad_enabled() and self.reducer is not None:
-            self.reducer.synchronize = self.require_backward_grad_sync
+            self.reducer.synchronize = self.require_backward_grad_sync and not self.keeps_gradients
             self.take_up_changes()
         if torch.is_grad_enabled() and not self._checked_optimizers:
             refuse_optimizers_in_backward(list(self.module.parameters()))
@@ -284,7 +289,7 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
 
     @_disable_dynamo(recursive=False)
     def _after_forward(self, outputs: Any) -> None:
-        synchronizes = torch.is_grad_enabled() and self.require_backward_grad_sync
+        synchronizes = torch.is_grad_enabled() and self.require_backward_grad_sync and not self.keeps_gradients
         self.require_forward_param_sync = synchronizes
         found = tensors_with_graph(outputs) if synchronizes else []
         if self._delayed is not None and torch.is_grad_enabled():

@@ -1,0 +1,364 @@
+"""What the wrapper does for any weight exchange, with the simplest one: the mean of all weights after every second step."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from guozhuang import DistributedDataParallel
+from guozhuang.errors import UsageError, WorldError
+from guozhuang.exchange.allreduce import AllReduce
+from guozhuang.exchange.weights import FlatWeights, Named, WeightExchange
+from tests.processes.cases import names_of_cases, results_of_cases
+from tests.ranks import RankError, run_ranks
+
+
+@dataclass
+class MeanState:
+    flat: FlatWeights
+    group: dist.ProcessGroup
+    num_steps: int = 0
+    closed: bool = False
+
+
+@dataclass(frozen=True)
+class MeanOfTwo(WeightExchange[MeanState]):
+    start_step: int = 0
+
+    def averages_gradients(self, step: int) -> bool:
+        return step < self.start_step
+
+    def prepare(self, parameters: Named, group: dist.ProcessGroup) -> MeanState:
+        return MeanState(FlatWeights(parameters), group)
+
+    def before_step(self, state: MeanState, step: int) -> None:
+        pass
+
+    def after_step(self, state: MeanState, step: int) -> None:
+        state.num_steps += 1
+        if step % 2 == 1:
+            self.agree(state)
+
+    def agree(self, state: MeanState) -> None:
+        flats = state.flat.copy()
+        for flat in flats:
+            dist.all_reduce(flat, group=state.group)
+            flat /= state.group.size()
+        state.flat.write(flats)
+
+    def close(self, state: MeanState) -> None:
+        state.closed = True
+
+    def state_dict(self, state: MeanState) -> dict[str, Any]:
+        return {"num_steps": state.num_steps}
+
+    def load_state_dict(self, state: MeanState, saved: Any) -> None:
+        state.num_steps = saved["num_steps"]
+
+    def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> None:
+        return None
+
+
+def made(norm: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 6), *([nn.BatchNorm1d(6)] if norm else []), nn.Tanh(), nn.Linear(6, 3)]
+    return nn.Sequential(*layers)
+
+
+def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(8, 4, generator=random), torch.randn(8, 3, generator=random)
+
+
+def wrapped(
+    start_step: int = 0, norm: bool = False, **options: Any
+) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+    model = made(norm)
+    ddp = DistributedDataParallel(model, **options)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    ddp.use_weight_exchange(MeanOfTwo(start_step), optimizer)
+    return ddp, optimizer
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
+    for step in steps:
+        x, y = batch(rank, step)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+
+def twins(size: int, num_steps: int, start_step: int = 0) -> list[nn.Module]:
+    """The same in one process: a model for each rank, and a mean after every second step."""
+    models = [made() for _ in range(size)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in models]
+    for step in range(num_steps):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            x, y = batch(rank, step)
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+        if step < start_step:
+            for same in zip(*(m.parameters() for m in models), strict=True):
+                mean = torch.stack([p.grad for p in same]).mean(0)
+                for p in same:
+                    p.grad = mean.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+        if step % 2 == 1:
+            average(models)
+    return models
+
+
+@torch.no_grad()
+def average(models: list[nn.Module]) -> None:
+    for same in zip(*(m.parameters() for m in models), strict=True):
+        mean = torch.stack(list(same)).mean(0)
+        for p in same:
+            p.copy_(mean)
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def everybodys(tensor: Tensor) -> list[Tensor]:
+    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, tensor)
+    return found
+
+
+def assert_equal_everywhere(tensor: Tensor) -> None:
+    assert all(torch.equal(one, tensor) for one in everybodys(tensor))
+
+
+def case_gradients_stay_local_and_weights_meet(rank: int, size: int) -> None:
+    ddp, optimizer = wrapped()
+    train(ddp, optimizer, rank, range(5))
+    assert torch.allclose(flat(ddp), flat(twins(size, 5)[rank]), atol=1e-6)
+    assert not torch.equal(*everybodys(flat(ddp))[:2])  # the fifth step is each rank's own
+
+
+def case_gradients_are_averaged_in_the_first_steps(rank: int, size: int) -> None:
+    ddp, optimizer = wrapped(start_step=3)
+    train(ddp, optimizer, rank, range(3))
+    assert_equal_everywhere(flat(ddp))
+    train(ddp, optimizer, rank, range(3, 5))
+    assert torch.allclose(flat(ddp), flat(twins(size, 5, start_step=3)[rank]), atol=1e-6)
+
+
+def agrees_by(what: Callable[[DistributedDataParallel], object]) -> Callable[[int, int], None]:
+    def check(rank: int, size: int) -> None:
+        ddp, optimizer = wrapped()
+        train(ddp, optimizer, rank, range(5))
+        twin = twins(size, 5)
+        average(twin)
+        what(ddp)
+        assert torch.allclose(flat(ddp), flat(twin[0]), atol=1e-6)
+        assert_equal_everywhere(flat(ddp))
+        if rank == 0:
+            ddp.eval()  # nothing to agree on: no other rank is needed
+            ddp.state_dict()
+            ddp.module.state_dict()
+
+    return check
+
+
+case_evaluation = agrees_by(lambda ddp: ddp.eval())
+case_state_dict = agrees_by(lambda ddp: ddp.state_dict())
+case_state_dict_of_the_bare_module = agrees_by(lambda ddp: ddp.module.state_dict())
+case_agreement_when_asked_for = agrees_by(lambda ddp: ddp.agree())
+
+
+def case_training_goes_on_after_evaluation(rank: int, size: int) -> None:
+    ddp, optimizer = wrapped()
+    train(ddp, optimizer, rank, range(2))
+    ddp.eval()
+    assert not ddp.training and not ddp.module.training
+    ddp.train()
+    assert ddp.module.training
+    train(ddp, optimizer, rank, range(2, 4))
+    assert torch.allclose(flat(ddp), flat(twins(size, 4)[rank]), atol=1e-6)
+
+
+def case_buffers_are_averaged(rank: int, size: int) -> None:
+    ddp, optimizer = wrapped(norm=True)
+    train(ddp, optimizer, rank, range(3))
+    before = ddp.module[1].running_mean.clone()
+    mean = torch.stack(everybodys(before)).mean(0)
+    assert not torch.equal(before, mean)
+    ddp.eval()
+    assert torch.allclose(ddp.module[1].running_mean, mean, atol=1e-6)
+    assert int(ddp.module[1].num_batches_tracked) == 3
+
+
+def case_a_last_step_that_one_rank_skipped_is_made_up(rank: int, size: int) -> None:
+    ddp, optimizer = wrapped()
+    for step in range(5):
+        x, y = batch(rank, step)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(ddp(x), y).backward()
+        if not (rank == 1 and step == 4):
+            optimizer.step()
+    ddp.eval()
+    assert ddp.around is not None and ddp.around.step == 5
+    assert_equal_everywhere(flat(ddp))
+
+
+def case_gradients_that_overflow_on_one_rank(rank: int, size: int) -> None:
+    """GradScaler calls step() of a fused optimizer also where it changes nothing, so ranks stay in step."""
+    ddp = DistributedDataParallel(made())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, fused=True)
+    ddp.use_weight_exchange(MeanOfTwo(), optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(4):
+        x, y = batch(rank, step)
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(ddp(x), y)
+        scaler.scale(loss * (torch.inf if rank == 1 and step == 2 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert ddp.around is not None and ddp.around.step == 4
+    assert_equal_everywhere(flat(ddp))
+    assert bool(flat(ddp).isfinite().all())
+
+
+def case_uneven_inputs(rank: int, size: int) -> None:
+    ddp, optimizer = wrapped()
+    with ddp.join():
+        train(ddp, optimizer, rank, range(2 + 3 * rank))
+    assert ddp.around is not None and ddp.around.step == 2 + 3 * (size - 1)
+    assert_equal_everywhere(flat(ddp))
+
+
+def case_uneven_inputs_while_gradients_are_averaged(rank: int, size: int) -> None:
+    ddp, optimizer = wrapped(start_step=4)
+    with ddp.join():
+        train(ddp, optimizer, rank, range(2 + 3 * rank))
+    assert_equal_everywhere(flat(ddp))
+
+
+def case_accumulation(rank: int, size: int) -> None:
+    ddp, optimizer = wrapped(start_step=1)
+    twin, its = wrapped(start_step=1)
+    for step in range(3):
+        x, y = batch(rank, step)
+        optimizer.zero_grad()
+        with ddp.no_sync():
+            (nn.functional.mse_loss(ddp(x[:4]), y[:4]) / 2).backward()
+        (nn.functional.mse_loss(ddp(x[4:]), y[4:]) / 2).backward()
+        optimizer.step()
+    train(twin, its, rank, range(3))
+    assert torch.allclose(flat(ddp), flat(twin), atol=1e-6)
+
+
+def case_a_checkpoint_goes_on_exactly(rank: int, size: int) -> None:
+    ddp, optimizer = wrapped()
+    train(ddp, optimizer, rank, range(3))
+    exchange = ddp.exchange_state_dict()
+    saved = copy.deepcopy((exchange, ddp.state_dict(), optimizer.state_dict()))
+    assert saved[0]["weights"]["step"] == 3 and saved[0]["weights"]["exchange"]["num_steps"] == 3
+    train(ddp, optimizer, rank, range(3, 6))
+    again, its = wrapped()
+    again.load_state_dict(saved[1])
+    its.load_state_dict(saved[2])
+    again.load_exchange_state_dict(saved[0])
+    train(again, its, rank, range(3, 6))
+    assert torch.equal(flat(again), flat(ddp))
+
+
+def case_other_weights_begin_anew(rank: int, size: int) -> None:
+    ddp, optimizer = wrapped()
+    train(ddp, optimizer, rank, range(1))
+    around = ddp.around
+    assert around is not None
+    before = around._state
+    ddp.load_state_dict({name: torch.zeros_like(t) for name, t in ddp.state_dict().items()})
+    train(ddp, optimizer, rank, range(1, 2))
+    assert before.closed and around._state is not before
+
+
+def case_sparse_gradients_stay_local(rank: int, size: int) -> None:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Linear(3, 1)))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    ddp.use_weight_exchange(MeanOfTwo(), optimizer)
+    ddp(torch.tensor([rank])).sum().backward()
+    gradient = ddp.module[0].weight.grad
+    assert gradient.is_sparse and gradient.coalesce().indices().tolist() == [[rank]]
+
+
+def case_what_cannot_work(rank: int, size: int) -> None:
+    ddp = DistributedDataParallel(made())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match="takes a WeightExchange"):
+        ddp.use_weight_exchange(AllReduce(), optimizer)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="holds no parameter of the wrapped module"):
+        ddp.use_weight_exchange(MeanOfTwo(), torch.optim.SGD(made().parameters(), lr=0.1))
+    ddp.use_weight_exchange(MeanOfTwo(), optimizer)
+    with pytest.raises(RuntimeError, match="only once"):
+        ddp.use_weight_exchange(MeanOfTwo(), optimizer)
+    with pytest.raises(RuntimeError, match="cannot be pickled"):
+        pickle.dumps(ddp)
+    with pytest.raises(UsageError, match="without a weight exchange"):
+        ddp.load_exchange_state_dict({"step": 0, "exchange": {}})
+    plain = DistributedDataParallel(made())
+    with pytest.raises(UsageError, match="with a weight exchange"):
+        plain.load_exchange_state_dict({"step": 0, "exchange": {}, "weights": {}})
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    ddp(batch(rank, 0)[0]).sum().backward()
+    with pytest.raises(UsageError, match="added to the optimizer"):
+        optimizer.step()
+    assert plain.around is None
+    plain.agree()
+
+
+NAMES = names_of_cases(globals())
+ON_TWO, ON_THREE = results_of_cases(__name__, 2, NAMES), results_of_cases(__name__, 3, NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_on_two_ranks(name: str) -> None:
+    ON_TWO(name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_on_three_ranks(name: str) -> None:
+    ON_THREE(name)
+
+
+def evaluate_alone(rank: int, size: int) -> None:
+    ddp, optimizer = wrapped()
+    train(ddp, optimizer, rank, range(1))
+    if rank == 0:
+        ddp.eval()
+    else:
+        import time
+
+        time.sleep(6)
+
+
+def test_who_evaluates_alone_is_told_whom_it_waited_for() -> None:
+    results = run_ranks(evaluate_alone, 2, collect_errors=True, group_timeout_s=2.0)
+    assert isinstance(results[0], RankError)
+    assert results[0].type_name == WorldError.__name__
+    assert "ranks [1] did not come within 2 s" in results[0].message
+    assert "on every rank" in results[0].message
+
+
+def alone(rank: int, size: int) -> float:
+    ddp, optimizer = wrapped()
+    train(ddp, optimizer, rank, range(3))
+    ddp.eval()
+    return float((flat(ddp) - flat(twins(1, 3)[0])).abs().max())
+
+
+def test_one_rank() -> None:
+    assert run_ranks(alone, 1)[0] < 1e-6
