@@ -3,7 +3,8 @@
 The rules, all on results alone:
 
 1. Only strategies that train and came to their end can be recommended; a bound on speed cannot, nor an exact strategy
-   whose ranks ended with different weights.
+   whose ranks ended with different weights, nor one that diverged. An inexact one can be; it is called so, and what it is
+   compared with is the fastest exact one.
 2. The fastest is the one with the highest median of samples/s.
 3. Others tie with it when the ranges of both over the rounds overlap and the medians are less than :data:`TIE` apart
    (with one round there are no ranges: less than :data:`TIE_OF_ONE_ROUND`). Among those that tie the simplest is taken.
@@ -49,9 +50,13 @@ class Verdict:
 
 def judge(results: Results) -> Verdict:
     """Apply the rules."""
-    candidates = [row for row in results.rows if row.ok and row.trains and not _drifted(row)]
+    candidates = [
+        row for row in results.rows if row.ok and row.trains and not _drifted(row) and math.isfinite(row.final_loss)
+    ]
     if not candidates:
-        headline = "Nothing to recommend: no strategy that trains came to its end."
+        ended = any(row.ok and row.trains for row in results.rows)
+        why = "every strategy that trains went astray" if ended else "no strategy that trains came to its end"
+        headline = f"Nothing to recommend: {why}."
         return Verdict(None, headline, (), (), tuple(_cautions(results, None)))
     fastest = max(candidates, key=lambda row: row.samples_per_s)
     tied = [row for row in candidates if row is fastest or _tie(fastest, row)]
@@ -61,6 +66,7 @@ def judge(results: Results) -> Verdict:
         *_efficiency(results, chosen),
         _time(chosen),
         *_memory(results, chosen),
+        *_compression(results, chosen),
     ]
     return Verdict(
         chosen.name,
@@ -99,7 +105,8 @@ def _headline(results: Results, chosen: Row, tied: Sequence[Row]) -> str:
     trained = sum(row.trains and row.ok for row in results.rows)
     if trained == 1:
         return f"Take {chosen.name}: it is the only strategy here that trains and came to its end."
-    return f"Take {chosen.name}: it is the fastest strategy that trains this workload on this machine."
+    inexact = "" if chosen.exact else ", and it is inexact"
+    return f"Take {chosen.name}: it is the fastest strategy that trains this workload on this machine{inexact}."
 
 
 def _speed(results: Results, chosen: Row, fastest: Row, tied: Sequence[Row]) -> str:
@@ -184,8 +191,37 @@ def _memory(results: Results, chosen: Row) -> list[str]:
     return [text + "."]
 
 
+def _compression(results: Results, chosen: Row) -> list[str]:
+    """Say where sending less does not pay."""
+    inexact = [row.name for row in results.rows if row.ok and row.trains and not row.exact and row is not chosen]
+    if not chosen.exact or not inexact:
+        return []
+    were = "was" if len(inexact) == 1 else "were"
+    return [
+        f"Sending less does not pay here: {_listed(inexact)} (inexact) {were} not faster beyond what rounds differ by."
+    ]
+
+
+def _inexact(results: Results, chosen: Row) -> list[str]:
+    """Say what an inexact strategy is worth beside the fastest exact one."""
+    if chosen.exact:
+        return []
+    text = f"{chosen.name} is inexact: its weights are not those that one process would end with."
+    exact = [row for row in results.rows if row.ok and row.exact and row.trains and not _drifted(row)]
+    if exact:
+        best = max(exact, key=lambda row: row.samples_per_s)
+        text += f" The fastest exact strategy is {best.name}, with {units.rate(best.samples_per_s)} samples/s"
+        name = next((name for name in chosen.metrics if name in best.metrics), None)
+        if name is not None:
+            own, other = (units.metric(name, row.metrics[name]) for row in (chosen, best))
+            text += f"; {name} at the end {own} against {other}"
+        text += "."
+    return [text + " What it costs shows at the end of a whole training, not in so few steps: try both on yours."]
+
+
 def _cautions(results: Results, chosen: Row | None) -> list[str]:
-    found = [f"{row.name} failed: {short(row.failure.cause)}" for row in results.rows if row.failure is not None]
+    found = [] if chosen is None else _inexact(results, chosen)
+    found += [f"{row.name} failed: {short(row.failure.cause)}" for row in results.rows if row.failure is not None]
     for row in results.rows:
         if row.ok and _drifted(row):
             found.append(f"{row.name} claims to be exact, and its ranks ended with different weights: do not use it.")

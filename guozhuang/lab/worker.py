@@ -25,6 +25,7 @@ import torch
 
 from guozhuang import data, strategies, world
 from guozhuang.data_parallel import DataParallel
+from guozhuang.distributed import DistributedDataParallel
 from guozhuang.errors import UsageError, explain
 from guozhuang.lab import measure
 from guozhuang.lab.files import build, write_text
@@ -188,6 +189,8 @@ def _run(spec: RunSpec, here: world.World) -> RankRecord | None:
     if trainer.timeline is not None:
         trainer.timeline.write(Path(spec.folder) / f"timeline-{here.rank}.json")
         return None
+    if isinstance(trainer.model, DistributedDataParallel):
+        trainer.model.agree()  # where weights are exchanged, each rank has its own in between
     metrics = _keep_first(trainer) if spec.purpose == "first" else {}
     trainable = [p for p in trainer.bare.parameters() if p.requires_grad]
     return RankRecord(

@@ -16,7 +16,7 @@ from guozhuang.lab.results import (
 
 MIB = 1 << 20
 STEPS = 60
-_ORDER = ("single", "ddp", "torch-ddp", "dp", "none")
+_ORDER = ("single", "ddp", "torch-ddp", "dp", "quantize8", "diloco", "none")
 
 
 def record(
@@ -59,12 +59,12 @@ def row(name: str, *speeds: float, digests: str = "aa", failure: Failure | None 
         summarize_round(i + 1, [record(r, v, batch_size, num_ranks, shift, digests[r]) for r in range(num_ranks)])
         for i, v in enumerate(speeds)
     ]
-    exact = name != "none"
+    exact = name not in ("quantize8", "diloco", "none")
     return Row(
         name=name,
         summary=f"what {name} is",
         exact=exact,
-        trains=exact,
+        trains=name != "none",
         one_process=one_process,
         source="A paper <1>" if name == "ddp" else "",
         simplicity=_ORDER.index(name),

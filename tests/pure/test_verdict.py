@@ -111,3 +111,29 @@ def test_more_than_the_bound_is_explained() -> None:
     level = judge(comparison(row("ddp", 100, 101, 102), row("none", 100, 101, 102)))
     assert any("repeats on every rank" in reason for reason in above.reasons)
     assert any("next to nothing" in reason for reason in level.reasons)
+
+
+def test_an_inexact_strategy_is_called_so_beside_the_fastest_exact_one() -> None:
+    verdict = judge(comparison(row("single", 40, 41), row("ddp", 50, 51), row("diloco", 100, 101)))
+    assert verdict.recommended == "diloco"
+    assert verdict.headline.endswith("and it is inexact.")
+    (caution,) = (one for one in verdict.cautions if "inexact" in one)
+    assert "ddp, with 50.5 samples/s" in caution and "accuracy at the end 87.0 % against 87.0 %" in caution
+
+
+def test_where_sending_less_does_not_pay_that_is_said() -> None:
+    verdict = judge(comparison(row("ddp", 100, 101), row("quantize8", 80, 81), row("diloco", 99, 102)))
+    assert verdict.recommended == "ddp"
+    assert any("quantize8 and diloco" in reason and "does not pay" in reason for reason in verdict.reasons)
+    assert not any("does not pay" in reason for reason in judge(usual()).reasons)
+
+
+def test_what_diverged_is_not_recommended() -> None:
+    broken = row("diloco", 200, 201)
+    rounds = [
+        replace(one, ranks=tuple(replace(r, losses=(math.nan,) * 65) for r in one.ranks)) for one in broken.rounds
+    ]
+    broken = replace(broken, rounds=tuple(rounds))
+    assert judge(comparison(row("ddp", 50, 51), broken)).recommended == "ddp"
+    alone = judge(comparison(broken))
+    assert alone.recommended is None and "astray" in alone.headline
