@@ -1,4 +1,4 @@
-"""One exchange for the first steps, another one after them.
+"""One exchange for the first steps, another one after them: of gradients, or of gradients and then of weights.
 
 Formula and error: those of the one in use. Methods that lose something do best once the first, large changes are over; 1-bit
 Adam and PowerSGD need it.
@@ -15,7 +15,9 @@ import torch.distributed as dist
 
 from ..buckets import Bucket
 from ..errors import UsageError, explain
+from .average import Average
 from .base import GradientExchange, Work
+from .weights import Named, WeightExchange
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,10 @@ class Warmup(GradientExchange[tuple[Any, Any, int]]):
     def __post_init__(self) -> None:
         if self.steps < 0:
             raise UsageError(explain("steps is a count, at least 0", value=self.steps))
+        for each in (self.first, self.then):
+            if not isinstance(each, GradientExchange):
+                fix = "WeightWarmup(steps, AllReduce(), ...) is followed by an exchange of weights"
+                raise UsageError(explain("Warmup takes two exchanges of gradients", value=each, fix=fix))
 
     @property
     def one_round(self) -> bool:
@@ -73,5 +79,111 @@ class Warmup(GradientExchange[tuple[Any, Any, int]]):
         self.then.load_state_dict(state[1], saved["then"])
 
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> int | None:
+        """Return what a step after the warm-up sends."""
+        return self.then.traffic(num_elements, element_bytes, world_size)
+
+
+@dataclass
+class WeightWarmupState:
+    """What is known before the warm-up ends, and what follows it.
+
+    Attributes:
+        parameters: those that are trained.
+        group: the ranks.
+        then: the state of the exchange of weights, made at the end of the warm-up.
+        begun: whether it was made.
+    """
+
+    parameters: Named
+    group: dist.ProcessGroup
+    then: Any = None
+    begun: bool = False
+
+
+@dataclass(frozen=True)
+class WeightWarmup(WeightExchange[WeightWarmupState]):
+    """Gradients through ``first`` for so many steps, then weights through ``then``.
+
+    Args:
+        steps: how many first optimizer steps have their gradients exchanged.
+        first: what gradients go through, usually ``AllReduce()``.
+        then: what follows. It counts its steps from the end of the warm-up.
+
+    Raises:
+        UsageError: a negative number of steps, or exchanges of the wrong kind.
+    """
+
+    steps: int
+    first: GradientExchange[Any]
+    then: WeightExchange[Any]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.then, WeightExchange):
+            fix = "Warmup(steps, first, then) is for two exchanges of gradients"
+            raise UsageError(explain("WeightWarmup ends in an exchange of weights", value=self.then, fix=fix))
+        Warmup(self.steps, self.first, self.first)  # checks the rest
+
+    def averages_gradients(self, step: int) -> bool:
+        """Tell whether it is the warm-up, or ``then`` does."""
+        return step < self.steps or self.then.averages_gradients(step - self.steps)
+
+    def gradients(self) -> GradientExchange[Any] | None:
+        """Return ``first``; where ``then`` has one of its own, that after it."""
+        then = self.then.gradients()
+        return self.first if then is None else Warmup(self.steps, self.first, then)
+
+    def prepare(self, parameters: Named, group: dist.ProcessGroup) -> WeightWarmupState:
+        """Nothing yet: ``then`` starts from the weights at the end of the warm-up."""
+        return WeightWarmupState(tuple(parameters), group)
+
+    def before_step(self, state: WeightWarmupState, step: int) -> None:
+        """Let ``then`` act, after the warm-up."""
+        if step >= self.steps:
+            if not state.begun:
+                self._begin(state)
+            self.then.before_step(state.then, step - self.steps)
+
+    def after_step(self, state: WeightWarmupState, step: int) -> None:
+        """Let ``then`` act, after the warm-up."""
+        if step >= self.steps:
+            self.then.after_step(state.then, step - self.steps)
+
+    def _begin(self, state: WeightWarmupState) -> None:
+        self._average(state)  # ranks whose data had ended during the warm-up made no steps
+        state.then = self.then.prepare(state.parameters, state.group)
+        state.begun = True
+
+    def _average(self, state: WeightWarmupState) -> None:
+        average = Average()
+        average.agree(average.prepare(state.parameters, state.group))
+
+    def agree(self, state: WeightWarmupState) -> None:
+        """Let ``then`` agree; in the warm-up, average."""
+        if state.begun:
+            self.then.agree(state.then)
+        else:
+            self._average(state)
+
+    def close(self, state: WeightWarmupState) -> None:
+        """Close ``then``."""
+        if state.begun:
+            self.then.close(state.then)
+
+    def state_dict(self, state: WeightWarmupState) -> dict[str, Any]:
+        """Return that of ``then``; empty in the warm-up."""
+        return {"then": self.then.state_dict(state.then)} if state.begun else {}
+
+    def load_state_dict(self, state: WeightWarmupState, saved: Mapping[str, Any]) -> None:
+        """Hand it to ``then``."""
+        if not saved:
+            return
+        if saved.keys() != {"then"}:
+            what = "the checkpoint was saved without this warm-up"
+            raise UsageError(explain(what, value=sorted(saved), fix="choose the exchange that it was saved with"))
+        if not state.begun:
+            state.then, state.begun = self.then.prepare(state.parameters, state.group), True
+        self.then.load_state_dict(state.then, saved["then"])
+
+    def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> float | None:
         """Return what a step after the warm-up sends."""
         return self.then.traffic(num_elements, element_bytes, world_size)

@@ -1,0 +1,79 @@
+"""Mean of the weights over all ranks, blocking: what local SGD and other methods are made of.
+
+Formula, with n ranks: w <- (w_1 + ... + w_n) / n, in float32 (float64 where weights are).
+Error: that of n additions; narrower weights are rounded once, at the end. All ranks end in the same bits.
+Traffic: an all-reduce of the weights, in float32 for narrower ones.
+Source: parameter averaging, Zinkevich et al. 2010, Parallelized Stochastic Gradient Descent (NIPS).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .weight_lane import NotFinite, as_real, mean
+from .weights import FlatWeights, Named, WeightExchange
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which weights of ``dtype`` are averaged."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass
+class AverageState:
+    """Where weights are averaged.
+
+    Attributes:
+        group: the ranks.
+        weights: the parameters, one entry for each dtype of the mean.
+        flats: their copies, which travel.
+        not_finite: says which weights are not.
+        step: the last one.
+        settled: whether a method knows the weights to be equal on all ranks.
+    """
+
+    group: dist.ProcessGroup
+    weights: list[FlatWeights]
+    flats: list[list[Tensor]]
+    not_finite: NotFinite = field(default_factory=NotFinite)
+    step: int = 0
+    settled: bool = True
+
+
+@dataclass(frozen=True)
+class Average(WeightExchange[AverageState]):
+    """Mean of the weights after every step; less often with ``Every(H, Average())``. Memory: a copy of the weights."""
+
+    def prepare(self, parameters: Named, group: dist.ProcessGroup) -> AverageState:
+        """Allocate the copies; nothing is sent."""
+        real = as_real(parameters)
+        kinds = sorted({wide(p.dtype) for _, p in real}, key=str)
+        weights = [FlatWeights([(n, p) for n, p in real if wide(p.dtype) == kind], kind) for kind in kinds]
+        return AverageState(group, weights, [each.empty() for each in weights] if group.size() > 1 else [])
+
+    def before_step(self, state: AverageState, step: int) -> None:
+        """Remember the step."""
+        state.step = step
+
+    def after_step(self, state: AverageState, step: int) -> None:
+        """Average."""
+        self.agree(state)
+
+    def agree(self, state: AverageState) -> None:
+        """Average."""
+        if state.group.size() == 1:
+            return
+        for weights, flats in zip(state.weights, state.flats, strict=True):
+            weights.read(flats)
+            state.not_finite.look(weights, flats, state.group.rank(), state.step)
+        mean([flat for flats in state.flats for flat in flats], state.group)
+        for weights, flats in zip(state.weights, state.flats, strict=True):
+            weights.write(flats)
+
+    def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> float:
+        """Return the bytes of a ring, 4 or more an element."""
+        return 2 * (world_size - 1) * num_elements * max(4, element_bytes) / world_size

@@ -1,0 +1,342 @@
+"""Inner steps on each rank alone; every H steps an outer step of Nesterov SGD on what they changed, on average.
+
+Formula, with n ranks, global weights g (equal on all), local weights w_r, momentum b = 0 at first, outer learning rate l and
+momentum m: after steps H, 2 H, ...
+    d = mean over r of (g - w_r);  b <- m b + d;  g <- g - l (d + m b);  w_r <- g.
+With F fragments of the parameters each takes its turn every H steps, one every H / F. With an overlap of T steps a fragment's d
+travels while T more inner steps run, and then w_r <- a w_r + (1 - a) g, with a = ``mixing``.
+Error: l = 1 and m = 0 is local SGD. All else is another optimizer, whose outer step is torch's SGD(nesterov=True), bit for bit.
+A codec adds its error to d (twice, see ``compressed.py``). Sums are in float32 (float64 where weights are), and so is g.
+Memory: two copies of the weights, g and b (one if m = 0), and one of the fragment that travels; with a codec two more.
+Traffic: an all-reduce of all weights in float32, or its code, every H steps; F fragments divide what travels at once by F.
+Source: DiLoCo, Douillard et al. 2023, arXiv:2311.08105; Streaming DiLoCo, Douillard et al. 2025, arXiv:2501.18512.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..buckets import Bucket
+from ..errors import UsageError, WorldError, explain
+from ..groups.twin import twin
+from .allreduce import AllReduce
+from .average import wide
+from .base import GradientExchange, Work
+from .codec import Codec
+from .compressed import Compressed
+from .fragments import Piece, cut
+from .weight_lane import NotFinite, as_real
+from .weights import FlatWeights, Named, WeightExchange
+
+
+class _Part:
+    """The weights of a fragment that share a dtype, as flat tensors.
+
+    Attributes:
+        bucket: in which the difference travels; its memory is there only as long as that.
+        weights: the pieces of this rank's weights.
+        globals: the global weights.
+        momentum: of the outer steps; None if there is none.
+    """
+
+    def __init__(self, index: int, pieces: list[Piece], with_momentum: bool) -> None:
+        first = pieces[0].weights
+        self._pieces, self._dtype = pieces, first.dtype
+        like = torch.empty((), dtype=wide(first.dtype), device=first.device)
+        names, shapes = [p.name for p in pieces], [like.expand(p.weights.shape) for p in pieces]
+        self.bucket = Bucket(index, False, names, shapes)
+        self.weights = FlatWeights([(p.name, p.weights) for p in pieces], like.dtype)
+        [self.globals] = self.weights.copy()
+        self.momentum = torch.zeros_like(self.globals) if with_momentum else None
+        self.not_finite = NotFinite()
+
+    def release(self) -> None:
+        """Give the bucket's memory back."""
+        self.bucket.views = []
+        self.bucket.flat = self.bucket.flat.new_empty(0)
+
+    def start(self) -> Tensor:
+        """Return what inner steps start from: the global weights, rounded as this rank's weights are."""
+        same = self._dtype == self.globals.dtype
+        return self.globals if same else self.globals.to(self._dtype).to(self.globals.dtype)
+
+    def saved(self, flat: Tensor, into: dict[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
+        """Copy a flat tensor into whole ones by parameter."""
+        [views] = self.weights.views([flat])
+        for piece, view in zip(self._pieces, views, strict=True):
+            if piece.parameter not in into:
+                into[piece.parameter] = flat.new_empty(shapes[piece.parameter])
+            piece.of(into[piece.parameter]).copy_(view)
+
+    def load(self, flat: Tensor, values: Mapping[str, Tensor]) -> None:
+        """Copy whole tensors by parameter into a flat one."""
+        [views] = self.weights.views([flat])
+        for piece, view in zip(self._pieces, views, strict=True):
+            view.copy_(piece.of(values[piece.parameter]))
+
+
+@dataclass
+class _Fragment:
+    """One turn's weights.
+
+    Attributes:
+        parts: by dtype.
+        sent_step: the step after which it was sent last.
+        works: what is under way.
+        settled: the number of inner steps after which all ranks held it alike.
+    """
+
+    parts: list[_Part]
+    sent_step: int = 0
+    works: list[Work] = field(default_factory=list)
+    settled: int = 0
+
+
+@dataclass
+class DiLoCoState:
+    """What changes while training.
+
+    Attributes:
+        group: the ranks.
+        exchange: how differences are averaged, and its state.
+        fragments: in the order of their turns.
+        shapes: of all parameters, as real numbers.
+        num_steps: inner steps so far.
+        num_exchanges: differences of parts sent so far; seeds the random bits of a codec.
+    """
+
+    group: dist.ProcessGroup
+    exchange: GradientExchange[Any]
+    exchange_state: Any
+    fragments: list[_Fragment]
+    shapes: dict[str, torch.Size]
+    num_steps: int = 0
+    num_exchanges: int = 0
+
+
+@dataclass(frozen=True)
+class DiLoCo(WeightExchange[DiLoCoState]):
+    """Few, optionally overlapped and coded exchanges; the inner optimizer is whatever trains the model.
+
+    Args:
+        every: inner steps from one outer step of a fragment to the next (H).
+        outer_lr: learning rate of the outer steps.
+        outer_momentum: theirs, from 0 to below 1.
+        num_fragments: how many parts of the model take turns; at most ``every``.
+        overlap_steps: inner steps during which a fragment may travel; below ``every``. 0 waits for it.
+        codec: what differences travel in, e.g. ``MinMax8()`` or ``Dithering(4)``; None: float32.
+        error_feedback: whether to add to the next difference what the codec lost of this one.
+        mixing: how much of a rank's own weights stays when global ones arrive; None: 0.5 with overlap, else 0.
+        agree_by: how ranks come to one set of weights before evaluation and checkpoints, if inner steps were made since:
+            "mean" takes the mean of the weights and leaves the outer steps as they are; "outer" makes the next one early.
+
+    Raises:
+        UsageError: numbers that make no sense.
+    """
+
+    every: int
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    num_fragments: int = 1
+    overlap_steps: int = 0
+    codec: Codec | None = None
+    error_feedback: bool = False
+    mixing: float | None = None
+    agree_by: Literal["mean", "outer"] = "mean"
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise UsageError(explain("every is a number of inner steps, at least 1", value=self.every))
+        if not self.outer_lr > 0:
+            raise UsageError(explain("outer_lr must be above 0", value=self.outer_lr, fix="the paper's is 0.7"))
+        if not 0 <= self.outer_momentum < 1:
+            raise UsageError(explain("outer_momentum lies from 0 to below 1", value=self.outer_momentum))
+        if not 1 <= self.num_fragments <= self.every:
+            what = f"num_fragments lies from 1 to every, {self.every}: at most one takes its turn in a step"
+            raise UsageError(explain(what, value=self.num_fragments))
+        if not 0 <= self.overlap_steps < self.every:
+            what = f"overlap_steps lies from 0 to below every, {self.every}: a fragment arrives before it is sent again"
+            raise UsageError(explain(what, value=self.overlap_steps))
+        if self.codec is not None and not isinstance(self.codec, Codec):
+            raise UsageError(explain("codec is a Codec", value=self.codec, fix="e.g. MinMax8(), or None"))
+        if self.error_feedback and self.codec is None:
+            raise UsageError(explain("error_feedback is for a codec, and there is none", fix="give a codec"))
+        if self.mixing is not None and not 0 <= self.mixing < 1:
+            raise UsageError(explain("mixing lies from 0 to below 1", value=self.mixing))
+        if self.agree_by not in ("outer", "mean"):
+            raise UsageError(explain("agree_by is 'outer' or 'mean'", value=self.agree_by))
+
+    @property
+    def _kept(self) -> float:
+        return self.mixing if self.mixing is not None else 0.5 if self.overlap_steps else 0.0
+
+    @property
+    def _exchange(self) -> GradientExchange[Any]:
+        return AllReduce() if self.codec is None else Compressed(self.codec, self.error_feedback)
+
+    def prepare(self, parameters: Named, group: dist.ProcessGroup) -> DiLoCoState:
+        """Copy the weights, which are the first global ones. Every rank must call, with equal weights."""
+        real = [(name, p) for name, p in as_real(parameters) if p.numel()]
+        fragments: list[_Fragment] = []
+        buckets: list[Bucket] = []
+        for pieces in cut(real, self.num_fragments):
+            kinds = dict.fromkeys((p.weights.device, p.weights.dtype) for p in pieces)
+            parts = []
+            for kind in kinds:
+                own = [p for p in pieces if (p.weights.device, p.weights.dtype) == kind]
+                parts.append(_Part(len(buckets), own, self.outer_momentum > 0))
+                buckets.append(parts[-1].bucket)
+            fragments.append(_Fragment(parts))
+        exchange = self._exchange
+        # A group of its own: what travels during inner steps cannot change places with what the program sends meanwhile.
+        own_group = twin(group) if self.codec is None and group.size() > 1 else group
+        exchange_state = exchange.prepare(buckets, own_group)
+        for fragment in fragments:
+            for part in fragment.parts:
+                part.release()
+        return DiLoCoState(group, exchange, exchange_state, fragments, {name: p.shape for name, p in real})
+
+    def before_step(self, state: DiLoCoState, step: int) -> None:
+        """Nothing."""
+
+    def after_step(self, state: DiLoCoState, step: int) -> None:
+        """Take over the fragments whose time has come, and send the one whose turn it is."""
+        state.num_steps += 1
+        for fragment in state.fragments:
+            if fragment.works and step - fragment.sent_step >= self.overlap_steps:
+                self._take_over(state, fragment, self._kept)
+        for i, fragment in enumerate(state.fragments):
+            turn = (i + 1) * self.every // self.num_fragments
+            if (step + 1 - turn) % self.every == 0:
+                self._send(state, fragment, step)
+                if self.overlap_steps == 0:
+                    self._take_over(state, fragment, self._kept)
+                    if self._kept == 0:
+                        fragment.settled = state.num_steps
+
+    @torch.no_grad()
+    def _send(self, state: DiLoCoState, fragment: _Fragment, step: int) -> None:
+        fragment.sent_step = step
+        scale = state.exchange.input_scale(state.group.size())
+        for part in fragment.parts:
+            part.bucket.renew()
+            difference = part.bucket.flat
+            part.weights.read([difference])
+            part.not_finite.look(part.weights, [difference], state.group.rank(), step)
+            torch.sub(part.start(), difference, out=difference)
+            if scale != 1.0:
+                difference *= scale
+            fragment.works.append(state.exchange.start(part.bucket, state.exchange_state, state.num_exchanges))
+            state.num_exchanges += 1
+
+    def _wait(self, state: DiLoCoState, fragment: _Fragment) -> None:
+        works, fragment.works = fragment.works, []
+        try:
+            for work in works:
+                work.wait()
+        except WorldError:
+            raise
+        except RuntimeError as error:
+            rank = state.group.rank()
+            others = ", ".join(str(other) for other in range(state.group.size()) if other != rank)
+            what = f"the outer step with the other ranks ({others}) failed: {error}"
+            fix = "look for the rank that ended first, or that does not make its steps"
+            raise WorldError(explain(what, rank=rank, fix=fix)) from error
+
+    @torch.no_grad()
+    def _take_over(self, state: DiLoCoState, fragment: _Fragment, kept: float) -> None:
+        """Make the outer step of a fragment that was sent, and let this rank go on from it."""
+        self._wait(state, fragment)
+        for part in fragment.parts:
+            change = part.bucket.flat
+            if part.momentum is not None:
+                part.momentum.mul_(self.outer_momentum).add_(change)
+                change.add_(part.momentum, alpha=self.outer_momentum)
+            part.globals.add_(change, alpha=-self.outer_lr)
+            if kept == 0:
+                part.weights.write([part.globals])
+            else:
+                part.weights.read([change])
+                part.weights.write([change.mul_(kept).add_(part.globals, alpha=1 - kept)])
+            part.release()
+
+    @torch.no_grad()
+    def _take_mean(self, state: DiLoCoState, fragment: _Fragment) -> None:
+        """Let this rank go on from the mean of the weights; the global ones stay."""
+        self._wait(state, fragment)
+        for part in fragment.parts:
+            part.weights.write([torch.sub(part.start(), part.bucket.flat, out=part.bucket.flat)])
+            part.release()
+
+    def agree(self, state: DiLoCoState) -> None:
+        """Finish what is under way; then do as ``agree_by`` says with what had inner steps since. Every rank must call.
+
+        All ranks end in equal weights: with "outer" the global ones, with "mean" the mean.
+        """
+        for fragment in state.fragments:
+            if fragment.works:
+                self._take_over(state, fragment, self._kept)
+        apart = [fragment for fragment in state.fragments if fragment.settled < state.num_steps]
+        for fragment in apart:
+            self._send(state, fragment, state.num_steps - 1)
+        for fragment in apart:
+            if self.agree_by == "mean":
+                self._take_mean(state, fragment)
+            else:
+                self._take_over(state, fragment, 0.0)
+            fragment.settled = state.num_steps
+
+    def close(self, state: DiLoCoState) -> None:
+        """Let go of what is under way."""
+        for fragment in state.fragments:
+            fragment.works = []
+
+    def state_dict(self, state: DiLoCoState) -> dict[str, Any]:
+        """Return the global weights and the outer momentum by parameter, and what the codec keeps."""
+        saved: dict[str, Any] = {"global": {}, "momentum": {}, "num_exchanges": state.num_exchanges}
+        for fragment in state.fragments:
+            for part in fragment.parts:
+                part.saved(part.globals, saved["global"], state.shapes)
+                if part.momentum is not None:
+                    part.saved(part.momentum, saved["momentum"], state.shapes)
+        saved["codec"] = state.exchange.state_dict(state.exchange_state)
+        return saved
+
+    @torch.no_grad()
+    def load_state_dict(self, state: DiLoCoState, saved: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` returned; the number of fragments may differ. Every rank must call.
+
+        Raises:
+            UsageError: it belongs to another method, or to other parameters.
+        """
+        if saved.keys() != {"global", "momentum", "num_exchanges", "codec"}:
+            what = "the checkpoint holds no state of DiLoCo"
+            raise UsageError(explain(what, value=sorted(saved), fix="choose the exchange that it was saved with"))
+        for key in ("global", "momentum") if self.outer_momentum > 0 else ("global",):
+            theirs = {name: value.shape for name, value in saved[key].items()}
+            wrong = sorted(name for name in theirs.keys() | state.shapes if theirs.get(name) != state.shapes.get(name))
+            if wrong:
+                what = f"the checkpoint's {key} weights are of other parameters, or were saved without any"
+                fix = "load it into the model and the settings that it was saved with"
+                raise UsageError(explain(what, value=wrong[:5], rank=state.group.rank(), fix=fix))
+        for fragment in state.fragments:
+            fragment.works, fragment.settled = [], state.num_steps
+            for part in fragment.parts:
+                part.load(part.globals, saved["global"])
+                if part.momentum is not None:
+                    part.load(part.momentum, saved["momentum"])
+        if saved["codec"]:
+            state.exchange.load_state_dict(state.exchange_state, saved["codec"])
+        state.num_exchanges = int(saved["num_exchanges"])
+
+    def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> float | None:
+        """Return the bytes of all fragments, one each in ``every`` steps; what :meth:`agree` sends is not counted."""
+        one = -(-num_elements // self.num_fragments)
+        sent = self._exchange.traffic(one, max(4, element_bytes), world_size)
+        return None if sent is None else self.num_fragments * sent / self.every

@@ -1,0 +1,95 @@
+"""A weight exchange around every k-th step only.
+
+Formula: the inner exchange sees steps k-1, 2k-1, ... (from 0), as its own steps 0, 1, ...; error: its own, and what ranks drift
+apart in k steps. Traffic: 1/k of the inner one's.
+Source: the interval of local SGD (Stich 2019, arXiv:1805.09767), for any exchange of weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from ..errors import UsageError, explain
+from .base import GradientExchange
+from .weights import Named, WeightExchange
+
+
+@dataclass(frozen=True)
+class Every(WeightExchange[Any]):
+    """``inner`` around every ``steps``-th optimizer step, alone in between. Its state is that of ``inner``.
+
+    Args:
+        steps: optimizer steps from one exchange to the next, at least 1.
+        inner: what exchanges weights, e.g. ``Average()``.
+
+    Raises:
+        UsageError: a number that is no count, or an exchange for which this cannot be.
+    """
+
+    steps: int
+    inner: WeightExchange[Any]
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise UsageError(explain("the interval is a number of optimizer steps, at least 1", value=self.steps))
+        if isinstance(self.inner, GradientExchange):
+            what = "gradients that are exchanged in some steps only would let the ranks' weights drift apart for good"
+            fix = "accumulate with no_sync(), or exchange weights: LocalSGD(every=...), Every(k, Average())"
+            raise UsageError(explain(what, value=self.inner, fix=fix))
+        if not isinstance(self.inner, WeightExchange):
+            raise UsageError(explain("Every takes a WeightExchange", value=self.inner, fix="e.g. Every(8, Average())"))
+        if hasattr(self.inner, "every"):
+            what = "the inner exchange counts steps itself"
+            raise UsageError(explain(what, value=self.inner, fix="choose its interval with its option `every`"))
+
+    @property
+    def in_step(self) -> bool:
+        """As the inner one."""
+        return self.inner.in_step
+
+    def averages_gradients(self, step: int) -> bool:
+        """As the inner one in its step."""
+        return self.inner.averages_gradients(step // self.steps)
+
+    def gradients(self) -> GradientExchange[Any] | None:
+        """Return those of the inner one."""
+        return self.inner.gradients()
+
+    def prepare(self, parameters: Named, group: dist.ProcessGroup) -> Any:
+        """Prepare the inner one."""
+        return self.inner.prepare(parameters, group)
+
+    def before_step(self, state: Any, step: int) -> None:
+        """Let the inner one act, if it is its turn."""
+        if (step + 1) % self.steps == 0:
+            self.inner.before_step(state, step // self.steps)
+
+    def after_step(self, state: Any, step: int) -> None:
+        """Let the inner one act, if it is its turn."""
+        if (step + 1) % self.steps == 0:
+            self.inner.after_step(state, step // self.steps)
+
+    def agree(self, state: Any) -> None:
+        """Let the inner one agree."""
+        self.inner.agree(state)
+
+    def close(self, state: Any) -> None:
+        """Close the inner one."""
+        self.inner.close(state)
+
+    def state_dict(self, state: Any) -> dict[str, Any]:
+        """Return that of the inner one."""
+        return self.inner.state_dict(state)
+
+    def load_state_dict(self, state: Any, saved: Mapping[str, Any]) -> None:
+        """Hand it to the inner one."""
+        self.inner.load_state_dict(state, saved)
+
+    def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> float | None:
+        """Return that of the inner one, divided by the interval."""
+        inner = self.inner.traffic(num_elements, element_bytes, world_size)
+        return None if inner is None else inner / self.steps

@@ -1,0 +1,73 @@
+"""Parameters cut into fragments that are exchanged in turn: equal in bytes, each from all depths of the model.
+
+[Note: the cut] A parameter that is larger than a fragment should be is cut into pieces along its first dim with enough rows.
+Pieces are handed out from the largest to the smallest, each to the fragment with fewest bytes so far. Those of one size, such
+as the matrices of equal layers, so go to the fragments in turn, which the Streaming DiLoCo paper calls strided. The cut follows
+from shapes alone and is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .weights import Named
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of one parameter.
+
+    Attributes:
+        parameter: its name.
+        dim, begin, end: which part; None for the whole.
+        weights: that part, a view.
+    """
+
+    parameter: str
+    dim: int | None
+    begin: int
+    end: int
+    weights: Tensor
+
+    @property
+    def name(self) -> str:
+        """The parameter's name, and which part of it."""
+        return self.parameter if self.dim is None else f"{self.parameter}[dim {self.dim}, {self.begin}:{self.end}]"
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return this part of a tensor of the parameter's shape, as a view."""
+        return whole if self.dim is None else whole.narrow(self.dim, self.begin, self.end - self.begin)
+
+
+def cut(parameters: Named, num_fragments: int) -> list[list[Piece]]:
+    """Cut parameters into fragments; some are empty where there are more of them than numbers.
+
+    Args:
+        parameters: (name, tensor) pairs.
+        num_fragments: how many, at least 1.
+    """
+    limit = -(-sum(p.nbytes for _, p in parameters) // num_fragments)
+    pieces = [piece for name, parameter in parameters for piece in _pieces(name, parameter, limit)]
+    members: list[list[int]] = [[] for _ in range(num_fragments)]
+    loads = [0] * num_fragments
+    for i in sorted(range(len(pieces)), key=lambda i: -pieces[i].weights.nbytes):
+        least = loads.index(min(loads))
+        members[least].append(i)
+        loads[least] += pieces[i].weights.nbytes
+    return [[pieces[i] for i in sorted(each)] for each in members]
+
+
+def _pieces(name: str, parameter: Tensor, limit: int) -> list[Piece]:
+    wanted = -(-parameter.nbytes // max(1, limit))
+    num = min(wanted, max(parameter.shape, default=1))
+    if num < 2:
+        return [Piece(name, None, 0, 0, parameter)]
+    dim = next(d for d, rows in enumerate(parameter.shape) if rows >= num)
+    bounds = [parameter.shape[dim] * i // num for i in range(num + 1)]
+    return [
+        Piece(name, dim, begin, end, parameter.narrow(dim, begin, end - begin))
+        for begin, end in itertools.pairwise(bounds)
+    ]

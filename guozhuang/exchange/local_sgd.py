@@ -1,0 +1,76 @@
+"""Mean of the weights over all ranks every H steps; between, each rank trains alone.
+
+Formula, with n ranks: after steps H, 2 H, ... every rank sets w <- (w_1 + ... + w_n) / n. With ``start_step`` (post-local SGD)
+gradients are averaged in the first steps instead, and weights after steps start_step + H, start_step + 2 H, ...
+Error: with H = 1 and plain SGD that of rounding, for the mean of the weights is then a step with the mean of the gradients.
+Else ranks drift apart between means by what their gradients differ. All ranks end in the same bits.
+Traffic: an all-reduce of the weights every H steps, in float32 for narrower weights.
+Source: local SGD, Stich 2019, arXiv:1805.09767; post-local SGD, Lin et al. 2020, arXiv:1808.07217.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from ..errors import UsageError, explain
+from .average import Average, AverageState
+from .weights import Named, WeightExchange
+
+
+@dataclass(frozen=True)
+class LocalSGD(WeightExchange[AverageState]):
+    """Mean of the weights every so many steps, with any optimizer. Memory: a copy of the weights.
+
+    Args:
+        every: optimizer steps between two means.
+        start_step: how many first steps average gradients instead, as plain data-parallel training does.
+
+    Raises:
+        UsageError: a number that is no count.
+    """
+
+    every: int
+    start_step: int = 0
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise UsageError(explain("every is a number of optimizer steps, at least 1", value=self.every))
+        if self.start_step < 0:
+            raise UsageError(explain("start_step is a count, at least 0", value=self.start_step))
+
+    def averages_gradients(self, step: int) -> bool:
+        """Tell whether it is one of the first ``start_step``."""
+        return step < self.start_step
+
+    def prepare(self, parameters: Named, group: dist.ProcessGroup) -> AverageState:
+        """Allocate a copy of the weights; nothing is sent."""
+        return Average().prepare(parameters, group)
+
+    def before_step(self, state: AverageState, step: int) -> None:
+        """Remember that ranks part."""
+        state.step, state.settled = step, False
+
+    def after_step(self, state: AverageState, step: int) -> None:
+        """Average, if it is time."""
+        past = step + 1 - self.start_step
+        if past > 0 and past % self.every == 0:
+            self.agree(state)
+
+    def agree(self, state: AverageState) -> None:
+        """Average, unless the last step did."""
+        if not state.settled:
+            Average().agree(state)
+            state.settled = True
+
+    def load_state_dict(self, state: AverageState, saved: Mapping[str, Any]) -> None:
+        """Nothing is kept; see the base class."""
+        super().load_state_dict(state, saved)
+        state.settled = True
+
+    def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> float:
+        """Return the bytes of a ring, one in ``every`` steps; the first ``start_step`` send that each step."""
+        return Average().traffic(num_elements, element_bytes, world_size) / self.every
