@@ -1,0 +1,155 @@
+"""Weights averaged with all ranks or with one, while the next step computes its gradient at the weights from before.
+
+Formula, with x_r the weights of rank r at the start of a step and g_r the gradient computed there: rank r's optimizer applies
+g_r to the average, x_r <- step(avg(x)_r, g_r). "all": avg is the mean over ranks. "shift_one": avg is (x_r + x_p) / 2 with the
+partner p of this exchange. The t-th exchange, for an even number of ranks n (Bagua's): p = ((t + r) mod n/2) + n/2 for r < n/2,
+else p = (r - n/2 - t) mod n/2. For an odd n, where Bagua refuses: p = (t - r) mod n, and the one rank that would meet itself
+sits the exchange out; over n exchanges each rank meets each other once.
+Error: the gradient is one exchange old, and with "shift_one" ranks differ until they agree; averaging itself rounds in the
+parameters' dtypes. Averaging keeps the sum of the weights over ranks. All ranks under "all", and both of a pair, hold the same
+average bit for bit.
+Traffic, each ``every`` steps: "all" 2 (n-1)/n of the weights, as an all-reduce; "shift_one" the weights once, to one other
+rank (for odd n (n-1)/n of that on average). None of it is waited for if forward and backward last longer.
+Source: Lian et al. 2017, arXiv:1705.09056 (D-PSGD); Gan et al. 2021, arXiv:2107.01499 (Bagua).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import UsageError, WorldError, explain
+from .weight_lane import WeightLane, mean
+from .weights import Named, WeightExchange
+
+_PEERS = ("all", "shift_one")
+
+
+def partner(turn: int, rank: int, size: int) -> int | None:
+    """Return whom a rank meets in the exchange number ``turn`` under "shift_one"; None if it sits out."""
+    if size % 2:
+        other = (turn - rank) % size
+        return None if other == rank else other
+    half = size // 2
+    return (turn + rank) % half + half if rank < half else (rank - half - turn) % half
+
+
+@dataclass
+class DecentralizedState:
+    """What changes while training.
+
+    Attributes:
+        group: the ranks.
+        lane: what is sent, and where; None for one rank.
+    """
+
+    group: dist.ProcessGroup
+    lane: WeightLane | None
+
+
+@dataclass(frozen=True)
+class Decentralized(WeightExchange[DecentralizedState]):
+    """Average the weights while forward and backward run.
+
+    The exchange starts after the optimizer and lands before the next one. Before the first step all weights are equal, and
+    nothing is sent.
+
+    Args:
+        peers: "all" for the mean over ranks, "shift_one" for one other rank at a time.
+        every: how many optimizer steps from one average to the next.
+
+    Raises:
+        UsageError: another word, or less than one step.
+    """
+
+    peers: Literal["all", "shift_one"] = "all"
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        if self.peers not in _PEERS:
+            raise UsageError(explain("peers is one of 'all' and 'shift_one'", value=self.peers))
+        if self.every < 1:
+            raise UsageError(explain("every is a number of steps, at least 1", value=self.every))
+
+    def prepare(self, parameters: Named, group: dist.ProcessGroup) -> DecentralizedState:
+        """Allocate a copy of the weights, with "shift_one" two, and a twin of the group. Every rank must call."""
+        num_copies = 1 if self.peers == "all" else 2
+        return DecentralizedState(group, WeightLane(parameters, group, num_copies) if group.size() > 1 else None)
+
+    def before_step(self, state: DecentralizedState, step: int) -> None:
+        """Wait for the average of the weights that the gradient was computed at, and put it in place.
+
+        Raises:
+            WorldError: a rank is gone, or did not come within the group's time-out.
+        """
+        lane = state.lane
+        if lane is not None and lane.in_flight:
+            lane.wait()
+            lane.flat.write(lane.copies[0])
+
+    def after_step(self, state: DecentralizedState, step: int) -> None:
+        """Start to average the new weights, if it is the next step's turn."""
+        lane = state.lane
+        if lane is None or (step + 1) % self.every:
+            return
+        lane.drop()
+        lane.flat.read(lane.copies[0])
+        lane.start(lambda: self._average(lane, step))
+
+    def _average(self, lane: WeightLane, step: int) -> None:
+        mine, group = lane.copies[0], lane.group
+        lane.not_finite.look(lane.flat, mine, group.rank(), step)
+        if self.peers == "all":
+            mean(mine, group)
+            return
+        other = partner((step + 1) // self.every, group.rank(), group.size())
+        if other is not None:
+            _swap(mine, lane.copies[1], other, group)
+            for x, y in zip(mine, lane.copies[1], strict=True):
+                x += y
+                x /= 2
+
+    def agree(self, state: DecentralizedState) -> None:
+        """Put the mean over all ranks in place. An average that is under way is of these same weights, and is dropped."""
+        if state.lane is not None:
+            state.lane.agree()
+
+    def close(self, state: DecentralizedState) -> None:
+        """Let the thread end."""
+        state.lane = None
+
+    def load_state_dict(self, state: DecentralizedState, saved: Mapping[str, Any]) -> None:
+        """Forget the average that is under way: it is not of the weights that were loaded."""
+        if state.lane is not None:
+            state.lane.drop()
+        super().load_state_dict(state, saved)
+
+    def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> float:
+        """Return the bytes of an all-reduce, or of one message, each ``every`` steps; :meth:`agree` is not counted."""
+        num_bytes = num_elements * element_bytes
+        if world_size == 1:
+            return 0.0
+        if self.peers == "all":
+            return 2 * (world_size - 1) * num_bytes / world_size / self.every
+        meets = (world_size - 1) / world_size if world_size % 2 else 1.0
+        return meets * num_bytes / self.every
+
+
+def _swap(mine: list[Tensor], theirs: list[Tensor], other: int, group: dist.ProcessGroup) -> None:
+    ops = []
+    for tag, (sent, got) in enumerate(zip(mine, theirs, strict=True)):
+        ops.append(dist.P2POp(dist.isend, sent, group=group, group_peer=other, tag=tag))
+        ops.append(dist.P2POp(dist.irecv, got, group=group, group_peer=other, tag=tag))
+    try:
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+    except WorldError:
+        raise
+    except RuntimeError as error:
+        what = f"rank {other}, whose turn it was, did not exchange its weights: {error}"
+        fix = f"look for the first error of rank {other}"
+        raise WorldError(explain(what, rank=group.rank(), fix=fix)) from error

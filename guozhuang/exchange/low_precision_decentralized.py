@@ -1,0 +1,237 @@
+"""Weights averaged with both neighbours of a ring, of which only differences in 8 bits cross the wire.
+
+Formula (Bagua's): each rank keeps W, what the others know of its weights, and L and R, what it knows of its left and its right
+neighbour's. All three begin as the common weights. After the optimizer has made x of the weights:
+t = x + L/3 + R/3 - 5W/3, that is the mean of the three replicas and this rank's own step, less W; c = C(t), one code for all
+weights of a device; c goes to both neighbours; W <- W + D(c), L <- L + D(c of the left), R <- R + D(c of the right); x <- W.
+So my W, my right neighbour's L and my left neighbour's R are one number, bit for bit, at all times. With two ranks the left
+neighbour is the right one and gets one message; one rank alone does nothing.
+Error: that of the code, half of 1/255 of the span of t over all weights of the device with ``MinMax8``, in each exchange. It
+stays in x and so in the next t: what the code lost is sent later. Ranks differ by what the ring has not evened out yet, until
+they agree. All of it is computed in float32: float64 weights lose at each exchange what float32 cannot say.
+Traffic, each ``every`` steps: two codes, about 2 bytes a weight (two ranks: one code). Waited for, after the optimizer.
+Source: Tang et al. 2018, arXiv:1803.06443 (difference compression, DCD-PSGD); Gan et al. 2021, arXiv:2107.01499 (Bagua).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import UsageError, WorldError, explain
+from ..groups.twin import twin
+from .codec import Codec
+from .numbers import is_finite
+from .quantize import MinMax8
+from .weight_lane import NotFinite, as_real, mean
+from .weights import FlatWeights, Named, WeightExchange
+
+_HEADER_BYTES = 8  # before the code: 0.0, or NaN where t holds what no code can express
+_REPLICAS = ("own", "left", "right")
+
+
+@dataclass
+class _Memory:
+    """What one flat tensor needs besides its replicas."""
+
+    weights: Tensor
+    difference: Tensor
+    sent: Tensor
+    from_left: Tensor
+    from_right: Tensor
+
+
+@dataclass
+class RingState:
+    """What changes while training.
+
+    Attributes:
+        group: a twin of the ranks' group, in which codes are sent; their own one if there is one rank.
+        flat: how parameters lie in flat tensors of float32.
+        whole: how they lie in flat tensors of their own dtypes.
+        replicas: W, L and R under "own", "left" and "right": flat tensors of float32.
+        memory: what one exchange needs, by flat tensor.
+        random: the codec's random bits, by flat tensor.
+        not_finite: what was said of weights that are not.
+    """
+
+    group: dist.ProcessGroup
+    flat: FlatWeights
+    whole: FlatWeights
+    replicas: dict[str, list[Tensor]]
+    memory: list[_Memory]
+    random: list[torch.Generator]
+    not_finite: NotFinite = field(default_factory=NotFinite)
+
+
+@dataclass(frozen=True)
+class LowPrecisionDecentralized(WeightExchange[RingState]):
+    """A ring of replicas that follow each other by coded differences.
+
+    Args:
+        every: how many optimizer steps from one exchange to the next; the first step exchanges.
+        codec: of the differences.
+        seed: of the codec's random bits, if it draws any.
+
+    Raises:
+        UsageError: less than one step.
+    """
+
+    every: int = 1
+    codec: Codec = field(default_factory=MinMax8)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise UsageError(explain("every is a number of steps, at least 1", value=self.every))
+
+    def prepare(self, parameters: Named, group: dist.ProcessGroup) -> RingState:
+        """Copy the weights into three replicas, and make a twin of the group. Every rank must call, with equal weights."""
+        real = as_real(parameters)
+        flat, whole = FlatWeights(real, torch.float32), FlatWeights(real)
+        replicas: dict[str, list[Tensor]] = {}
+        memory: list[_Memory] = []
+        if group.size() > 1:
+            replicas = {name: flat.copy() for name in _REPLICAS}
+            for each in replicas["own"]:
+                length = _HEADER_BYTES + self.codec.row_bytes(each.numel())
+                codes = torch.zeros(3, length, dtype=torch.uint8, device=each.device)
+                memory.append(_Memory(torch.empty_like(each), torch.empty_like(each), *codes.split(1)))
+            group = twin(group)
+        random = [torch.Generator(each.weights.device) for each in memory]
+        return RingState(group, flat, whole, replicas, memory, random)
+
+    def before_step(self, state: RingState, step: int) -> None:
+        """Nothing to do: the exchange stands after the optimizer."""
+
+    @torch.no_grad()
+    def after_step(self, state: RingState, step: int) -> None:
+        """Send what is new in these weights, and put W in their place.
+
+        Raises:
+            WorldError: a neighbour is gone, or did not come within the group's time-out; the text names it.
+        """
+        if not state.memory or step % self.every:
+            return
+        weights = [each.weights for each in state.memory]
+        state.flat.read(weights)
+        state.not_finite.look(state.flat, weights, state.group.rank(), step)
+        for index, memory in enumerate(state.memory):
+            self._encode(state, index, memory, step)
+        _send_to_neighbours(state)
+        own, left, right = (state.replicas[name] for name in _REPLICAS)
+        for index, memory in enumerate(state.memory):
+            both = memory.from_right if state.group.size() > 2 else memory.from_left
+            for replica, code in ((own, memory.sent), (left, memory.from_left), (right, both)):
+                self._add(replica[index], code, memory.difference)
+        state.flat.write(own)
+
+    def _encode(self, state: RingState, index: int, memory: _Memory, step: int) -> None:
+        own, left, right = (state.replicas[name][index] for name in _REPLICAS)
+        # (L + R - 2 W) / 3 + (x - W): the same as in the formula, without taking large numbers from each other.
+        t = torch.add(left, right, out=memory.difference)
+        t.sub_(own, alpha=2).div_(3)
+        t += memory.weights - own
+        fine = is_finite(t)
+        memory.sent[:, :_HEADER_BYTES].view(torch.float32).fill_(0.0 if fine else math.nan)
+        if fine:
+            place = hash((self.seed, step, index, state.group.rank()))  # of integers: the same in every process
+            state.random[index].manual_seed(place & (2**63 - 1))
+            self.codec.encode(t.view(1, -1), memory.sent[:, _HEADER_BYTES:], state.random[index])
+
+    def _add(self, replica: Tensor, code: Tensor, scratch: Tensor) -> None:
+        if bool(code[0, :_HEADER_BYTES].view(torch.float32)[0].isnan()):
+            replica.fill_(math.nan)
+            return
+        self.codec.decode(code[:, _HEADER_BYTES:], scratch.view(1, -1))
+        replica += scratch
+
+    @torch.no_grad()
+    def agree(self, state: RingState) -> None:
+        """Put the exact mean over all ranks in place of the weights and of all replicas. Every rank must call."""
+        if not state.memory:
+            return
+        flats = state.whole.copy()
+        mean(flats, state.group)
+        state.whole.write(flats)
+        for replica in state.replicas.values():
+            state.flat.read(replica)
+
+    def state_dict(self, state: RingState) -> dict[str, Any]:
+        """Return the replicas by parameter, none where all equal the weights, as after agree; and the number of ranks."""
+        weights = state.flat.copy()
+        alike = all(
+            torch.equal(mine, x) for few in state.replicas.values() for mine, x in zip(few, weights, strict=True)
+        )
+        found = {} if alike else {name: _by_name(state.flat, few) for name, few in state.replicas.items()}
+        return {"ranks": state.group.size(), "replicas": found}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: RingState, saved: Mapping[str, Any]) -> None:
+        """Take over what ``state_dict`` returned on this rank; with any number of ranks if it was saved after an agreement.
+
+        Raises:
+            UsageError: it belongs to another method, to other parameters, or to another number of ranks.
+        """
+        fix = "load it with the strategy, the model and the number of ranks that it was saved with"
+        if saved.keys() != {"ranks", "replicas"}:
+            raise UsageError(explain("the checkpoint was not saved by this method", value=sorted(saved), fix=fix))
+        for replica in state.replicas.values():
+            state.flat.read(replica)
+        if not saved["replicas"]:
+            return
+        if saved["ranks"] != state.group.size():
+            what = f"the checkpoint holds neighbours in a ring of {saved['ranks']} ranks, and there are {state.group.size()}"
+            raise UsageError(explain(what, fix=fix))
+        names = {name for few in state.flat.names for name in few}
+        for which, few in state.replicas.items():
+            values = saved["replicas"][which]
+            if values.keys() != names:
+                raise UsageError(explain("other parameters", value=sorted(values.keys() ^ names), fix=fix))
+            for some, views in zip(state.flat.names, state.flat.views(few), strict=True):
+                for name, view in zip(some, views, strict=True):
+                    view.copy_(values[name])
+
+    def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> float:
+        """Return the bytes of one code to each neighbour, each ``every`` steps, all weights on one device."""
+        num_bytes = _HEADER_BYTES + self.codec.row_bytes(num_elements)
+        return min(world_size - 1, 2) * num_bytes / self.every
+
+
+def _by_name(flat: FlatWeights, values: Sequence[Tensor]) -> dict[str, Tensor]:
+    pairs = zip(flat.names, flat.views(values), strict=True)
+    return {name: view.clone() for names, views in pairs for name, view in zip(names, views, strict=True)}
+
+
+def _send_to_neighbours(state: RingState) -> None:
+    group = state.group
+    rank, size = group.rank(), group.size()
+    left, right = (rank - 1) % size, (rank + 1) % size
+    ops: list[dist.P2POp] = []
+    whom: list[int] = []
+    for tag, memory in enumerate(state.memory):
+        pairs = [(memory.from_left, left), (memory.from_right, right)] if size > 2 else [(memory.from_left, left)]
+        for code, other in pairs:
+            ops.append(dist.P2POp(dist.isend, memory.sent, group=group, group_peer=other, tag=tag))
+            ops.append(dist.P2POp(dist.irecv, code, group=group, group_peer=other, tag=tag))
+            whom += [other, other]
+    num_ended = 0
+    works: list[dist.Work] = []
+    try:
+        works = dist.batch_isend_irecv(ops)
+        for work in works:
+            work.wait()
+            num_ended += 1
+    except WorldError:
+        raise
+    except RuntimeError as error:
+        # Some backends make one work of all messages; then it may be either neighbour.
+        who = f"rank {whom[num_ended]}" if len(works) == len(whom) else f"rank {left} or {right}"
+        what = f"{who}, a neighbour in the ring, did not exchange its weights: {error}"
+        raise WorldError(explain(what, rank=rank, fix=f"look for the first error of {who}")) from error
