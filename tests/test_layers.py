@@ -16,10 +16,10 @@ PACKAGE = ROOT / "guozhuang"
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("timeline",),
-    ("world", "optim", "data"),
+    ("world", "data"),
     ("groups", "buckets"),
     ("exchange", "sync_batch_norm", "scatter_gather", "replicas"),
-    ("reducer",),
+    ("reducer", "optim"),  # an optimizer may bring its exchange
     ("distributed", "data_parallel", "parallel"),
     ("sharding",),  # ranks begin equal by distributed.equal_start
     ("strategies", "checkpoint"),

@@ -8,6 +8,12 @@ Error: that of the code, twice. Without feedback a biased code's errors add up o
 off by what the feedback holds at the end, once.
 Source: the two-way scheme of BytePS (Jiang et al. 2020, OSDI) and of Bagua's ByteGrad (Gan et al. 2021, arXiv:2107.01499);
 error feedback as in Karimireddy et al. 2019, arXiv:1901.09847.
+
+[Note: momentum correction] With momentum mu each rank sends u <- mu u + g in place of its gradient g (with Nesterov's,
+g + mu u), and the optimizer has none. Momentum in the optimizer would act on what arrived: an element that waited in the
+feedback for a hundred steps would then start to build up momentum that is a hundred steps old. Masking (only for codes of few
+elements): where an element was sent, u <- 0, so that it is not pushed on in a direction that is long outdated.
+Source: Lin et al. 2018, arXiv:1712.01887 (masked); BytePS (Nesterov's, not masked).
 """
 
 from __future__ import annotations
@@ -16,7 +22,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,10 +35,37 @@ from .codec import Codec
 from .lane import Lane
 from .numbers import is_finite, num_numbers, numbers, where_not_finite
 from .residuals import Residuals
+from .sparsify import Sparsifier
 
 _NUM_LANES = 2  # one computes while the other sends
-_HEADER_BYTES = 8  # before each row's code: 0.0, or NaN for a row that holds what no code can express
+# Before each row's code two float32: 0.0, or NaN for a row that holds what no code can express; and 0.0, or 1.0 for a row of a
+# rank that has nothing to add.
+_HEADER_BYTES = 8
 _log = logging.getLogger("guozhuang")
+
+
+class Around(Protocol):
+    """What is done to a bucket's numbers before they are coded and after they have come back. Called in a lane."""
+
+    def enter(self, values: Tensor) -> bool:
+        """Change this rank's numbers, in place.
+
+        Args:
+            values: 1-dimensional, float32, finite.
+
+        Returns:
+            False where this rank has nothing to add; then nothing of it is coded, and its feedback stays.
+        """
+        ...
+
+    def leave(self, values: Tensor, share: float) -> None:
+        """Change the mean, in place; equal bits on all ranks before, and where a rank acts on it, after.
+
+        Args:
+            values: as in ``enter``; the sum over the ranks that added something, divided by all. NaN where a rank had that.
+            share: how many of all ranks did.
+        """
+        ...
 
 
 @dataclass
@@ -56,12 +89,14 @@ class CompressedState:
         lanes: in which the rounds run.
         memory: by index of the bucket.
         feedback: the errors of what this rank sent, and of the means that it sent; empty without error feedback.
+        momentum: u of [Note: momentum correction], this rank's own; None without.
     """
 
     group: dist.ProcessGroup
     lanes: Sequence[Lane]
     memory: Mapping[int, _Memory]
     feedback: Sequence[Residuals]
+    momentum: Residuals | None = None
 
 
 @dataclass(frozen=True)
@@ -72,11 +107,27 @@ class Compressed(GradientExchange[CompressedState]):
         codec: the code.
         error_feedback: whether to add to the next gradient what the code lost of this one.
         seed: of the code's random bits.
+        momentum: of the gradients that are sent, see [Note: momentum correction]; the optimizer's own must be 0. Each
+            synchronized backward is one step of it.
+        nesterov: whether it is Nesterov's.
+        masks_momentum: whether the momentum of what was sent is forgotten; of effect for ``TopK`` and ``RandomK`` only.
+
+    Raises:
+        UsageError: a momentum that is no share below 1; ``nesterov`` without any.
     """
 
     codec: Codec
     error_feedback: bool = False
     seed: int = 0
+    momentum: float = 0.0
+    nesterov: bool = False
+    masks_momentum: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.momentum < 1:
+            raise UsageError(explain("momentum must be at least 0 and below 1", value=self.momentum))
+        if self.nesterov and not self.momentum:
+            raise UsageError(explain("nesterov asks for a momentum", value=self.momentum, fix="give momentum=0.9"))
 
     def prepare(
         self, buckets: Sequence[Bucket], group: dist.ProcessGroup, before: CompressedState | None = None
@@ -98,16 +149,34 @@ class Compressed(GradientExchange[CompressedState]):
         feedback = [Residuals(buckets, group, owned) for owned in (False, True)] if keeps else []
         for new, old in zip(feedback, before.feedback if before is not None else (), strict=False):
             new.load(old.by_name())
-        return CompressedState(group, lanes, memory, feedback)
+        momentum = Residuals(buckets, group, owned=False) if self.momentum else None
+        if momentum is not None and before is not None and before.momentum is not None:
+            momentum.load(before.momentum.by_name())
+        return CompressedState(group, lanes, memory, feedback, momentum)
 
     def state_dict(self, state: CompressedState) -> dict[str, Any]:
-        """Return the feedback by parameter: "sent" is this rank's own, "means" the same on all. Every rank must call."""
-        return dict(zip(("sent", "means"), (each.by_name() for each in state.feedback), strict=False))
+        """Return what is kept, by parameter: feedback "sent" and "momentum" are this rank's own, "means" the same on all.
+
+        Every rank must call.
+        """
+        saved = dict(zip(("sent", "means"), (each.by_name() for each in state.feedback), strict=False))
+        return saved if state.momentum is None else {**saved, "momentum": state.momentum.by_name()}
 
     def load_state_dict(self, state: CompressedState, saved: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` returned."""
-        for each, values in zip(state.feedback, (saved["sent"], saved["means"]), strict=False):
-            each.load(values)
+        """Take over what ``state_dict`` returned.
+
+        Raises:
+            UsageError: it was saved by another exchange, or with other settings.
+        """
+        kept = dict(zip(("sent", "means"), state.feedback, strict=False))
+        if state.momentum is not None:
+            kept["momentum"] = state.momentum
+        if kept.keys() != saved.keys():
+            what = f"this {type(self.codec).__name__} exchange keeps {sorted(kept)}, and the checkpoint holds {sorted(saved)}"
+            fix = "choose the exchange, its settings and the number of ranks that the checkpoint was saved with"
+            raise UsageError(explain(what, rank=state.group.rank(), fix=fix))
+        for name, each in kept.items():
+            each.load(saved[name])
 
     def _allocate(self, num_numbers: int, size: int, device: torch.device) -> _Memory:
         length = -(-num_numbers // size)
@@ -124,12 +193,29 @@ class Compressed(GradientExchange[CompressedState]):
 
     def start(self, bucket: Bucket, state: CompressedState, step: int) -> Work:
         """Hand the bucket to a lane."""
+        return self.start_around(bucket, state, step, None)
+
+    def start_around(self, bucket: Bucket, state: CompressedState, step: int, around: Around | None) -> Work:
+        """As ``start``, with more to do before and after; alone in the world, nothing of ``around`` is done."""
         if state.group.size() == 1:
+            values = numbers(bucket)
+            if state.momentum is not None and is_finite(values):
+                self._build_up(values, state.momentum.rows(bucket.index).view(-1)[: values.numel()])
             return Done()
         lane = state.lanes[bucket.index % len(state.lanes)]
-        return lane.run(lambda: self._exchange(bucket, state, lane.group, step))
+        return lane.run(lambda: self._exchange(bucket, state, lane.group, step, around))
 
-    def _exchange(self, bucket: Bucket, state: CompressedState, group: dist.ProcessGroup, step: int) -> None:
+    def _build_up(self, values: Tensor, momentum: Tensor) -> None:
+        """Put the momentum in the place of gradients."""
+        momentum.mul_(self.momentum).add_(values)
+        if self.nesterov:
+            values.add_(momentum, alpha=self.momentum)
+        else:
+            values.copy_(momentum)
+
+    def _exchange(
+        self, bucket: Bucket, state: CompressedState, group: dist.ProcessGroup, step: int, around: Around | None
+    ) -> None:
         memory, flat, rank = state.memory[bucket.index], numbers(bucket), group.rank()
         feedback, mean_feedback = state.feedback or (None, None)
         rows = memory.rows.view(-1)[: flat.numel()]
@@ -138,14 +224,23 @@ class Compressed(GradientExchange[CompressedState]):
         fine = is_finite(rows)
         if not fine:
             _log.warning("%s", explain(f"step {step}: {where_not_finite(bucket)}", rank=rank))
-        self._encode(memory.rows, memory.sent, memory.decoded, fine, feedback, memory, (step, bucket.index, rank, 0))
+        adds = not fine or around is None or around.enter(rows)
+        momentum = None if state.momentum is None or not fine else state.momentum.rows(bucket.index)
+        if momentum is not None:
+            self._build_up(memory.rows, momentum)
+        place = step, bucket.index, rank, 0
+        if self._encode(memory.rows, memory.sent, memory.decoded, (fine, adds), feedback, memory, place):
+            self._mask(momentum, feedback, memory)
         dist.all_to_all_single(memory.got, memory.sent, group=group)
-        self._decode(memory.got, memory.decoded)
+        num_without = self._decode(memory.got, memory.decoded)
         torch.mean(memory.decoded, dim=0, keepdim=True, out=memory.mean)
-        own, fine = memory.decoded[:1], is_finite(memory.mean)
-        self._encode(memory.mean, memory.mean_code, own, fine, mean_feedback, memory, (step, bucket.index, rank, 1))
+        own, place = memory.decoded[:1], (step, bucket.index, rank, 1)
+        fine = is_finite(memory.mean)
+        self._encode(memory.mean, memory.mean_code, own, (fine, True), mean_feedback, memory, place)
         dist.all_gather_into_tensor(memory.got, memory.mean_code, group=group)
         self._decode(memory.got, memory.rows)
+        if around is not None:
+            around.leave(rows, 1 - num_without / group.size())
         flat.copy_(rows)
 
     def _encode(
@@ -153,15 +248,21 @@ class Compressed(GradientExchange[CompressedState]):
         rows: Tensor,
         codes: Tensor,
         scratch: Tensor,
-        fine: bool,
+        which: tuple[bool, bool],
         feedback: Residuals | None,
         memory: _Memory,
         place: tuple[int, int, int, int],
-    ) -> None:
-        """Code ``rows`` (changed), each after its header; keep what is lost."""
-        codes[:, :_HEADER_BYTES].view(torch.float32).fill_(0.0 if fine else math.nan)
-        if not fine:
-            return  # what was lost before stays to be sent
+    ) -> bool:
+        """Code ``rows`` (changed), each after its header, if they are finite and there is something to add.
+
+        What is lost is kept. Return whether there is a code.
+        """
+        fine, adds = which
+        header = codes[:, :_HEADER_BYTES].view(torch.float32)
+        header[:, 0] = 0.0 if fine else math.nan
+        header[:, 1] = 0.0 if adds else 1.0
+        if not (fine and adds):
+            return False  # what was lost before stays to be sent
         index = place[1]
         if feedback is not None:
             rows += feedback.rows(index)
@@ -171,12 +272,28 @@ class Compressed(GradientExchange[CompressedState]):
         if feedback is not None:
             self.codec.decode(body, scratch)
             feedback.keep(index, rows, scratch)
+        return True
 
-    def _decode(self, codes: Tensor, rows: Tensor) -> None:
+    def _mask(self, momentum: Tensor | None, feedback: Residuals | None, memory: _Memory) -> None:
+        """Forget the momentum of what was sent."""
+        if momentum is None or not self.masks_momentum or not isinstance(self.codec, Sparsifier):
+            return
+        if feedback is None:
+            self.codec.decode(memory.sent[:, _HEADER_BYTES:], memory.decoded)
+        momentum.masked_fill_(memory.decoded != 0, 0.0)
+
+    def _decode(self, codes: Tensor, rows: Tensor) -> int:
+        """Decode; return how many rows there were of ranks with nothing to add, which are zeros."""
         self.codec.decode(codes[:, _HEADER_BYTES:], rows)
-        broken = codes[:, :_HEADER_BYTES].view(torch.float32)[:, 0].isnan()
+        header = codes[:, :_HEADER_BYTES].view(torch.float32)
+        without = header[:, 1] != 0
+        num_without = int(without.sum())
+        if num_without:
+            rows[without] = 0.0
+        broken = header[:, 0].isnan()
         if bool(broken.any()):
             rows[broken] = math.nan
+        return num_without
 
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> int:
         """Return the bytes of one bucket of so many elements: n-1 codes of 1/n to others, and one code to each of them."""

@@ -19,8 +19,8 @@ from .codec import Codec, aligned
 
 
 @dataclass(frozen=True)
-class _Few(Codec):
-    """A code of some elements of each row.
+class Sparsifier(Codec):
+    """A code of some elements of each row; the others are decoded as zeros.
 
     Args:
         k: below 1 the share of elements that travel, else how many of each row.
@@ -42,7 +42,7 @@ class _Few(Codec):
 
 
 @dataclass(frozen=True)
-class TopK(_Few):
+class TopK(Sparsifier):
     """The elements of greatest magnitude.
 
     Args:
@@ -71,7 +71,7 @@ class TopK(_Few):
 
 
 @dataclass(frozen=True)
-class RandomK(_Few):
+class RandomK(Sparsifier):
     """Elements drawn at random.
 
     Args:

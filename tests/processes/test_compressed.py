@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from guozhuang.exchange.codec import Codec
 from guozhuang.exchange.compressed import Compressed
 from guozhuang.exchange.dithering import Dithering
 from guozhuang.exchange.quantize import MinMax8
+from guozhuang.exchange.sparsify import RandomK, TopK
 from tests.processes.cases import names_of_cases, results_of_cases
 from tests.pure.test_codecs import bagua_uint8
 from tests.ranks import RankError, run_ranks
@@ -125,8 +127,7 @@ def case_state_goes_on_exactly_in_other_buckets(rank: int, size: int) -> None:
     flat_shapes = [[shape for members in SHAPES for shape in members]]
     names = [name for bucket in buckets_of(SHAPES) for name in bucket.names]
 
-    def run(reloads: bool) -> list[Tensor]:
-        exchange = Compressed(Dithering(block=8), error_feedback=True)
+    def run(exchange: Compressed, reloads: bool) -> list[Tensor]:
         buckets = buckets_of(SHAPES)
         state = exchange.prepare(buckets, dist.group.WORLD)
         for step in range(3):
@@ -147,8 +148,128 @@ def case_state_goes_on_exactly_in_other_buckets(rank: int, size: int) -> None:
             results.append(together.flat.clone())
         return results
 
-    for ours, theirs in zip(run(True), run(False), strict=True):
-        assert torch.equal(ours, theirs)
+    for exchange in (
+        Compressed(Dithering(block=8), error_feedback=True),
+        Compressed(RandomK(0.2), error_feedback=True, momentum=0.9),
+        Compressed(TopK(0.1), momentum=0.9, nesterov=True),
+    ):
+        for ours, theirs in zip(run(exchange, True), run(exchange, False), strict=True):
+            assert torch.equal(ours, theirs), exchange
+
+
+class Corrected:
+    """All ranks of momentum correction with the k greatest of each row, in numpy."""
+
+    def __init__(self, size: int, count: int, k: int, mu: float, nesterov: bool, masks: bool) -> None:
+        self.size, self.count, self.k, self.mu, self.nesterov, self.masks = (
+            size,
+            count,
+            k,
+            np.float32(mu),
+            nesterov,
+            masks,
+        )
+        self.length = -(-count // size)
+        self.u, self.e = (np.zeros((size, size, self.length), np.float32) for _ in range(2))
+        self.s = np.zeros((size, self.length), np.float32)
+
+    def greatest(self, rows: np.ndarray) -> np.ndarray:
+        places = np.argsort(-np.abs(rows), axis=-1)[..., : self.k]
+        kept = np.zeros_like(rows)
+        np.put_along_axis(kept, places, np.take_along_axis(rows, places, -1), -1)
+        return kept
+
+    def step(self, gradients: list[Tensor]) -> np.ndarray:
+        g = np.zeros((self.size, self.size * self.length), np.float32)
+        g[:, : self.count] = torch.stack(gradients).numpy()
+        g = g.reshape(self.u.shape)
+        self.u = self.mu * self.u + g
+        wanted = (g + self.mu * self.u if self.nesterov else self.u) + self.e
+        sent = self.greatest(wanted)
+        self.e = wanted - sent
+        if self.masks:
+            self.u[sent != 0] = 0
+        wanted = sent.mean(0) + self.s
+        means = self.greatest(wanted)
+        self.s = wanted - means
+        return means.reshape(-1)[: self.count]
+
+
+def case_momentum_correction_is_the_formula(rank: int, size: int) -> None:
+    for nesterov, masks in ((False, True), (True, False), (True, True), (False, False)):
+        [bucket] = buckets_of([[(7, 11), (13,)]])
+        exchange = Compressed(TopK(3), error_feedback=True, momentum=0.9, nesterov=nesterov, masks_momentum=masks)
+        state = exchange.prepare([bucket], dist.group.WORLD)
+        model = Corrected(size, bucket.flat.numel(), 3, 0.9, nesterov, masks)
+        for step in range(12):
+            gradients = []
+            for other in range(size):
+                fill([bucket], other, step)
+                gradients.append(bucket.flat.clone())
+            wanted = torch.from_numpy(model.step(gradients))
+            fill([bucket], rank, step)
+            exchange.start(bucket, state, step).wait()
+            torch.testing.assert_close(bucket.flat, wanted, rtol=1e-5, atol=1e-6)
+            saved = exchange.state_dict(state)
+            u = torch.cat([saved["momentum"][name] for name in bucket.names])
+            whole = torch.from_numpy(model.u[rank].reshape(-1)[: model.count])
+            torch.testing.assert_close(u, whole, rtol=1e-5, atol=1e-6)
+
+
+def case_momentum_of_all_is_that_of_sgd(rank: int, size: int) -> None:
+    """What loses nothing, with an optimizer without momentum, is SGD with momentum. Also alone in the world."""
+    torch.manual_seed(0)
+    bare = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+    for nesterov in (False, True):
+        ours, theirs = (DistributedDataParallel(copy.deepcopy(bare), bucket_cap_mb=0.0001) for _ in range(2))
+        everything = TopK(10**9)
+        ours.use_exchange(Compressed(everything, momentum=0.9, nesterov=nesterov, masks_momentum=False))
+        optimizers = (
+            torch.optim.SGD(ours.parameters(), lr=0.05),
+            torch.optim.SGD(theirs.parameters(), lr=0.05, momentum=0.9, nesterov=nesterov),
+        )
+        for step in range(6):
+            for ddp, optimizer in zip((ours, theirs), optimizers, strict=True):
+                optimizer.zero_grad()
+                x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step * size + rank))
+                parts = x.chunk(2)
+                with ddp.no_sync():
+                    ddp(parts[0]).square().mean().backward()
+                ddp(parts[1]).square().mean().backward()
+                optimizer.step()
+        for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def case_nan_leaves_the_momentum_as_it_was(rank: int, size: int) -> None:
+    [bucket] = buckets_of([[(9,)]])
+    exchange = Compressed(TopK(2), error_feedback=True, momentum=0.9)
+    state = exchange.prepare([bucket], dist.group.WORLD)
+    fill([bucket], rank, 0)
+    exchange.start(bucket, state, 0).wait()
+    before = exchange.state_dict(state)["momentum"]["p0.0"]
+    fill([bucket], rank, 1)
+    bucket.flat[3] = float("nan")
+    exchange.start(bucket, state, 1).wait()
+    assert bucket.flat.isnan().all() and torch.equal(exchange.state_dict(state)["momentum"]["p0.0"], before)
+
+
+def case_a_state_of_other_settings_is_refused(rank: int, size: int) -> None:
+    buckets = buckets_of(SHAPES)
+    kinds = [
+        Compressed(TopK(2)),
+        Compressed(TopK(2), error_feedback=True),
+        Compressed(TopK(2), error_feedback=True, momentum=0.9),
+    ]
+    states = [exchange.prepare(buckets, dist.group.WORLD) for exchange in kinds]
+    for i, (exchange, state) in enumerate(zip(kinds, states, strict=True)):
+        for j, (other, saved) in enumerate(zip(kinds, states, strict=True)):
+            found = other.state_dict(saved)
+            if i == j:
+                exchange.load_state_dict(state, found)
+                continue
+            with pytest.raises(UsageError, match="the checkpoint holds"):
+                exchange.load_state_dict(state, found)
 
 
 def case_what_is_not_finite_is_said_and_reaches_all(rank: int, size: int) -> None:
@@ -316,6 +437,29 @@ RESULTS = {size: results_of_cases(__name__, size, NAMES) for size in (2, 3)}
 @pytest.mark.parametrize("name", NAMES)
 def test_cases(name: str, size: int) -> None:
     RESULTS[size](name)
+
+
+OTHER_SIZES = [
+    (1, "case_momentum_of_all_is_that_of_sgd"),
+    (4, "case_momentum_correction_is_the_formula"),
+    (4, "case_momentum_of_all_is_that_of_sgd"),
+]
+RESULTS_OF_OTHERS = {
+    size: results_of_cases(__name__, size, [name for of, name in OTHER_SIZES if of == size]) for size in (1, 4)
+}
+
+
+@pytest.mark.parametrize(("size", "name"), OTHER_SIZES)
+def test_other_sizes(size: int, name: str) -> None:
+    RESULTS_OF_OTHERS[size](name)
+
+
+def test_momentum_that_makes_no_sense_is_refused() -> None:
+    for momentum in (-0.1, 1.0, float("nan")):
+        with pytest.raises(UsageError, match="below 1"):
+            Compressed(TopK(), momentum=momentum)
+    with pytest.raises(UsageError, match="nesterov"):
+        Compressed(TopK(), nesterov=True)
 
 
 class Failing(MinMax8):

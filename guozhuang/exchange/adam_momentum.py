@@ -1,0 +1,156 @@
+"""What Adam does with gradients, done before they are sent: its momentum crosses the wire, in a code.
+
+Formula, with n ranks, m Adam's momentum (equal on all ranks), b1 its decay and C a code with all that ``compressed.py`` does:
+rank r sends m_r = b1 m + (1 - b1) g_r; M = mean_r C(m_r), and each rank gets g = (M - b1 m) / (1 - b1) for its gradient, from
+which Adam's own next step makes M again. Momentum changes slowly and adds many gradients up, so a code that is too coarse
+for gradients serves it. A rank without data sends nothing (its m may be behind), and m stands in for it on the others.
+Error: that of the code on M, which is of the size of momentum, not of gradients; in g it shows (1 / (1 - b1)) times as large.
+Traffic: that of the code.
+Source: 1-bit Adam, Tang et al. 2021, arXiv:2102.02888; QAdam of Bagua, Gan et al. 2021, arXiv:2107.01499.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..buckets import Bucket
+from ..errors import UsageError, explain
+from .base import GradientExchange, Work
+from .compressed import Compressed, CompressedState
+
+
+class HasMomenta(Protocol):
+    """The part of an optimizer that is asked while backward runs; :class:`guozhuang.optim.QAdam` is one."""
+
+    @property
+    def grad_scaler(self) -> Any:
+        """Whose scale the gradients have; None for none that is known."""
+        ...
+
+    def momenta(self, parameters: Sequence[Tensor]) -> list[tuple[Tensor | None, float]]:
+        """Return each parameter's m, None for zeros, and b1, 0 where there is no momentum."""
+        ...
+
+    def loss_scale(self) -> float:
+        """Return what gradients are multiplied with."""
+        ...
+
+
+@dataclass
+class MomentumState:
+    """That of the code, and whether gradients had a scale when it was saved."""
+
+    compressed: CompressedState
+    was_scaled: bool = False
+
+
+@dataclass(frozen=True)
+class AdamMomentum(GradientExchange[MomentumState]):
+    """Exchanges momentum in place of gradients; what each rank gets are gradients.
+
+    Args:
+        optimizer: has m; equal on all ranks that have data.
+        compressed: the code.
+
+    Raises:
+        UsageError: the code has a momentum of its own.
+    """
+
+    optimizer: HasMomenta
+    compressed: Compressed
+
+    def __post_init__(self) -> None:
+        if self.compressed.momentum:
+            what = "momentum is Adam's here, and the code has another one"
+            raise UsageError(explain(what, value=self.compressed.momentum, fix="leave the momentum of Compressed out"))
+
+    def prepare(
+        self, buckets: Sequence[Bucket], group: dist.ProcessGroup, before: MomentumState | None = None
+    ) -> MomentumState:
+        """Prepare the code. Every rank must call.
+
+        Raises:
+            UsageError: gradients that are no real floating-point numbers.
+        """
+        for bucket in buckets:
+            if not bucket.flat.is_floating_point():
+                what = f"Adam's momentum is exchanged for real floating-point gradients, not {bucket.flat.dtype}"
+                raise UsageError(explain(what, value=bucket.names[0], fix="exchange such a model with ddp"))
+        was = (None, False) if before is None else (before.compressed, before.was_scaled)
+        return MomentumState(self.compressed.prepare(buckets, group, was[0]), was[1])
+
+    def state_dict(self, state: MomentumState) -> dict[str, Any]:
+        """Return that of the code, and whether there is a scale. Momentum is in the optimizer's state. Every rank must call."""
+        is_scaled = state.was_scaled or self.optimizer.grad_scaler is not None
+        return {"compressed": self.compressed.state_dict(state.compressed), "is_scaled": is_scaled}
+
+    def load_state_dict(self, state: MomentumState, saved: Mapping[str, Any]) -> None:
+        """Take over what ``state_dict`` returned.
+
+        Raises:
+            UsageError: it was saved by another exchange.
+        """
+        if saved.keys() != {"compressed", "is_scaled"}:
+            what = "the checkpoint holds no state of an exchange of Adam's momentum"
+            raise UsageError(explain(what, value=sorted(saved), fix="choose the exchange that it was saved with"))
+        self.compressed.load_state_dict(state.compressed, saved["compressed"])
+        state.was_scaled = bool(saved["is_scaled"])
+
+    def start(self, bucket: Bucket, state: MomentumState, step: int) -> Work:
+        """Hand the bucket to a lane, with the momenta as they are now.
+
+        Raises:
+            UsageError: the run that is resumed had a GradScaler, which was not set here.
+        """
+        optimizer = self.optimizer
+        if state.was_scaled and optimizer.grad_scaler is None:
+            what = "the run that is resumed scaled its loss, and the scaler is not known here"
+            fix = "set `optimizer.grad_scaler = scaler` before the first backward"
+            raise UsageError(explain(what, rank=state.compressed.group.rank(), fix=fix))
+        around = _Momenta(bucket, optimizer.momenta(bucket.parameters), optimizer.loss_scale())
+        return self.compressed.start_around(bucket, state.compressed, step, around)
+
+    def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> int:
+        """Return that of the code."""
+        return self.compressed.traffic(num_elements, element_bytes, world_size)
+
+
+class _Momenta:
+    """What is done around the code of one bucket in one pass. They stay as they are until the optimizer's next step."""
+
+    def __init__(self, bucket: Bucket, momenta: Sequence[tuple[Tensor | None, float]], scale: float) -> None:
+        self._places = [(view.shape, view.stride(), view.storage_offset()) for view in bucket.views]
+        self._first = bucket.flat.storage_offset()
+        self._momenta, self._scale = momenta, scale
+
+    def enter(self, values: Tensor) -> bool:
+        """Turn gradients into momenta, without their scale."""
+        if not bool(values.any()):
+            return False
+        own = [(1 - beta) / self._scale for _, beta in self._momenta]
+        views = self._views(values)
+        torch._foreach_mul_(views, own)
+        self._add(views, 1.0)
+        return True
+
+    def leave(self, values: Tensor, share: float) -> None:
+        """Turn mean momenta into gradients with their scale."""
+        views = self._views(values)
+        self._add(views, -share)
+        torch._foreach_mul_(views, [self._scale / (1 - beta) for _, beta in self._momenta])
+
+    def _views(self, values: Tensor) -> list[Tensor]:
+        """As those of the bucket, in its parameters' memory formats."""
+        shift = values.storage_offset() - self._first
+        return [values.as_strided(shape, stride, offset + shift) for shape, stride, offset in self._places]
+
+    def _add(self, views: Sequence[Tensor], factor: float) -> None:
+        for view, (moment, beta) in zip(views, self._momenta, strict=True):
+            if moment is not None:
+                view.add_(moment, alpha=factor * beta)

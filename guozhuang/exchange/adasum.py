@@ -1,0 +1,167 @@
+"""Adaptive sum of the gradients: what points the same way is averaged, what is orthogonal is added.
+
+Formula, for two gradients of one parameter: A(a, b) = (1 - a.b / (2 |a|^2)) a + (1 - a.b / (2 |b|^2)) b, and A(a, 0) = a.
+For n ranks, a tree of pairs: ranks 0 and 1, 2 and 3, and so on; then the pairs of pairs; who has no partner goes up as it is.
+So n orthogonal gradients give their sum, n equal ones (n a power of two, or not) that one.
+Error: none besides rounding: scalar products and the factors are in float64, the sum in float32 (float64 for float64
+gradients). All ranks end with the same bits.
+Traffic: 2 (n-1)/n of the bucket, as an all-reduce, and n (n+1) / 2 float64 for each parameter in it, all-reduced.
+Source: Maleki et al. 2021, MLSys, arXiv:2006.02924.
+
+[Note: all pairs at once] Every node of the tree is a linear combination of the n gradients, so all scalar products in the tree
+follow from those of the gradients themselves, the Gram matrix, one for each parameter. Rank i gets row i, 1/n of the bucket,
+of all ranks (all-to-all); the Gram matrices of the rows are added up (one all-reduce); then each rank knows the n factors of
+each parameter, sums its row and hands it on (all-gather). Three rounds for any n, where halving and doubling needs 2 log2 n of
+them and n a power of two.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..buckets import Bucket
+from ..errors import UsageError, explain
+from .base import Done, GradientExchange, Work
+from .lane import Lane
+from .numbers import is_finite, num_numbers, numbers, where_not_finite
+
+_NUM_LANES = 2  # one computes while the other sends
+_NUM_COLUMNS = 1 << 18  # that are seen as float64 at a time
+_LEAST = (
+    1e-12  # |a|^2 of a node, as a share of what it could be: below it gradients cancelled out, and a is rounding error
+)
+_log = logging.getLogger("guozhuang")
+
+
+@dataclass
+class _Rows:
+    """What one bucket needs.
+
+    Attributes:
+        sent: this rank's numbers, in equal rows, the last padded.
+        got: this rank's row, of all ranks.
+        pieces: (parameter, begin, end) of what lies in this rank's row.
+    """
+
+    sent: Tensor
+    got: Tensor
+    pieces: Sequence[tuple[int, int, int]]
+
+
+@dataclass
+class AdasumState:
+    """Made once per layout."""
+
+    group: dist.ProcessGroup
+    lanes: Sequence[Lane]
+    rows: Mapping[int, _Rows]
+
+
+@dataclass(frozen=True)
+class Adasum(GradientExchange[AdasumState]):
+    """The adaptive sum, by parameter. A step is as long as one rank's or longer, up to n times: keep the rate of one rank."""
+
+    def prepare(
+        self, buckets: Sequence[Bucket], group: dist.ProcessGroup, before: AdasumState | None = None
+    ) -> AdasumState:
+        """Allocate rows. Every rank must call.
+
+        Raises:
+            UsageError: gradients that are no floating-point or complex numbers.
+        """
+        size, rank = group.size(), group.rank()
+        lanes = before.lanes if before is not None else [Lane(group) for _ in range(_NUM_LANES if size > 1 else 0)]
+        rows = {}
+        for bucket in buckets:
+            if not (bucket.flat.is_floating_point() or bucket.flat.is_complex()):
+                what = f"Adasum takes floating-point gradients, not {bucket.flat.dtype}"
+                raise UsageError(explain(what, value=bucket.names[0], fix="exchange such a model with ddp"))
+            length = -(-num_numbers(bucket) // size)
+            sent = torch.zeros(size, length, dtype=numbers(bucket).dtype, device=bucket.flat.device)
+            pieces, begin = [], -rank * length
+            for i, parameter in enumerate(bucket.parameters):
+                end = begin + parameter.numel() * (2 if parameter.is_complex() else 1)
+                if max(begin, 0) < min(end, length):
+                    pieces.append((i, max(begin, 0), min(end, length)))
+                begin = end
+            rows[bucket.index] = _Rows(sent, torch.empty_like(sent), pieces)
+        return AdasumState(group, lanes, rows)
+
+    def start(self, bucket: Bucket, state: AdasumState, step: int) -> Work:
+        """Hand the bucket to a lane."""
+        if state.group.size() == 1:
+            return Done()
+        lane = state.lanes[bucket.index % len(state.lanes)]
+        return lane.run(lambda: self._exchange(bucket, state.rows[bucket.index], lane.group, step))
+
+    def _exchange(self, bucket: Bucket, rows: _Rows, group: dist.ProcessGroup, step: int) -> None:
+        flat, size = numbers(bucket), group.size()
+        if not is_finite(flat):
+            _log.warning("%s", explain(f"step {step}: {where_not_finite(bucket)}", rank=group.rank()))
+        rows.sent.view(-1)[: flat.numel()].copy_(flat)
+        dist.all_to_all_single(rows.got, rows.sent, group=group)
+        grams = flat.new_zeros(len(bucket.parameters), size, size, dtype=torch.float64)
+        for i, begin, end in rows.pieces:
+            for part in rows.got[:, begin:end].split(_NUM_COLUMNS, dim=1):
+                part = part.to(torch.float64)
+                grams[i].addmm_(part, part.mT)
+        upper = torch.triu_indices(size, size, device=grams.device)
+        packed = grams[:, upper[0], upper[1]]
+        dist.all_reduce(packed, group=group)
+        grams[:, upper[0], upper[1]] = packed
+        grams[:, upper[1], upper[0]] = packed
+        by = factors(grams)
+        own = rows.sent.new_zeros(rows.sent.shape[1])
+        wide = torch.float64 if own.dtype == torch.float64 else torch.float32
+        for i, begin, end in rows.pieces:
+            own[begin:end] = by[i].to(wide) @ rows.got[:, begin:end].to(wide)
+        dist.all_gather_into_tensor(rows.got.view(-1), own, group=group)
+        flat.copy_(rows.got.view(-1)[: flat.numel()])
+
+    def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> int:
+        """Return the bytes of one bucket that holds one parameter of so many elements; each further one adds a Gram matrix."""
+        row_bytes = -(-num_elements // world_size) * element_bytes
+        return 2 * (world_size - 1) * row_bytes + self.gram_bytes(1, world_size)
+
+    def gram_bytes(self, num_parameters: int, world_size: int) -> int:
+        """Return the bytes that one rank sends for the Gram matrices of a bucket of so many parameters."""
+        if world_size == 1:
+            return 0
+        num_products = num_parameters * world_size * (world_size + 1) // 2
+        return 2 * (world_size - 1) * num_products * 8 // world_size
+
+
+def factors(grams: Tensor) -> Tensor:
+    """Return with what each gradient is multiplied, so that the sum is the adaptive one. See [Note: all pairs at once].
+
+    Args:
+        grams: (parameters, n, n), float64: the scalar products of the n gradients.
+
+    Returns:
+        (parameters, n), float64. NaN for all n where a gradient holds NaN or infinity.
+    """
+    size = grams.shape[-1]
+    identity = torch.eye(size, dtype=grams.dtype, device=grams.device).expand_as(grams)
+    nodes = list(identity.unbind(1))  # each by its factors, (parameters, n)
+    while len(nodes) > 1:
+        pairs = [_pair(a, b, grams) for a, b in zip(nodes[::2], nodes[1::2], strict=False)]
+        nodes = pairs + nodes[2 * len(pairs) :]
+    return nodes[0]
+
+
+def _pair(a: Tensor, b: Tensor, grams: Tensor) -> Tensor:
+    both = torch.einsum("pi,pij,pj->p", a, grams, b).unsqueeze(1)
+    return _less(a, both, grams) + _less(b, both, grams)
+
+
+def _less(a: Tensor, both: Tensor, grams: Tensor) -> Tensor:
+    """Return a without half of what it shares with the other one; a itself where it is zero. NaN stays."""
+    square = torch.einsum("pi,pij,pj->p", a, grams, a).unsqueeze(1)
+    greatest = (a.abs() * grams.diagonal(dim1=1, dim2=2).sqrt()).sum(1, keepdim=True).square()
+    return (1 - torch.where(square <= _LEAST * greatest, 0.0, both / (2 * square))) * a

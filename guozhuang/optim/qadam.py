@@ -1,0 +1,340 @@
+"""``QAdam``: Adam whose momentum crosses the wire in a code, once its second moment has settled.
+
+Formula, with W = ``warmup_steps``, for step t of a parameter. t <= W: Adam (or AdamW), by torch's own step. t > W: v stays what
+it was after step W, and m <- b1 m + (1 - b1) g, p <- p - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^W)) + eps). What each rank
+sends is its own b1 m + (1 - b1) g_r, coded, see :mod:`guozhuang.exchange.adam_momentum`; ``p.grad`` is the mean gradient that
+follows from what all sent, so clipping, weight decay and accumulation mean what they mean with Adam.
+Error: in the warm-up none; then that of a v which no longer follows, and of the code. No step's gradient is left out.
+Traffic: in the warm-up an all-reduce, then the code, both ways.
+Source: 1-bit Adam, Tang et al. 2021, arXiv:2102.02888; QAdam of Bagua, Gan et al. 2021, arXiv:2107.01499.
+
+[Note: an element without a second moment] Where an element had no gradient in the warm-up (a word that had not come up yet) v
+is 0, and the first m, or the first rounding error of a code, would be divided by eps: a step of thousands. Such an element gets
+the mean v of the others of its parameter when v is frozen. A parameter whose v is 0 as a whole stays with Adam until it is not.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import Adam, AdamW, Optimizer
+
+from ..errors import UsageError, explain
+
+if TYPE_CHECKING:
+    from ..exchange.base import GradientExchange
+    from ..exchange.codec import Codec
+
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_STATE_HOOKS = (
+    *("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"),
+    *("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
+)
+
+
+class QAdam(Optimizer):
+    """Adam for few bytes on the wire: ``ddp.use_exchange(optimizer.exchange())``. Use it on every rank alike.
+
+    It steps through an Adam or AdamW of torch, ``inner``, whose ``param_groups`` and ``state`` it shares, so checkpoints are
+    Adam's and load into Adam. With ``torch.amp.GradScaler``, the scale is learnt from the first ``scaler.step(optimizer)``;
+    a run that is resumed after the warm-up sets ``optimizer.grad_scaler = scaler`` before its first backward.
+
+    Args:
+        params: parameters or groups, as for ``torch.optim.Adam``.
+        lr: learning rate.
+        betas: decay of the two moments, by group if it is to differ.
+        eps: added to the root of the second moment.
+        weight_decay: added to gradients times weights (L2) or, if decoupled, taken off the weights.
+        warmup_steps: after so many steps v is frozen, and after so many synchronized backward passes the code begins. A tenth
+            to a fifth of all steps in the paper; much less does, if the learning rate has reached its height by then.
+        codec: of the momentum; None is 8 bits, ``MinMax8()``. ``OneBit()`` with ``error_feedback`` is 1-bit Adam.
+        error_feedback: whether what the code lost is sent with the next.
+        seed: of the code's random bits.
+        decoupled_weight_decay: as in AdamW.
+        **options: others of ``torch.optim.Adam``: amsgrad, maximize, foreach, fused.
+
+    Raises:
+        UsageError: ``warmup_steps`` below 1; ``capturable`` or ``differentiable``, which are not supported.
+
+    Attributes:
+        inner: torch's optimizer.
+        grad_scaler: whose scale the gradients have; None for none.
+    """
+
+    # So GradScaler hands itself to the step, which tells the scale.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        warmup_steps: int = 100,
+        codec: Codec | None = None,
+        error_feedback: bool = False,
+        seed: int = 0,
+        decoupled_weight_decay: bool = False,
+        **options: Any,
+    ) -> None:
+        options["decoupled_weight_decay"] = decoupled_weight_decay
+        self._take(Adam(params, lr, betas, eps, weight_decay, **options), warmup_steps, codec, error_feedback, seed)
+
+    @classmethod
+    def around(
+        cls,
+        optimizer: Optimizer,
+        *,
+        warmup_steps: int = 100,
+        codec: Codec | None = None,
+        error_feedback: bool = False,
+        seed: int = 0,
+    ) -> QAdam:
+        """Make one around an Adam or AdamW of torch, which keeps its groups and its schedulers; step the new one from then on.
+
+        Args:
+            optimizer: of these very classes, fresh or not.
+            warmup_steps: as in the constructor; steps that it made already count.
+            codec: as in the constructor.
+            error_feedback: as in the constructor.
+            seed: as in the constructor.
+
+        Raises:
+            UsageError: another optimizer; and as the constructor.
+        """
+        made: QAdam = cls.__new__(cls)
+        made._take(optimizer, warmup_steps, codec, error_feedback, seed)
+        return made
+
+    def _take(self, inner: Optimizer, warmup_steps: int, codec: Codec | None, error_feedback: bool, seed: int) -> None:
+        if not isinstance(inner, Adam) or type(inner) not in (Adam, AdamW):
+            what = "what is made around an optimizer here takes the moments of torch.optim.Adam or torch.optim.AdamW"
+            fix = "use one of them, or a strategy that leaves the optimizer alone, such as quantize8 or onebit"
+            raise UsageError(explain(what, value=type(inner).__name__, fix=fix))
+        if warmup_steps < 1:
+            what = "warmup_steps must be at least 1: without a second moment no step has a length"
+            raise UsageError(explain(what, value=warmup_steps, fix="give 100, or a tenth of all steps"))
+        # Optimizer.__init__ would make groups and state of its own.
+        self.defaults = inner.defaults
+        for name in _STEP_HOOKS:
+            setattr(self, name, getattr(inner, name))  # the same dictionaries: handles the user holds still remove
+            setattr(inner, name, OrderedDict())
+        for name in _STATE_HOOKS:
+            setattr(self, name, getattr(inner, name))
+        self._patch_step_function()
+        self.inner: Adam = inner
+        self.warmup_steps = warmup_steps
+        self._codec, self._error_feedback, self._seed = codec, error_feedback, seed
+        self._frozen: set[Tensor] = set()
+        self._is_stepping = self._assumed_unscaled = False
+        self.grad_scaler: Any = None
+        self._check_groups()
+        inner.register_step_pre_hook(self._refuse_other_steps)
+        warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)
+
+    def _check_groups(self) -> None:
+        for group in self.param_groups:
+            for option in ("capturable", "differentiable"):
+                if group.get(option):
+                    raise UsageError(explain(f"QAdam does not support {option}=True", fix="leave it out"))
+
+    def _refuse_other_steps(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._is_stepping:
+            what = f"this {type(optimizer).__name__} steps through the QAdam that was made around it"
+            raise UsageError(explain(what, fix="step that one; gz.prepare() returns it"))
+
+    def exchange(self) -> GradientExchange[Any]:
+        """Return what ``ddp.use_exchange`` takes: an all-reduce in the warm-up, then the coded momentum."""
+        from ..exchange.adam_momentum import AdamMomentum
+        from ..exchange.allreduce import AllReduce
+        from ..exchange.compressed import Compressed
+        from ..exchange.quantize import MinMax8
+        from ..exchange.warmup import Warmup
+
+        compressed = Compressed(self._codec or MinMax8(), error_feedback=self._error_feedback, seed=self._seed)
+        return Warmup(self.warmup_steps, AllReduce(), AdamMomentum(self, compressed))
+
+    # ---- what the exchange asks --------------------------------------------------------------------------------------------
+
+    def momenta(self, parameters: Sequence[Tensor]) -> list[tuple[Tensor | None, float]]:
+        """Return for each parameter its momentum, in the direction of gradients, and b1. Not to be changed.
+
+        None and 0.0 for what is not in the optimizer; None and b1 before the first step.
+        """
+        group_of = {p: group for group in self.param_groups for p in group["params"]}
+        found: list[tuple[Tensor | None, float]] = []
+        for p in parameters:
+            group = group_of.get(p)
+            moment = self.inner.state[p].get("exp_avg") if p in self.inner.state else None
+            if group is None:
+                found.append((None, 0.0))
+            else:
+                beta = float(group["betas"][0])
+                found.append((-moment if moment is not None and group["maximize"] else moment, beta))
+        return found
+
+    def loss_scale(self) -> float:
+        """Return what the gradients under way are multiplied with."""
+        if self.grad_scaler is None:
+            self._assumed_unscaled = True
+            return 1.0
+        return float(self.grad_scaler.get_scale())
+
+    # ---- a step ------------------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: Any = None) -> Any:
+        """Step with ``p.grad``, the mean over ranks.
+
+        Args:
+            closure: computes the loss and the gradients.
+            grad_scaler: given by ``torch.amp.GradScaler.step``.
+
+        Returns:
+            What ``closure`` returned, else None.
+
+        Raises:
+            UsageError: gradients were exchanged as if they had no scale, and a GradScaler steps.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.inner._opt_called = True  # type: ignore[attr-defined]  # for schedules that were made with it
+        if grad_scaler is not None and not self._learn_scale(grad_scaler):
+            return loss
+        self._assumed_unscaled = False
+        frozen, others = self._divide()
+        whole = [group["params"] for group in self.param_groups]
+        self._is_stepping = True
+        try:
+            if others:
+                for group in self.param_groups if frozen else ():
+                    group["params"] = [p for p in group["params"] if p not in self._frozen]
+                self.inner.step()
+        finally:
+            self._is_stepping = False
+            for group, params in zip(self.param_groups, whole, strict=True):
+                group["params"] = params
+        for group, members in zip(self.param_groups, frozen, strict=False):
+            if members:
+                self._step_frozen(group, members)
+        return loss
+
+    def _learn_scale(self, scaler: Any) -> bool:
+        """Unscale unless the user did; tell whether to step."""
+        if self._assumed_unscaled and scaler.get_scale() != 1.0:
+            what = "momentum was exchanged before the scale of the loss was known"
+            raise UsageError(explain(what, fix="set `optimizer.grad_scaler = scaler` before the first backward"))
+        self.grad_scaler = scaler
+        found = scaler._per_optimizer_states[id(self)]
+        if found["stage"] is OptState.READY:
+            scaler.unscale_(self)
+        return not any(value.item() for value in found["found_inf_per_device"].values())
+
+    def _divide(self) -> tuple[list[list[Tensor]], bool]:
+        """Return the parameters with a gradient whose v is frozen, by group (empty if none), and whether there are others."""
+        used = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
+        self._freeze([(p, group) for group, some in zip(self.param_groups, used, strict=True) for p in some])
+        frozen = [[p for p in some if p in self._frozen] for some in used]
+        num_frozen, num_used = sum(map(len, frozen)), sum(map(len, used))
+        return (frozen if num_frozen else []), num_frozen < num_used or not num_used
+
+    def _freeze(self, used: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
+        """Find out whose warm-up has ended, and see to [Note: an element without a second moment].
+
+        ``state["frozen_at"]`` is the number of steps that v has seen: W, or what it was in a loaded state of Adam.
+        """
+        candidates = [(p, group) for p, group in used if p not in self._frozen and self.inner.state.get(p)]
+        for (p, group), count in zip(candidates, self._counts([p for p, _ in candidates]), strict=True):
+            state = self.inner.state[p]
+            if "frozen_at" in state:
+                self._frozen.add(p)
+                continue
+            if count < self.warmup_steps:
+                continue
+            for name in ("exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg_sq",):
+                v = torch.view_as_real(state[name]) if p.is_complex() else state[name]
+                num = int(torch.count_nonzero(v))
+                if num == 0:
+                    break
+                if num < v.numel():  # in float64 the order of the sum, which may differ between hosts, does not show
+                    v.masked_fill_(v == 0, float(v.sum(dtype=torch.float64) / num))
+            else:
+                state["frozen_at"] = count
+                self._frozen.add(p)
+
+    def _counts(self, parameters: Sequence[Tensor]) -> list[float]:
+        if not parameters:
+            return []
+        steps = [self.inner.state[p]["step"] for p in parameters]
+        counts: list[float] = torch.stack([step.to(steps[0].device) for step in steps]).tolist()
+        return counts
+
+    @torch.no_grad()
+    def _step_frozen(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        states = [self.inner.state[p] for p in parameters]
+        (beta1, beta2), lr, decay = group["betas"], float(group["lr"]), float(group["weight_decay"])
+        beta1, beta2 = float(beta1), float(beta2)
+        torch._foreach_add_([state["step"] for state in states], 1)
+        counts = self._counts(parameters)
+        grads = [p.grad for p in parameters if p.grad is not None]
+        moments = [state["exp_avg"] for state in states]
+        squares = [state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"] for state in states]
+        if group["maximize"]:
+            grads = list(torch._foreach_neg(grads))
+        if decay != 0 and group["decoupled_weight_decay"]:
+            torch._foreach_mul_(parameters, 1 - lr * decay)
+        elif decay != 0:
+            grads = list(torch._foreach_add(grads, parameters, alpha=decay))
+        parameters, grads, moments, squares = (_real(some) for some in (parameters, grads, moments, squares))
+        torch._foreach_lerp_(moments, grads, 1 - beta1)
+        lengths = torch._foreach_sqrt(squares)
+        torch._foreach_div_(lengths, [(1 - beta2 ** state["frozen_at"]) ** 0.5 for state in states])
+        torch._foreach_add_(lengths, float(group["eps"]))
+        torch._foreach_addcdiv_(parameters, moments, lengths, [-lr / (1 - beta1**count) for count in counts])
+
+    # ---- what torch's other parts look at ----------------------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Those of torch's optimizer."""
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """That of torch's optimizer."""
+        return self.inner.state
+
+    def __repr__(self) -> str:
+        return f"QAdam(warmup_steps={self.warmup_steps}, around {self.inner!r})"
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        what = "a QAdam cannot be copied or pickled: an exchange refers to it"
+        raise UsageError(explain(what, fix="keep optimizer.state_dict()"))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; the new parameters have a warm-up of their own."""
+        self.inner.add_param_group(param_group)
+        self._check_groups()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state in the format of torch's Adam, the same on every rank. The exchange's own is in the wrapper."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what ``state_dict`` returned, here or of torch's Adam."""
+        self.inner.load_state_dict(state_dict)
+        self._frozen.clear()
+        self._check_groups()
+
+
+def _real(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
