@@ -10,17 +10,18 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils import _pytree
 
 from guozhuang.data_parallel import DataParallel
 from guozhuang.distributed import DistributedDataParallel
+from guozhuang.distributed.recording import record_steps
 from guozhuang.errors import UsageError, explain
+from guozhuang.exchange import GradientExchange
 from guozhuang.exchange.named import METHODS, Method
 from guozhuang.groups import round_robin
 from guozhuang.groups.twin import timeout_s
@@ -96,8 +97,14 @@ def _ddp(model: nn.Module, optimizer: Optimizer, setup: Setup) -> Prepared:
 
 def _exchanging(method: Method) -> Callable[[nn.Module, Optimizer, Setup], Prepared]:
     def prepare(model: nn.Module, optimizer: Optimizer, setup: Setup) -> Prepared:
+        if method.around is not None:
+            optimizer = method.around(optimizer)
         wrapped = DistributedDataParallel(model, device_ids=_device_ids(model))
-        wrapped.use_exchange(method.make())
+        exchange = method.make(optimizer)
+        if isinstance(exchange, GradientExchange):
+            wrapped.use_exchange(exchange)
+        else:
+            wrapped.use_weight_exchange(exchange, optimizer)
         return wrapped, optimizer
 
     return prepare
@@ -331,7 +338,7 @@ def prepare(
     path = requested_timeline()
     if path is not None:
         timeline = Timeline(world.rank)
-        _watch(*prepared, timeline)
+        record_steps(*prepared, timeline)
         atexit.register(timeline.write, f"{path}.rank{world.rank}")
     return prepared
 
@@ -394,35 +401,3 @@ def _place(model: nn.Module, optimizer: Optimizer, world: World) -> None:
         what = f"moving the model to {world.device} made new parameters, which the optimizer does not know"
         raise UsageError(explain(what, rank=world.rank, fix=fix))
     _log.info("rank %d: the model was moved to %s", world.rank, world.device)
-
-
-def _watch(model: nn.Module, optimizer: Optimizer, timeline: Timeline) -> None:
-    """Record every forward, backward and optimizer step, by hooks."""
-    began_ns: dict[str, int] = {}
-
-    def begin(name: str) -> None:
-        began_ns[name] = timeline.now()
-
-    def end(name: str) -> None:
-        if name in began_ns:
-            timeline.add(name, "step", began_ns.pop(name), timeline.now())
-
-    def forward_ended(module: nn.Module, inputs: Any, output: Any) -> None:
-        end("forward")
-        for leaf in _pytree.tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(backward_began)
-
-    def backward_began(gradient: torch.Tensor) -> None:
-        if "backward" not in began_ns:
-            begin("backward")
-            queue = torch.autograd.Variable._execution_engine.queue_callback
-            # Callbacks run in the order in which they were queued: the second comes after those that wait for exchanges.
-            queue(lambda: queue(lambda: end("backward")))
-
-    if isinstance(model, DistributedDataParallel):
-        model.timeline = timeline
-    model.register_forward_pre_hook(lambda module, inputs: begin("forward"))
-    model.register_forward_hook(forward_ended)
-    optimizer.register_step_pre_hook(lambda opt, args, kwargs: begin("optimizer"))
-    optimizer.register_step_post_hook(lambda opt, args, kwargs: end("optimizer"))

@@ -136,7 +136,7 @@ class AroundSteps:
         """See ``WeightExchanging.agree``."""
         if not self._changed:
             return
-        if self._group.size() > 1:
+        if self._group.size() > 1 and self.exchange.in_step:  # an asynchronous method meets in its own way
             try:
                 lines = [type(self.exchange).__name__]
                 meet(self._group, "the method that makes weights equal", lines, timeout_s(self._group), _EVERYBODY)
@@ -191,8 +191,6 @@ class AroundSteps:
 
     def _catch_up(self) -> None:
         """Shadow the steps that others have made and this rank has not, because its gradients overflowed, for example."""
-        if not self.exchange.in_step:
-            return
         device = self._named[0][1].device
         most = torch.tensor([self.step], device=device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._group)

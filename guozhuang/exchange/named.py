@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from torch.optim import Optimizer
+
 from guozhuang.exchange.base import GradientExchange
 
+_ADAM_WARMUP_STEPS = 100  # after which the second moment is taken to have settled
 _WARMUP_STEPS = 20  # in which large first changes pass whole, for methods that follow what gradients have in common
 
 
@@ -18,13 +21,15 @@ class Method:
 
     Attributes:
         summary: one line for tables and help.
-        make: a new exchange.
+        make: a new exchange of gradients, or of weights (a ``WeightExchange``); given the optimizer that will step.
         source: the paper that it comes from.
+        around: what steps in place of the user's optimizer; None for that optimizer itself.
     """
 
     summary: str
-    make: Callable[[], GradientExchange[Any]]
+    make: Callable[[Any], Any]
     source: str
+    around: Callable[[Optimizer], Optimizer] | None = None
 
 
 # The modules of a method are imported by who uses it: each costs a millisecond or more, and most programs use none.
@@ -94,53 +99,152 @@ def _powersgd() -> GradientExchange[Any]:
     return _after_warmup(PowerSGD(rank=4))
 
 
+def _adasum() -> GradientExchange[Any]:
+    from guozhuang.exchange.adasum import Adasum
+
+    return Adasum()
+
+
+def _qadam(optimizer: Optimizer) -> Optimizer:
+    from guozhuang.optim import QAdam
+
+    return QAdam.around(optimizer, warmup_steps=_ADAM_WARMUP_STEPS)
+
+
+def _onebit_adam(optimizer: Optimizer) -> Optimizer:
+    from guozhuang.exchange.onebit import OneBit
+    from guozhuang.optim import QAdam
+
+    return QAdam.around(optimizer, warmup_steps=_ADAM_WARMUP_STEPS, codec=OneBit(), error_feedback=True)
+
+
+def _local_sgd() -> Any:
+    from guozhuang.exchange.local_sgd import LocalSGD
+
+    return LocalSGD(every=16)
+
+
+def _diloco() -> Any:
+    from guozhuang.exchange.diloco import DiLoCo
+
+    return DiLoCo(every=50, num_fragments=2, overlap_steps=10)
+
+
+def _decentralized(peers: Any) -> Any:
+    from guozhuang.exchange.decentralized import Decentralized
+
+    return Decentralized(peers)
+
+
+def _low_precision_decentralized() -> Any:
+    from guozhuang.exchange.low_precision_decentralized import LowPrecisionDecentralized
+
+    return LowPrecisionDecentralized()
+
+
+def _async_model_average() -> Any:
+    from guozhuang.exchange.async_average import AsyncModelAverage
+
+    return AsyncModelAverage()
+
+
+_BAGUA = "Gan et al., BAGUA: Scaling up Distributed Learning with System Relaxations, VLDB 2021, arXiv:2107.01499"
+_ONEBIT_ADAM = "Tang et al., 1-bit Adam, ICML 2021, arXiv:2102.02888"
+
 METHODS: Mapping[str, Method] = MappingProxyType(
     {
         "fp16": Method(
             "ddp with gradients in fp16 on the wire",
-            lambda: _cast("float16"),
+            lambda _: _cast("float16"),
             "Micikevicius et al., Mixed Precision Training, ICLR 2018, arXiv:1710.03740",
         ),
         "bf16": Method(
             "ddp with gradients in bf16 on the wire",
-            lambda: _cast("bfloat16"),
+            lambda _: _cast("bfloat16"),
             "Kalamkar et al., A Study of BFLOAT16 for Deep Learning Training, 2019, arXiv:1905.12322",
         ),
         "quantize8": Method(
             "gradients in 8 bits, both ways (ByteGrad)",
-            _quantize8,
-            "Gan et al., BAGUA: Scaling up Distributed Learning with System Relaxations, VLDB 2021, arXiv:2107.01499",
+            lambda _: _quantize8(),
+            _BAGUA,
         ),
         "quantize4": Method(
             "gradients in 4 bits, rounded at random, with error feedback",
-            _quantize4,
+            lambda _: _quantize4(),
             "Alistarh et al., QSGD, NeurIPS 2017, arXiv:1610.02132",
         ),
         "dithering": Method(
             "gradients to powers of two in 4 bits, right on average",
-            _dithering,
+            lambda _: _dithering(),
             "Horvath et al., Natural Compression for Distributed Deep Learning, 2019, arXiv:1905.10988",
         ),
         "onebit": Method(
             "signs of gradients and a magnitude per block, with error feedback",
-            _onebit,
+            lambda _: _onebit(),
             "Karimireddy et al., Error Feedback Fixes SignSGD and other Gradient Compression Schemes, ICML 2019, "
             "arXiv:1901.09847",
         ),
         "topk": Method(
             "the greatest 1 % of gradients, with error feedback",
-            _topk,
+            lambda _: _topk(),
             "Stich et al., Sparsified SGD with Memory, NeurIPS 2018, arXiv:1809.07599",
         ),
         "randomk": Method(
             "5 % of gradients, drawn at random, with error feedback",
-            _randomk,
+            lambda _: _randomk(),
             "Stich et al., Sparsified SGD with Memory, NeurIPS 2018, arXiv:1809.07599",
         ),
         "powersgd": Method(
             "gradients of matrices as two thin ones of rank 4, with error feedback",
-            _powersgd,
+            lambda _: _powersgd(),
             "Vogels et al., PowerSGD, NeurIPS 2019, arXiv:1905.13727",
+        ),
+        "adasum": Method(
+            "gradients added where they are orthogonal, averaged where they agree",
+            lambda _: _adasum(),
+            "Maleki et al., Scaling Distributed Training with Adaptive Summation, MLSys 2021, arXiv:2006.02924",
+        ),
+        "qadam": Method(
+            "Adam whose momentum travels in 8 bits after a warm-up; for torch's Adam and AdamW",
+            lambda optimizer: optimizer.exchange(),
+            _BAGUA,
+            _qadam,
+        ),
+        "onebit-adam": Method(
+            "the same in 1 bit, with error feedback",
+            lambda optimizer: optimizer.exchange(),
+            _ONEBIT_ADAM,
+            _onebit_adam,
+        ),
+        "local-sgd": Method(
+            "each rank trains alone; weights are averaged every 16 steps",
+            lambda _: _local_sgd(),
+            "Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019, arXiv:1805.09767",
+        ),
+        "diloco": Method(
+            "each rank trains alone; an outer optimizer follows their mean every 50 steps, in two parts, in the background",
+            lambda _: _diloco(),
+            "Douillard et al., DiLoCo, 2023, arXiv:2311.08105, and Streaming DiLoCo, 2025, arXiv:2501.18512",
+        ),
+        "decentralized": Method(
+            "weights of the step before are averaged over all ranks while the next gradients are computed",
+            lambda _: _decentralized("all"),
+            "Lian et al., Can Decentralized Algorithms Outperform Centralized Algorithms?, NeurIPS 2017, arXiv:1705.09056",
+        ),
+        "decentralized-pairs": Method(
+            "the same with one other rank in each step",
+            lambda _: _decentralized("shift_one"),
+            "Lian et al., Can Decentralized Algorithms Outperform Centralized Algorithms?, NeurIPS 2017, arXiv:1705.09056",
+        ),
+        "low-precision-decentralized": Method(
+            "differences of weights in 8 bits to both neighbours of a ring",
+            lambda _: _low_precision_decentralized(),
+            _BAGUA,
+        ),
+        "async-model-average": Method(
+            "weights are averaged in the background every half second, and nobody waits for anybody",
+            lambda _: _async_model_average(),
+            _BAGUA,
         ),
     }
 )
