@@ -37,7 +37,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # A stamp per set of requirements, so that a second run installs nothing.
-ENGINE := setup.py $(wildcard guozhuang/groups/shared_memory/*.[ch])
+ENGINE := setup.py $(wildcard guozhuang/groups/shared_memory/*.[ch] guozhuang/exchange/kernels/*.[ch])
 
 $(VENV)/.installed-text: pyproject.toml constraints.txt $(ENGINE) | $(BIN)/python
 	$(INSTALL) '.[text]'

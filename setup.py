@@ -1,4 +1,6 @@
-"""The C parts of the shared-memory group: its engine, and sums over pages of zeros. All else stands in pyproject.toml.
+"""The C parts: the shared-memory group's engine and its sums over pages of zeros, and the codes of gradients.
+
+All else stands in pyproject.toml.
 
 They are optional: without a compiler, or where it does not compile, the package installs all the same and its twins in Python
 do the work.
@@ -9,18 +11,18 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 
-SOURCES = Path("guozhuang/groups/shared_memory")
+SHARED_MEMORY, KERNELS = Path("guozhuang/groups/shared_memory"), Path("guozhuang/exchange/kernels")
 # No contraction: a product and a sum must round as they do in the twin. Nobody reads floating-point exception flags,
 # and without them more loops become vectors. Names stay inside the library.
-FLAGS = ["-O3", "-std=c11", "-ffp-contract=off", "-fno-trapping-math", "-fvisibility=hidden"]
+FLAGS = ["-O3", "-std=c11", "-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno", "-fvisibility=hidden"]
 
 
-def extension(name: str, sources: tuple[str, ...], headers: tuple[str, ...]) -> Extension:
+def extension(folder: Path, name: str, sources: tuple[str, ...], headers: tuple[str, ...] = ()) -> Extension:
     """Describe one module."""
     return Extension(
-        f"guozhuang.groups.shared_memory.{name}",
-        sources=[str(SOURCES / source) for source in sources],
-        depends=[str(SOURCES / header) for header in headers],
+        ".".join((*folder.parts, name)),
+        sources=[str(folder / source) for source in sources],
+        depends=[str(folder / header) for header in headers],
         extra_compile_args=FLAGS,
         optional=True,
     )
@@ -28,11 +30,13 @@ def extension(name: str, sources: tuple[str, ...], headers: tuple[str, ...]) -> 
 
 EXTENSIONS = [
     extension(
+        SHARED_MEMORY,
         "_engine",
         ("_engine.c", "_program.c", "_barrier.c", "_reduce.c"),
         ("_program.h", "_barrier.h", "_reduce.h"),
     ),
-    extension("_sparse", ("_sparse.c", "_reduce.c"), ("_reduce.h",)),
+    extension(SHARED_MEMORY, "_sparse", ("_sparse.c", "_reduce.c"), ("_reduce.h",)),
+    extension(KERNELS, "_codes", ("_codes.c",)),
 ]
 
 setup(ext_modules=EXTENSIONS if sys.platform.startswith("linux") else [])

@@ -36,6 +36,20 @@ class Codec(ABC):
             random: where random bits come from; seeded so that a resumed run draws the same.
         """
 
+    def encode_with_feedback(self, rows: Tensor, codes: Tensor, random: torch.Generator, lost: Tensor) -> None:
+        """Write the code of ``rows + lost``, and put what it loses of that into ``lost``.
+
+        Args:
+            rows: as for ``encode``, but changed.
+            codes: as for ``encode``.
+            random: as for ``encode``.
+            lost: (rows, elements), float32, contiguous; read and overwritten.
+        """
+        rows += lost
+        self.encode(rows, codes, random)
+        self.decode(codes, lost)
+        torch.sub(rows, lost, out=lost)
+
     @abstractmethod
     def decode(self, codes: Tensor, rows: Tensor) -> None:
         """Write what each code stands for.
@@ -44,3 +58,17 @@ class Codec(ABC):
             codes: (rows, bytes), uint8, aligned alike, as ``encode`` wrote it on any rank.
             rows: (rows, elements), float32; overwritten. Equal codes give equal bits on all ranks.
         """
+
+    def decode_mean(self, codes: Tensor, mean: Tensor) -> None:
+        """Write the mean of what the codes stand for: added row by row, in float32, and divided by their number.
+
+        Args:
+            codes: as for ``decode``.
+            mean: (1, elements), float32; overwritten. Equal codes give equal bits on all ranks.
+        """
+        rows = mean.new_empty(codes.shape[0], mean.shape[1])
+        self.decode(codes, rows)
+        mean.copy_(rows[:1])
+        for row in rows[1:]:
+            mean += row
+        mean /= codes.shape[0]

@@ -70,10 +70,13 @@ class Around(Protocol):
 
 @dataclass
 class _Memory:
-    """What one bucket needs: the rows in float32, and the codes that leave and arrive."""
+    """What one bucket needs: the codes that leave and arrive; rows in float32, where the bucket itself cannot be cut into them.
 
-    rows: Tensor
-    decoded: Tensor
+    ``scratch`` is for what was sent, where momentum is masked.
+    """
+
+    rows: Tensor | None
+    scratch: Tensor | None
     sent: Tensor
     got: Tensor
     mean: Tensor
@@ -143,7 +146,7 @@ class Compressed(GradientExchange[CompressedState]):
             if not (bucket.flat.is_floating_point() or bucket.flat.is_complex()):
                 what = f"{type(self.codec).__name__} codes floating-point gradients, not {bucket.flat.dtype}"
                 raise UsageError(explain(what, value=bucket.names[0], fix="exchange such a model with ddp"))
-            memory[bucket.index] = self._allocate(num_numbers(bucket), size, bucket.flat.device)
+            memory[bucket.index] = self._allocate(bucket, size)
         lanes = before.lanes if before is not None else [Lane(group) for _ in range(_NUM_LANES if size > 1 else 0)]
         keeps = self.error_feedback and size > 1
         feedback = [Residuals(buckets, group, owned) for owned in (False, True)] if keeps else []
@@ -178,8 +181,8 @@ class Compressed(GradientExchange[CompressedState]):
         for name, each in kept.items():
             each.load(saved[name])
 
-    def _allocate(self, num_numbers: int, size: int, device: torch.device) -> _Memory:
-        length = -(-num_numbers // size)
+    def _allocate(self, bucket: Bucket, size: int) -> _Memory:
+        device, length = bucket.flat.device, -(-num_numbers(bucket) // size)
         num_bytes = _HEADER_BYTES + self.codec.row_bytes(length)
 
         def numbers(rows: int) -> Tensor:
@@ -188,8 +191,11 @@ class Compressed(GradientExchange[CompressedState]):
         def codes(rows: int) -> Tensor:
             return torch.zeros(rows, num_bytes, dtype=torch.uint8, device=device)
 
+        cut = bucket.flat.dtype in (torch.float32, torch.complex64) and num_numbers(bucket) == size * length
+        masks = self.momentum and self.masks_momentum and isinstance(self.codec, Sparsifier)
+        rows, scratch = None if cut else numbers(size), numbers(size) if masks else None
         random = torch.Generator(device)
-        return _Memory(numbers(size), numbers(size), codes(size), codes(size), numbers(1), codes(1), random)
+        return _Memory(rows, scratch, codes(size), codes(size), numbers(1), codes(1), random)
 
     def start(self, bucket: Bucket, state: CompressedState, step: int) -> Work:
         """Hand the bucket to a lane."""
@@ -218,36 +224,33 @@ class Compressed(GradientExchange[CompressedState]):
     ) -> None:
         memory, flat, rank = state.memory[bucket.index], numbers(bucket), group.rank()
         feedback, mean_feedback = state.feedback or (None, None)
-        rows = memory.rows.view(-1)[: flat.numel()]
-        rows.copy_(flat)
-        memory.rows.view(-1)[flat.numel() :].zero_()
-        fine = is_finite(rows)
+        rows = _rows(memory, flat, group.size())
+        values = rows.view(-1)[: flat.numel()]
+        fine = is_finite(values)
         if not fine:
             _log.warning("%s", explain(f"step {step}: {where_not_finite(bucket)}", rank=rank))
-        adds = not fine or around is None or around.enter(rows)
+        adds = not fine or around is None or around.enter(values)
         momentum = None if state.momentum is None or not fine else state.momentum.rows(bucket.index)
         if momentum is not None:
-            self._build_up(memory.rows, momentum)
+            self._build_up(rows, momentum)
         place = step, bucket.index, rank, 0
-        if self._encode(memory.rows, memory.sent, memory.decoded, (fine, adds), feedback, memory, place):
-            self._mask(momentum, feedback, memory)
+        if self._encode(rows, memory.sent, (fine, adds), feedback, memory, place):
+            self._mask(momentum, memory)
         dist.all_to_all_single(memory.got, memory.sent, group=group)
-        num_without = self._decode(memory.got, memory.decoded)
-        torch.mean(memory.decoded, dim=0, keepdim=True, out=memory.mean)
-        own, place = memory.decoded[:1], (step, bucket.index, rank, 1)
-        fine = is_finite(memory.mean)
-        self._encode(memory.mean, memory.mean_code, own, (fine, True), mean_feedback, memory, place)
+        num_without = self._decode_mean(memory.got, memory.mean)
+        fine, place = is_finite(memory.mean), (step, bucket.index, rank, 1)
+        self._encode(memory.mean, memory.mean_code, (fine, True), mean_feedback, memory, place)
         dist.all_gather_into_tensor(memory.got, memory.mean_code, group=group)
-        self._decode(memory.got, memory.rows)
+        self._decode(memory.got, rows)
         if around is not None:
-            around.leave(rows, 1 - num_without / group.size())
-        flat.copy_(rows)
+            around.leave(values, 1 - num_without / group.size())
+        if memory.rows is not None:
+            flat.copy_(values)
 
     def _encode(
         self,
         rows: Tensor,
         codes: Tensor,
-        scratch: Tensor,
         which: tuple[bool, bool],
         feedback: Residuals | None,
         memory: _Memory,
@@ -264,23 +267,31 @@ class Compressed(GradientExchange[CompressedState]):
         if not (fine and adds):
             return False  # what was lost before stays to be sent
         index = place[1]
-        if feedback is not None:
-            rows += feedback.rows(index)
         memory.random.manual_seed(hash((self.seed, *place)) & (2**63 - 1))  # of integers: the same in every process
         body = codes[:, _HEADER_BYTES:]
-        self.codec.encode(rows, body, memory.random)
-        if feedback is not None:
-            self.codec.decode(body, scratch)
-            feedback.keep(index, rows, scratch)
+        if feedback is None:
+            self.codec.encode(rows, body, memory.random)
+        else:
+            self.codec.encode_with_feedback(rows, body, memory.random, feedback.rows(index))
+            feedback.clear_padding(index)
         return True
 
-    def _mask(self, momentum: Tensor | None, feedback: Residuals | None, memory: _Memory) -> None:
+    def _mask(self, momentum: Tensor | None, memory: _Memory) -> None:
         """Forget the momentum of what was sent."""
-        if momentum is None or not self.masks_momentum or not isinstance(self.codec, Sparsifier):
+        if momentum is None or memory.scratch is None:
             return
-        if feedback is None:
-            self.codec.decode(memory.sent[:, _HEADER_BYTES:], memory.decoded)
-        momentum.masked_fill_(memory.decoded != 0, 0.0)
+        self.codec.decode(memory.sent[:, _HEADER_BYTES:], memory.scratch)
+        momentum.masked_fill_(memory.scratch != 0, 0.0)
+
+    def _decode_mean(self, codes: Tensor, mean: Tensor) -> int:
+        """Write the mean over ranks; return how many had nothing to add."""
+        if bool((codes[:, :_HEADER_BYTES].view(torch.float32) == 0).all()):  # else a code may be an old one, or none
+            self.codec.decode_mean(codes[:, _HEADER_BYTES:], mean)
+            return 0
+        rows = mean.new_empty(codes.shape[0], mean.shape[1])
+        num_without = self._decode(codes, rows)
+        torch.mean(rows, dim=0, keepdim=True, out=mean)
+        return num_without
 
     def _decode(self, codes: Tensor, rows: Tensor) -> int:
         """Decode; return how many rows there were of ranks with nothing to add, which are zeros."""
@@ -301,3 +312,13 @@ class Compressed(GradientExchange[CompressedState]):
             return 0
         num_bytes = _HEADER_BYTES + self.codec.row_bytes(-(-num_elements // world_size))
         return 2 * (world_size - 1) * num_bytes
+
+
+def _rows(memory: _Memory, flat: Tensor, size: int) -> Tensor:
+    """A bucket's numbers as equal rows of float32 for all ranks: its own memory, or a copy, padded with zeros."""
+    if memory.rows is None:
+        return flat.view(size, -1)
+    values = memory.rows.view(-1)
+    values[: flat.numel()].copy_(flat)
+    values[flat.numel() :].zero_()
+    return memory.rows

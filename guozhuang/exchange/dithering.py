@@ -13,6 +13,7 @@ offers them, here with codes of fixed length.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,9 +21,13 @@ import torch
 from torch import Tensor
 
 from ..errors import UsageError, explain
+from . import kernels
 from .blocks import BlockCodec
+from .kernels import Kind, Task
 
 _TINY = torch.finfo(torch.float32).tiny
+_BITS_32 = 2**32 - 1
+_CHUNK = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -61,8 +66,36 @@ class Dithering(BlockCodec):
         """How many levels there are on each side of zero."""
         return int(2 ** (self.bits - 1)) - 1
 
+    @property
+    def _has_kernel(self) -> bool:
+        return self.partition == "linear" and self.normalize == "max"
+
     def encode(self, rows: Tensor, codes: Tensor, random: torch.Generator) -> None:
         """See the formula above."""
+        if not self._has_kernel or rows.device.type != "cpu":
+            shape = rows.shape[0], -(-rows.shape[1] // self.block), self.block
+            self._encode(rows, codes, torch.rand(shape, generator=random, device=rows.device))
+            return
+        seeds = _seeds(random)
+        if kernels.serves(rows, codes):
+            kernels.run(Kind.DITHERING, Task.ENCODE, rows, codes, self.bits, self.block, seeds)
+        else:
+            self.encode_by_torch(rows, codes, seeds)
+
+    def encode_with_feedback(self, rows: Tensor, codes: Tensor, random: torch.Generator, lost: Tensor) -> None:
+        """In one pass, where that is possible."""
+        if self._has_kernel and kernels.serves(rows, codes):
+            seeds = _seeds(random)
+            kernels.run(Kind.DITHERING, Task.ENCODE, rows, codes, self.bits, self.block, seeds, lost)
+        else:
+            super().encode_with_feedback(rows, codes, random, lost)
+
+    def encode_by_torch(self, rows: Tensor, codes: Tensor, seeds: tuple[int, int]) -> None:
+        """The kernel's bits by torch operations."""
+        shape = rows.shape[0], -(-rows.shape[1] // self.block), self.block
+        self._encode(rows, codes, chances(math.prod(shape), *seeds).view(shape))
+
+    def _encode(self, rows: Tensor, codes: Tensor, chance: Tensor) -> None:
         scales, packed = self.parts(codes, rows.shape[1])
         values = self.blocks_of(rows)
         greatest = values.abs().amax(dim=2)
@@ -72,7 +105,6 @@ class Dithering(BlockCodec):
             values /= norms.clamp(min=1.0).unsqueeze(2)
             greatest *= norms
         scales.copy_(greatest)
-        chance = torch.rand(values.shape, generator=random, device=rows.device)
         level = self.num_levels
         levels = (
             (values * level).add_(chance).floor_() if self.partition == "linear" else _natural(values, chance, level)
@@ -82,6 +114,20 @@ class Dithering(BlockCodec):
 
     def decode(self, codes: Tensor, rows: Tensor) -> None:
         """See the formula above."""
+        if self._has_kernel and kernels.serves(rows, codes):
+            kernels.run(Kind.DITHERING, Task.DECODE, rows, codes, self.bits, self.block)
+        else:
+            self.decode_by_torch(codes, rows)
+
+    def decode_mean(self, codes: Tensor, mean: Tensor) -> None:
+        """In one pass, where that is possible."""
+        if self._has_kernel and kernels.serves(mean, codes):
+            kernels.run(Kind.DITHERING, Task.MEAN, mean, codes, self.bits, self.block)
+        else:
+            super().decode_mean(codes, mean)
+
+    def decode_by_torch(self, codes: Tensor, rows: Tensor) -> None:
+        """The same bits by torch operations."""
         scales, packed = self.parts(codes, rows.shape[1])
         levels = self.unpack(packed).sub_(self.num_levels + 1)
         if self.partition == "linear":
@@ -91,6 +137,31 @@ class Dithering(BlockCodec):
             levels = torch.where(levels == 0, levels, magnitudes.copysign_(levels))
         levels *= scales.unsqueeze(2)
         rows.copy_(levels.view(rows.shape[0], -1)[:, : rows.shape[1]])
+
+
+def _seeds(random: torch.Generator) -> tuple[int, int]:
+    first, second = torch.randint(_BITS_32 + 1, (2,), generator=random).tolist()
+    return first, second
+
+
+def chances(count: int, first: int, second: int) -> Tensor:
+    """Numbers in [0, 1), multiples of 2^-24: a hash of their places and two seeds below 2^32, cheap to draw in any order.
+
+    The mixing steps are those of MurmurHash3 (Appleby 2011, public domain), with the second seed after the first of them, and a
+    further product, without which numbers of two second seeds would differ by a constant.
+    """
+    parts = []
+    for begin in range(0, count, _CHUNK):  # in the cache
+        x = torch.arange(begin, min(count, begin + _CHUNK)).add_(first).bitwise_and_(_BITS_32)
+        x ^= x >> 16
+        x.mul_(0x85EBCA6B).bitwise_and_(_BITS_32)
+        x ^= x >> 13
+        x.add_(second).bitwise_and_(_BITS_32)
+        x.mul_(0xC2B2AE35).bitwise_and_(_BITS_32)
+        x ^= x >> 16
+        x.mul_(0x85EBCA6B).bitwise_and_(_BITS_32)
+        parts.append((x >> 8).to(torch.float32).mul_(2.0**-24))
+    return torch.cat(parts)
 
 
 def _natural(values: Tensor, chance: Tensor, num_levels: int) -> Tensor:

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from . import kernels
 from .blocks import BlockCodec
+from .kernels import Kind, Task
 
 
 @dataclass(frozen=True)
@@ -34,19 +36,61 @@ class OneBit(BlockCodec):
 
     def encode(self, rows: Tensor, codes: Tensor, random: torch.Generator) -> None:
         """See the formula above."""
+        if kernels.serves(rows, codes):
+            kernels.run(self._kind, Task.ENCODE, rows, codes, self.bits, self.block)
+        else:
+            self.encode_by_torch(rows, codes)
+
+    def encode_with_feedback(self, rows: Tensor, codes: Tensor, random: torch.Generator, lost: Tensor) -> None:
+        """In one pass, where that is possible."""
+        if kernels.serves(rows, codes):
+            kernels.run(self._kind, Task.ENCODE, rows, codes, self.bits, self.block, lost=lost)
+        else:
+            super().encode_with_feedback(rows, codes, random, lost)
+
+    @property
+    def _kind(self) -> Kind:
+        return Kind.SIGNS if self.scaling else Kind.SIGNS_ALONE
+
+    def decode(self, codes: Tensor, rows: Tensor) -> None:
+        """See the formula above."""
+        if kernels.serves(rows, codes):
+            kernels.run(Kind.SIGNS, Task.DECODE, rows, codes, self.bits, self.block)
+        else:
+            self.decode_by_torch(codes, rows)
+
+    def decode_mean(self, codes: Tensor, mean: Tensor) -> None:
+        """In one pass, where that is possible."""
+        if kernels.serves(mean, codes):
+            kernels.run(Kind.SIGNS, Task.MEAN, mean, codes, self.bits, self.block)
+        else:
+            super().decode_mean(codes, mean)
+
+    def encode_by_torch(self, rows: Tensor, codes: Tensor) -> None:
+        """The same bits by torch operations."""
         scales, packed = self.parts(codes, rows.shape[1])
         values = self.blocks_of(rows)
         if self.scaling:
             counts = torch.full((scales.shape[1],), self.block, dtype=torch.float32, device=rows.device)
             counts[-1] = rows.shape[1] - (len(counts) - 1) * self.block  # what fills the last block up does not count
-            torch.div(values.abs().sum(dim=2), counts, out=scales)
+            torch.div(_sum(values.abs()), counts, out=scales)
         else:
             scales.fill_(1.0)
         self.pack((values < 0).to(torch.uint8), packed)
 
-    def decode(self, codes: Tensor, rows: Tensor) -> None:
-        """See the formula above."""
+    def decode_by_torch(self, codes: Tensor, rows: Tensor) -> None:
+        """The same bits by torch operations."""
         scales, packed = self.parts(codes, rows.shape[1])
         signs = self.unpack(packed).mul_(-2).add_(1)
         signs *= scales.unsqueeze(2)
         rows.copy_(signs.view(rows.shape[0], -1)[:, : rows.shape[1]])
+
+
+def _sum(values: Tensor) -> Tensor:
+    """The sum over the last dim, which is overwritten, in one order everywhere: the second half is added to the first."""
+    left = values.shape[-1]
+    while left > 1:
+        half = left // 2
+        values[..., :half] += values[..., left - half : left]
+        left -= half
+    return values[..., 0]

@@ -43,11 +43,13 @@ class _Matrices:
         members: their positions in the bucket.
         error: what was not sent, (members, m, n), float32.
         basis: Q, (members, n, rank), float32; equal on all ranks.
+        wanted: room for M, (members, m, n), float32; fresh memory in each step would take longer than the sum.
     """
 
     members: list[int]
     error: Tensor
     basis: Tensor
+    wanted: Tensor
 
 
 @dataclass
@@ -130,7 +132,8 @@ class PowerSGD(GradientExchange[PowerState]):
                 # By the name: a parameter starts alike in whatever bucket it lies.
                 random = torch.Generator().manual_seed(self.seed + sum(bucket.names[i].encode()))
                 basis[number] = torch.randn(n, rank, generator=random)
-            found.append(_Matrices(members, torch.zeros(len(members), m, n, device=device), basis.to(device)))
+            error, wanted = (torch.zeros(len(members), m, n, device=device) for _ in range(2))
+            found.append(_Matrices(members, error, basis.to(device), wanted))
         state.matrices[bucket.index], state.whole[bucket.index] = found, whole
         state.names[bucket.index] = bucket.names
 
@@ -179,8 +182,10 @@ class PowerSGD(GradientExchange[PowerState]):
         if not is_finite(bucket.flat):
             _log.warning("%s", explain(f"step {step}: {where_not_finite(bucket)}", rank=group.rank()))
         whole = [bucket.views[i] for i in state.whole[bucket.index]]
-        wanted = [_stack(bucket, matrices) + matrices.error for matrices in found]
-        narrow = [torch.bmm(m, matrices.basis) for m, matrices in zip(wanted, found, strict=True)]
+        for matrices in found:
+            for view, error, wanted in zip(_views(bucket, matrices), matrices.error, matrices.wanted, strict=True):
+                torch.add(_matrix(view), error, out=wanted)
+        narrow = [torch.bmm(matrices.wanted, matrices.basis) for matrices in found]
         parts = [*narrow, *(view.to(torch.float32) for view in whole)]
         self._mean(parts, group, size)
         for view, part in zip(whole, parts[len(narrow) :], strict=True):
@@ -193,15 +198,13 @@ class PowerSGD(GradientExchange[PowerState]):
                     bucket.views[i].fill_(math.nan)
             return
         bases, kept = zip(*(_orthogonal(part) for part in narrow), strict=True)
-        back = [torch.bmm(m.mT, basis) for m, basis in zip(wanted, bases, strict=True)]
+        back = [torch.bmm(matrices.wanted.mT, basis) for matrices, basis in zip(found, bases, strict=True)]
         self._mean(back, group, size)
-        for matrices, m, basis, has_weight, thin in zip(found, wanted, bases, kept, back, strict=True):
+        for matrices, basis, has_weight, thin in zip(found, bases, kept, back, strict=True):
             matrices.basis.copy_(self._next_basis(thin, has_weight, (bucket.index, step)))
-            result = torch.bmm(basis, thin.mT)
-            torch.sub(m, result, out=matrices.error)
-            for number, i in enumerate(matrices.members):
-                view = bucket.views[i]
-                view.copy_(result[number].view(view.shape))
+            for number, view in enumerate(_views(bucket, matrices)):
+                result = _product(basis[number], thin[number].mT, view)
+                torch.sub(matrices.wanted[number], result, out=matrices.error[number])
 
     def _next_basis(self, thin: Tensor, has_weight: Tensor, place: tuple[int, int]) -> Tensor:
         """The columns of M^T P, each of length 1; where there was no direction to follow, a new one at random.
@@ -232,9 +235,21 @@ class PowerSGD(GradientExchange[PowerState]):
         """Return None: it depends on the shapes. A matrix of m x n travels as ``rank`` (m + n) float32."""
 
 
-def _stack(bucket: Bucket, matrices: _Matrices) -> Tensor:
-    views = [bucket.views[i] for i in matrices.members]
-    return torch.stack([view.reshape(view.shape[0], -1) for view in views]).to(torch.float32)
+def _views(bucket: Bucket, matrices: _Matrices) -> list[Tensor]:
+    return [bucket.views[i] for i in matrices.members]
+
+
+def _matrix(view: Tensor) -> Tensor:
+    return view.reshape(view.shape[0], -1)
+
+
+def _product(left: Tensor, right: Tensor, view: Tensor) -> Tensor:
+    """Write a product of matrices to a gradient; return it in float32."""
+    if view.is_contiguous() and view.dtype == torch.float32:
+        return torch.mm(left, right, out=view.view(view.shape[0], -1))
+    result = torch.mm(left, right)
+    view.copy_(result.view(view.shape))
+    return result
 
 
 def _orthogonal(narrow: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from . import kernels
 from .codec import Codec, aligned
+from .kernels import Kind, Task
 
 _EPSILON = 1e-7
 _LARGE = 1e38  # of float32
@@ -30,27 +32,54 @@ class MinMax8(Codec):
 
     def encode(self, rows: Tensor, codes: Tensor, random: torch.Generator) -> None:
         """See the formula above."""
-        low, high = torch.aminmax(rows, dim=1, keepdim=True)
-        bounds = codes[:, :8].view(torch.float32)
-        bounds[:, :1], bounds[:, 1:] = low, high
-        scale, upper = _scale_and_upper(bounds)
-        levels = torch.mul(rows, scale).round_()
-        torch.minimum(levels, upper, out=levels)
-        levels -= upper - _LEVELS
-        codes[:, 8 : 8 + rows.shape[1]] = levels  # to uint8: an integer from 0 to 255 by construction
+        if kernels.serves(rows, codes):
+            kernels.run(Kind.MIN_MAX_8, Task.ENCODE, rows, codes)
+        else:
+            encode_by_torch(rows, codes)
 
     def decode(self, codes: Tensor, rows: Tensor) -> None:
         """See the formula above."""
-        scale, upper = _scale_and_upper(codes[:, :8].view(torch.float32))
-        rows.copy_(codes[:, 8 : 8 + rows.shape[1]])
-        rows += upper - _LEVELS
-        rows /= scale
+        if kernels.serves(rows, codes):
+            kernels.run(Kind.MIN_MAX_8, Task.DECODE, rows, codes)
+        else:
+            decode_by_torch(codes, rows)
+
+    def decode_mean(self, codes: Tensor, mean: Tensor) -> None:
+        """In one pass, where that is possible."""
+        if kernels.serves(mean, codes):
+            kernels.run(Kind.MIN_MAX_8, Task.MEAN, mean, codes)
+        else:
+            super().decode_mean(codes, mean)
+
+
+def encode_by_torch(rows: Tensor, codes: Tensor) -> None:
+    """The same bits by torch operations."""
+    low, high = torch.aminmax(rows, dim=1, keepdim=True)
+    bounds = codes[:, :8].view(torch.float32)
+    bounds[:, :1], bounds[:, 1:] = low + 0.0, high + 0.0  # no zero with a minus
+    scale, upper = _scale_and_upper(bounds)
+    levels = torch.mul(rows, scale).round_()
+    torch.minimum(levels, upper, out=levels)
+    levels -= upper - _LEVELS
+    codes[:, 8 : 8 + rows.shape[1]] = levels  # to uint8: an integer from 0 to 255 by construction
+
+
+def decode_by_torch(codes: Tensor, rows: Tensor) -> None:
+    """The same bits by torch operations."""
+    scale, upper = _scale_and_upper(codes[:, :8].view(torch.float32))
+    rows.copy_(codes[:, 8 : 8 + rows.shape[1]])
+    rows += upper - _LEVELS
+    rows /= scale
 
 
 def _scale_and_upper(bounds: Tensor) -> tuple[Tensor, Tensor]:
     low, high = bounds[:, :1], bounds[:, 1:]
     span = high - low + _EPSILON
-    scale = torch.div(torch.full_like(span, _LEVELS), span)  # a number divided by a tensor is rounded twice
+    scale = _divide(_LEVELS, span)
     # Where all elements are alike and large, the product with them would overflow.
-    torch.minimum(scale, _LARGE / torch.maximum(high.abs(), low.abs()).clamp_(min=_EPSILON), out=scale)
+    torch.minimum(scale, _divide(_LARGE, torch.maximum(high.abs(), low.abs()).clamp_(min=_EPSILON)), out=scale)
     return scale, (high * scale).round_()
+
+
+def _divide(number: float, by: Tensor) -> Tensor:
+    return torch.div(torch.full_like(by, number), by)  # a plain number divided by a tensor is rounded twice

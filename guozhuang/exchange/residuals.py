@@ -38,13 +38,15 @@ class Residuals:
             first = group.rank() * length if owned else 0
             self._padding[bucket.index] = self._kept[bucket.index].view(-1)[max(0, num_numbers(bucket) - first) :]
 
-    def keep(self, index: int, wanted: Tensor, sent: Tensor) -> None:
-        """Remember, for a bucket, what was to be sent and was not; both have the shape of :meth:`rows`."""
-        torch.sub(wanted, sent, out=self._kept[index])
-        self._padding[index].zero_()  # it belongs to no parameter, and would be lost in a checkpoint
+    def clear_padding(self, index: int) -> None:
+        """Forget what was lost of the padding: it belongs to no parameter, and would be lost in a checkpoint."""
+        self._padding[index].zero_()
 
     def rows(self, index: int) -> Tensor:
-        """Return what is kept for a bucket: (ranks, row) or, where only the own row is kept, (1, row)."""
+        """Return what is kept for a bucket, to be changed in place: (ranks, row) or, where only the own is kept, (1, row).
+
+        Whoever writes there calls :meth:`clear_padding`.
+        """
         return self._kept[index]
 
     def by_name(self) -> dict[str, Tensor]:

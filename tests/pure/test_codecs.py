@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from guozhuang.errors import UsageError
+from guozhuang.exchange import kernels, quantize
 from guozhuang.exchange.codec import Codec
-from guozhuang.exchange.dithering import Dithering
+from guozhuang.exchange.dithering import Dithering, chances
 from guozhuang.exchange.onebit import OneBit
 from guozhuang.exchange.quantize import MinMax8
 from guozhuang.exchange.sparsify import RandomK, TopK
@@ -191,3 +193,112 @@ def test_codes_stay_inside_their_length(case: tuple[int, int, int, float], codec
 def test_what_makes_no_sense_is_refused(make: Callable[[], Codec]) -> None:
     with pytest.raises(UsageError):
         make()
+
+
+BY_BLOCKS = st.sampled_from([8, 24, 40, 256])
+KERNELS: dict[str, Callable[[int], Codec]] = {
+    "quantize8": lambda block: MinMax8(),
+    "dithering2": lambda block: Dithering(2, block=block),
+    "dithering4": lambda block: Dithering(4, block=block),
+    "dithering8": lambda block: Dithering(8, block=block),
+    "signs": lambda block: OneBit(block=block),
+    "signs alone": lambda block: OneBit(scaling=False, block=block),
+}
+
+
+def encode_by_torch(codec: Codec, rows: Tensor, codes: Tensor, random: torch.Generator) -> None:
+    if isinstance(codec, MinMax8):
+        quantize.encode_by_torch(rows, codes)
+    elif isinstance(codec, Dithering):
+        first, second = torch.randint(2**32, (2,), generator=random).tolist()
+        codec.encode_by_torch(rows, codes, (first, second))
+    else:
+        assert isinstance(codec, OneBit)
+        codec.encode_by_torch(rows, codes)
+
+
+def decode_by_torch(codec: Codec, codes: Tensor, rows: Tensor) -> None:
+    by_torch = quantize.decode_by_torch if isinstance(codec, MinMax8) else codec.decode_by_torch  # type: ignore[attr-defined]
+    by_torch(codes, rows)
+
+
+def test_the_kernels_were_built() -> None:
+    if not sys.platform.startswith("linux"):
+        pytest.skip("the C modules are built on Linux only")
+    assert kernels.serves(torch.zeros(1, 8), torch.zeros(1, 16, dtype=torch.uint8))
+
+
+@settings(deadline=None)
+@given(ROWS, st.sampled_from(sorted(KERNELS)), BY_BLOCKS, st.sampled_from(["random", "sparse", "alike", "below zero"]))
+def test_a_kernel_gives_the_bits_of_torch(case: tuple[int, int, int, float], name: str, block: int, kind: str) -> None:
+    codec, wide = KERNELS[name](block), made(case[0], case[1] + 5, case[2], case[3])
+    rows = wide[:, 2:-3]  # neither aligned nor one after the other
+    if kind == "sparse":
+        rows[:, ::3] = -0.0
+        rows[:, 1:40] = 0.0
+    elif kind == "alike":
+        rows.fill_(case[3])
+    elif kind == "below zero":
+        rows.abs_().neg_()
+    length = codec.row_bytes(rows.shape[1])
+    ours, theirs = (torch.full((rows.shape[0], length + 16), 7, dtype=torch.uint8) for _ in range(2))
+    codec.encode(rows, ours[:, 8:-8], torch.Generator().manual_seed(case[2]))
+    encode_by_torch(codec, rows, theirs[:, 8:-8], torch.Generator().manual_seed(case[2]))
+    assert torch.equal(ours, theirs)
+    lost = made(case[0], rows.shape[1], case[2] + 1, case[3])
+    before, kept = lost.clone(), lost.clone()
+    codec.encode_with_feedback(rows.clone(), ours[:, 8:-8], torch.Generator().manual_seed(case[2]), lost)
+    rows = rows + before
+    encode_by_torch(codec, rows, theirs[:, 8:-8], torch.Generator().manual_seed(case[2]))
+    decode_by_torch(codec, theirs[:, 8:-8], kept)
+    assert torch.equal(ours, theirs) and torch.equal(lost, rows - kept)
+    decoded, expected = torch.full_like(rows, torch.nan), torch.full_like(rows, torch.nan)
+    codec.decode(ours[:, 8:-8], decoded)
+    decode_by_torch(codec, theirs[:, 8:-8], expected)
+    assert torch.equal(decoded.view(torch.int32), expected.view(torch.int32))
+    mean, expected = torch.full_like(rows[:1], torch.nan), decoded[0].clone()
+    codec.decode_mean(ours[:, 8:-8], mean)
+    for row in decoded[1:]:
+        expected += row
+    assert torch.equal(mean[0], expected / rows.shape[0])
+
+
+@pytest.mark.parametrize(
+    "codec", [TopK(0.1), RandomK(0.1), Dithering(4, "natural"), Dithering(4, normalize="l2")], ids=str
+)
+def test_the_mean_of_codes_is_the_mean_of_what_they_stand_for(codec: Codec) -> None:
+    rows = made(3, 500, 1, 1.0)
+    codes = torch.zeros(3, codec.row_bytes(500), dtype=torch.uint8)
+    codec.encode(rows, codes, torch.Generator().manual_seed(0))
+    mean, decoded = torch.empty(1, 500), torch.empty(3, 500)
+    codec.decode_mean(codes, mean)
+    codec.decode(codes, decoded)
+    torch.testing.assert_close(mean[0], decoded.mean(0), rtol=1e-6, atol=1e-7)
+
+
+def test_chances_are_even_and_new_with_each_seed() -> None:
+    count = 1 << 18
+    one, other = chances(count, 1, 2), chances(count, 1, 3)
+    for drawn in (one, other, chances(count, 2**32 - 1, 2**32 - 1)):
+        assert drawn.min() >= 0 and drawn.max() < 1
+        counts = torch.histc(drawn, 64, 0, 1)
+        assert (counts - count / 64).abs().max() < 5 * (count / 64) ** 0.5
+        for apart in (1, 2, 256):  # a neighbour says nothing
+            assert torch.corrcoef(torch.stack([drawn[:-apart], drawn[apart:]]))[0, 1].abs() < 5 / count**0.5
+    assert torch.corrcoef(torch.stack([one, other]))[0, 1].abs() < 5 / count**0.5
+    first = [chances(1, seed, 7).item() for seed in range(1000)]
+    assert abs(sum(first) / 1000 - 0.5) < 5 * 0.29 / 1000**0.5
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"num_rows": 0}, {"length": 0}, {"block": 12}, {"bits": 3}, {"kind": 9}, {"task": -1}, {"lost": 8}]
+)
+def test_the_c_module_refuses_what_is_out_of_range(wrong: dict[str, int]) -> None:
+    codes = pytest.importorskip("guozhuang.exchange.kernels._codes")
+    rows, room = torch.zeros(1, 8), torch.zeros(1, 16, dtype=torch.uint8)
+    told = {"kind": 0, "task": 0, "num_rows": 1, "length": 8, "bits": 8, "block": 8, "lost": 0} | wrong
+    with pytest.raises(ValueError, match="must be in range"):
+        codes.code(
+            told["kind"], told["task"], (rows.data_ptr(), 8), (room.data_ptr(), 16), (told["lost"], 8),
+            told["num_rows"], told["length"], (told["bits"], told["block"], 0, 0),
+        )  # fmt: skip

@@ -1,0 +1,13 @@
+"""The C half of the package."""
+
+def code(
+    kind: int,
+    task: int,
+    rows: tuple[int, int],
+    codes: tuple[int, int],
+    lost: tuple[int, int],
+    num_rows: int,
+    length: int,
+    blocks: tuple[int, int, int, int],
+    /,
+) -> None: ...
