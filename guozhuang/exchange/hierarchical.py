@@ -1,0 +1,351 @@
+"""Mean of the gradients in two steps: plainly inside each node, by a method of your choice between nodes.
+
+Formula, with n ranks on m nodes, k_j of them on node j, and s_j = sum of the gradients of node j's ranks:
+every rank gets outer_j((m / n) s_j), where ``outer`` averages over nodes; for an exact ``outer`` that is (1 / n) sum_j s_j, so
+every rank weighs the same, however many share its node.
+Error: that of ``outer`` over m members, of sums inside nodes; and, with ``Cast`` inside, its rounding on the way in and out.
+Traffic, where all nodes have k ranks: a rank sends 2 (k-1)/k of a bucket inside its node and what ``outer`` sends of 1/k of it
+to its peers, one on every other node; so all ranks use the link at once and each byte crosses it once per node.
+Source: the two-level schemes of Bagua (Gan et al. 2021, arXiv:2107.01499, which takes a mean of means) and BytePS (Jiang et al.
+2020, OSDI).
+
+[Note: parts or leaders] With equally many ranks on every node and an ``outer`` that treats each number alike, a bucket is cut
+into k parts: reduce-scatter inside, ``outer`` on this rank's part among the ranks of the same place, all-gather inside.
+Otherwise (uneven nodes; methods that need whole parameters, as PowerSGD) the first rank of each node leads: reduce to it,
+``outer`` among leaders on the whole bucket, broadcast inside.
+
+[Note: two lanes in a row] The way in and the start of ``outer`` are one lane's job, the wait for ``outer`` and the way out
+another's, which gets its jobs from the first. So inside groups see buckets in one order on all ranks, ``outer`` is started in
+that order too, and ways in and out overlap with what crosses the link. See also lane.py, [Note: one order on all ranks].
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..buckets import Bucket
+from ..errors import UsageError, explain
+from .allreduce import AllReduce
+from .base import Done, GradientExchange, Work
+from .cast import Cast
+from .compressed import Compressed
+from .lane import Lane, LaneWork
+from .node_groups import NodeGroups, find_nodes, make_groups, make_up_for, num_groups
+from .numbers import is_finite, numbers, where_not_finite
+from .parts import Part, cut, cut_values, whole_values
+from .warmup import Warmup
+
+_log = logging.getLogger("guozhuang")
+
+
+class _Passage:
+    """A bucket on its way through both lanes."""
+
+    def __init__(self) -> None:
+        self.entering: LaneWork | None = None
+        self.leaving: LaneWork | None = None
+
+    def is_completed(self) -> bool:
+        """Tell, without waiting, whether the bucket is back."""
+        return self.leaving is not None and self.leaving.is_completed()
+
+    def wait(self) -> None:
+        """Return when it is back; raise what went wrong on either way."""
+        assert self.entering is not None
+        self.entering.wait()
+        assert self.leaving is not None
+        self.leaving.wait()
+
+
+@dataclass
+class HierarchicalState:
+    """What changes while training, or is made once per layout.
+
+    Attributes:
+        members: the ranks of each node.
+        scheme: "inner" on one node, "outer" with one rank per node, else "parts" or "leaders".
+        groups: None where one of the two exchanges serves alone.
+        lanes: the one of the way in and the one of the way out.
+        factor: what sums inside a node are multiplied by, before ``outer``.
+        parts: by index of the bucket, in the scheme of parts.
+        outer: the state of ``outer``, or of ``inner`` on one node; None on ranks that do not cross.
+    """
+
+    members: list[list[int]]
+    scheme: str
+    groups: NodeGroups | None
+    lanes: tuple[Lane, Lane] | None
+    factor: float
+    parts: dict[int, Part] = field(default_factory=dict)
+    outer: Any = None
+
+
+@dataclass(frozen=True)
+class Hierarchical(GradientExchange[HierarchicalState]):
+    """``inner`` inside a node, ``outer`` between nodes.
+
+    Args:
+        inner: ``AllReduce()``, or ``Cast(dtype, AllReduce())`` for narrow numbers inside the node too.
+        outer: any exchange; with ``Compressed`` only what leaves a node is coded.
+        identities: one text per rank, equal for ranks that ``inner`` serves: a rack in place of a node, for example. None:
+            ranks that can share memory, as they find out when the exchange is prepared.
+
+    Raises:
+        UsageError: something else as ``inner``, or no exchange as ``outer``.
+    """
+
+    inner: GradientExchange[Any]
+    outer: GradientExchange[Any]
+    identities: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        if not _is_plain(self.inner):
+            fix = "give AllReduce() or Cast(dtype, AllReduce()); a code belongs between nodes, as outer"
+            raise UsageError(explain("Hierarchical sums plainly inside a node", value=self.inner, fix=fix))
+        if not isinstance(self.outer, GradientExchange):
+            fix = "give an exchange such as Compressed(MinMax8()); for weights see HierarchicalWeights"
+            raise UsageError(explain("outer is an exchange of gradients", value=self.outer, fix=fix))
+
+    @property
+    def one_round(self) -> bool:
+        """As ``outer``: its collectives have a group of their own, those inside nodes lanes of their own."""
+        return self.outer.one_round
+
+    def input_scale(self, world_size: int) -> float:
+        """As ``outer``."""
+        return self.outer.input_scale(world_size)
+
+    # ---- making the state
+
+    def prepare(
+        self, buckets: Sequence[Bucket], group: dist.ProcessGroup, before: HierarchicalState | None = None
+    ) -> HierarchicalState:
+        """Make the groups of this rank, and prepare ``outer`` for what crosses. Every rank must call.
+
+        Raises:
+            UsageError: not one identity per rank, or what ``outer`` raises.
+        """
+        size = group.size()
+        if before is not None:
+            kept = self._kept(before) if before.scheme == "parts" else {}
+            state = HierarchicalState(before.members, before.scheme, before.groups, before.lanes, before.factor)
+        else:
+            kept, nodes = {}, find_nodes(group, self.identities)
+            num_nodes, scale = len(nodes.members), self.outer.input_scale(size)
+            members = [list(ranks) for ranks in nodes.members]
+            if num_nodes == 1:
+                state = HierarchicalState(members, "inner", None, None, self.inner.input_scale(size) / scale)
+            elif nodes.is_flat:
+                state = HierarchicalState(members, "outer", None, None, 1.0)
+            else:
+                scheme = "parts" if nodes.is_even and _may_be_cut(self.outer) else "leaders"
+                factor = num_nodes / size * self.outer.input_scale(num_nodes) / scale
+                groups = make_groups(group, nodes)
+                lanes = Lane(groups.inside), Lane(groups.inside)
+                state = HierarchicalState(members, scheme, groups, lanes, factor)
+        was = None if before is None else before.outer
+        if state.groups is None:
+            only = self.inner if state.scheme == "inner" else self.outer
+            state.outer = only.prepare(buckets, group, was)
+            return state
+        if state.scheme == "parts":
+            state.parts = {bucket.index: self._cut(bucket, state.groups) for bucket in buckets}
+            state.outer = self.outer.prepare(
+                [p.part for p in state.parts.values() if p.part is not None], state.groups.across, was
+            )
+            if kept:
+                self.outer.load_state_dict(state.outer, cut_values(kept, state.parts.values()))
+            return state
+        num_before = num_groups()
+        if state.groups.leads:
+            state.outer = self.outer.prepare(buckets, state.groups.across, was)
+        if buckets:
+            make_up_for(state.groups, num_groups() - num_before, buckets[0].flat.device)
+        return state
+
+    def _cut(self, bucket: Bucket, groups: NodeGroups) -> Part:
+        dtype = self._wire_dtype(numbers(bucket).dtype)
+        return cut(bucket, groups.nodes.local_rank, len(groups.nodes.here), dtype)
+
+    def _wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        if not isinstance(self.inner, Cast) or not dtype.is_floating_point:
+            return dtype
+        return self.inner.dtype if dtype.itemsize > self.inner.dtype.itemsize else dtype
+
+    # ---- a step
+
+    def start(self, bucket: Bucket, state: HierarchicalState, step: int) -> Work:
+        """Hand the bucket to the lanes; on one node to ``inner``, with one rank per node to ``outer``."""
+        if state.scheme == "outer":
+            return self.outer.start(bucket, state.outer, step)
+        if state.scheme == "inner":
+            if state.factor != 1.0:
+                bucket.flat.mul_(state.factor)
+            return self.inner.start(bucket, state.outer, step)
+        assert state.lanes is not None
+        (entering, leaving), passage = state.lanes, _Passage()
+        by_parts = state.scheme == "parts"
+
+        def enter() -> None:
+            self._say_what_is_not_finite(bucket, state, step)
+            if by_parts:
+                part = self._enter_part(bucket, state, entering.group, step)
+                passage.leaving = leaving.run(lambda: self._leave_part(bucket, state, leaving.group, part))
+            else:
+                whole = self._enter_whole(bucket, state, entering.group, step)
+                passage.leaving = leaving.run(lambda: self._leave_whole(bucket, state, leaving.group, whole))
+
+        passage.entering = entering.run(enter)
+        return passage
+
+    def _enter_part(self, bucket: Bucket, state: HierarchicalState, group: dist.ProcessGroup, step: int) -> Work:
+        held, flat = state.parts[bucket.index], numbers(bucket)
+        wire = flat if held.wire is None else held.wire
+        late = self._scale_into(wire, flat, state.factor)
+        dist.reduce_scatter_tensor(held.own, wire, group=group)
+        if held.part is None:
+            return Done()
+        part = held.part.flat
+        if held.own is not part:
+            part.copy_(held.own[: part.numel()])
+        if late != 1.0:
+            part.mul_(late)
+        return self.outer.start(held.part, state.outer, step)
+
+    def _leave_part(self, bucket: Bucket, state: HierarchicalState, group: dist.ProcessGroup, work: Work) -> None:
+        held, flat = state.parts[bucket.index], numbers(bucket)
+        work.wait()
+        if held.part is not None and held.own is not held.part.flat:
+            held.own[: held.part.flat.numel()].copy_(held.part.flat)
+        wire = flat if held.wire is None else held.wire
+        dist.all_gather_into_tensor(wire, held.own, group=group)
+        if wire is not flat:
+            flat.copy_(wire[: flat.numel()])
+
+    def _enter_whole(
+        self, bucket: Bucket, state: HierarchicalState, group: dist.ProcessGroup, step: int
+    ) -> Work | None:
+        flat = numbers(bucket)
+        wire = self._wire_for(flat)
+        late = self._scale_into(wire, flat, state.factor)
+        if group.size() > 1:
+            dist.reduce(wire, group_dst=0, group=group)
+        assert state.groups is not None
+        if not state.groups.leads:
+            return None
+        if wire is not flat:
+            flat.copy_(wire)
+        if late != 1.0:
+            flat.mul_(late)
+        return self.outer.start(bucket, state.outer, step)
+
+    def _leave_whole(
+        self, bucket: Bucket, state: HierarchicalState, group: dist.ProcessGroup, work: Work | None
+    ) -> None:
+        flat = numbers(bucket)
+        wire = self._wire_for(flat)
+        if work is not None:
+            work.wait()
+            if wire is not flat:
+                wire.copy_(flat)  # a rank that is alone on its node rounds as all others
+        if group.size() > 1:
+            dist.broadcast(wire, group_src=0, group=group)
+        if wire is not flat:
+            flat.copy_(wire)
+
+    def _wire_for(self, flat: Tensor) -> Tensor:
+        dtype = self._wire_dtype(flat.dtype)
+        return flat if dtype == flat.dtype else torch.empty_like(flat, dtype=dtype)
+
+    def _scale_into(self, wire: Tensor, flat: Tensor, factor: float) -> float:
+        """Lay ``flat`` into ``wire``; return the factor that is left for after the sum, which is over fewer numbers.
+
+        Narrow numbers are scaled before the sum, which could overflow where the mean does not.
+        """
+        early = factor if wire.dtype in (torch.float16, torch.bfloat16) and abs(factor) < 1.0 else 1.0
+        if wire is not flat:
+            torch.mul(flat, early, out=wire[: flat.numel()])
+            wire[flat.numel() :].zero_()
+        elif early != 1.0:
+            flat.mul_(early)
+        return factor / early
+
+    def _say_what_is_not_finite(self, bucket: Bucket, state: HierarchicalState, step: int) -> None:
+        """Name the rank itself: ``outer`` sees a sum of several ranks. Exact exchanges hand NaN on and say nothing."""
+        if not _is_plain(self.outer) and not is_finite(numbers(bucket)):
+            assert state.groups is not None
+            _log.warning("%s", explain(f"step {step}: {where_not_finite(bucket)}", rank=state.groups.nodes.rank))
+
+    # ---- checkpoints
+
+    def state_dict(self, state: HierarchicalState) -> dict[str, Any]:
+        """Return "nodes", the ranks of each, and "outer", what that keeps for this rank's node. Every rank must call."""
+        kept: Any = {}
+        if state.scheme == "parts":
+            kept = self._kept(state)
+        elif state.scheme == "outer" or (state.groups is not None and state.groups.leads):
+            kept = self.outer.state_dict(state.outer)
+        return {"nodes": state.members, "scheme": state.scheme, "outer": kept}
+
+    def load_state_dict(self, state: HierarchicalState, saved: Mapping[str, Any]) -> None:
+        """Take over what ``state_dict`` returned.
+
+        Raises:
+            UsageError: it was saved with another exchange, or with ranks on other nodes.
+        """
+        if not {"nodes", "scheme", "outer"} <= saved.keys():
+            what = "the checkpoint holds no state of Hierarchical"
+            raise UsageError(explain(what, value=sorted(saved), fix="choose the exchange that it was saved with"))
+        if _is_plain(self.outer) or state.scheme == saved["scheme"] == "inner":
+            return
+        if (saved["nodes"], saved["scheme"]) != (state.members, state.scheme):
+            what = f"the checkpoint was saved with the ranks on other nodes than {state.members}"
+            fix = "start as many ranks on each node as then, in that order"
+            raise UsageError(explain(what, value=saved["nodes"], fix=fix))
+        if state.groups is not None and not state.groups.leads and state.scheme == "leaders":
+            return
+        kept = cut_values(saved["outer"], state.parts.values()) if state.scheme == "parts" else saved["outer"]
+        self.outer.load_state_dict(state.outer, kept)
+
+    def _kept(self, state: HierarchicalState) -> Any:
+        """What ``outer`` keeps, by parameter. Every rank of the node must call."""
+        assert state.groups is not None
+        return whole_values(self.outer.state_dict(state.outer), state.parts.values(), state.groups.inside)
+
+    def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> int | None:
+        """Return the bytes where ``identities`` say that the nodes are even and the bucket is cut; else only counting tells.
+
+        Gloo inside a node sends (k-1)/k of the bucket more: its reduce-scatter is an all-reduce of which the rest is dropped.
+        """
+        if self.identities is None or len(self.identities) != world_size:
+            return None
+        members = [self.identities.count(node) for node in dict.fromkeys(self.identities)]
+        if len(set(members)) > 1 or not _may_be_cut(self.outer):
+            return None
+        if len(members) == 1:
+            return self.inner.traffic(num_elements, element_bytes, world_size)
+        length = -(-num_elements // members[0])
+        narrow = min(element_bytes, self.inner.dtype.itemsize) if isinstance(self.inner, Cast) else element_bytes
+        outer = self.outer.traffic(length, element_bytes, len(members))
+        return None if outer is None else 2 * (members[0] - 1) * length * narrow + outer
+
+
+def _is_plain(exchange: GradientExchange[Any]) -> bool:
+    """Whether an exchange is an all-reduce, of narrow numbers or not."""
+    return isinstance(exchange.inner if isinstance(exchange, Cast) else exchange, AllReduce)
+
+
+def _may_be_cut(exchange: GradientExchange[Any]) -> bool:
+    """Whether an exchange may be given any part of a bucket: it does not look at parameters' shapes."""
+    if isinstance(exchange, Cast):
+        return _may_be_cut(exchange.inner)
+    if isinstance(exchange, Warmup):
+        return _may_be_cut(exchange.first) and _may_be_cut(exchange.then)
+    return isinstance(exchange, AllReduce | Compressed)

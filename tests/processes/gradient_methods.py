@@ -1,0 +1,97 @@
+"""All exchanges of gradients, for the tables that ask the same of each: add a new one to METHODS, once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from guozhuang.exchange import AllReduce
+from guozhuang.exchange.adasum import Adasum
+from guozhuang.exchange.base import GradientExchange
+from guozhuang.exchange.cast import Cast
+from guozhuang.exchange.compressed import Compressed
+from guozhuang.exchange.dithering import Dithering
+from guozhuang.exchange.hierarchical import Hierarchical
+from guozhuang.exchange.onebit import OneBit
+from guozhuang.exchange.powersgd import PowerSGD
+from guozhuang.exchange.quantize import MinMax8
+from guozhuang.exchange.sparsify import RandomK, TopK
+from guozhuang.exchange.warmup import Warmup
+
+_NODES = {1: "a", 2: "ab", 3: "abb", 4: "aabb", 8: "aaabbbbc"}
+
+
+@dataclass(frozen=True)
+class Method:
+    """An exchange in the tables.
+
+    Attributes:
+        make: a new one, for so many ranks.
+        says: whether NaN in a gradient is said in the log; an exact exchange hands it on, and the loss shows it.
+        refuses: dtypes of parameters that are refused with a UsageError.
+        of_shapes: the bytes that a rank sends for a bucket of a matrix of 64 x 48 and a vector of 7, where ``traffic`` does
+            not see the shapes that they depend on.
+    """
+
+    make: Callable[[int], GradientExchange[Any]]
+    says: bool = True
+    refuses: Sequence[torch.dtype] = ()
+    of_shapes: Callable[[int], int] | None = None
+
+
+def nodes_of(size: int) -> tuple[str, ...]:
+    return tuple(_NODES[size])
+
+
+def coded(*arguments: Any, **options: Any) -> Method:
+    return Method(lambda size: Compressed(*arguments, **options))
+
+
+def power_bytes(size: int) -> int:
+    """PowerSGD of rank 2, of matrices of 64 x 48 and a vector of 7: two all-reduces of float32."""
+    first, second = 64 * 2 + 7, 48 * 2
+    return AllReduce().traffic(first, 4, size) + AllReduce().traffic(second, 4, size)
+
+
+def adasum_bytes(size: int) -> int:
+    """Adasum tells the bytes of a bucket of one parameter; a second one has a Gram matrix of its own."""
+    return Adasum().traffic(64 * 48 + 7, 4, size) + Adasum().gram_bytes(1, size)
+
+
+METHODS: dict[str, Method] = {
+    "allreduce": Method(lambda size: AllReduce(), says=False),
+    "fp16": Method(lambda size: Cast(torch.float16, AllReduce()), says=False),
+    "bf16": Method(lambda size: Cast(torch.bfloat16, AllReduce()), says=False),
+    "minmax8": coded(MinMax8()),
+    "minmax8-feedback": coded(MinMax8(), error_feedback=True),
+    "linear4": coded(Dithering(bits=4), error_feedback=True),
+    "natural4": coded(Dithering(bits=4, partition="natural")),
+    "onebit": coded(OneBit(), error_feedback=True),
+    "topk": coded(TopK(0.1), error_feedback=True),
+    "topk-momentum": coded(TopK(0.1), error_feedback=True, momentum=0.9),
+    "randomk": coded(RandomK(0.1), error_feedback=True),
+    "powersgd": Method(lambda size: PowerSGD(rank=2), of_shapes=power_bytes),
+    "warmup": Method(lambda size: Warmup(1, AllReduce(), Compressed(MinMax8(), error_feedback=True))),
+    "adasum": Method(lambda size: Adasum(), of_shapes=adasum_bytes),
+    "hierarchical": Method(
+        lambda size: Hierarchical(AllReduce(), Compressed(MinMax8(), error_feedback=True), nodes_of(size))
+    ),
+    "hierarchical-powersgd": Method(lambda size: Hierarchical(AllReduce(), PowerSGD(rank=2), nodes_of(size))),
+}
+
+
+def forget_groups() -> None:
+    """End the groups of all ranks but the first one, so that hundreds of exchanges in one process do not add up.
+
+    Every rank must call. Groups of some ranks stay: PyTorch would use the name of one that has ended again, and its members
+    would find the addresses of the old one in the store.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not world and group.size() == world.size():
+            dist.destroy_process_group(group)

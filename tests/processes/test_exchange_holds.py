@@ -1,0 +1,231 @@
+"""What holds for every exchange of gradients: a table of methods and properties, each method through DistributedDataParallel.
+
+The model's gradients are given: small integers, which sums keep exact, so that two runs of a method that should see the same
+gradients must give the same bits, however much the method loses.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from guozhuang import DistributedDataParallel
+from guozhuang.errors import UsageError
+from tests.processes.cases import assert_equal_across_ranks, grads, names_of_cases, results_of_cases
+from tests.processes.gradient_methods import METHODS, Method, forget_groups
+
+SHAPES = {"first": (12, 10), "second": (7,), "third": (30, 20), "number": ()}
+CAP_MB = 0.002  # several buckets
+
+
+class Given(nn.Module):
+    """Its loss is the sum of each parameter times what is given for it, which is therefore its gradient."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype] | None = None) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            dtype = (dtypes or {}).get(name, torch.float32)
+            self.register_parameter(name, nn.Parameter(torch.ones(shape, dtype=dtype)))
+
+    def forward(self, given: Mapping[str, Tensor]) -> Tensor:
+        # In the order of the parameters, so that the buckets are laid out as they were at first.
+        total = torch.zeros((), dtype=torch.float64)
+        for name, parameter in self.named_parameters():
+            total = total + (parameter * given[name]).double().sum()
+        return total
+
+
+def given(model: nn.Module, rank: int, step: int, scale: int = 1) -> dict[str, Tensor]:
+    made = {}
+    for number, (name, parameter) in enumerate(model.named_parameters()):
+        random = torch.Generator().manual_seed(10_000 * number + 100 * step + rank)
+        values = torch.randint(-8, 9, parameter.shape, generator=random) * scale
+        made[name.removeprefix("module.")] = values.to(parameter.dtype)
+    return made
+
+
+def wrapped(method: Method, size: int, model: nn.Module, **options: Any) -> DistributedDataParallel:
+    ddp = DistributedDataParallel(model, bucket_cap_mb=options.pop("bucket_cap_mb", CAP_MB), **options)
+    ddp.use_exchange(method.make(size))
+    return ddp
+
+
+def backward(ddp: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    ddp(values).backward()
+    return {name: gradient for name, gradient in grads(ddp).items() if gradient is not None}
+
+
+def assert_equal(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert torch.equal(value, theirs[name]), f"{name}: {float((value - theirs[name]).abs().max())} apart"
+
+
+def near(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], exact: bool) -> None:
+    """Equal bits, but for exchanges that scale gradients before they sum them, where the order of roundings shows."""
+    if not exact:
+        assert_equal(ours, theirs)
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], rtol=1e-2, atol=1e-2)
+
+
+def case_uneven_inputs(method: Method, rank: int, size: int) -> None:
+    """Ranks without data add zeros."""
+    ours, theirs = (wrapped(method, size, Given(SHAPES)) for _ in range(2))
+    num_steps = 2 + size
+    with ours.join():
+        for step in range(2 + rank + 1):
+            ours.zero_grad()
+            last = backward(ours, given(ours, rank, step))
+    for step in range(num_steps):
+        theirs.zero_grad()
+        wanted = backward(theirs, given(theirs, rank, step, scale=int(step <= 2 + rank)))
+    if rank == size - 1:
+        assert_equal(last, wanted)
+
+
+def case_accumulation(method: Method, rank: int, size: int) -> None:
+    """What was accumulated without an exchange goes with the next one."""
+    ours, theirs = (wrapped(method, size, Given(SHAPES)) for _ in range(2))
+    for step in range(0, 4, 2):
+        ours.zero_grad()
+        theirs.zero_grad()
+        first, second = (given(ours, rank, each) for each in (step, step + 1))
+        with ours.no_sync():
+            ours(first).backward()
+        found = backward(ours, second)
+        near(found, backward(theirs, {name: first[name] + second[name] for name in first}), not method.says)
+
+
+def case_parameter_groups(method: Method, rank: int, size: int) -> None:
+    ddp = wrapped(method, size, Given(SHAPES))
+    named = dict(ddp.module.named_parameters())
+    names = list(named)
+    two = [{"params": [named[n] for n in names[:2]]}, {"params": [named[n] for n in names[2:]], "lr": 0.5}]
+    optimizer = torch.optim.SGD(two, lr=0.25)
+    for step in range(3):
+        before = {name: p.detach().clone() for name, p in named.items()}
+        gradients = backward(ddp, given(ddp, rank, step))
+        optimizer.step()
+        for name, p in named.items():
+            lr = 0.25 if name in names[:2] else 0.5
+            torch.testing.assert_close(p.detach(), before[name] - lr * gradients[name])
+        optimizer.zero_grad()
+    assert_equal_across_ranks(ddp)
+
+
+def case_mixed_dtypes(method: Method, rank: int, size: int) -> None:
+    dtypes = {"first": torch.float64, "second": torch.bfloat16, "number": torch.float64}
+    if method.refuses:
+        with pytest.raises(UsageError, match="|".join(str(dtype) for dtype in method.refuses)):
+            wrapped(method, size, Given(SHAPES, dtypes))
+        return
+    ddp = wrapped(method, size, Given(SHAPES, dtypes))
+    for step in range(3):
+        ddp.zero_grad()
+        gradients = backward(ddp, given(ddp, rank, step))
+    for name, p in ddp.module.named_parameters():
+        assert gradients[name].dtype == p.dtype
+        assert gradients[name].isfinite().all()
+    assert_equal_across_ranks(ddp, lambda p: p.grad)
+
+
+def case_one_number_and_a_huge_parameter(method: Method, rank: int, size: int) -> None:
+    for shape in ((1,), (), (700, 500)):
+        ddp = wrapped(method, size, Given({"only": shape}))
+        for step in range(2):
+            ddp.zero_grad()
+            backward(ddp, given(ddp, rank, step))
+        assert_equal_across_ranks(ddp, lambda p: p.grad)
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in ddp.parameters())
+
+
+def case_nan_is_said_and_goes_no_further_than_its_step(method: Method, rank: int, size: int) -> None:
+    ddp = wrapped(method, size, Given(SHAPES))
+    seen: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("guozhuang").addHandler(handler)
+    try:
+        for step in range(5):
+            ddp.zero_grad()
+            values = given(ddp, rank, step)
+            if step == 3 and rank == size - 1:
+                values["third"][2, 1] = float("nan")
+            gradients = backward(ddp, values)
+            if step == 3:
+                found = gradients["third"].isnan()
+                assert bool(found[2, 1]), "a NaN was hidden"
+                least, most = found.float(), found.float()
+                dist.all_reduce(least, dist.ReduceOp.MIN)
+                dist.all_reduce(most, dist.ReduceOp.MAX)
+                assert torch.equal(least, most), "a NaN did not reach all ranks"
+            else:
+                assert all(value.isfinite().all() for value in gradients.values()), step
+    finally:
+        logging.getLogger("guozhuang").removeHandler(handler)
+    if method.says and size > 1 and rank == size - 1:
+        assert any("third" in text for text in seen), seen
+        assert any(f"rank {rank}" in text for text in seen), seen
+
+
+def case_equal_bits_on_all_ranks(method: Method, rank: int, size: int) -> None:
+    ddp = wrapped(method, size, Given(SHAPES))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    for step in range(5):
+        values = given(ddp, rank, step)
+        backward(ddp, {name: value * 0.37 for name, value in values.items()})
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_equal_across_ranks(ddp)
+
+
+def case_resume_is_exact(method: Method, rank: int, size: int) -> None:
+    def go_on(ddp: DistributedDataParallel) -> dict[str, Tensor]:
+        found = {}
+        for step in range(3, 5):
+            ddp.zero_grad()
+            found |= {f"{step} {name}": value for name, value in backward(ddp, given(ddp, rank, step)).items()}
+        return found
+
+    ours = wrapped(method, size, Given(SHAPES))
+    for step in range(3):
+        ours.zero_grad()
+        backward(ours, given(ours, rank, step))
+    saved = copy.deepcopy(ours.exchange_state_dict())
+    again = wrapped(method, size, Given(SHAPES))
+    again.load_exchange_state_dict(saved)
+    assert_equal(go_on(ours), go_on(again))
+
+
+PROPERTIES: dict[str, Callable[[Method, int, int], None]] = {
+    name: globals()[name] for name in names_of_cases(globals())
+}
+
+
+def _tell(name: str, property_name: str, rank: int, size: int) -> None:
+    try:
+        PROPERTIES[property_name](METHODS[name], rank, size)
+    finally:
+        forget_groups()
+
+
+NAMES = [f"{name}-{property_name.removeprefix('case_')}" for name in METHODS for property_name in PROPERTIES]
+for _name in METHODS:
+    for _property in PROPERTIES:
+        globals()[f"{_name}-{_property.removeprefix('case_')}"] = functools.partial(_tell, _name, _property)
+RESULTS = {size: results_of_cases(__name__, size, NAMES, timeout_s=240.0) for size in (1, 2, 3, 4, 8)}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 8))])
+@pytest.mark.parametrize("name", NAMES)
+def test_holds(name: str, size: int) -> None:
+    RESULTS[size](name)
