@@ -130,6 +130,8 @@ class AroundSteps:
         if self.exchange.in_step:
             self._before()
             self._after()
+        else:
+            self.exchange.rest(self._state)
 
     @torch.no_grad()
     def agree(self) -> None:

@@ -70,6 +70,9 @@ class WeightExchange(ABC, Generic[State]):
         Called before evaluation and checkpoints, if there was a step since; what is under way ends first.
         """
 
+    def rest(self, state: State) -> None:
+        """Hold nobody up until the next step: this rank's data has ended. For methods that are not in step; not collective."""
+
     def close(self, state: State) -> None:
         """Stop what runs in the background. Not collective; the state is not used again."""
 

@@ -87,7 +87,7 @@ def _start(ours: Plan, outer: Outer | None) -> int:
 def _run(ours: Plan, outer: Outer | None) -> int:
     from guozhuang.launch.elastic import Run
 
-    run = Run(ours.elastic, ours.pass_local_rank, ours.log_folder, ours.secret, ours.node, outer)
+    run = Run(ours.elastic, ours.pass_local_rank, ours.log_folder, ours.secret, ours.node, outer, ours.num_servers)
     try:
         ended = run.start()
     finally:

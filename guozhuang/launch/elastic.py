@@ -32,6 +32,7 @@ from guozhuang.launch.failures import Failure, exit_code, first, headline
 from guozhuang.launch.outer import Outer
 from guozhuang.launch.output import Output, Places
 from guozhuang.launch.say import say
+from guozhuang.launch.servers import Servers
 from guozhuang.world import versions
 from guozhuang.world.identity import LaunchedNode
 
@@ -70,6 +71,7 @@ class Run:
         secret: that joining needs; None without one.
         node: what srun or mpirun said of this node, where they tell how nodes meet.
         outer: what the launcher of several hosts said, where it has started this agent.
+        num_servers: parameter servers to be started beside the ranks.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Run:
         secret: bytes | None,
         node: LaunchedNode | None = None,
         outer: Outer | None = None,
+        num_servers: int = 0,
     ) -> None:
         self.name = os.urandom(8).hex()
         self._options, self._log_folder, self._secret = options, log_folder, secret
@@ -91,6 +94,7 @@ class Run:
         self._interrupted: float | None = None
         self._guard = guard.Guard(self.name, self._folder)
         self._output = Output(on_signal=self._on_signal, terminals=self.outer.terminals)
+        self.servers = Servers(num_servers, self._output.say)
         self._meeting: RendezvousHandler | None = None
         self._is_closed = self._was_told = False
         self.shutdown_s: Any = _SHUTDOWN_S  # in seconds
@@ -246,13 +250,15 @@ class Run:
 
     def started(self, pids: Mapping[int, int]) -> None:
         """The ranks of an attempt have these processes."""
-        self._sessions |= {pid: guard.started(pid) for pid in pids.values()}
-        self._guard.know(list(pids.values()))
+        started = [*pids.values(), *self.servers.pids]
+        self._sessions |= {pid: guard.started(pid) for pid in started}
+        self._guard.know(started)
         self._output.watch(pids)
 
     def end_leftovers(self) -> None:
         """End what the ranks of the attempt that is over left behind."""
         guard.end_all(self.name, self._sessions, 0 if self._interrupted is not None else _GRACE_S)
+        self.servers.close()
 
     def failures(self, found: Mapping[int, ProcessFailure]) -> dict[int, Failure]:
         """What is known of each rank that failed."""
@@ -312,6 +318,7 @@ class _Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._finished = None
+        self._run.servers.start()
         ids: dict[int, Any] = super()._start_workers(worker_group)
         assert self._pcontext is not None
         # Torch elastic gives 30 s, whatever was asked for, where a rank has failed.
@@ -328,6 +335,8 @@ class _Agent(LocalElasticAgent):
         if self._finished is not None:
             return self._with_the_others(self._finished)
         result: RunResult = super()._monitor_workers(worker_group)
+        if result.state != WorkerState.SUCCEEDED:
+            self._run.servers.check()  # after the ranks, which fail a moment after the server that they lost
         if result.state == WorkerState.FAILED and self._remaining_restarts > 0:
             limit = worker_group.spec.max_restarts
             self._run.say_restart(result.failures, limit - self._remaining_restarts + 1, limit)

@@ -36,6 +36,7 @@ class Plan:
         secret: that joining the store of several nodes needs (GUOZHUANG_SECRET, hexadecimal); None without one.
         notes: what the user should know before the ranks start.
         node: where srun or mpirun started an agent per node and the options do not say how they meet; else None.
+        num_servers: parameter servers to be started beside the ranks of this node.
         hosts: whether other hosts are to be started over ssh (``-H``, ``--hostfile``).
         chosen: what the user left open and how it was decided, for the log.
     """
@@ -51,6 +52,7 @@ class Plan:
     notes: Sequence[str] = ()
     node: LaunchedNode | None = None
     hosts: bool = False
+    num_servers: int = 0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -72,6 +74,12 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         metavar="K",
         help="Process groups that take buckets in turn under gz.prepare (default: 1).",
+    )
+    ours.add_argument(
+        "--servers",
+        type=int,
+        metavar="K",
+        help="Parameter servers to start beside the ranks of this node, for the exchange ParameterServer (default: 0).",
     )
     ours.add_argument("--timeline", metavar="FILE", help="Write what every rank did, as a Chrome trace for Perfetto.")
     ours.add_argument(
@@ -111,6 +119,7 @@ def plan(arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
     found = command_line.read(parser(), arguments)
     chosen: list[str] = []
     if hosts.is_asked_for(found):
+        _check_servers(found.servers, "-H or --hostfile")
         # Another node reads the rest of the command line, and its folder is carried there.
         return Plan(found, 0, {}, None, chosen, hosts=True)
     script.check(found, environ)
@@ -128,6 +137,7 @@ def plan(arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
         chosen.append(f"node {node.node_rank} of {node.num_nodes}, as the launcher of this agent says")
     _, most_nodes = torchrun_options.settle_nodes(found)
     torchrun_options.check(found, environ, num_local_ranks, most_nodes)
+    _check_servers(found.servers, "several nodes" if most_nodes > 1 else "")
     if found.standalone or (not said and most_nodes == 1):
         found.standalone, found.rdzv_backend, found.rdzv_endpoint, found.master_port = True, "static", "", None
         found.rdzv_id = secrets.token_hex(8)
@@ -175,7 +185,10 @@ def plan(arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
     else:
         variables |= _loopback(environ)
     secret = requested_secret(environ) or None
-    return Plan(found, num_local_ranks, variables, timeline, chosen, log_folder, option, secret, notes, node)
+    return Plan(
+        *(found, num_local_ranks, variables, timeline, chosen, log_folder, option, secret, notes, node),
+        num_servers=found.servers or 0,
+    )
 
 
 def _loopback(environ: Mapping[str, str]) -> dict[str, str]:
@@ -273,3 +286,15 @@ def _check_groups(number: int, strategy: str | None) -> None:
             explain("--groups is a count of process groups, at least 1", value=number, fix="give 1 or more")
         )
     strategies.check_groups(strategies.get(strategy or strategies.DEFAULT), number)
+
+
+def _check_servers(number: int | None, where: str) -> None:
+    if number is None:
+        return
+    if number < 0:
+        fix = "give 0 or more"
+        raise UsageError(explain("--servers is a count of parameter servers, at least 0", value=number, fix=fix))
+    if number and where:
+        what = f"--servers starts parameter servers on one node, and not together with {where}"
+        fix = "leave --servers out: the ranks then serve each other, each a share"
+        raise UsageError(explain(what, value=number, fix=fix))

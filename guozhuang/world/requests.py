@@ -38,6 +38,25 @@ def requested_groups() -> int:
     return number(os.environ, "GUOZHUANG_GROUPS", at_least=1, fix=fix) or 1
 
 
+def requested_servers() -> tuple[int, str] | None:
+    """(how many, ``host:port`` of the store they meet at) of the servers of this run; None if it has none.
+
+    Told by ``guozhuang run --servers K`` (environment GUOZHUANG_SERVERS, as in ``2@127.0.0.1:41234``).
+
+    Raises:
+        UsageError: the variable holds something else.
+    """
+    text = os.environ.get("GUOZHUANG_SERVERS", "").strip()
+    if not text:
+        return None
+    count, _, address = text.partition("@")
+    host, _, port = address.rpartition(":")
+    if not (count.isdecimal() and int(count) > 0 and host and port.isdecimal()):
+        what = "environment variable GUOZHUANG_SERVERS must hold a number of servers and where they meet, as COUNT@HOST:PORT"
+        raise UsageError(explain(what, value=text, fix="let `guozhuang run --servers COUNT` set it, or unset it"))
+    return int(count), address
+
+
 def requested_gloo_interface() -> str | None:
     """The network interfaces that gloo was told to use (gloo's own environment variable GLOO_SOCKET_IFNAME), or None."""
     return os.environ.get("GLOO_SOCKET_IFNAME") or None

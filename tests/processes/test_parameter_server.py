@@ -1,0 +1,562 @@
+"""Parameter servers among real processes: the workers themselves, and servers of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import datetime
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from guozhuang import DistributedDataParallel
+from guozhuang.buckets import Bucket
+from guozhuang.errors import PeerLost, UsageError
+from guozhuang.exchange.parameter_server import AsyncParameterServer, ParameterServer
+from guozhuang.exchange.parameter_server.meeting import connect
+from guozhuang.exchange.parameter_server.server import serve
+from guozhuang.groups.agreement import store_of
+from guozhuang.lab.measure import tcp_sent_bytes
+from guozhuang.world.requests import requested_servers
+from tests.processes.cases import batch, mlp, names_of_cases, results_of_cases
+from tests.ranks import PRELOADED, RankError, free_port, run_ranks
+
+# ---- servers of their own
+
+
+def _server(port: int, place: int, count: int, stay: bool) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(1)
+    limit = datetime.timedelta(seconds=20)
+    store = dist.TCPStore("127.0.0.1", port, None, False, limit, wait_for_workers=False)
+
+    def end_when_told() -> None:
+        own = dist.TCPStore("127.0.0.1", port, None, False, limit, wait_for_workers=False)
+        while not own.check([f"end/{place}"]):
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=end_when_told, daemon=True).start()
+    os._exit(serve(store, place, count, stay, linger_s=0.3))
+
+
+@contextlib.contextmanager
+def servers(count: int, stay: bool = False) -> Iterator[tuple[dict[str, str | None], list[Any]]]:
+    """Start server processes; yield the variables of their workers, and the processes."""
+    if count == 0:
+        yield {"GUOZHUANG_SERVERS": None}, []
+        return
+    port = free_port()
+    store = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    processes = [context.Process(target=_server, args=(port, i, count, stay)) for i in range(count)]
+    for process in processes:
+        process.start()
+    try:
+        yield {"GUOZHUANG_SERVERS": f"{count}@127.0.0.1:{port}"}, processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+        del store
+
+
+def served(fn: Callable[..., Any], num_workers: int, count: int, *args: Any, **options: Any) -> list[Any]:
+    with servers(count) as (env, processes):
+        results = run_ranks(fn, num_workers, *args, env=env, **options)
+        for process in processes:
+            process.join(10)
+            assert process.exitcode == 0, "a server did not end with its workers"
+    return results
+
+
+# ---- synchronous
+
+
+def close(ddp: DistributedDataParallel) -> None:
+    assert ddp.reducer is not None
+    ddp.reducer._state.close()
+    deadline = time.monotonic() + 10
+    while ours := [t.name for t in threading.enumerate() if t.name.startswith("guozhuang")]:
+        assert time.monotonic() < deadline, f"threads are left: {ours}"
+        time.sleep(0.005)
+
+
+def weights_of(module: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def assert_equal_on_all(tensor: Tensor) -> None:
+    everywhere = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(everywhere, tensor)
+    assert all(torch.equal(one, everywhere[0]) for one in everywhere)
+
+
+def ten_steps(rank: int, size: int) -> tuple[Tensor, Tensor]:
+    bare = mlp()
+    ours, twin = DistributedDataParallel(copy.deepcopy(bare), bucket_cap_mb=0.0003), copy.deepcopy(bare)
+    ours.use_exchange(ParameterServer(part_bytes=100))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (ours, twin)]
+    for step in range(10):
+        whole = torch.cat([batch(r, step) for r in range(size)])
+        for model, optimizer, rows in zip((ours, twin), optimizers, (batch(rank, step), whole), strict=True):
+            optimizer.zero_grad()
+            model(rows).square().mean().backward()
+            optimizer.step()
+    found = weights_of(ours)
+    assert_equal_on_all(found)
+    close(ours)
+    return found, weights_of(twin)
+
+
+@pytest.mark.parametrize(("workers", "count"), [(1, 0), (2, 0), (3, 0), (4, 0), (1, 2), (2, 1), (2, 3), (3, 2), (4, 2)])
+def test_it_trains_as_one_process_does(workers: int, count: int) -> None:
+    for ours, twin in served(ten_steps, workers, count):
+        torch.testing.assert_close(ours, twin, rtol=1e-6, atol=1e-6)
+
+
+def filled(sizes: list[int], rank: int, step: int = 0, dtype: torch.dtype = torch.float32) -> list[Bucket]:
+    buckets = []
+    for i, size in enumerate(sizes):
+        bucket = Bucket(i, i == len(sizes) - 1, [f"p{i}"], [torch.zeros(size, dtype=dtype)])
+        random = torch.Generator().manual_seed(1000 * step + 10 * i + rank)
+        bucket.flat.copy_(torch.randn(size, generator=random))
+        buckets.append(bucket)
+    return buckets
+
+
+def case_sums_are_made_in_the_order_of_ranks(rank: int, size: int) -> None:
+    sizes = [1, 7, 5000, 60_000, 3]  # from one number to several parts at each server
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64):
+        exchange = ParameterServer(part_bytes=40_000)
+        buckets = filled(sizes, rank, dtype=dtype)
+        state = exchange.prepare(buckets, dist.group.WORLD)
+        for step in range(2):
+            now = filled(sizes, rank, step, dtype)
+            for bucket, new in zip(buckets, now, strict=True):
+                bucket.flat.copy_(new.flat)
+            works = [exchange.start(bucket, state, step) for bucket in buckets]
+            for work in reversed(works):
+                work.wait()
+            assert all(work.is_completed() for work in works)
+            for i, bucket in enumerate(buckets):
+                parts = [filled(sizes, r, step, dtype)[i].flat for r in range(size)]
+                total = parts[0].clone()
+                for part in parts[1:]:
+                    total += part
+                assert torch.equal(bucket.flat, total), (dtype, i)
+        state.close()
+
+
+def case_what_is_needed_next_goes_first(rank: int, size: int) -> None:
+    exchange, buckets = ParameterServer(part_bytes=40_000), filled([100_000] * 4, rank)
+    state = exchange.prepare(buckets, dist.group.WORLD)
+    with contextlib.ExitStack() as held:
+        for line in state.links.lines:
+            held.enter_context(line.changed)
+        works = [exchange.start(bucket, state, 0) for bucket in buckets]
+    for work in works:
+        work.wait()
+    urgency = {part.index: part.urgency for parts in state.parts.values() for part in parts}
+    assert len(urgency) >= 40
+    for line in state.links.lines:
+        order = [urgency[part] for _, part in line.sent]
+        assert order == sorted(order) and len(order) > 40 // size - 2
+    state.close()
+
+
+class Parts(nn.Module):
+    """Two dtypes, one number, and a part that only rank 0 uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(8, 8, dtype=torch.float64)
+        self.narrow = nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.sometimes = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, all_of_it: bool = True) -> Tensor:
+        y = self.narrow(x) * self.scale + self.wide(x.double()).float()
+        return self.sometimes(y) if all_of_it else y
+
+
+def near(ours: nn.Module, theirs: nn.Module) -> None:
+    for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def case_accumulation_unused_parameters_and_uneven_inputs(rank: int, size: int) -> None:
+    torch.manual_seed(0)
+    bare = Parts()
+    ours, theirs = (DistributedDataParallel(copy.deepcopy(bare), find_unused_parameters=True) for _ in range(2))
+    ours.use_exchange(ParameterServer(part_bytes=64))
+    for ddp in (ours, theirs):
+        torch.manual_seed(rank)
+        with ddp.no_sync():
+            ddp(torch.randn(4, 8), rank == 0).square().mean().backward()
+        ddp(torch.randn(4, 8), rank == 0).square().mean().backward()
+    near(ours, theirs)
+    for ddp in (ours, theirs):
+        torch.manual_seed(rank)
+        with ddp.join():
+            for _ in range(2 + rank):
+                ddp.zero_grad()
+                ddp(torch.randn(4, 8)).square().mean().backward()
+    if rank == size - 1:
+        near(ours, theirs)
+    close(ours)
+
+
+def case_nan_passes_and_is_said(rank: int, size: int) -> None:
+    seen: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("guozhuang").addHandler(handler)
+    exchange, buckets = ParameterServer(part_bytes=1000), filled([2000, 5], rank)
+    state = exchange.prepare(buckets, dist.group.WORLD)
+    if rank == size - 1:
+        buckets[0].flat[7], buckets[0].flat[1999] = float("nan"), float("inf")
+    for work in [exchange.start(bucket, state, 3) for bucket in buckets]:
+        work.wait()
+    logging.getLogger("guozhuang").removeHandler(handler)
+    assert bool(buckets[0].flat[7].isnan()) and bool(buckets[0].flat[1999].isinf())
+    assert int(buckets[0].flat.isfinite().sum()) == 1998
+    if rank == size - 1:
+        assert len(seen) == 1 and "step 3" in seen[0] and "'p0'" in seen[0] and f"rank {rank}" in seen[0], seen
+    else:
+        assert not seen
+    state.close()
+
+
+def case_two_models_at_once(rank: int, size: int) -> None:
+    models = [DistributedDataParallel(mlp(seed=i)) for i in range(2)]
+    for ddp in models:
+        ddp.use_exchange(ParameterServer())
+    for step in range(3):
+        sum(ddp(batch(rank, step)).square().mean() for ddp in models).backward()
+    for ddp in models:
+        assert_equal_on_all(torch.cat([p.grad.flatten() for p in ddp.parameters()]))
+    for ddp in models:
+        ddp.reducer._state.close()
+
+
+# ---- asynchronous
+
+
+def weights(rank: int = 0) -> list[tuple[str, Tensor]]:
+    random = torch.Generator().manual_seed(5)
+    shapes = {"w": (50, 7), "b": (3,), "one": (), "big": (1000,)}
+    named = [(name, torch.randn(shape, generator=random)) for name, shape in shapes.items()]
+    return [*named, ("wide", torch.randn(4, generator=random, dtype=torch.float64))]
+
+
+def move(named: list[tuple[str, Tensor]], rank: int, step: int) -> None:
+    for i, (_, p) in enumerate(named):
+        p += torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * step + 10 * i + rank), dtype=p.dtype)
+
+
+def all_equal(named: list[tuple[str, Tensor]]) -> None:
+    assert_equal_on_all(torch.cat([p.flatten().double() for _, p in named]))
+
+
+def case_without_staleness_it_is_the_sum_of_deltas(rank: int, size: int) -> None:
+    for average in (False, True):
+        exchange, ours, model = AsyncParameterServer(0, average, part_bytes=512), weights(), weights()
+        state = exchange.prepare(ours, dist.group.WORLD)
+        for step in range(5):
+            time.sleep(0.002 * ((rank + step) % size))
+            exchange.before_step(state, step)
+            move(ours, rank, step)
+            exchange.after_step(state, step)
+            begin = [(name, p.clone()) for name, p in model]
+            for other in range(size):
+                new = [(name, p.clone()) for name, p in begin]
+                move(new, other, step)
+                for (_, p), (_, q), (_, b) in zip(model, new, begin, strict=True):
+                    p += (q - b) / (size if average else 1)
+            for (name, p), (_, q) in zip(ours, model, strict=True):
+                torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
+            all_equal(ours)
+        exchange.close(state)
+
+
+def case_a_straggler_holds_nobody_within_the_bound(rank: int, size: int) -> None:
+    bound = 3
+    exchange, ours = AsyncParameterServer(bound, part_bytes=512), weights()
+    state = exchange.prepare(ours, dist.group.WORLD)
+    store, others = store_of(dist.group.WORLD), range(1, size)
+    for r in others:
+        store.set(f"straggler/{r}", "0") if r == rank else store.wait([f"straggler/{r}"])
+    for step in range(6):
+        if rank == 0:
+            # The others come to b + this rank's number of steps without it, and no further while it waits.
+            deadline = time.monotonic() + 10
+            while any(int(store.get(f"straggler/{r}")) < min(step + bound, 6) for r in others):
+                assert time.monotonic() < deadline, [store.get(f"straggler/{r}") for r in others]
+                time.sleep(0.005)
+            time.sleep(0.05)
+            assert [int(store.get(f"straggler/{r}")) for r in others] == [min(step + bound, 6)] * len(others)
+        move(ours, rank, step)
+        exchange.after_step(state, step)
+        if rank:
+            store.set(f"straggler/{rank}", str(step + 1))
+    exchange.agree(state)
+    all_equal(ours)
+    exchange.close(state)
+
+
+def case_who_has_ended_holds_nobody(rank: int, size: int) -> None:
+    exchange, ours = AsyncParameterServer(1, part_bytes=512), weights()
+    state = exchange.prepare(ours, dist.group.WORLD)
+    for step in range(2 if rank == 0 else 9):
+        move(ours, rank, step)
+        exchange.after_step(state, step)
+    exchange.agree(state)  # rank 0 waits here, and is not waited for before
+    all_equal(ours)
+    for step in range(2):  # all begin again from there
+        move(ours, rank, step)
+        exchange.after_step(state, step)
+    move(ours, rank, 2)  # and what was changed past the optimizer is agreed upon too
+    exchange.agree(state)
+    all_equal(ours)
+    if rank == 0:
+        exchange.close(state)
+    else:
+        for step in range(4):
+            move(ours, rank, step)
+            exchange.after_step(state, step)
+        exchange.agree(state)
+        exchange.close(state)
+
+
+def case_who_rests_holds_nobody_and_may_begin_again(rank: int, size: int) -> None:
+    exchange, ours = AsyncParameterServer(0, part_bytes=512), weights()
+    state = exchange.prepare(ours, dist.group.WORLD)
+    if rank == 0:
+        for _ in range(3):
+            exchange.rest(state)
+    for step in range(0 if rank == 0 else 3):
+        move(ours, rank, step)
+        exchange.after_step(state, step)
+    dist.barrier()  # rank 0 has not agreed, and the others are here
+    for step in range(2):
+        move(ours, rank, step)
+        exchange.after_step(state, step)
+    exchange.agree(state)
+    all_equal(ours)
+    exchange.close(state)
+
+
+def case_loaded_weights_seed_the_servers(rank: int, size: int) -> None:
+    exchange, ours = AsyncParameterServer(2, part_bytes=512), weights()
+    state = exchange.prepare(ours, dist.group.WORLD)
+    for step in range(3):
+        move(ours, rank, step)
+        exchange.after_step(state, step)
+    exchange.agree(state)
+    saved = exchange.state_dict(state)
+    for _, p in ours:
+        p.fill_(float(rank + 1))
+    exchange.load_state_dict(state, saved)
+    assert all(bool((p == 1).all()) for _, p in ours)
+    ours[0][1].add_(1)
+    exchange.after_step(state, 3)
+    exchange.agree(state)
+    torch.testing.assert_close(ours[0][1], torch.full((50, 7), 1.0 + size))
+    with pytest.raises(UsageError, match="other parameters"):
+        exchange.load_state_dict(state, {"held": ["x"]})
+    exchange.close(state)
+
+
+def case_ddp_trains_and_loads_with_it(rank: int, size: int) -> None:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(10, 1))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    ddp.use_weight_exchange(AsyncParameterServer(2, average=True), optimizer)
+
+    def train(steps: int) -> float:
+        for step in range(steps):
+            x = torch.randn(16, 10, generator=torch.Generator().manual_seed(step * size + rank))
+            optimizer.zero_grad()
+            loss = (ddp(x) - x.sum(1, keepdim=True)).square().mean()
+            loss.backward()
+            optimizer.step()
+        return loss.item()
+
+    first, last = train(1), train(60)
+    assert last < 0.2 * first
+    ddp.eval()
+    agreed = weights_of(ddp)
+    assert_equal_on_all(agreed)
+    saved, exchange = copy.deepcopy(ddp.state_dict()), ddp.exchange_state_dict()
+    ddp.train()
+    with ddp.join():
+        train(2 + 3 * rank)
+    assert_equal_on_all(weights_of(ddp))
+    ddp.load_state_dict(saved)
+    ddp.load_exchange_state_dict(exchange)
+    assert torch.equal(weights_of(ddp), agreed)
+    train(1)
+    ddp.eval()
+    assert_equal_on_all(weights_of(ddp))
+
+
+NAMES = names_of_cases(globals())
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_workers_that_serve(name: str, size: int) -> None:
+    RESULTS[size](name)
+
+
+RESULTS = {size: results_of_cases(__name__, size, NAMES) for size in (2, 3)}
+
+
+def all_cases(rank: int, size: int) -> dict[str, str]:
+    from tests.processes.cases import run_cases
+
+    return run_cases(rank, size, __name__, NAMES)
+
+
+@pytest.mark.parametrize(("workers", "count"), [(1, 1), (2, 2), (3, 1), pytest.param(4, 3, marks=pytest.mark.slow)])
+def test_servers_of_their_own(workers: int, count: int) -> None:
+    with servers(count, stay=True) as (env, _):
+        everywhere = run_ranks(all_cases, workers, env=env, group_timeout_s=15.0)
+    for rank, failures in enumerate(everywhere):
+        assert not failures, f"rank {rank}:\n" + "\n".join(failures.values())
+
+
+# ---- the wire
+
+
+def counted(rank: int, size: int) -> tuple[float, float]:
+    model = nn.Sequential(*[nn.Linear(300, 300) for _ in range(6)])
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.8)
+    ddp.use_exchange(ParameterServer(part_bytes=100_000))
+    rows, num_steps = torch.randn(2, 300), 4
+    for _ in range(2):
+        ddp(rows).sum().backward()
+    dist.barrier()
+    before = tcp_sent_bytes()
+    for _ in range(num_steps):
+        ddp(rows).sum().backward()
+    dist.barrier()
+    after = tcp_sent_bytes()
+    assert before is not None and after is not None and ddp.reducer is not None
+    num_elements = sum(p.numel() for p in model.parameters())
+    close(ddp)
+    return (after - before) / num_steps, ddp.reducer.exchange.traffic(num_elements, 4, size)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads what the Linux kernel tells")
+@pytest.mark.parametrize(("workers", "count"), [(3, 2), (3, 0)])
+def test_what_a_worker_sends_is_what_it_says(workers: int, count: int) -> None:
+    num_bytes = 6 * 300 * 301 * 4
+    for sent, said in served(counted, workers, count):
+        assert said == (num_bytes if count else 2 * (workers - 1) * num_bytes // workers)
+        # Shares differ by a part at most where the workers serve; headers of messages, and the barrier.
+        assert 0.95 * said <= sent <= said * 1.05 + 8192, (sent, said)
+
+
+# ---- when somebody is lost
+
+
+def loses(rank: int, size: int, what: str) -> tuple[str, int, str, float]:
+    exchange, buckets = ParameterServer(part_bytes=400), filled([1000, 10], rank)
+    state = exchange.prepare(buckets, dist.group.WORLD)
+    for step in range(3):
+        if step == 2 and what == "server":
+            if rank == 0:
+                there = requested_servers()
+                assert there is not None
+                connect(there[1], 10.0).set("end/1", "")
+            time.sleep(0.5)
+        if step == 2 and what == "worker" and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if step == 2 and what == "late" and rank == 1:
+            time.sleep(6)
+        begin_s = time.monotonic()
+        try:
+            for work in [exchange.start(bucket, state, step) for bucket in buckets]:
+                work.wait()
+        except PeerLost as error:
+            return "lost", error.rank, str(error), time.monotonic() - begin_s
+    return "", -1, "", 0.0
+
+
+@pytest.mark.parametrize("count", [0, 2])
+@pytest.mark.parametrize("what", ["server", "worker", "late"])
+def test_who_is_lost_is_named(what: str, count: int) -> None:
+    if what == "server" and not count:
+        pytest.skip("there is none of its own")
+    with servers(count) as (env, processes):
+        results = run_ranks(
+            loses, 3, what, env=env, collect_errors=True, group_timeout_s=3.0 if what == "late" else 20.0
+        )
+        for place, process in enumerate(processes):
+            process.join(10)
+            assert process.exitcode == (-9 if (what, place) == ("server", 1) else 1), "servers end with an error"
+    for rank in (0, 2):
+        assert not isinstance(results[rank], RankError), results[rank].text
+        lost, who, text, took_s = results[rank]
+        assert lost and took_s < 8.0, results[rank]
+        assert who == (4 if what == "server" else 1), text
+        name = {"server": "parameter server 1 (", "worker": "rank 1 (process", "late": "rank 1 (process"}[what]
+        assert name in text and "was waiting for the" in text and ("did not bring" in text) == (what == "late"), text
+
+
+def mixes_steps(rank: int, size: int) -> str:
+    exchange, buckets = ParameterServer(), filled([10 + rank], rank)
+    state = exchange.prepare(buckets, dist.group.WORLD)
+    try:
+        exchange.start(buckets[0], state, 0).wait()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_ranks_that_send_different_parts_are_told(count: int) -> None:
+    with servers(count) as (env, _):
+        results = run_ranks(mixes_steps, 2, env=env)
+    assert all("do not send the same part" in text for text in results), results
+
+
+def asks_for(rank: int, size: int) -> str:
+    with pytest.raises(UsageError) as found:
+        ParameterServer(servers=2).prepare(filled([3], rank), dist.group.WORLD)
+    return str(found.value)
+
+
+def test_servers_that_are_not_there_are_said() -> None:
+    assert all("asks for 2 parameter servers, and this run has 0" in text for text in run_ranks(asks_for, 2))
+
+
+def pauses(rank: int, size: int) -> bool:
+    exchange, buckets = ParameterServer(), filled([10], rank)
+    state = exchange.prepare(buckets, dist.group.WORLD)
+    for step in range(2):
+        exchange.start(buckets[0], state, step).wait()
+        time.sleep(5)
+    exchange.start(buckets[0], state, 2).wait()
+    return True
+
+
+@pytest.mark.slow
+def test_nobody_is_lost_because_all_pause_for_longer_than_the_limit() -> None:
+    with servers(1) as (env, _):
+        assert run_ranks(pauses, 2, env=env, group_timeout_s=4.0) == [True, True]

@@ -1,0 +1,123 @@
+"""``guozhuang run --servers K``: servers beside the ranks, named when they fail, and gone with the run."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from guozhuang.errors import UsageError
+from guozhuang.launch.options import plan
+from tests.launching import Launched, guozhuang, write
+
+SCRIPT = """
+import sys, time
+import torch
+import guozhuang as gz
+from guozhuang.exchange.parameter_server import ParameterServer
+
+world = gz.init()
+torch.manual_seed(0)
+model = gz.DistributedDataParallel(torch.nn.Linear(20, 30))
+model.use_exchange(ParameterServer(servers=int(sys.argv[1])))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+num_steps = int(sys.argv[2])
+for step in range(num_steps):
+    optimizer.zero_grad()
+    model(torch.randn(4, 20, generator=torch.Generator().manual_seed(step * 10 + world.rank))).square().mean().backward()
+    optimizer.step()
+    if step == 3:
+        print("under way", flush=True)
+    time.sleep(0.02 if num_steps > 10 else 0)
+print(f"{world.rank} of {world.size}: {model.module.weight.sum().item()!r}")
+"""
+# Imports of torch by four processes of their own, where the machine is busy.
+START_S = 90.0
+
+
+def test_a_run_with_servers(tmp_path: Path) -> None:
+    script = write(tmp_path, SCRIPT)
+    done = guozhuang("run", "-np", 2, "--servers", 2, script, 2, 5, folder=tmp_path, timeout_s=START_S)
+    assert done.returncode == 0, done
+    told = [line.partition(": ")[2] for line in done.stdout.splitlines() if " of 2: " in line]
+    assert len(told) == 2 and told[0] == told[1], done
+    assert "server" not in done.stderr, done.stderr
+
+
+def test_an_error_of_a_rank_ends_the_others_where_they_serve(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        SCRIPT.replace(
+            "    if step == 3:",
+            "    if step == 3 and world.rank == 1:\n        raise ValueError('mine')\n    if step == 3:",
+        ),
+    )
+    begin_s = time.monotonic()
+    done = guozhuang("run", "-np", 3, "--hang-timeout", "off", script, 0, 8, folder=tmp_path, timeout_s=START_S)
+    assert done.returncode == 1 and "ValueError: mine" in done.stderr, done
+    assert "rank 1 (process" in done.stderr and "this rank was waiting for the sum of step 4" in done.stderr, done
+    assert time.monotonic() - begin_s < START_S
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Launched]:
+    script = write(tmp_path, SCRIPT)
+    with Launched("run", "-np", 2, "--servers", 2, script, 2, 100_000, folder=tmp_path) as launched:
+        deadline = time.monotonic() + START_S
+        while launched.printed.count("under way") < 2:
+            assert time.monotonic() < deadline and launched.is_running, launched.printed
+            time.sleep(0.05)
+        yield launched
+
+
+def process_of(launched: Launched, mark: str) -> psutil.Process:
+    found = [process for process in launched.processes() if mark in " ".join(process.cmdline())]
+    assert found, mark
+    return found[0]
+
+
+def test_a_server_that_is_killed_is_named_and_ends_the_run(running: Launched) -> None:
+    process_of(running, "--number 1").kill()
+    done = running.wait(20)
+    assert done.returncode == 1
+    assert "parameter server 1 (process" in done.stderr and "signal 9 (SIGKILL)" in done.stderr, done.stderr
+    assert not running.left()
+
+
+def test_a_rank_that_is_killed_is_named_and_ends_the_servers(running: Launched) -> None:
+    process_of(running, "train.py 2 100000").kill()
+    done = running.wait(20)
+    assert done.returncode == 128 + 9
+    assert "signal 9 (SIGKILL)" in done.stderr and "server 0: parameter server: rank" in done.stderr, done.stderr
+    assert not running.left()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_when_the_launcher_is_ended(running: Launched, number: signal.Signals) -> None:
+    assert len(running.processes()) >= 4
+    running.send(number)
+    done = running.wait(20)
+    assert done.returncode == (-9 if number == signal.SIGKILL else 128 + 2)
+    assert not running.left()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--servers", "-1"], "--servers is a count"),
+        (["--servers", "2", "--nnodes", "2", "--rdzv-endpoint", "localhost:1"], "not together with several nodes"),
+        (["--servers", "2", "-H", "a,b"], "not together with -H"),
+    ],
+)
+def test_what_cannot_work_is_refused(tmp_path: Path, options: list[str], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        plan([*options, str(write(tmp_path, ""))], {})
+
+
+def test_the_plan_has_the_servers(tmp_path: Path) -> None:
+    assert plan(["--servers", "3", str(write(tmp_path, ""))], {}).num_servers == 3
+    assert plan([str(write(tmp_path, ""))], {}).num_servers == 0
