@@ -253,7 +253,7 @@ STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
                 Strategy(
                     name,
                     method.summary,
-                    exact=False,
+                    exact=method.exact,
                     trains=True,
                     one_process=False,
                     prepare=_exchanging(method),

@@ -24,12 +24,14 @@ class Method:
         make: a new exchange of gradients, or of weights (a ``WeightExchange``); given the optimizer that will step.
         source: the paper that it comes from.
         around: what steps in place of the user's optimizer; None for that optimizer itself.
+        exact: the weights equal those of a single process on the joined batch, to rounding.
     """
 
     summary: str
     make: Callable[[Any], Any]
     source: str
     around: Callable[[Optimizer], Optimizer] | None = None
+    exact: bool = False
 
 
 # The modules of a method are imported by who uses it: each costs a millisecond or more, and most programs use none.
@@ -148,11 +150,55 @@ def _async_model_average() -> Any:
     return AsyncModelAverage()
 
 
+def _parameter_server() -> Any:
+    from guozhuang.exchange.parameter_server import ParameterServer
+
+    return ParameterServer()
+
+
+def _async_parameter_server() -> Any:
+    from guozhuang.exchange.parameter_server import AsyncParameterServer
+
+    return AsyncParameterServer(max_staleness_steps=4, average=True)
+
+
+def _sparse_rows() -> Any:
+    from guozhuang.exchange.allreduce import AllReduce
+    from guozhuang.exchange.sparse_rows import SparseRows
+
+    return SparseRows(AllReduce())
+
+
+def _sparse_rows8() -> Any:
+    from guozhuang.exchange.compressed import Compressed
+    from guozhuang.exchange.quantize import MinMax8
+    from guozhuang.exchange.sparse_rows import SparseRows
+
+    return SparseRows(Compressed(MinMax8()))
+
+
 _BAGUA = "Gan et al., BAGUA: Scaling up Distributed Learning with System Relaxations, VLDB 2021, arXiv:2107.01499"
 _ONEBIT_ADAM = "Tang et al., 1-bit Adam, ICML 2021, arXiv:2102.02888"
 
 METHODS: Mapping[str, Method] = MappingProxyType(
     {
+        "parameter-server": Method(
+            "gradients summed by servers: threads of the ranks, or processes of their own with guozhuang run --servers",
+            lambda _: _parameter_server(),
+            "Jiang et al., BytePS, OSDI 2020; Peng et al., ByteScheduler, SOSP 2019",
+            exact=True,
+        ),
+        "sparse-rows": Method(
+            "ddp that sends of an embedding's gradient only the rows that were used",
+            lambda _: _sparse_rows(),
+            "Kim et al., Parallax, EuroSys 2019, arXiv:1808.02621",
+            exact=True,
+        ),
+        "sparse-rows8": Method(
+            "the same, and all other gradients in 8 bits",
+            lambda _: _sparse_rows8(),
+            "Kim et al., Parallax, EuroSys 2019, arXiv:1808.02621; the 8 bits are those of quantize8",
+        ),
         "fp16": Method(
             "ddp with gradients in fp16 on the wire",
             lambda _: _cast("float16"),
@@ -240,6 +286,11 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             "differences of weights in 8 bits to both neighbours of a ring",
             lambda _: _low_precision_decentralized(),
             _BAGUA,
+        ),
+        "async-parameter-server": Method(
+            "servers hold the weights; each rank adds its step and takes what is there, at most 4 steps ahead of the slowest",
+            lambda _: _async_parameter_server(),
+            "Ho et al., More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server, NIPS 2013",
         ),
         "async-model-average": Method(
             "weights are averaged in the background every half second, and nobody waits for anybody",

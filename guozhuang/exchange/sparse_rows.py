@@ -1,0 +1,239 @@
+"""Of an embedding's gradient only the rows that some rank used cross the wire; everything else goes through another exchange.
+
+A batch of words touches a few hundred rows of a table of tens of thousands, and ``torch.nn.Embedding`` gives a dense gradient
+all the same: zeros, for the most part. Here each rank finds its rows that are not zero, all gather them, and each sums them.
+Formula: g = sum over ranks r of (g_r / n), row by row in the order of ranks; rows that are zero on all ranks are left alone.
+Where the rows of all ranks would be more bytes than the table (a tied output layer), the table goes the other way too.
+Error: of the rows none but rounding, with equal bits on all ranks; of the rest that of the inner exchange.
+Traffic: by an all-gather of k rows and their numbers, (n-1) k (4 + the bytes of a row) for the largest k of any rank, and an
+all-reduce of 8 bytes per table for k itself; for the rest that of the inner exchange.
+Source: hybrid of sparse and dense gradients, Kim et al. 2019, Parallax, EuroSys, arXiv:1808.02621.
+
+[Note: who starts the inner exchange] Whether a table goes by rows is known only after a round, so its bucket is a job of a
+lane. The inner exchange must see its parts in one order on all ranks: all of them are started by the lane, and it is prepared
+with the lane's group, in which nothing else is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..buckets import Bucket
+from ..errors import UsageError, explain
+from .allreduce import AllReduce
+from .base import GradientExchange, Work
+from .lane import Lane, LaneWork
+
+_LEAST_BYTES = 1 << 18  # a smaller table is not worth the extra round
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass
+class _Piece:
+    """A part of a bucket: a table, or parameters that lie side by side. ``part`` shares the bucket's memory in a pass."""
+
+    part: Bucket
+    first: int
+    start: int
+    is_table: bool
+
+
+@dataclass
+class SparseRowsState:
+    """What is made once per layout.
+
+    Attributes:
+        pieces: by index of the bucket.
+        inner: the state of the inner exchange.
+        lane: in which buckets run; None on one rank.
+    """
+
+    group: dist.ProcessGroup
+    pieces: Mapping[int, Sequence[_Piece]]
+    inner: Any
+    lane: Lane | None
+
+
+@dataclass
+class _Pieces:
+    """The exchange of one bucket: the job that starts its pieces, then those."""
+
+    job: LaneWork | None = None
+    works: list[Work] = field(default_factory=list)
+
+    def wait(self) -> None:
+        if self.job is not None:
+            self.job.wait()
+        for work in self.works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        return (self.job is None or self.job.is_completed()) and all(work.is_completed() for work in self.works)
+
+
+@dataclass(frozen=True)
+class SparseRows(GradientExchange[SparseRowsState]):
+    """Tables by their rows, the rest by ``inner``. Exact if that is.
+
+    Any matrix whose gradient is mostly rows of zeros counts as a table: the gradient is looked at, in each step anew.
+
+    Args:
+        inner: what parameters that are no tables go through, and tables in steps in which most rows were used.
+
+    Raises:
+        UsageError: no exchange, or one that does not know when it has issued all its collectives (a communication hook).
+    """
+
+    inner: GradientExchange[Any]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.inner, GradientExchange) or not self.inner.one_round:
+            fix = "give AllReduce(), or a code such as Compressed(MinMax8())"
+            raise UsageError(explain("SparseRows needs an exchange for what is no table", value=self.inner, fix=fix))
+
+    def input_scale(self, world_size: int) -> float:
+        """As the inner one."""
+        return self.inner.input_scale(world_size)
+
+    def prepare(
+        self, buckets: Sequence[Bucket], group: dist.ProcessGroup, before: SparseRowsState | None = None
+    ) -> SparseRowsState:
+        """Find the tables, and prepare the inner exchange for all pieces. Every rank must call."""
+        pieces: dict[int, list[_Piece]] = {}
+        num_parts = 0
+        for bucket in buckets:
+            pieces[bucket.index] = _cut(bucket, num_parts)
+            num_parts += len(pieces[bucket.index])
+        parts = [piece.part for some in pieces.values() for piece in some]
+        for part in parts:
+            part.is_last = part.index == num_parts - 1
+        lane = before.lane if before is not None else Lane(group) if group.size() > 1 else None
+        inner = self.inner.prepare(
+            parts, group if lane is None else lane.group, None if before is None else before.inner
+        )
+        return SparseRowsState(group, pieces, inner, lane)
+
+    def state_dict(self, state: SparseRowsState) -> dict[str, Any]:
+        """Return that of the inner exchange. Every rank must call."""
+        return self.inner.state_dict(state.inner)
+
+    def load_state_dict(self, state: SparseRowsState, saved: Mapping[str, Any]) -> None:
+        """Hand it to the inner exchange. Every rank must call."""
+        self.inner.load_state_dict(state.inner, saved)
+
+    def start(self, bucket: Bucket, state: SparseRowsState, step: int) -> Work:
+        """Hand the bucket to the lane."""
+        pieces = state.pieces[bucket.index]
+        for piece in pieces:  # the bucket may have taken other memory since the last pass
+            num_parameters = len(piece.part.parameters)
+            piece.part.flat = bucket.flat.narrow(0, piece.start, sum(p.numel() for p in piece.part.parameters))
+            piece.part.views = bucket.views[piece.first : piece.first + num_parameters]
+        works = _Pieces()
+        if state.lane is None:
+            works.works += [self.inner.start(piece.part, state.inner, step) for piece in pieces]
+        else:
+            works.job = state.lane.run(lambda: self._start_pieces(pieces, state, step, works.works))
+        return works
+
+    def _start_pieces(self, pieces: Sequence[_Piece], state: SparseRowsState, step: int, works: list[Work]) -> None:
+        assert state.lane is not None
+        group = state.lane.group
+        tables = [piece for piece in pieces if piece.is_table]
+        own = [_used_rows(piece.part.views[0]) for piece in tables]
+        most = _largest([len(rows) for rows in own], group, pieces[0].part.flat.device)
+        by_rows = {
+            id(piece): (rows, num)
+            for piece, rows, num in zip(tables, own, most, strict=True)
+            if self._pays(piece, num, group)
+        }
+        works += [self.inner.start(piece.part, state.inner, step) for piece in pieces if id(piece) not in by_rows]
+        factor = 1 / (group.size() * self.inner.input_scale(group.size()))
+        for piece in tables:
+            if id(piece) in by_rows:
+                _sum_rows(piece.part.views[0], *by_rows[id(piece)], factor, group)
+
+    def _pays(self, piece: _Piece, num_rows: int, group: dist.ProcessGroup) -> bool:
+        table, size = piece.part.views[0], group.size()
+        whole = self.inner.traffic(table.numel(), table.element_size(), size)
+        if whole is None:
+            whole = AllReduce().traffic(table.numel(), table.element_size(), size)
+        return (size - 1) * num_rows * (4 + table.shape[1] * table.element_size()) < whole
+
+    def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> int | None:
+        """Return None where there are others: it depends on how many rows were used."""
+        return 0 if world_size == 1 else None
+
+
+def _cut(bucket: Bucket, num_before: int) -> list[_Piece]:
+    pieces: list[_Piece] = []
+    run: list[int] = []
+    offset = start = 0
+
+    def end(members: list[int], is_table: bool) -> None:
+        names, parameters = [bucket.names[i] for i in members], [bucket.parameters[i] for i in members]
+        # Its memory is the bucket's own.
+        flat = bucket.flat.narrow(0, start, sum(p.numel() for p in parameters))
+        part = Bucket(num_before + len(pieces), False, names, parameters, allocate=lambda *_: flat)
+        pieces.append(_Piece(part, members[0], start, is_table))
+
+    for i, parameter in enumerate(bucket.parameters):
+        if _may_be_table(bucket.views[i]):
+            if run:
+                end(run, False)
+            run, start = [], offset
+            end([i], True)
+            start = offset + parameter.numel()
+        else:
+            run.append(i)
+        offset += parameter.numel()
+    if run:
+        end(run, False)
+    return pieces
+
+
+def _may_be_table(view: Tensor) -> bool:
+    is_matrix = view.dim() == 2 and view.is_contiguous() and view.element_size() in _BITS and not view.is_complex()
+    return is_matrix and view.is_floating_point() and view.numel() * view.element_size() >= _LEAST_BYTES
+
+
+def _used_rows(table: Tensor) -> Tensor:
+    """Return the numbers of the rows that are not zero, in order. Integers are compared faster than numbers that may be NaN."""
+    bits = table.view(_BITS[table.element_size()])
+    # -0.0 is the smallest integer: a row that holds nothing but zeros of either sign has this maximum or minimum.
+    used = (bits.amax(1) != 0) | (bits.amin(1) != 0) if table.device.type == "cpu" else bits.ne(0).any(1)
+    return used.nonzero().view(-1)
+
+
+def _largest(counts: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[int]:
+    """Return the largest count of any rank for each table."""
+    if not counts:
+        return []
+    most = torch.tensor(counts, dtype=torch.int64, device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    return [int(count) for count in most.tolist()]
+
+
+def _sum_rows(table: Tensor, rows: Tensor, num_rows: int, factor: float, group: dist.ProcessGroup) -> None:
+    """Sum ``table`` over the ranks, in place: each has at most ``num_rows`` rows that are not zero."""
+    if num_rows == 0:
+        return
+    size = group.size()
+    numbers = torch.full((num_rows,), -1, dtype=torch.int32, device=table.device)
+    values = table.new_zeros(num_rows, table.shape[1])
+    numbers[: len(rows)] = rows.to(torch.int32)
+    torch.index_select(table, 0, rows, out=values[: len(rows)])
+    all_numbers, all_values = numbers.new_empty(size * num_rows), values.new_empty(size * num_rows, table.shape[1])
+    dist.all_gather_into_tensor(all_numbers, numbers, group=group)
+    dist.all_gather_into_tensor(all_values, values, group=group)
+    if factor != 1.0:
+        all_values *= factor
+    table.index_fill_(0, rows, 0.0)
+    for numbers, values in zip(all_numbers.chunk(size), all_values.chunk(size), strict=True):
+        num = int((numbers >= 0).sum())
+        table.index_add_(0, numbers[:num].to(torch.int64), values[:num])
