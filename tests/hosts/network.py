@@ -5,8 +5,9 @@
         hosts.sent_bytes(0)     # what host 0 has put on its link
         hosts.cut(1)            # pull the cable of host 1
 
-Needs root and the commands of iproute2 and util-linux. The names of hosts resolve nowhere, as on a bare container: whoever
-takes the address of "this host" by its name gets nothing. Nothing is left: namespaces go with their links and processes.
+Needs root and the commands of iproute2 and util-linux, with a delay also iptables. The names of hosts resolve nowhere, as on a
+bare container: whoever takes the address of "this host" by its name gets nothing. Nothing is left: namespaces go with their
+links and processes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,12 +27,14 @@ COMMANDS = ("ip", "tc", "unshare")
 _BURST, _QUEUE = "128kb", "50ms"
 
 
-def missing() -> str:
-    """Why hosts cannot be made here; "" if they can."""
+def missing(delay: bool = False) -> str:
+    """Why hosts, with delayed links if asked for, cannot be made here; "" if they can."""
     if os.geteuid() != 0:
         return "needs root to make network namespaces"
-    absent = [name for name in COMMANDS if shutil.which(name) is None]
-    return f"needs the commands {', '.join(absent)} (apt install iproute2 util-linux)" if absent else ""
+    wanted = (*COMMANDS, "iptables") if delay else COMMANDS
+    absent = [name for name in wanted if shutil.which(name) is None]
+    packages = "iproute2 util-linux iptables" if delay else "iproute2 util-linux"
+    return f"needs the commands {', '.join(absent)} (apt install {packages})" if absent else ""
 
 
 class Hosts:
@@ -39,10 +43,11 @@ class Hosts:
     Args:
         num: how many.
         rate: of each link, both ways, as ``tc`` writes it ("1gbit"); "" for as fast as it goes.
+        delay_ms: how long a packet is under way from one host to another; there and back is twice that.
     """
 
-    def __init__(self, num: int, rate: str = "") -> None:
-        self._num, self._rate = num, rate
+    def __init__(self, num: int, rate: str = "", delay_ms: float = 0.0) -> None:
+        self._num, self._rate, self._delay_ms = num, rate, delay_ms
         self._prefix = f"gz{os.getpid()}"  # two test runs at a time do not meet
         self._switch = f"{self._prefix}sw"
         self._processes: list[subprocess.Popen[str]] = []
@@ -99,12 +104,25 @@ class Hosts:
             for namespace, device in ((name, "eth0"), (self._switch, f"p{host}")) if self._rate else ():
                 shape = ("tbf", "rate", self._rate, "burst", _BURST, "latency", _QUEUE)
                 _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *shape)
+        for host in range(self._num) if self._delay_ms else ():
+            self._delay(host)
+
+    def _delay(self, host: int) -> None:
+        """Start what holds packets (delay.py). Should it die, packets pass at once."""
+        queue = ("-i", "eth0", "-j", "NFQUEUE", "--queue-num", "0", "--queue-bypass")
+        _ip("netns", "exec", self._name(host), "iptables", "-t", "mangle", "-A", "PREROUTING", *queue)
+        script = str(Path(__file__).with_name("delay.py"))
+        process = self.start(host, [sys.executable, script, str(self._delay_ms)], os.environ)
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        assert said == "ready\n", f"packets to host {host} are not delayed: {said}{process.stdout.read()}"
 
     def _down(self) -> None:
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+            with contextlib.suppress(ValueError):  # read to the end before
+                process.communicate()
         names = [*(self._name(host) for host in range(self._num)), self._switch]
         there = set(os.listdir("/run/netns")) if Path("/run/netns").exists() else set()
         for name in names:
