@@ -167,7 +167,8 @@ def chances(count: int, first: int, second: int) -> Tensor:
 def _natural(values: Tensor, chance: Tensor, num_levels: int) -> Tensor:
     """The signed number of the level of each value from -1 to 1: ``num_levels`` is 1, one less is 1/2, and so on; 0 is 0."""
     mantissa, exponent = torch.frexp(values.abs())  # magnitude = mantissa 2^exponent, mantissa in [1/2, 1)
-    lower = exponent + (num_levels - 1)  # the level just below the magnitude, which is 2^(exponent - 1)
+    # The level just below the magnitude, which is 2^(exponent - 1). Of 0 the exponent is 0, and says nothing.
+    lower = torch.where(mantissa > 0, exponent + (num_levels - 1), 0)
     above = chance < 2 * mantissa - 1
     levels = (lower + above).to(torch.float32)
     # Below the least level the two around are 0 and that level.

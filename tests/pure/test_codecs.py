@@ -89,6 +89,7 @@ def by_blocks(rows: Tensor, block: int) -> list[Tensor]:
 @given(ROWS, st.sampled_from(DITHERINGS))
 def test_dithering_goes_to_a_level_next_to_the_value(case: tuple[int, int, int, float], codec: Dithering) -> None:
     rows = made(*case)
+    rows[:, ::5] = 0.0
     decoded = there_and_back(codec, rows)
     for part, got in zip(by_blocks(rows, codec.block), by_blocks(decoded, codec.block), strict=True):
         scale = part.double().norm(dim=1) if codec.normalize == "l2" else part.abs().amax(1)
@@ -96,6 +97,9 @@ def test_dithering_goes_to_a_level_next_to_the_value(case: tuple[int, int, int, 
         levels = levels / codec.num_levels if codec.partition == "linear" else 2.0 ** (levels - codec.num_levels)
         levels = torch.cat([-levels.flip(0), torch.zeros(1, dtype=torch.float64), levels])
         for x, y, s in zip(part.double(), got.double(), scale.double(), strict=True):
+            if s == 0:
+                assert not y.any()
+                continue
             at = (y[:, None] / s - levels).abs().argmin(1)
             torch.testing.assert_close(y / s, levels[at], rtol=1e-5, atol=1e-6)
             low, high = levels[(at - 1).clamp(min=0)] * s, levels[(at + 1).clamp(max=len(levels) - 1)] * s
@@ -106,6 +110,7 @@ def test_dithering_goes_to_a_level_next_to_the_value(case: tuple[int, int, int, 
 @pytest.mark.parametrize("codec", DITHERINGS, ids=str)
 def test_dithering_is_right_on_average(codec: Dithering) -> None:
     rows = made(1, 512, 3, 1.0)
+    rows[:, ::5] = 0.0
     many = torch.stack([there_and_back(codec, rows, seed) for seed in range(300)])
     scale = torch.cat(
         [part.norm(dim=1) if codec.normalize == "l2" else part.abs().amax(1) for part in by_blocks(rows, codec.block)]
