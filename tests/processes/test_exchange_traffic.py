@@ -140,7 +140,7 @@ NAMES = names_of_cases(globals())
 RESULTS = {size: results_of_cases(__name__, size, NAMES) for size in (1, 2, 3, 4)}
 
 
-@pytest.mark.parametrize("size", RESULTS)
+@pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 4))])
 @pytest.mark.parametrize("name", NAMES)
 def test_what_it_says_is_what_it_sends(name: str, size: int) -> None:
     RESULTS[size](name)

@@ -110,12 +110,15 @@ def reduces(rank: int, world_size: int, layout: str, inside: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [each if each in (EVEN, TWO_AND_THREE) else pytest.param(each, marks=pytest.mark.slow) for each in LAYOUTS],
+)
 def test_reductions_count_every_rank_once(layout: str) -> None:
     assert run_ranks(reduces, len(layout), layout, "shm") == [[]] * len(layout)
 
 
-@pytest.mark.parametrize("layout", [EVEN, TWO_AND_THREE])
+@pytest.mark.parametrize("layout", [pytest.param(EVEN, marks=pytest.mark.slow), TWO_AND_THREE])
 def test_any_group_may_serve_inside_a_node(layout: str) -> None:
     assert run_ranks(reduces, len(layout), layout, "gloo", env={"GLOO_SOCKET_IFNAME": None}) == [[]] * len(layout)
 

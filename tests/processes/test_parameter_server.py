@@ -122,7 +122,16 @@ def ten_steps(rank: int, size: int) -> tuple[Tensor, Tensor]:
     return found, weights_of(twin)
 
 
-@pytest.mark.parametrize(("workers", "count"), [(1, 0), (2, 0), (3, 0), (4, 0), (1, 2), (2, 1), (2, 3), (3, 2), (4, 2)])
+@pytest.mark.parametrize(
+    ("workers", "count"),
+    [
+        *((2, 0), (3, 2)),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((1, 0), (3, 0), (4, 0), (1, 2), (2, 1), (2, 3), (4, 2))
+        ),
+    ],
+)
 def test_it_trains_as_one_process_does(workers: int, count: int) -> None:
     for ours, twin in served(ten_steps, workers, count):
         torch.testing.assert_close(ours, twin, rtol=1e-6, atol=1e-6)
@@ -417,7 +426,7 @@ def case_ddp_trains_and_loads_with_it(rank: int, size: int) -> None:
 NAMES = names_of_cases(globals())
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", NAMES)
 def test_workers_that_serve(name: str, size: int) -> None:
     RESULTS[size](name)
@@ -432,7 +441,10 @@ def all_cases(rank: int, size: int) -> dict[str, str]:
     return run_cases(rank, size, __name__, NAMES)
 
 
-@pytest.mark.parametrize(("workers", "count"), [(1, 1), (2, 2), (3, 1), pytest.param(4, 3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("workers", "count"),
+    [(2, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 1), (3, 1), (4, 3)))],
+)
 def test_servers_of_their_own(workers: int, count: int) -> None:
     with servers(count, stay=True) as (env, _):
         everywhere = run_ranks(all_cases, workers, env=env, group_timeout_s=15.0)

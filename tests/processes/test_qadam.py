@@ -447,7 +447,7 @@ NAMES = names_of_cases(globals())
 RESULTS = {size: results_of_cases(__name__, size, NAMES) for size in (2, 3)}
 
 
-@pytest.mark.parametrize("size", RESULTS)
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", NAMES)
 def test_cases(name: str, size: int) -> None:
     RESULTS[size](name)
@@ -457,7 +457,8 @@ MORE = ["case_every_step_is_the_formula", "case_uneven_inputs", "case_the_warmup
 RESULTS_OF_MORE = {size: results_of_cases(__name__, size, MORE) for size in (4, 8)}
 
 
-@pytest.mark.parametrize("size", [4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [4, 8])
 @pytest.mark.parametrize("name", MORE)
 def test_more_ranks(name: str, size: int) -> None:
     RESULTS_OF_MORE[size](name)

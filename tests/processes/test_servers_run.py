@@ -48,6 +48,7 @@ def test_a_run_with_servers(tmp_path: Path) -> None:
     assert "server" not in done.stderr, done.stderr
 
 
+@pytest.mark.slow
 def test_an_error_of_a_rank_ends_the_others_where_they_serve(tmp_path: Path) -> None:
     script = write(
         tmp_path,
@@ -88,6 +89,7 @@ def test_a_server_that_is_killed_is_named_and_ends_the_run(running: Launched) ->
     assert not running.left()
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_named_and_ends_the_servers(running: Launched) -> None:
     process_of(running, "train.py 2 100000").kill()
     done = running.wait(20)
@@ -96,7 +98,7 @@ def test_a_rank_that_is_killed_is_named_and_ends_the_servers(running: Launched) 
     assert not running.left()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
 def test_nothing_is_left_when_the_launcher_is_ended(running: Launched, number: signal.Signals) -> None:
     assert len(running.processes()) >= 4
     running.send(number)

@@ -729,7 +729,7 @@ RESULTS: dict[tuple[str, int], list[dict[str, str]]] = {}
 @pytest.mark.parametrize(
     ("kind", "num_ranks"),
     [
-        ("gloo", 2),
+        pytest.param("gloo", 2, marks=pytest.mark.slow),
         pytest.param("gloo", 3, marks=pytest.mark.slow),
         ("shm", 2),
         pytest.param("shm, weights on each rank", 3, marks=pytest.mark.slow),

@@ -28,7 +28,6 @@ from guozhuang.sharding.whole import full_weights, is_divided
 from tests.processes.cases import batch, mean_loss, twin_of
 from tests.ranks import run_ranks
 
-BACKENDS = ["gloo", "shm"]
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -101,7 +100,7 @@ def trains(rank: int, world_size: int, keep_weights: bool) -> None:
         assert held <= 0.75 * sum(p.numel() for p in twin.parameters())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.slow), "shm"])
 @pytest.mark.parametrize("keep_weights", [True, False], ids=["gradients", "weights"])
 def test_it_trains_as_one_process(keep_weights: bool, backend: str) -> None:
     run_ranks(trains, 2, keep_weights, backend=backend)

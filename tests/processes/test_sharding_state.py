@@ -26,7 +26,6 @@ KINDS = {
     "asgd": lambda p: torch.optim.ASGD(p, lr=0.01),
     "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
 }
-BACKENDS = ["gloo", "shm"]
 
 
 def make(kind: str, model: nn.Module) -> Optimizer:
@@ -91,7 +90,7 @@ def assert_alike(found: dict[str, Any], expected: dict[str, Any]) -> None:
         torch.testing.assert_close(found["model"][name], value, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.slow), "shm"])
 @pytest.mark.parametrize("loads", [pytest.param("before", marks=pytest.mark.slow), "after"])
 def test_checkpoints_travel_between_numbers_of_ranks(loads: str, backend: str) -> None:
     kinds = list(KINDS)

@@ -57,7 +57,9 @@ def loses_rank_1(rank: int, n: int, num: int, asynchronous: bool, how: str) -> o
 
 
 @pytest.mark.parametrize("how", ["kill", "exit", "error"])
-@pytest.mark.parametrize(("num", "asynchronous"), [(10, False), (LARGE, False), (LARGE, True)])
+@pytest.mark.parametrize(
+    ("num", "asynchronous"), [(10, False), pytest.param(LARGE, False, marks=pytest.mark.slow), (LARGE, True)]
+)
 def test_a_dead_rank(how: str, num: int, asynchronous: bool) -> None:
     results = run_shm_ranks(loses_rank_1, 3, num, asynchronous, how, collect_errors=True)
     died = results[1]
@@ -201,17 +203,19 @@ def asks_for_something_else(rank: int, n: int, case: Callable[[int, int], None])
     ("case", "words"),
     [
         (sizes, ["all_reduce of 10 float32, sum", "all_reduce of 11 float32, sum"]),
-        (large_sizes, ["all_reduce of 10 float32", f"all_reduce of {LARGE} float32"]),
+        pytest.param(
+            large_sizes, ["all_reduce of 10 float32", f"all_reduce of {LARGE} float32"], marks=pytest.mark.slow
+        ),
         (dtypes, ["10 float32", "10 float64"]),
-        (ops, ["sum", "max"]),
+        pytest.param(ops, ["sum", "max"], marks=pytest.mark.slow),
         (order, ["barrier", "all_reduce of 10"]),
-        (kinds, ["broadcast from rank 0 of 100000", "all_reduce of 100000"]),
+        pytest.param(kinds, ["broadcast from rank 0 of 100000", "all_reduce of 100000"], marks=pytest.mark.slow),
         (roots_differ, ["from rank 0", "from rank 1"]),
         (one_rank_sparse, ["sparse", "all_reduce of 3 float32"]),
         (wrong_outputs, ["all_gather of 3 x 4 float32", "but this rank gives 5"]),
-        (wrong_list, ["scatter from rank 1", "but the root gives [5, 5, 5]"]),
+        pytest.param(wrong_list, ["scatter from rank 1", "but the root gives [5, 5, 5]"], marks=pytest.mark.slow),
         (wrong_splits, ["gives", "takes"]),
-        (coalesced_sizes, ["[3, 5]", "[5, 3]"]),
+        pytest.param(coalesced_sizes, ["[3, 5]", "[5, 3]"], marks=pytest.mark.slow),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -230,13 +230,13 @@ def several_devices(rank: int, n: int) -> None:
     [
         (ddp, 2),
         pytest.param(ddp, 3, marks=pytest.mark.slow),
-        (power_sgd, 2),
-        (zero_redundancy, 2),
+        pytest.param(power_sgd, 2, marks=pytest.mark.slow),
+        pytest.param(zero_redundancy, 2, marks=pytest.mark.slow),
         (fsdp2, 2),
         pytest.param(fsdp2, 3, marks=pytest.mark.slow),
-        (tensor_parallel, 2),
-        (mesh_of_two_axes, 4),
-        (checkpoint, 2),
+        pytest.param(tensor_parallel, 2, marks=pytest.mark.slow),
+        pytest.param(mesh_of_two_axes, 4, marks=pytest.mark.slow),
+        pytest.param(checkpoint, 2, marks=pytest.mark.slow),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
@@ -245,7 +245,9 @@ def test_training_is_the_same_as_on_gloo(case, num_ranks: int, tmp_path: Path) -
         assert shm == pytest.approx(gloo, rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize(("case", "num_ranks"), [(objects, 3), (functional, 2), (groups, 4)])
+@pytest.mark.parametrize(
+    ("case", "num_ranks"), [pytest.param(objects, 3, marks=pytest.mark.slow), (functional, 2), (groups, 4)]
+)
 def test_stock_calls(case, num_ranks: int) -> None:
     run_shm_ranks(case, num_ranks)
 
