@@ -205,7 +205,8 @@ def run_seed(names: list[str], job: dict[str, Any], size: int, limit_s: float) -
                 if each.is_alive():
                     each.kill()
                 each.join()
-        errors = sorted(path.read_text() for path in folder.glob(f"error-{seed}-*"))  # the first one first
+        errors = [path.read_text() for path in folder.glob(f"error-{seed}-*")]
+        errors.sort(key=lambda text: float(text.partition("\n")[0]))  # the first one first
         for path in folder.glob(f"error-{seed}-*"):
             path.unlink()
         left = [name for name in left if not is_done(name)]

@@ -42,13 +42,14 @@ NONE, PLAIN = "none", "ddp"
 REFERENCES = (NONE, TORCH, TORCH_FP16)
 #: Strategies raced by default, those that there are.
 GRADIENTS = (
-    PLAIN, "fp16", "bf16", "quantize8", "quantize4", "onebit", "topk", "powersgd", "qadam", "onebit-adam",
+    PLAIN, "sparse-rows", "sparse-rows8", "fp16", "bf16", "quantize8", "quantize4", "onebit", "topk", "powersgd",
+    "qadam", "onebit-adam",
 )  # fmt: skip
 WEIGHTS = (
     "local-sgd", "diloco", "decentralized", "decentralized-pairs", "low-precision-decentralized", "async-model-average",
 )  # fmt: skip
 #: Those that count as exact or of 8 bits an element.
-EXACT_OR_8_BITS = (PLAIN, "fp16", "bf16", "quantize8", "sharded", "parameter_server")
+EXACT_OR_8_BITS = (PLAIN, "sparse-rows", "sparse-rows8", "fp16", "bf16", "quantize8", "sharded", "parameter-server")
 #: By link: best of the above / torch DDP, best of all / torch DDP, best of all / none.
 ASKED = {"1gbit/0.1": (1.6, 2.2, 0.9), "100mbit/0.5": (3.2, 12.0, 0.8), "100mbit/10": (3.2, 12.0, 0.8)}
 UNSHAPED = "unshaped"
@@ -85,8 +86,8 @@ def median(turns: Turns, name: str, key: str = "samples_per_s") -> float | None:
 
 def ratio(turns: Turns, over: str, under: str) -> tuple[float, float, float] | None:
     """Median, least and greatest of the rounds' ratios of speeds; None if they had no round together."""
-    pairs = zip(turns.get(over, []), turns.get(under, []), strict=False)
-    found = [a["samples_per_s"] / b["samples_per_s"] for a, b in pairs]
+    a, b = ({turn["round"]: float(turn["samples_per_s"]) for turn in turns.get(name, [])} for name in (over, under))
+    found = [a[number] / b[number] for number in a if number in b]  # a contestant may have missed a round
     return (statistics.median(found), min(found), max(found)) if found else None
 
 

@@ -30,8 +30,8 @@ import guozhuang
 from guozhuang import strategies
 from guozhuang.errors import UsageError
 from guozhuang.exchange import GradientExchange
-from guozhuang.exchange.named import METHODS
 from guozhuang.exchange.warmup import Warmup
+from guozhuang.named_exchanges import METHODS
 from guozhuang.optim import QAdam
 from guozhuang.workloads import bert
 
@@ -81,11 +81,13 @@ class Contestant:
         module: called in place of the model.
         optimizer: stepped in place of the optimizer.
         period: after so many steps it has done everything once.
+        settles: untimed steps after which a period of steps sends what any other does.
     """
 
     module: nn.Module
     optimizer: Optimizer
     period: int = 1
+    settles: int = _LEAST_STEPS
 
 
 def make(name: str, model: nn.Module, optimizer: Optimizer) -> Contestant:
@@ -111,7 +113,9 @@ def make(name: str, model: nn.Module, optimizer: Optimizer) -> Contestant:
     ours.use_weight_exchange(exchange, optimizer)
     assert ours.around is not None
     ours.around.step = getattr(exchange, "start_step", 0)
-    return Contestant(ours, optimizer, max(getattr(exchange, field, 1) for field in _PERIODS))
+    period, overlap = max(getattr(exchange, field, 1) for field in _PERIODS), getattr(exchange, "overlap_steps", 0)
+    # What was started in one period is sent and waited for in the next one.
+    return Contestant(ours, optimizer, period, period + overlap if overlap else _LEAST_STEPS)
 
 
 class Batches:
@@ -177,7 +181,7 @@ def turn(name: str, size: str, plan: Plan, batches: Batches) -> dict[str, Any]:
 def _warm_up(name: str, contestant: Contestant, plan: Plan, batches: Batches) -> tuple[list[torch.Tensor], float]:
     """Take the untimed steps; return their losses, and the seconds of the last one."""
     losses: list[torch.Tensor] = []
-    least = plan.warmups.get(name, _LEAST_STEPS)
+    least = max(plan.warmups.get(name, _LEAST_STEPS), contestant.settles)
     began = time.monotonic()
     while True:
         start = time.monotonic()
@@ -242,7 +246,7 @@ def measure(plan: Plan, say: Callable[[str], None]) -> dict[str, dict[str, list[
                 start = time.monotonic()
                 try:
                     with _nothing_left():
-                        turns[name].append(turn(name, size, plan, batches))
+                        turns[name].append({"round": number, **turn(name, size, plan, batches)})
                 except UsageError as error:  # raised before anything was sent, on all ranks alike
                     refused.add(name)
                     say(f"{name} cannot be raced here: {error}")

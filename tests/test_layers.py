@@ -21,7 +21,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("exchange", "sync_batch_norm", "scatter_gather", "replicas"),
     ("reducer", "optim"),  # an optimizer may bring its exchange
     ("distributed", "data_parallel", "parallel"),
-    ("sharding",),  # ranks begin equal by distributed.equal_start
+    ("sharding", "named_exchanges"),  # ranks begin equal by distributed.equal_start
     ("strategies", "checkpoint"),
     ("workloads",),
     ("lab",),

@@ -81,24 +81,27 @@ class Exchanging:
         """Return what the exchange needs to go on exactly from a checkpoint. Every rank must call; each saves its own.
 
         Returns:
-            "step", the number of exchanges so far, and "exchange", whatever the method keeps (its error feedback, for example);
+            "step", the number of exchanges so far, "exchange", whatever the method keeps (its error feedback, for example), and
+            "layout", the names of each bucket's parameters (None before the ranks have agreed on it);
             with a weight exchange also "weights": the ranks agree on one set of them first, so call it before ``state_dict()``.
         """
         around = {} if self.around is None else {"weights": self.around.state_dict()}
         if self.reducer is None:
-            return {"step": 0, "exchange": {}, **around}
-        return {"step": self.reducer.step, "exchange": self.reducer.exchange_state(), **around}
+            return {"step": 0, "exchange": {}, "layout": None, **around}
+        kept, layout = self.reducer.exchange_state(), self.reducer.named_layout()
+        return {"step": self.reducer.step, "exchange": kept, "layout": layout, **around}
 
     def load_exchange_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on where ``exchange_state_dict`` was called on this rank. Every rank must call, after the exchange was chosen.
 
-        With a weight exchange the weights are loaded before.
+        With a weight exchange the weights are loaded before. Buckets are laid out as they were then, whatever their size is to
+        be now, because codes may depend on it; not where other parameters are trained.
 
         Raises:
             UsageError: it was saved with another exchange, or for other parameters.
         """
         if self.reducer is not None:
-            self.reducer.load_exchange_state(saved["exchange"], int(saved["step"]))
+            self.reducer.load_exchange_state(saved["exchange"], int(saved["step"]), saved.get("layout"))
         if (self.around is None) != ("weights" not in saved):
             what = "the checkpoint was saved " + ("with" if self.around is None else "without") + " a weight exchange"
             raise UsageError(explain(what, fix="choose the exchange that it was saved with"))

@@ -58,6 +58,7 @@ class ShadowSteps(JoinHook):
         ddp = self._ddp
         ddp.in_join_context = False  # PyTorch leaves its own mark of the context (``_join_config``) behind
         if ddp.around is not None:
+            ddp.around.changed = True  # perhaps not here, where there was no batch, but elsewhere
             ddp.agree()
             return
         source = _common_rank(ddp, is_last_joiner)

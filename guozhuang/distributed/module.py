@@ -372,6 +372,8 @@ class DistributedDataParallel(TorchSurface, WeightExchanging, Exchanging, nn.Mod
         """Return what this rank does when it has no more data; called by ``torch.distributed.algorithms.Join``."""
         self.in_join_context = False
         self.take_up_changes()  # what was switched since the last forward is compared here, where every rank comes by
+        if self.around is not None:
+            self.around.take_up()
         self.in_join_context = True
         return ShadowSteps(self, kwargs.get("divide_by_initial_world_size", True))
 

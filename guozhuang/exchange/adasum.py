@@ -67,6 +67,11 @@ class AdasumState:
 class Adasum(GradientExchange[AdasumState]):
     """The adaptive sum, by parameter. A step is as long as one rank's or longer, up to n times: keep the rate of one rank."""
 
+    @property
+    def averages(self) -> bool:
+        """No: ranks without data, whose gradients are zeros, change nothing."""
+        return False
+
     def prepare(
         self, buckets: Sequence[Bucket], group: dist.ProcessGroup, before: AdasumState | None = None
     ) -> AdasumState:
@@ -95,15 +100,16 @@ class Adasum(GradientExchange[AdasumState]):
 
     def start(self, bucket: Bucket, state: AdasumState, step: int) -> Work:
         """Hand the bucket to a lane."""
-        if state.group.size() == 1:
+        if state.group.size() == 1 or not bucket.flat.numel():
             return Done()
         lane = state.lanes[bucket.index % len(state.lanes)]
-        return lane.run(lambda: self._exchange(bucket, state.rows[bucket.index], lane.group, step))
+        return lane.run(lambda: self._exchange(bucket, state.rows[bucket.index], lane.group, step), bucket.flat.device)
 
     def _exchange(self, bucket: Bucket, rows: _Rows, group: dist.ProcessGroup, step: int) -> None:
         flat, size = numbers(bucket), group.size()
         if not is_finite(flat):
-            _log.warning("%s", explain(f"step {step}: {where_not_finite(bucket)}", rank=group.rank()))
+            said = where_not_finite(bucket, "its adaptive sum becomes NaN on all ranks")
+            _log.warning("%s", explain(f"step {step}: {said}", rank=group.rank()))
         rows.sent.view(-1)[: flat.numel()].copy_(flat)
         dist.all_to_all_single(rows.got, rows.sent, group=group)
         grams = flat.new_zeros(len(bucket.parameters), size, size, dtype=torch.float64)

@@ -6,7 +6,8 @@ For the first ``start_step`` steps gradients are averaged instead, as in ``ddp``
 Error: a rank's weights are off the mean by what all ranks did since their copies: for ranks of equal speed in a round's time
 and ``interval_ms``. A round keeps the sum of the weights over ranks, to rounding in the parameters' dtypes. Ranks differ,
 and a run does not repeat bit for bit, because rounds fall where time lets them; after ``agree`` all hold the same bits.
-Traffic: that of one all-reduce of the weights a round, 2 (n-1)/n of them, at most one round each ``interval_ms``.
+Traffic: that of one all-reduce of the weights a round (narrow ones in float32), 2 (n-1)/n of them, at most one round each
+``interval_ms``.
 Source: Gan et al. 2021, arXiv:2107.01499 (Bagua's async model average, without its lock and its abort and resume around
 evaluation); Lian et al. 2018, arXiv:1710.06952 (AD-PSGD).
 
@@ -197,8 +198,7 @@ def _begin(state: AsyncState, lane: WeightLane, step: int) -> None:
     state.applies = True
 
     def average() -> None:
-        if step >= 0:
-            lane.not_finite.look(lane.flat, copy, lane.group.rank(), step)
+        lane.not_finite.look(lane.flat, copy, lane.group.rank(), step)
         for s, m in zip(copy, moved, strict=True):
             m.copy_(s)
         mean(moved, lane.group)

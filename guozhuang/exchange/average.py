@@ -31,7 +31,7 @@ class AverageState:
         group: the ranks.
         weights: the parameters, one entry for each dtype of the mean.
         flats: their copies, which travel.
-        not_finite: says which weights are not.
+        not_finite: for each entry, says which weights are not.
         step: the last one.
         settled: whether a method knows the weights to be equal on all ranks.
     """
@@ -39,7 +39,7 @@ class AverageState:
     group: dist.ProcessGroup
     weights: list[FlatWeights]
     flats: list[list[Tensor]]
-    not_finite: NotFinite = field(default_factory=NotFinite)
+    not_finite: list[NotFinite] = field(default_factory=list)
     step: int = 0
     settled: bool = True
 
@@ -53,7 +53,8 @@ class Average(WeightExchange[AverageState]):
         real = as_real(parameters)
         kinds = sorted({wide(p.dtype) for _, p in real}, key=str)
         weights = [FlatWeights([(n, p) for n, p in real if wide(p.dtype) == kind], kind) for kind in kinds]
-        return AverageState(group, weights, [each.empty() for each in weights] if group.size() > 1 else [])
+        flats = [each.empty() for each in weights] if group.size() > 1 else []
+        return AverageState(group, weights, flats, [NotFinite() for _ in weights])
 
     def before_step(self, state: AverageState, step: int) -> None:
         """Remember the step."""
@@ -67,9 +68,9 @@ class Average(WeightExchange[AverageState]):
         """Average."""
         if state.group.size() == 1:
             return
-        for weights, flats in zip(state.weights, state.flats, strict=True):
+        for weights, flats, not_finite in zip(state.weights, state.flats, state.not_finite, strict=True):
             weights.read(flats)
-            state.not_finite.look(weights, flats, state.group.rank(), state.step)
+            not_finite.look(weights, flats, state.group.rank(), state.step)
         mean([flat for flats in state.flats for flat in flats], state.group)
         for weights, flats in zip(state.weights, state.flats, strict=True):
             weights.write(flats)

@@ -56,6 +56,11 @@ class GradientExchange(ABC, Generic[State]):
         """
         return True
 
+    @property
+    def averages(self) -> bool:
+        """Whether the result is a mean. With ``join(divide_by_initial_world_size=False)`` only a mean is divided anew."""
+        return True
+
     def input_scale(self, world_size: int) -> float:
         """Return the factor that :meth:`start` expects on the gradients; the reducer applies it as it copies them in."""
         return 1.0

@@ -51,6 +51,11 @@ class Cast(GradientExchange[tuple[dict[int, Bucket], Any]]):
         """As the inner exchange."""
         return self.inner.one_round
 
+    @property
+    def averages(self) -> bool:
+        """As the inner exchange."""
+        return self.inner.averages
+
     def input_scale(self, world_size: int) -> float:
         """As the inner exchange."""
         return self.inner.input_scale(world_size)

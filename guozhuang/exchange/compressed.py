@@ -5,7 +5,8 @@ rank r sends C(x_i + e_i) to rank i for all i, and keeps e_i <- x_i + e_i - D(C(
 Rank i averages what it got, m_i, and sends C(m_i + s_i) to all, with a feedback s_i of its own. All ranks decode the same
 bytes, so they end with equal bits.
 Error: that of the code, twice. Without feedback a biased code's errors add up over steps; with it the sum over all steps is
-off by what the feedback holds at the end, once.
+off by what the feedback holds at the end, once. Where feedback overflows, with gradients that are finite but huge, it is
+forgotten for that rank's rows, and the step is NaN.
 Source: the two-way scheme of BytePS (Jiang et al. 2020, OSDI) and of Bagua's ByteGrad (Gan et al. 2021, arXiv:2107.01499);
 error feedback as in Karimireddy et al. 2019, arXiv:1901.09847.
 
@@ -33,7 +34,7 @@ from ..errors import UsageError, explain
 from .base import Done, GradientExchange, Work
 from .codec import Codec
 from .lane import Lane
-from .numbers import is_finite, num_numbers, numbers, where_not_finite
+from .numbers import is_finite, num_numbers, numbers, some_of, where_not_finite
 from .residuals import Residuals
 from .sparsify import Sparsifier
 
@@ -203,13 +204,15 @@ class Compressed(GradientExchange[CompressedState]):
 
     def start_around(self, bucket: Bucket, state: CompressedState, step: int, around: Around | None) -> Work:
         """As ``start``, with more to do before and after; alone in the world, nothing of ``around`` is done."""
+        if not bucket.flat.numel():
+            return Done()
         if state.group.size() == 1:
             values = numbers(bucket)
             if state.momentum is not None and is_finite(values):
                 self._build_up(values, state.momentum.rows(bucket.index).view(-1)[: values.numel()])
             return Done()
         lane = state.lanes[bucket.index % len(state.lanes)]
-        return lane.run(lambda: self._exchange(bucket, state, lane.group, step, around))
+        return lane.run(lambda: self._exchange(bucket, state, lane.group, step, around), bucket.flat.device)
 
     def _build_up(self, values: Tensor, momentum: Tensor) -> None:
         """Put the momentum in the place of gradients."""
@@ -234,12 +237,16 @@ class Compressed(GradientExchange[CompressedState]):
         if momentum is not None:
             self._build_up(rows, momentum)
         place = step, bucket.index, rank, 0
-        if self._encode(rows, memory.sent, (fine, adds), feedback, memory, place):
+        kept = [each for each in (feedback, state.momentum) if each is not None]
+        coded = self._encode(rows, memory.sent, (fine, adds), feedback, memory, place)
+        if coded and not self._repair(kept, memory.sent, place):
             self._mask(momentum, memory)
         dist.all_to_all_single(memory.got, memory.sent, group=group)
         num_without = self._decode_mean(memory.got, memory.mean)
         fine, place = is_finite(memory.mean), (step, bucket.index, rank, 1)
-        self._encode(memory.mean, memory.mean_code, (fine, True), mean_feedback, memory, place)
+        coded = self._encode(memory.mean, memory.mean_code, (fine, True), mean_feedback, memory, place)
+        if coded and mean_feedback is not None:
+            self._repair([mean_feedback], memory.mean_code, place)
         dist.all_gather_into_tensor(memory.got, memory.mean_code, group=group)
         self._decode(memory.got, rows)
         if around is not None:
@@ -275,6 +282,22 @@ class Compressed(GradientExchange[CompressedState]):
             self.codec.encode_with_feedback(rows, body, memory.random, feedback.rows(index))
             feedback.clear_padding(index)
         return True
+
+    def _repair(self, kept: Sequence[Residuals], codes: Tensor, place: tuple[int, int, int, int]) -> bool:
+        """Look whether what is kept overflowed, which it would go on doing for ever; tell whether it did.
+
+        Then the parts that it happened to are forgotten, and the codes are marked, so that it shows in the result.
+        """
+        step, index, rank, _ = place
+        names = [name for each in kept for name in each.forget_not_finite(index)]
+        if names:
+            codes[:, :_HEADER_BYTES].view(torch.float32)[:, 0] = math.nan
+            what = (
+                f"step {step}: what is kept of the gradient of {some_of(list(dict.fromkeys(names)))} overflowed float32"
+            )
+            what += " and is forgotten; all gradients of its bucket become NaN on all ranks"
+            _log.warning("%s", explain(what, rank=rank, fix="look for gradients that are far too large"))
+        return bool(names)
 
     def _mask(self, momentum: Tensor | None, memory: _Memory) -> None:
         """Forget the momentum of what was sent."""

@@ -5,11 +5,12 @@ g_r to the average, x_r <- step(avg(x)_r, g_r). "all": avg is the mean over rank
 partner p of this exchange. The t-th exchange, for an even number of ranks n (Bagua's): p = ((t + r) mod n/2) + n/2 for r < n/2,
 else p = (r - n/2 - t) mod n/2. For an odd n, where Bagua refuses: p = (t - r) mod n, and the one rank that would meet itself
 sits the exchange out; over n exchanges each rank meets each other once.
-Error: the gradient is one exchange old, and with "shift_one" ranks differ until they agree; averaging itself rounds in the
-parameters' dtypes. Averaging keeps the sum of the weights over ranks. All ranks under "all", and both of a pair, hold the same
-average bit for bit.
-Traffic, each ``every`` steps: "all" 2 (n-1)/n of the weights, as an all-reduce; "shift_one" the weights once, to one other
-rank (for odd n (n-1)/n of that on average). None of it is waited for if forward and backward last longer.
+Error: the gradient is one exchange old, and with "shift_one" ranks differ until they agree; averages are made in float32
+(float64 where weights are), and narrower weights are rounded once. Averaging keeps the sum of the weights over ranks, to
+rounding. All ranks under "all", and both of a pair, hold the same average bit for bit.
+Traffic, each ``every`` steps: "all" 2 (n-1)/n of the weights, as an all-reduce, in float32 for narrower ones; "shift_one" the
+weights once, in their own dtypes, to one other rank (for odd n (n-1)/n of that on average). None of it is waited for if forward
+and backward last longer.
 Source: Lian et al. 2017, arXiv:1705.09056 (D-PSGD); Gan et al. 2021, arXiv:2107.01499 (Bagua).
 """
 
@@ -110,8 +111,11 @@ class Decentralized(WeightExchange[DecentralizedState]):
         if other is not None:
             _swap(mine, lane.copies[1], other, group)
             for x, y in zip(mine, lane.copies[1], strict=True):
-                x += y
-                x /= 2
+                if x.itemsize < 4:  # the sum of narrow ones could overflow
+                    x.copy_((x.float() + y) / 2)
+                else:
+                    x += y
+                    x /= 2
 
     def agree(self, state: DecentralizedState) -> None:
         """Put the mean over all ranks in place. An average that is under way is of these same weights, and is dropped."""
@@ -134,7 +138,7 @@ class Decentralized(WeightExchange[DecentralizedState]):
         if world_size == 1:
             return 0.0
         if self.peers == "all":
-            return 2 * (world_size - 1) * num_bytes / world_size / self.every
+            return 2 * (world_size - 1) * num_elements * max(4, element_bytes) / world_size / self.every
         meets = (world_size - 1) / world_size if world_size % 2 else 1.0
         return meets * num_bytes / self.every
 

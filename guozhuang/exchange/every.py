@@ -77,6 +77,10 @@ class Every(WeightExchange[Any]):
         """Let the inner one agree."""
         self.inner.agree(state)
 
+    def rest(self, state: Any) -> None:
+        """Let the inner one rest."""
+        self.inner.rest(state)
+
     def close(self, state: Any) -> None:
         """Close the inner one."""
         self.inner.close(state)

@@ -38,7 +38,7 @@ from .cast import Cast
 from .compressed import Compressed
 from .lane import Lane, LaneWork
 from .node_groups import NodeGroups, find_nodes, make_groups, make_up_for, num_groups
-from .numbers import is_finite, numbers, where_not_finite
+from .numbers import in_float32, is_finite, numbers, where_not_finite
 from .parts import Part, cut, cut_values, whole_values
 from .warmup import Warmup
 
@@ -117,6 +117,11 @@ class Hierarchical(GradientExchange[HierarchicalState]):
     def one_round(self) -> bool:
         """As ``outer``: its collectives have a group of their own, those inside nodes lanes of their own."""
         return self.outer.one_round
+
+    @property
+    def averages(self) -> bool:
+        """As ``outer``."""
+        return self.outer.averages
 
     def input_scale(self, world_size: int) -> float:
         """As ``outer``."""
@@ -197,12 +202,16 @@ class Hierarchical(GradientExchange[HierarchicalState]):
             self._say_what_is_not_finite(bucket, state, step)
             if by_parts:
                 part = self._enter_part(bucket, state, entering.group, step)
-                passage.leaving = leaving.run(lambda: self._leave_part(bucket, state, leaving.group, part))
+                passage.leaving = leaving.run(
+                    lambda: self._leave_part(bucket, state, leaving.group, part), bucket.flat.device
+                )
             else:
                 whole = self._enter_whole(bucket, state, entering.group, step)
-                passage.leaving = leaving.run(lambda: self._leave_whole(bucket, state, leaving.group, whole))
+                passage.leaving = leaving.run(
+                    lambda: self._leave_whole(bucket, state, leaving.group, whole), bucket.flat.device
+                )
 
-        passage.entering = entering.run(enter)
+        passage.entering = entering.run(enter, bucket.flat.device)
         return passage
 
     def _enter_part(self, bucket: Bucket, state: HierarchicalState, group: dist.ProcessGroup, step: int) -> Work:
@@ -279,9 +288,10 @@ class Hierarchical(GradientExchange[HierarchicalState]):
 
     def _say_what_is_not_finite(self, bucket: Bucket, state: HierarchicalState, step: int) -> None:
         """Name the rank itself: ``outer`` sees a sum of several ranks. Exact exchanges hand NaN on and say nothing."""
-        if not _is_plain(self.outer) and not is_finite(numbers(bucket)):
+        if not _is_plain(self.outer) and not is_finite(in_float32(numbers(bucket))):
             assert state.groups is not None
-            _log.warning("%s", explain(f"step {step}: {where_not_finite(bucket)}", rank=state.groups.nodes.rank))
+            said = where_not_finite(bucket, "it reaches all ranks")
+            _log.warning("%s", explain(f"step {step}: {said}", rank=state.groups.nodes.rank))
 
     # ---- checkpoints
 

@@ -158,6 +158,7 @@ class LowPrecisionDecentralized(WeightExchange[RingState]):
         if not state.memory:
             return
         flats = state.whole.copy()
+        state.not_finite.look(state.whole, flats, state.group.rank(), -1)
         mean(flats, state.group)
         state.whole.write(flats)
         for replica in state.replicas.values():

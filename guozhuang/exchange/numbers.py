@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -24,8 +26,28 @@ def is_finite(values: Tensor) -> bool:
     return bool(values.sum().isfinite()) or bool(values.isfinite().all())
 
 
-def where_not_finite(bucket: Bucket) -> str:
-    """Say which parameters' gradients hold NaN or infinity; a lossy code cannot carry them."""
-    names = [name for name, view in zip(bucket.names, bucket.views, strict=True) if not bool(view.isfinite().all())]
-    more = f" and of {len(names) - 1} more parameters" if len(names) > 1 else ""
-    return f"the gradient of {names[0]!r}{more} holds NaN or infinity; all ranks get NaN for the parts with it"
+def in_float32(values: Tensor) -> Tensor:
+    """Return float64 as float32, where what is too large is infinity; all else, which float32 holds, as it is."""
+    return values.to(torch.float32) if values.dtype == torch.float64 else values
+
+
+def where_not_finite(bucket: Bucket, then: str = "all gradients of its bucket become NaN on all ranks") -> str:
+    """Say which parameters' gradients hold NaN or infinity, in float32.
+
+    Args:
+        bucket: whose gradients are looked at.
+        then: what follows, for the text.
+    """
+    found = []
+    for name, view in zip(bucket.names, bucket.views, strict=True):
+        real = torch.view_as_real(view) if view.is_complex() else view
+        if not is_finite(in_float32(real)):
+            found.append(name)
+    return f"the gradient of {some_of(found)} holds NaN or infinity; {then}"
+
+
+def some_of(names: Sequence[str]) -> str:
+    """Name parameters in a message: the first, and how many more."""
+    if not names:
+        return "some parameter"
+    return repr(names[0]) + (f" and of {len(names) - 1} more parameters" if len(names) > 1 else "")

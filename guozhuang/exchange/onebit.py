@@ -1,6 +1,7 @@
 """Gradients by their signs, one bit an element, and a magnitude for each block. Only with error feedback.
 
-For a block x: bit = 1 where x < 0 (zero counts as positive), s = mean |x| with scaling, else 1; decoded s or -s.
+For a block x: bit = 1 where x < 0 (zero counts as positive), s = mean |x| with scaling, else 1; decoded s or -s. Where the sum
+of magnitudes overflows float32, it is taken of the magnitudes times 2^-64.
 Error: for a block of b elements the squared error is |x|^2 - (sum |x|)^2 / b, so feedback holds a fixed share of it.
 Source: Seide et al. 2014, Interspeech; Bernstein et al. 2018, arXiv:1802.04434; as in BytePS, by blocks.
 """
@@ -15,6 +16,9 @@ from torch import Tensor
 from . import kernels
 from .blocks import BlockCodec
 from .kernels import Kind, Task
+
+_SMALL = 2.0**-64
+_GREATEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,10 @@ class OneBit(BlockCodec):
             counts = torch.full((scales.shape[1],), self.block, dtype=torch.float32, device=rows.device)
             counts[-1] = rows.shape[1] - (len(counts) - 1) * self.block  # what fills the last block up does not count
             torch.div(_sum(values.abs()), counts, out=scales)
+            over = ~scales.isfinite()
+            if bool(over.any()):
+                small = _sum(values.abs().mul_(_SMALL)) / counts
+                scales[over] = (small * (1 / _SMALL)).clamp_(max=_GREATEST)[over]
         else:
             scales.fill_(1.0)
         self.pack((values < 0).to(torch.uint8), packed)

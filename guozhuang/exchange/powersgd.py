@@ -3,7 +3,7 @@
 Formula, for a parameter seen as a matrix of m rows (its first dim) and n columns (all others), with n_r ranks:
 M_r = gradient + e_r; P = orthogonal basis of mean_r(M_r Q); Q = mean_r(M_r^T P); every rank gets P Q^T, and keeps
 e_r = M_r - P Q^T. Q starts random and stays for the next step, so the basis follows the gradients (warm start). Vectors, and
-matrices that would not shrink enough, travel whole with the P of the others.
+matrices that would not shrink enough, travel whole with the P of the others. All sums are in float32, of float64 gradients too.
 Error: P Q^T is the projection of the mean onto the columns of P; what it misses is in the e_r and travels later.
 Source: Vogels et al. 2019, arXiv:1905.13727.
 
@@ -29,9 +29,9 @@ from ..buckets import Bucket
 from ..errors import UsageError, explain
 from .base import Done, GradientExchange, Work
 from .lane import Lane
-from .numbers import is_finite, where_not_finite
+from .numbers import in_float32, is_finite, where_not_finite
 
-_LEAST = 1e-6  # of the greatest eigenvalue of P^T P: below it a direction is rounding error
+_LEAST = 1e-6  # of the greatest singular value of P: below it a direction is rounding error
 _log = logging.getLogger("guozhuang")
 
 
@@ -172,15 +172,16 @@ class PowerSGD(GradientExchange[PowerState]):
 
     def start(self, bucket: Bucket, state: PowerState, step: int) -> Work:
         """Hand the bucket to the lane."""
-        if state.lane is None:
+        if state.lane is None or not bucket.flat.numel():
             return Done()
         lane = state.lane
-        return lane.run(lambda: self._exchange(bucket, state, lane.group, step))
+        return lane.run(lambda: self._exchange(bucket, state, lane.group, step), bucket.flat.device)
 
     def _exchange(self, bucket: Bucket, state: PowerState, group: dist.ProcessGroup, step: int) -> None:
         found, size = state.matrices[bucket.index], group.size()
-        if not is_finite(bucket.flat):
-            _log.warning("%s", explain(f"step {step}: {where_not_finite(bucket)}", rank=group.rank()))
+        if not is_finite(in_float32(bucket.flat)):
+            said = where_not_finite(bucket, "with it all matrices of its bucket become NaN on all ranks")
+            _log.warning("%s", explain(f"step {step}: {said}", rank=group.rank()))
         whole = [bucket.views[i] for i in state.whole[bucket.index]]
         for matrices in found:
             for view, error, wanted in zip(_views(bucket, matrices), matrices.error, matrices.wanted, strict=True):
@@ -193,18 +194,25 @@ class PowerSGD(GradientExchange[PowerState]):
         if not found:
             return
         if not all(is_finite(part) for part in narrow):  # on all ranks alike: they hold equal bits
-            for matrices in found:
-                for i in matrices.members:
-                    bucket.views[i].fill_(math.nan)
+            self._spoil(bucket, found)
             return
         bases, kept = zip(*(_orthogonal(part) for part in narrow), strict=True)
         back = [torch.bmm(matrices.wanted.mT, basis) for matrices, basis in zip(found, bases, strict=True)]
         self._mean(back, group, size)
+        if not all(is_finite(thin * (2 * self.rank)) for thin in back):  # products and errors would overflow
+            self._spoil(bucket, found)
+            return
         for matrices, basis, has_weight, thin in zip(found, bases, kept, back, strict=True):
             matrices.basis.copy_(self._next_basis(thin, has_weight, (bucket.index, step)))
             for number, view in enumerate(_views(bucket, matrices)):
                 result = _product(basis[number], thin[number].mT, view)
                 torch.sub(matrices.wanted[number], result, out=matrices.error[number])
+
+    def _spoil(self, bucket: Bucket, found: Sequence[_Matrices]) -> None:
+        """Let what cannot be expressed show, on all ranks; errors and bases stay as they were."""
+        for matrices in found:
+            for i in matrices.members:
+                bucket.views[i].fill_(math.nan)
 
     def _next_basis(self, thin: Tensor, has_weight: Tensor, place: tuple[int, int]) -> Tensor:
         """The columns of M^T P, each of length 1; where there was no direction to follow, a new one at random.

@@ -1,8 +1,11 @@
 """Gradients in 8 bits an element, between the least and the greatest: Bagua's MinMaxUInt8, the code of ByteGrad.
 
 For a row with least and greatest element a and b,
-s = 255 / (b - a + 1e-7), U = rint(b s), L = U - 255; q = min(rint(x s), U) - L, and decoded (q + L) / s.
-Error: half a step, (b - a + 1e-7) / 510, per element; the same on all ranks, so it does not average out.
+s = min(255 / (b - a + 1e-7), 1e38 / max(|a|, |b|, 1e-7)), U = rint(b s), L = U - 255;
+q = min(rint(x s), U) - L, from 0 to 255, and decoded (q + L) / s. The second bound of s is for a row of large elements that
+are next to alike, the product with which would overflow.
+Error: half a step, (b - a + 1e-7) / 510, per element; the same on all ranks, so it does not average out. Where U is beyond
+2^23, because a row's elements differ by their last bits only, float32 rounds as much again.
 Source: Gan et al. 2021, arXiv:2107.01499.
 """
 
@@ -61,7 +64,8 @@ def encode_by_torch(rows: Tensor, codes: Tensor) -> None:
     levels = torch.mul(rows, scale).round_()
     torch.minimum(levels, upper, out=levels)
     levels -= upper - _LEVELS
-    codes[:, 8 : 8 + rows.shape[1]] = levels  # to uint8: an integer from 0 to 255 by construction
+    levels.clamp_(0.0, _LEVELS)  # roundings of large numbers may leave it
+    codes[:, 8 : 8 + rows.shape[1]] = levels
 
 
 def decode_by_torch(codes: Tensor, rows: Tensor) -> None:

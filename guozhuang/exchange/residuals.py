@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..buckets import Bucket
-from .numbers import num_numbers
+from .numbers import is_finite, num_numbers
 
 
 class Residuals:
@@ -26,6 +26,7 @@ class Residuals:
         self._spans: dict[str, tuple[int, int, int]] = {}
         self._kept: dict[int, Tensor] = {}
         self._padding: dict[int, Tensor] = {}
+        self._first: dict[int, int] = {}  # which number of a bucket is the first of those that are kept
         size = group.size()
         for bucket in buckets:
             length = -(-num_numbers(bucket) // size)
@@ -35,7 +36,7 @@ class Residuals:
                 count = parameter.numel() * (2 if parameter.is_complex() else 1)
                 self._spans[name] = (bucket.index, begin, begin + count)
                 begin += count
-            first = group.rank() * length if owned else 0
+            self._first[bucket.index] = first = group.rank() * length if owned else 0
             self._padding[bucket.index] = self._kept[bucket.index].view(-1)[max(0, num_numbers(bucket) - first) :]
 
     def clear_padding(self, index: int) -> None:
@@ -48,6 +49,21 @@ class Residuals:
         Whoever writes there calls :meth:`clear_padding`.
         """
         return self._kept[index]
+
+    def forget_not_finite(self, index: int) -> list[str]:
+        """Zero the rows of a bucket that hold NaN or infinity; return the names of the parameters that did."""
+        kept = self._kept[index]
+        if is_finite(kept):
+            return []
+        broken, first = ~kept.isfinite(), self._first[index]
+        places = broken.view(-1)
+        names = [
+            name
+            for name, (of, begin, end) in self._spans.items()
+            if of == index and bool(places[max(0, begin - first) : max(0, end - first)].any())
+        ]
+        kept[broken.any(dim=1)] = 0.0
+        return names
 
     def by_name(self) -> dict[str, Tensor]:
         """Return copies by parameter, each 1-dimensional. Every rank must call it where ranks own rows: they are gathered."""

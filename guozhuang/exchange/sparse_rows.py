@@ -101,6 +101,11 @@ class SparseRows(GradientExchange[SparseRowsState]):
         """As the inner one."""
         return self.inner.input_scale(world_size)
 
+    @property
+    def averages(self) -> bool:
+        """As the inner one."""
+        return self.inner.averages
+
     def prepare(
         self, buckets: Sequence[Bucket], group: dist.ProcessGroup, before: SparseRowsState | None = None
     ) -> SparseRowsState:
@@ -138,7 +143,7 @@ class SparseRows(GradientExchange[SparseRowsState]):
         if state.lane is None:
             works.works += [self.inner.start(piece.part, state.inner, step) for piece in pieces]
         else:
-            works.job = state.lane.run(lambda: self._start_pieces(pieces, state, step, works.works))
+            works.job = state.lane.run(lambda: self._start_pieces(pieces, state, step, works.works), bucket.flat.device)
         return works
 
     def _start_pieces(self, pieces: Sequence[_Piece], state: SparseRowsState, step: int, works: list[Work]) -> None:

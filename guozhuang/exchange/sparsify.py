@@ -17,6 +17,8 @@ from torch import Tensor
 from ..errors import UsageError, explain
 from .codec import Codec, aligned
 
+_MAX_ELEMENTS = 2**31  # places travel in int32
+
 
 @dataclass(frozen=True)
 class Sparsifier(Codec):
@@ -53,7 +55,16 @@ class TopK(Sparsifier):
     """
 
     def row_bytes(self, num_elements: int) -> int:
-        """Return 8 bytes for each element that travels."""
+        """Return 8 bytes for each element that travels.
+
+        Raises:
+            UsageError: a row is too long for places of 32 bits.
+        """
+        if num_elements > _MAX_ELEMENTS:
+            what = f"TopK codes at most {_MAX_ELEMENTS} elements of a bucket for each rank"
+            raise UsageError(
+                explain(what, value=num_elements, fix="exchange such a parameter with more ranks, or divide it")
+            )
         return 8 * self._count(num_elements)
 
     def encode(self, rows: Tensor, codes: Tensor, random: torch.Generator) -> None:

@@ -50,6 +50,11 @@ class Warmup(GradientExchange[tuple[Any, Any, int]]):
         """True if both are."""
         return self.first.one_round and self.then.one_round
 
+    @property
+    def averages(self) -> bool:
+        """As what follows the warm-up."""
+        return self.then.averages
+
     def prepare(
         self, buckets: Sequence[Bucket], group: dist.ProcessGroup, before: tuple[Any, Any, int] | None = None
     ) -> tuple[Any, Any, int]:
@@ -123,6 +128,11 @@ class WeightWarmup(WeightExchange[WeightWarmupState]):
             raise UsageError(explain("WeightWarmup ends in an exchange of weights", value=self.then, fix=fix))
         Warmup(self.steps, self.first, self.first)  # checks the rest
 
+    @property
+    def in_step(self) -> bool:
+        """As ``then``; in the warm-up gradients keep the ranks in step."""
+        return self.then.in_step
+
     def averages_gradients(self, step: int) -> bool:
         """Tell whether it is the warm-up, or ``then`` does."""
         return step < self.steps or self.then.averages_gradients(step - self.steps)
@@ -144,7 +154,9 @@ class WeightWarmup(WeightExchange[WeightWarmupState]):
             self.then.before_step(state.then, step - self.steps)
 
     def after_step(self, state: WeightWarmupState, step: int) -> None:
-        """Let ``then`` act, after the warm-up."""
+        """Let ``then`` act, after the warm-up; at its end, where all ranks are still in step, begin."""
+        if step + 1 == self.steps:
+            self._begin(state)
         if step >= self.steps:
             self.then.after_step(state.then, step - self.steps)
 
@@ -152,6 +164,11 @@ class WeightWarmup(WeightExchange[WeightWarmupState]):
         self._average(state)  # ranks whose data had ended during the warm-up made no steps
         state.then = self.then.prepare(state.parameters, state.group)
         state.begun = True
+
+    def rest(self, state: WeightWarmupState) -> None:
+        """Let ``then`` rest, after the warm-up."""
+        if state.begun:
+            self.then.rest(state.then)
 
     def _average(self, state: WeightWarmupState) -> None:
         average = Average()

@@ -64,11 +64,14 @@ class NotFinite:
 def mean(flats: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Average flat tensors over the group, in place: their sum, divided. Equal bits on all ranks. Every rank must call.
 
+    Narrow ones (float16, bfloat16) travel in float32: their sum could overflow, and would round at each addition.
+
     Raises:
         WorldError: a rank is gone, or did not come within the group's time-out.
     """
+    wide = [each.float() if each.is_floating_point() and each.itemsize < 4 else each for each in flats]
     try:
-        for each in flats:
+        for each in wide:
             dist.all_reduce(each, group=group)
     except WorldError:
         raise
@@ -77,8 +80,10 @@ def mean(flats: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         what = f"averaging weights with the other ranks ({others}) failed: {error}"
         fix = "look for the rank that ended first, or that does not make its steps"
         raise WorldError(explain(what, rank=group.rank(), fix=fix)) from error
-    for each in flats:
+    for flat, each in zip(flats, wide, strict=True):
         each /= group.size()
+        if each is not flat:
+            flat.copy_(each)
 
 
 class WeightLane:
@@ -157,6 +162,11 @@ class WeightLane:
         self.drop()
         copy = self.copies[0]
         self.flat.read(copy)
-        self.start(lambda: mean(copy, self.group))
+
+        def average() -> None:
+            self.not_finite.look(self.flat, copy, self.group.rank(), -1)
+            mean(copy, self.group)
+
+        self.start(average)
         self.wait()
         self.flat.write(copy)

@@ -141,8 +141,14 @@ class Reducer:
         """Return what the exchange keeps, for a checkpoint. Every rank must call."""
         return self.exchange.state_dict(self._state)
 
-    def load_exchange_state(self, saved: Mapping[str, Any], step: int) -> None:
-        """Go on from what ``exchange_state`` returned at that step. Every rank must call."""
+    def named_layout(self) -> list[list[str]] | None:
+        """Return the names of each bucket's parameters, once the ranks have agreed on their order."""
+        return self._selection.named_layout()
+
+    def load_exchange_state(self, saved: Mapping[str, Any], step: int, layout: list[list[str]] | None = None) -> None:
+        """Go on from what ``exchange_state`` and ``named_layout`` returned at that step. Every rank must call."""
+        if layout is not None and self._selection.restore(layout):
+            self.use(self.exchange)
         self.exchange.load_state_dict(self._state, saved)
         self.step = step
 
@@ -205,8 +211,9 @@ class Reducer:
 
     def _begin(self, shadow: bool = False) -> Pass:
         selection = self._selection
-        scale = self.exchange.input_scale(self.group.size()) * self.group.size() / self.num_active_ranks
-        selection.views.begin(scale)
+        size = self.group.size()
+        num_active = self.num_active_ranks if self.exchange.averages else size
+        selection.views.begin(self.exchange.input_scale(size) * size / num_active)
         sizes = [len(members) for members in self.layout]
         fired = [0] * len(selection.names)
         self._pass = Pass(torch._C._current_graph_task_id(), selection.expected.copy(), sizes, fired, shadow)
@@ -274,20 +281,13 @@ class Reducer:
             self.timeline.mark(f"bucket {bucket} ready", "buckets", step=self.step)
 
     def _raise_late(self, index: int) -> None:
-        promise = " although static_graph=True promised that every step is alike" if self.options.static_graph else ""
-        raise RuntimeError(
-            explain(
-                f"parameter {self.names[index]!r} got another gradient, in an inner (re-entrant) backward, after its bucket "
-                f"was complete{promise}",
-                rank=self.group.rank(),
-                fix="use checkpoint(..., use_reentrant=False)"
-                + (
-                    " or leave static_graph out"
-                    if self.options.static_graph
-                    else ", or static_graph=True if steps are alike"
-                ),
-            )
-        )
+        promise, other = "", ", or static_graph=True if steps are alike"
+        if self.options.static_graph:
+            promise = " although static_graph=True promised that every step is alike"
+            other = " or leave static_graph out"
+        what = f"parameter {self.names[index]!r} got another gradient, in an inner (re-entrant) backward, after its bucket "
+        fix = f"use checkpoint(..., use_reentrant=False){other}"
+        raise RuntimeError(explain(f"{what}was complete{promise}", rank=self.group.rank(), fix=fix))
 
     def _start_full(self, current: Pass) -> None:
         """Start the buckets that are full, in order."""

@@ -35,6 +35,7 @@ class Selection:
         predictable: the graph shows before backward which parameters it will reach.
         watching: this rank has not seen a backward of its own yet.
         learning: the ranks have not agreed on the order of buckets yet.
+        restored: the layout is that of a checkpoint, and stays.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Selection:
         self.unused_last = [False] * n
         self.predictable = True
         self.watching = self.learning = True
+        self.restored = False
         self._new_layout: list[tuple[int, ...]] | None = None
         self._lay_out(assign(self._slots, range(n - 1, -1, -1), caps))
 
@@ -110,7 +112,29 @@ class Selection:
     def adopt_order(self, order: Sequence[int]) -> None:
         """Lay out the buckets in this order from the next :meth:`renew` on."""
         self.learning = False
-        self._new_layout = assign(self._slots, order, self._caps)
+        if not self.restored:
+            self._new_layout = assign(self._slots, order, self._caps)
+
+    def named_layout(self) -> list[list[str]] | None:
+        """Return the names of each bucket's parameters, for a checkpoint; None while the ranks have not agreed on an order."""
+        if self.learning and not self.restored:
+            return None
+        layout = self.placement.layout if self._new_layout is None else self._new_layout
+        return [[self.names[i] for i in members] for members in layout]
+
+    def restore(self, named_layout: Sequence[Sequence[str]]) -> bool:
+        """Lay out the buckets as a checkpoint tells, for good, if it tells of these parameters; tell whether it did."""
+        place_of = {name: i for i, name in enumerate(self.names)}
+        if sorted(name for members in named_layout for name in members) != sorted(self.names):
+            return False
+        layout = [tuple(place_of[name] for name in members) for members in named_layout]
+        for members in layout:
+            kinds = {(slot.dtype, slot.device, slot.sparse) for slot in (self._slots[i] for i in members)}
+            if len(kinds) != 1 or (kinds.pop()[2] and len(members) > 1):
+                return False  # dtypes have changed since then
+        self.restored, self._new_layout = True, None
+        self._lay_out(layout)
+        return True
 
     def renew(self) -> bool:
         """Take up the adopted order, between a backward and the next forward; tell whether the buckets are new."""

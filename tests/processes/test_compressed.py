@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +20,13 @@ from torch import Tensor, nn
 from guozhuang import DistributedDataParallel
 from guozhuang.buckets import Bucket
 from guozhuang.errors import UsageError
+from guozhuang.exchange.adasum import Adasum
 from guozhuang.exchange.base import GradientExchange
 from guozhuang.exchange.codec import Codec
 from guozhuang.exchange.compressed import Compressed
 from guozhuang.exchange.dithering import Dithering
+from guozhuang.exchange.onebit import OneBit
+from guozhuang.exchange.powersgd import PowerSGD
 from guozhuang.exchange.quantize import MinMax8
 from guozhuang.exchange.sparsify import RandomK, TopK
 from tests.processes.cases import names_of_cases, results_of_cases
@@ -272,6 +276,18 @@ def case_a_state_of_other_settings_is_refused(rank: int, size: int) -> None:
                 exchange.load_state_dict(state, found)
 
 
+@contextlib.contextmanager
+def said() -> Iterator[list[str]]:
+    seen: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("guozhuang").addHandler(handler)
+    try:
+        yield seen
+    finally:
+        logging.getLogger("guozhuang").removeHandler(handler)
+
+
 def case_what_is_not_finite_is_said_and_reaches_all(rank: int, size: int) -> None:
     buckets = buckets_of([[(6,), (50,)]])
     exchange = Compressed(MinMax8(), error_feedback=True)
@@ -298,6 +314,100 @@ def case_what_is_not_finite_is_said_and_reaches_all(rank: int, size: int) -> Non
     fill(buckets, rank, 2)
     exchange_all(exchange, buckets, state, 2)
     assert buckets[0].flat.isfinite().all()
+
+
+def case_float64_beyond_float32_is_said(rank: int, size: int) -> None:
+    bucket = Bucket(0, True, ["fine", "huge"], [torch.zeros(40, dtype=torch.float64) for _ in range(2)])
+    exchange = Compressed(MinMax8(), error_feedback=True)
+    state = exchange.prepare([bucket], dist.group.WORLD)
+    if rank == 0:
+        bucket.views[1][3] = 1e39
+    with said() as seen:
+        exchange.start(bucket, state, 0).wait()
+    assert bucket.flat.isnan().all()
+    assert ("'huge'" in seen[0] and "'fine'" not in seen[0]) if rank == 0 else not seen
+
+
+def case_feedback_that_overflowed_is_forgotten(rank: int, size: int) -> None:
+    for codec, momentum in ((MinMax8(), 0.0), (Dithering(block=8), 0.0), (OneBit(block=8), 0.0), (TopK(2), 0.9)):
+        [bucket] = buckets_of([[(9,), (200,)]])
+        exchange = Compressed(codec, error_feedback=True, momentum=momentum, masks_momentum=False)
+        state = exchange.prepare([bucket], dist.group.WORLD)
+        with said() as seen:
+            for step in range(8):
+                fill([bucket], rank, step)
+                if rank == size - 1 and step < 3:
+                    bucket.views[1][5:7] = torch.tensor([3.3e38, -3.3e38])
+                exchange.start(bucket, state, step).wait()
+            for kept in exchange.state_dict(state).values():
+                assert all(value.isfinite().all() for value in kept.values()), codec
+        lowest, highest = bucket.flat.clone(), bucket.flat.clone()
+        dist.all_reduce(lowest, dist.ReduceOp.MIN)
+        dist.all_reduce(highest, dist.ReduceOp.MAX)
+        assert bucket.flat.isfinite().all() and torch.equal(lowest, highest), codec
+        if rank == size - 1 and isinstance(codec, MinMax8 | TopK):
+            assert any("of 'p0." in text and "overflowed" in text for text in seen), seen
+
+
+def case_a_bucket_without_elements(rank: int, size: int) -> None:
+    for exchange in (
+        Compressed(MinMax8(), error_feedback=True),
+        Compressed(TopK(3), momentum=0.9),
+        Adasum(),
+        PowerSGD(),
+    ):
+        bucket = Bucket(0, True, ["none"], [nn.Parameter(torch.zeros(0, 3))])
+        state = exchange.prepare([bucket], dist.group.WORLD)
+        exchange.start(bucket, state, 0).wait()
+        exchange.load_state_dict(state, exchange.state_dict(state))
+
+
+class OtherOrder(nn.Module):
+    """Uses its layers in another order than it registers them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first, self.middle = nn.Linear(30, 3), nn.Linear(8, 30), nn.Linear(30, 30)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+
+
+def case_resume_is_exact_where_layers_are_used_in_another_order(rank: int, size: int) -> None:
+    torch.manual_seed(0)
+    bare = OtherOrder()
+
+    def begin(model: nn.Module) -> DistributedDataParallel:
+        ddp = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.002)
+        ddp.use_exchange(Compressed(OneBit(), error_feedback=True))
+        return ddp
+
+    def train(ddp: DistributedDataParallel, steps: range) -> None:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for step in steps:
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step * size + rank))
+            ddp(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for stop in (0, 1, 3):  # before the ranks agreed on a layout, before it was taken up, after
+        ours = begin(bare)
+        registered = ours.reducer.layout
+        train(ours, range(stop))
+        saved = copy.deepcopy(ours.exchange_state_dict())
+        again = begin(ours.module)
+        again.load_exchange_state_dict(saved)
+        for ddp in (ours, again):
+            train(ddp, range(stop, stop + 3))
+        assert ours.reducer.layout == again.reducer.layout != registered
+        for (name, p), q in zip(ours.named_parameters(), again.parameters(), strict=True):
+            assert torch.equal(p, q), (stop, name)
+    old = begin(ours.module)
+    old.load_exchange_state_dict({key: value for key, value in saved.items() if key != "layout"})
+    train(old, range(1))
+    other = begin(ours.module)
+    other.load_exchange_state_dict({**saved, "layout": [["another"]]})
+    train(other, range(1))
 
 
 @dataclass(frozen=True)

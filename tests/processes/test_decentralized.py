@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from guozhuang import DistributedDataParallel
 from guozhuang.errors import UsageError, WorldError
+from guozhuang.exchange.async_average import AsyncModelAverage
 from guozhuang.exchange.decentralized import Decentralized, partner
 from guozhuang.exchange.dithering import Dithering
 from guozhuang.exchange.low_precision_decentralized import LowPrecisionDecentralized, RingState
@@ -335,6 +336,55 @@ def case_what_is_not_finite_is_said_once_and_not_hidden(rank: int, size: int) ->
         logging.getLogger("guozhuang").removeHandler(handler)
 
 
+def case_what_is_not_finite_is_said_where_ranks_agree(rank: int, size: int) -> None:
+    if size == 1:
+        return
+    seen: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
+    for exchange in (Decentralized(every=8), LowPrecisionDecentralized(every=8), AsyncModelAverage(interval_ms=1e7)):
+        weights = initial()
+        state = exchange.prepare(list(weights.items()), dist.group.WORLD)
+        if rank == size - 1:
+            weights["bias"].data[1] = float("nan")
+        logging.getLogger("guozhuang").addHandler(handler)
+        seen.clear()
+        exchange.agree(state)
+        logging.getLogger("guozhuang").removeHandler(handler)
+        assert weights["bias"].isnan().any()
+        assert len(seen) == (rank == size - 1) and all("'bias'" in text for text in seen), (exchange, seen)
+
+
+def case_narrow_weights_do_not_overflow_and_equal_ones_stay(rank: int, size: int) -> None:
+    for exchange in (Decentralized(), Decentralized("shift_one"), AsyncModelAverage(interval_ms=0)):
+        for dtype in (torch.float16, torch.bfloat16):
+            weight = nn.Parameter(torch.tensor([40000.0, 1.2345, -3.3333, 0.0007]).to(dtype))
+            start = weight.detach().clone()
+            state = exchange.prepare([("w", weight)], dist.group.WORLD)
+            for step in range(4):
+                exchange.before_step(state, step)
+                exchange.after_step(state, step)
+            exchange.agree(state)
+            assert torch.equal(weight.detach(), start), (exchange, weight)
+
+
+def case_evaluation_in_inference_mode(rank: int, size: int) -> None:
+    for exchange in (LowPrecisionDecentralized(), AsyncModelAverage(interval_ms=0)):
+        ddp = DistributedDataParallel(nn.Linear(4, 3))
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        ddp.use_weight_exchange(exchange, optimizer)
+        for loads in (False, True, False):
+            for _ in range(3):
+                optimizer.zero_grad()
+                ddp(torch.randn(4, 4)).square().mean().backward()
+                optimizer.step()
+            if loads:
+                ddp.load_state_dict({name: t.detach().clone() for name, t in ddp.named_parameters()})
+            with torch.inference_mode():
+                ddp.eval()
+            ddp.train()
+
+
 def case_a_rank_without_data_shadows(rank: int, size: int) -> None:
     """Rank 0 has two steps, the others six; it takes part in all."""
     for exchange in METHODS:
@@ -399,7 +449,9 @@ NAMES = names_of_cases(globals())
 RESULTS = {size: results_of_cases(__name__, size, NAMES) for size in (1, 2, 3, 4, 5)}
 
 
-@pytest.mark.parametrize("size", RESULTS)
+@pytest.mark.parametrize(
+    "size", [size if size in (2, 3) else pytest.param(size, marks=pytest.mark.slow) for size in RESULTS]
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_cases(name: str, size: int) -> None:
     RESULTS[size](name)

@@ -382,7 +382,7 @@ NAMES = names_of_cases(globals())
 RESULTS = {size: results_of_cases(__name__, size, NAMES) for size in (1, 2, 3, 4, 8)}
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 4, 8))])
 @pytest.mark.parametrize("name", NAMES)
 def test_cases(name: str, size: int) -> None:
     RESULTS[size](name)

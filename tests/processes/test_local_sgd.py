@@ -253,10 +253,11 @@ def case_warm_up_before_diloco_starts_it_from_the_weights_of_then(rank: int, siz
     ours, theirs = mlp(), mlp()
     optimizer, other = (torch.optim.SGD(m.parameters(), lr=LR) for m in (ours, theirs))
     state = exchange.prepare(named(ours), dist.group.WORLD)
-    train(exchange, state, ours, optimizer, rank, range(3))
+    train(exchange, state, ours, optimizer, rank, range(2))
+    assert exchange.state_dict(state) == {}
+    train(exchange, state, ours, optimizer, rank, range(2, 3))
     exchange.agree(state)
     theirs.load_state_dict(ours.state_dict())
-    assert exchange.state_dict(state) == {}
     alone = DiLoCo(2)
     its = alone.prepare(named(theirs), dist.group.WORLD)
     train(exchange, state, ours, optimizer, rank, range(3, 8))
@@ -308,11 +309,53 @@ def case_under_the_wrapper(rank: int, size: int) -> None:
         assert_equal_across_ranks(ddp.module)
 
 
+def case_a_rank_that_shadowed_averaged_gradients_takes_the_weights_of_one_that_stepped(rank: int, size: int) -> None:
+    """One weight, raised by 1 in each step."""
+    exchanges = (LocalSGD(4, start_step=1000), LocalSGD(50, start_step=6), WeightWarmup(6, AllReduce(), LocalSGD(3)))
+    for exchange, held in zip(exchanges, (10.0, None, None), strict=True):
+        ddp = DistributedDataParallel(Raised())
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+        ddp.use_weight_exchange(exchange, optimizer)
+        with ddp.join(divide_by_initial_world_size=False):
+            for _ in range(2 if rank == 0 else 10):
+                optimizer.zero_grad()
+                (-ddp(torch.ones(1))).sum().backward()
+                optimizer.step()
+        assert_equal_across_ranks(ddp.module)
+        if size > 1:
+            # After step 6 rank 0 holds 6, too; it then takes part with that, while the others make 4 more steps.
+            assert ddp.module.weight.item() == pytest.approx(held or 10 - 4 / size, abs=1e-5), exchange
+
+
+class Raised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x
+
+
+def case_weights_of_two_dtypes_that_are_not_finite_are_said_once_each(rank: int, size: int) -> None:
+    if size == 1:
+        return
+    model = nn.Module()
+    model.a, model.b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, dtype=torch.float64))
+    state = Average().prepare(named(model), dist.group.WORLD)
+    if rank == 0:
+        model.a.data[0] = float("nan")
+    with said() as texts:
+        for step in range(3):
+            Average().before_step(state, step)
+            Average().after_step(state, step)
+    assert len(texts) == 1 and "'a'" in texts[0], texts
+
+
 NAMES = names_of_cases(globals())
 RESULTS = {size: results_of_cases(__name__, size, NAMES) for size in (1, 2, 3, 4, 8)}
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 4, 8))])
 @pytest.mark.parametrize("name", NAMES)
 def test_cases(name: str, size: int) -> None:
     RESULTS[size](name)

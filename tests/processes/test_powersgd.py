@@ -112,6 +112,21 @@ def case_zeros_and_huge_numbers(rank: int, size: int) -> None:
             torch.testing.assert_close(bucket.flat, torch.ones(600) * scale)
 
 
+def case_huge_numbers_spoil_their_step_only(rank: int, size: int) -> None:
+    [bucket] = buckets_of([[(30, 20)]])
+    state = POWER.prepare([bucket], dist.group.WORLD)
+    signs = torch.randn(30, 20).sign().view(-1)
+    for step, scale in enumerate((1.0, 3e36, 1e37, 3e37, 1e38, 3e38, 3e38)):
+        bucket.flat.copy_(signs * scale)
+        exchange_all(POWER, [bucket], state, step)
+        assert all(bool(value.isfinite().all()) for kept in POWER.state_dict(state).values() for value in kept.values())
+    assert bucket.flat.isnan().all()
+    for step in range(7, 10):
+        bucket.flat.copy_(signs)
+        exchange_all(POWER, [bucket], state, step)
+    assert bucket.flat.isfinite().all()
+
+
 def case_the_rank_comes_back_after_a_step_of_lower_rank(rank: int, size: int) -> None:
     [bucket] = buckets_of([[(30, 20)]])
     state = POWER.prepare([bucket], dist.group.WORLD)

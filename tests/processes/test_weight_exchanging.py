@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from guozhuang import DistributedDataParallel
-from guozhuang.errors import UsageError, WorldError
+from guozhuang.errors import MismatchError, UsageError, WorldError
 from guozhuang.exchange.allreduce import AllReduce
 from guozhuang.exchange.weights import FlatWeights, Named, WeightExchange
 from tests.processes.cases import names_of_cases, results_of_cases
@@ -285,6 +285,95 @@ def case_other_weights_begin_anew(rank: int, size: int) -> None:
     assert before.closed and around._state is not before
 
 
+def case_loaded_weights_stay_at_evaluation_those_of_rank_0(rank: int, size: int) -> None:
+    ddp, optimizer = wrapped(norm=True)
+    train(ddp, optimizer, rank, range(3))
+    loaded = {name: torch.full_like(t, 7.0 + rank) for name, t in ddp.state_dict().items()}
+    train(ddp, optimizer, rank, range(3, 4))
+    ddp.load_state_dict(loaded)
+    ddp.eval()
+    assert bool((flat(ddp) == 7).all()) and bool((ddp.module[1].running_mean == 7).all())
+    ddp.eval()
+    assert bool((flat(ddp) == 7).all())
+
+
+def case_who_loaded_alone_is_told_on_all_ranks(rank: int, size: int) -> None:
+    ddp, optimizer = wrapped()
+    train(ddp, optimizer, rank, range(1))
+    saved = {name: t.detach().clone() for name, t in ddp.named_parameters()}
+    if rank == 0:
+        ddp.load_state_dict(saved)
+    with pytest.raises(MismatchError, match="weights were loaded"):
+        ddp.eval()
+
+
+def case_loaded_and_then_no_batch_in_a_join(rank: int, size: int) -> None:
+    ddp, optimizer = wrapped()
+    train(ddp, optimizer, rank, range(1))
+    ddp.load_state_dict(ddp.state_dict())
+    with ddp.join():
+        train(ddp, optimizer, rank, range(1, 1 if rank == size - 1 else 4))
+    assert_equal_everywhere(flat(ddp))
+
+
+def case_only_no_sync_in_a_join_and_a_rank_without_batch(rank: int, size: int) -> None:
+    ddp, _ = wrapped()
+    with ddp.join(), ddp.no_sync():
+        if rank != size - 1:
+            ddp(batch(rank, 0)[0]).sum().backward()
+    assert_equal_everywhere(flat(ddp))
+
+
+def case_copies_of_the_module_are_on_their_own(rank: int, size: int) -> None:
+    ddp, optimizer = wrapped()
+    train(ddp, optimizer, rank, range(1))
+    for other in (copy.deepcopy(ddp.module), copy.copy(ddp.module), pickle.loads(pickle.dumps(ddp.module))):
+        assert ddp.around is not None
+        if rank == 0:  # nobody else is needed
+            other.load_state_dict(other.state_dict())
+        assert not ddp.around._loaded
+    apart = everybodys(flat(ddp))
+    assert not torch.equal(*apart[:2])
+
+
+def case_parameters_with_other_memory(rank: int, size: int) -> None:
+    ddp, optimizer = wrapped()
+    train(ddp, optimizer, rank, range(3))
+    mean = torch.stack(everybodys(flat(ddp))).mean(0)
+    nn.utils.vector_to_parameters(flat(ddp).clone(), ddp.parameters())
+    ddp.eval()
+    assert_equal_everywhere(flat(ddp))
+    assert torch.allclose(flat(ddp), mean, atol=1e-6)
+    nn.utils.vector_to_parameters(flat(ddp).clone(), ddp.parameters())
+    train(ddp, optimizer, rank, range(3, 4))
+    assert_equal_everywhere(flat(ddp))  # the means of MeanOfTwo are made in the new memory
+
+
+class Constants(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.register_buffer("mask", torch.tensor([0.0, -torch.inf, torch.finfo(torch.float32).min]))
+        self.register_buffer("frequencies", 1 / 10000 ** (torch.arange(0, 64, 2) / 64))
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def case_constants_in_buffers_stay(rank: int, size: int) -> None:
+    model = Constants()
+    before = {name: b.clone() for name, b in model.named_buffers()}
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    ddp.use_weight_exchange(MeanOfTwo(), optimizer)
+    train(ddp, optimizer, rank, range(1))
+    model.mean += rank
+    ddp.eval()
+    assert torch.equal(model.mask, before["mask"]) and torch.equal(model.frequencies, before["frequencies"])
+    assert torch.allclose(model.mean, torch.full((2,), (size - 1) / 2))
+
+
 def case_sparse_gradients_stay_local(rank: int, size: int) -> None:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Linear(3, 1)))
@@ -302,6 +391,21 @@ def case_what_cannot_work(rank: int, size: int) -> None:
         ddp.use_weight_exchange(AllReduce(), optimizer)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="holds no parameter of the wrapped module"):
         ddp.use_weight_exchange(MeanOfTwo(), torch.optim.SGD(made().parameters(), lr=0.1))
+    with pytest.raises(UsageError, match=r"all trained parameters.*'2.weight, 2.bias'"):
+        ddp.use_weight_exchange(MeanOfTwo(), torch.optim.SGD(ddp.module[0].parameters(), lr=0.1))
+    assert ddp.forward_sync_buffers and ddp.around is None
+    frozen = made()
+    frozen[2].requires_grad_(False)
+    DistributedDataParallel(frozen).use_weight_exchange(MeanOfTwo(), torch.optim.SGD(frozen[0].parameters(), lr=0.1))
+    model = made()
+    delayed = {
+        "delay_all_reduce_named_params": [("0.weight", model[0].weight)],
+        "param_to_hook_all_reduce": model[0].bias,
+    }
+    with pytest.raises(UsageError, match="delay_all_reduce_named_params"):
+        DistributedDataParallel(model, **delayed).use_weight_exchange(
+            MeanOfTwo(), torch.optim.SGD(model.parameters(), lr=0.1)
+        )
     ddp.use_weight_exchange(MeanOfTwo(), optimizer)
     with pytest.raises(RuntimeError, match="only once"):
         ddp.use_weight_exchange(MeanOfTwo(), optimizer)

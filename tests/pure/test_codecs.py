@@ -53,7 +53,10 @@ def bagua_uint8(x: np.ndarray) -> np.ndarray:
     upper = np.rint(x.max() * scale)
     lower = upper - f(255)
     level = np.minimum(np.rint(x * scale), upper)
-    return ((level - lower).astype(np.uint8).astype(f) + lower) / scale
+    byte = np.clip(level - lower, 0, 255).astype(
+        np.uint8
+    )  # theirs wraps where roundings of large numbers leave 0 .. 255
+    return (byte.astype(f) + lower) / scale
 
 
 @settings(deadline=None)
@@ -72,6 +75,38 @@ def test_minmax8_is_off_by_half_a_step_at_most(case: tuple[int, int, int, float]
     span = rows.amax(1, keepdim=True) - rows.amin(1, keepdim=True)
     slack = 4e-7 * rows.abs().amax(1, keepdim=True) * 255  # float32 in level numbers
     assert ((there_and_back(MinMax8(), rows) - rows).abs() <= (span + 1e-7) / 510 + slack).all()
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**31), st.floats(1e-3, 1e38), st.floats(1e-9, 1e-5))
+def test_minmax8_does_not_wrap_where_elements_are_next_to_alike(seed: int, scale: float, apart: float) -> None:
+    rows = scale * (1 + apart * made(2, 50, seed, 1.0))
+    span = rows.amax(1, keepdim=True) - rows.amin(1, keepdim=True)
+    assert ((there_and_back(MinMax8(), rows) - rows).abs() <= span + 1e-6 * scale).all()
+
+
+def test_minmax8_where_the_least_rounds_below_the_lowest_level() -> None:
+    random = torch.Generator().manual_seed(0)
+    least = 100 * torch.rand(4000, 1, generator=random)
+    rows = torch.cat([least, least + torch.rand(4000, 1, generator=random)], dim=1)
+    scale, upper = quantize._scale_and_upper(rows)
+    assert ((rows[:, :1] * scale).round() - (upper - 255) < 0).any()
+    assert ((there_and_back(MinMax8(), rows) - rows).abs() < 0.01).all()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("length", [1024, 1500, 3])
+def test_onebit_of_huge_numbers_has_their_mean_magnitude(sign: int, length: int) -> None:
+    rows = torch.full((2, length), sign * 3e38)
+    rows[1] /= 3e38
+    by_torch, codes = (torch.zeros(2, OneBit().row_bytes(length), dtype=torch.uint8) for _ in range(2))
+    OneBit().encode_by_torch(rows, by_torch)
+    OneBit().encode(rows, codes, torch.Generator())
+    assert torch.equal(codes, by_torch)
+    torch.testing.assert_close(there_and_back(OneBit(), rows), rows, rtol=1e-5, atol=0.0)
+    lost = torch.zeros_like(rows)
+    OneBit().encode_with_feedback(rows.clone(), codes, torch.Generator(), lost)
+    assert lost.isfinite().all() and torch.equal(codes, by_torch)
 
 
 @pytest.mark.parametrize("codec", [MinMax8(), Dithering(), Dithering(partition="natural"), OneBit(), TopK(9)], ids=str)
@@ -200,6 +235,12 @@ def test_what_makes_no_sense_is_refused(make: Callable[[], Codec]) -> None:
         make()
 
 
+def test_topk_of_a_row_too_long_for_its_places_is_refused() -> None:
+    assert TopK(5).row_bytes(2**31) == 40
+    with pytest.raises(UsageError, match="at most 2147483648"):
+        TopK(5).row_bytes(2**31 + 1)
+
+
 BY_BLOCKS = st.sampled_from([8, 24, 40, 256])
 KERNELS: dict[str, Callable[[int], Codec]] = {
     "quantize8": lambda block: MinMax8(),
@@ -234,7 +275,12 @@ def test_the_kernels_were_built() -> None:
 
 
 @settings(deadline=None)
-@given(ROWS, st.sampled_from(sorted(KERNELS)), BY_BLOCKS, st.sampled_from(["random", "sparse", "alike", "below zero"]))
+@given(
+    ROWS,
+    st.sampled_from(sorted(KERNELS)),
+    BY_BLOCKS,
+    st.sampled_from(["random", "sparse", "alike", "near", "huge", "below zero"]),
+)
 def test_a_kernel_gives_the_bits_of_torch(case: tuple[int, int, int, float], name: str, block: int, kind: str) -> None:
     codec, wide = KERNELS[name](block), made(case[0], case[1] + 5, case[2], case[3])
     rows = wide[:, 2:-3]  # neither aligned nor one after the other
@@ -243,6 +289,10 @@ def test_a_kernel_gives_the_bits_of_torch(case: tuple[int, int, int, float], nam
         rows[:, 1:40] = 0.0
     elif kind == "alike":
         rows.fill_(case[3])
+    elif kind == "near":
+        rows.mul_(1e-6).add_(case[3])
+    elif kind == "huge":
+        rows.mul_(2e37 / float(rows.abs().max()))
     elif kind == "below zero":
         rows.abs_().neg_()
     length = codec.row_bytes(rows.shape[1])

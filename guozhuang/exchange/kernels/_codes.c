@@ -3,6 +3,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -78,8 +79,9 @@ INLINE void scale_and_upper(const float *bounds, float *scale, float *upper) {
 VERSIONS static void to_bytes(const float *x, size_t n, float scale, float upper, unsigned char *q) {
     const float base = upper - LEVELS;
     EACH(n) {
-        const float level = rintf(x[k] * scale), most = level < upper ? level : upper;
-        q[k] = (unsigned char)(int32_t)(most - base);
+        const float level = rintf(x[k] * scale), most = (level < upper ? level : upper) - base;
+        const float least = most > 0.0f ? most : 0.0f; /* roundings of large numbers may leave 0 .. 255 */
+        q[k] = (unsigned char)(int32_t)(least < LEVELS ? least : LEVELS);
     }
 }
 
@@ -286,9 +288,9 @@ static void dither_decode_all(const shape *s, const blocks *b, int mean, float *
 
 /* ---- signs: onebit.py ---------------------------------------------------------------------------------------------------- */
 
-/* The sum of magnitudes, by halves: the second half is added to the first, until one is left. */
-VERSIONS static float sum_of_magnitudes(const float *x, size_t n, size_t block, float *room) {
-    EACH(n) room[k] = fabsf(x[k]);
+/* The sum of magnitudes times a power of 2, by halves: the second half is added to the first, until one is left. */
+VERSIONS static float sum_of_magnitudes(const float *x, size_t n, size_t block, float power, float *room) {
+    EACH(n) room[k] = fabsf(x[k]) * power;
     for (size_t k = n; k < block; k++) room[k] = 0.0f;
     for (size_t left = block; left > 1; left -= left / 2) {
         const size_t half = left / 2, kept = left - half;
@@ -316,6 +318,13 @@ VERSIONS static void keep_signs(const float *x, size_t n, float scale, float *lo
     EACH(n) lost[k] = x[k] - (x[k] < 0.0f ? -scale : scale);
 }
 
+static float mean_magnitude(const float *x, size_t n, size_t block, float *room) {
+    const float mean = sum_of_magnitudes(x, n, block, 1.0f, room) / (float)n;
+    if (isfinite(mean)) return mean;
+    const float again = sum_of_magnitudes(x, n, block, 0x1p-64f, room) / (float)n * 0x1p64f;
+    return again > FLT_MAX ? FLT_MAX : again;
+}
+
 static void signs_encode_all(const shape *s, const blocks *b, int scaling, float *room) {
     const size_t whole = num_blocks(s, b), num_bytes = b->block / 8, begin = packed_at(s, b);
     for (size_t i = 0; i < s->num_rows; i++) {
@@ -332,7 +341,7 @@ static void signs_encode_all(const shape *s, const blocks *b, int scaling, float
                 memcpy(copy, from, n * sizeof *copy);
                 from = copy;
             }
-            const float scale = scaling ? sum_of_magnitudes(from, n, b->block, room) / (float)n : 1.0f;
+            const float scale = scaling ? mean_magnitude(from, n, b->block, room) : 1.0f;
             memcpy(code + 4 * j, &scale, sizeof scale);
             if (lost != NULL) keep_signs(from, n, scale, lost);
             if (n < b->block) memset(copy + n, 0, (b->block - n) * sizeof *copy); /* zeros count as positive */

@@ -11,7 +11,9 @@ from torch.optim import Optimizer
 
 from guozhuang.exchange.base import GradientExchange
 
-_ADAM_WARMUP_STEPS = 300  # after which the second moment is taken to have settled; 100 are too few for BERT from scratch
+_ADAM_WARMUP_STEPS = (
+    300  # after which the second moment is taken to have settled; 100 are too few for BERT from scratch
+)
 _WARMUP_STEPS = 20  # in which large first changes pass whole, for methods that follow what gradients have in common
 
 

@@ -1,0 +1,83 @@
+"""In which order a lane lets work on an accelerator stand, with streams that only write down what is asked of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from guozhuang.exchange import lane as lane_module
+from guozhuang.exchange.lane import Lane
+
+DEVICE = torch.device("cuda:0")
+
+
+class Stream:
+    """Writes down; its events are numbers."""
+
+    def __init__(self, name: str, said: list[str]) -> None:
+        self.name, self.said = name, said
+
+    def __enter__(self) -> Stream:
+        self.said.append(f"enter {self.name}")
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.said.append(f"leave {self.name}")
+
+    def record_event(self) -> str:
+        event = f"event {len(self.said)}"
+        self.said.append(f"{self.name} records {event}")
+        return event
+
+    def wait_event(self, event: str) -> None:
+        self.said.append(f"{self.name} waits for {event}")
+
+
+def end(lane: Lane) -> None:
+    assert lane._thread is not None
+    lane._jobs.put(None)
+    lane._thread.join(5.0)
+
+
+def test_a_job_stands_between_what_was_launched_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    trainer, group = Stream("trainer", said), object()
+    monkeypatch.setattr(lane_module, "twin", lambda group: group)
+    monkeypatch.setattr(torch, "Stream", lambda device: Stream("lane", said))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: trainer)
+    lane = Lane(group)  # type: ignore[arg-type]
+
+    def job() -> None:
+        said.append("job")
+
+    work = lane.run(job, DEVICE)
+    work.wait()
+    assert said == [
+        "trainer records event 0",
+        "enter lane",
+        "lane waits for event 0",
+        "job",
+        "lane records event 4",
+        "leave lane",
+        "trainer waits for event 4",
+    ]
+
+    def fails() -> None:
+        raise ValueError("no")
+
+    bad: Any = lane.run(fails, DEVICE)
+    with pytest.raises(ValueError, match="no"):
+        bad.wait()
+    assert bad.is_completed()
+    end(lane)
+
+
+def test_on_the_cpu_there_are_no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane_module, "twin", lambda group: group)
+    lane = Lane(object())  # type: ignore[arg-type]
+    work = lane.run(lambda: None, torch.device("cpu"))
+    work.wait()
+    assert work.is_completed() and not lane._streams
+    end(lane)
