@@ -46,7 +46,8 @@ GRADIENTS = (
     "qadam", "onebit-adam",
 )  # fmt: skip
 WEIGHTS = (
-    "local-sgd", "diloco", "decentralized", "decentralized-pairs", "low-precision-decentralized", "async-model-average",
+    "local-sgd", "overlapped-local-sgd", "diloco", "decentralized", "decentralized-pairs", "low-precision-decentralized",
+    "async-model-average",
 )  # fmt: skip
 #: Those that count as exact or of 8 bits an element.
 EXACT_OR_8_BITS = (PLAIN, "sparse-rows", "sparse-rows8", "fp16", "bf16", "quantize8", "sharded", "parameter-server")

@@ -1,12 +1,12 @@
 """Who waits for a straggler: samples/s of the other ranks while one rank takes twice as long for each step.
 
-    python benchmarks/straggler.py [--rounds 5] [--window-s 4] [--contenders ddp,async_model_average] [--json FILE]
+    python benchmarks/straggler.py [--rounds 5] [--window-s 4] [--contenders ddp,async-model-average] [--json FILE]
 
 Four ranks over gloo. What a step computes is a sleep of 50 ms in forward and a small model of 0.26 million weights, so that
 four ranks on two cores do not crowd each other: the benchmark shows who waits for whom, not how fast anything computes. The
 straggler is the last rank; after its forward it sleeps for as long as the forward took, and so takes no core from the others.
 
-`ddp` and `local_sgd` make one number of steps on all ranks. Asynchronous contenders train for one time on all ranks, each as
+`ddp` and `local-sgd` make one number of steps on all ranks. Asynchronous contenders train for one time on all ranks, each as
 many steps as it can; then the ranks agree on one set of weights, and the time for that is printed apart. All contenders live
 in the same processes and take turns, each with and without the straggler, round after round. A ratio is taken within a round;
 medians over rounds are printed. Asked of the asynchronous ones: the others keep at least 85 % of the speed that they have
@@ -32,14 +32,13 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 import guozhuang
-from guozhuang import DistributedDataParallel
 from guozhuang.errors import UsageError
 from guozhuang.strategies import STRATEGIES
 
 RANKS, BATCH, COMPUTE_S, WIDTH = 4, 8, 0.05, 256
 STRAGGLER = RANKS - 1
-ASYNCHRONOUS = ("async_model_average", "parameter_server_async")
-CONTENDERS = ("ddp", "async_model_average", "local_sgd", "parameter_server_async")
+ASYNCHRONOUS = ("async-model-average", "async-parameter-server")
+CONTENDERS = ("ddp", "async-model-average", "local-sgd", "async-parameter-server")
 
 
 class Slow(nn.Module):
@@ -68,14 +67,7 @@ class Contender:
         self.bare = Slow()
         optimizer = torch.optim.SGD(self.bare.parameters(), lr=1e-4)
         self.model: nn.Module
-        if (strategy := strategy_of(name)) is not None:
-            self.model, self.optimizer = guozhuang.prepare(self.bare, optimizer, strategy)
-        else:
-            from guozhuang.exchange.async_average import AsyncModelAverage
-
-            ddp = DistributedDataParallel(self.bare)
-            ddp.use_weight_exchange(AsyncModelAverage(), optimizer)
-            self.model, self.optimizer = ddp, optimizer
+        self.model, self.optimizer = guozhuang.prepare(self.bare, optimizer, name)
         self.x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(rank))
 
     def step(self) -> None:
@@ -103,15 +95,6 @@ class Contender:
         self.model.eval()
         agreed_s = time.perf_counter() - met_s
         return {"samples": num_steps * BATCH, "took_s": took_s, "agreed_s": agreed_s}
-
-
-def strategy_of(name: str) -> str | None:
-    return next((known for known in (name, name.replace("_", "-")) if known in STRATEGIES), None)
-
-
-def known(name: str) -> bool:
-    by_hand = name == "async_model_average" and hasattr(DistributedDataParallel, "use_weight_exchange")
-    return strategy_of(name) is not None or by_hand
 
 
 def measure(rank: int, port: int, names: list[str], rounds: int, window_s: float, folder: str) -> None:
@@ -200,7 +183,7 @@ def main() -> None:
     names = options.contenders.split(",")
     if "ddp" not in names:
         parser.error("the others are compared with ddp: name it among the contenders")
-    for name in [name for name in names if not known(name)]:
+    for name in [name for name in names if name not in STRATEGIES]:
         print(f"{name} left out: there is no such strategy")
         names.remove(name)
     with tempfile.TemporaryDirectory() as folder:

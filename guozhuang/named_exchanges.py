@@ -134,6 +134,13 @@ def _diloco() -> Any:
     return DiLoCo(every=50, num_fragments=2, overlap_steps=10)
 
 
+def _overlapped_local_sgd() -> Any:
+    from guozhuang.exchange.diloco import DiLoCo
+
+    # With this outer optimizer the weights that arrive are the mean of those that were sent.
+    return DiLoCo(every=24, outer_lr=1.0, outer_momentum=0.0, num_fragments=2, overlap_steps=10)
+
+
 def _decentralized(peers: Any) -> Any:
     from guozhuang.exchange.decentralized import Decentralized
 
@@ -268,6 +275,11 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             "each rank trains alone; weights are averaged every 16 steps",
             lambda _: _local_sgd(),
             "Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019, arXiv:1805.09767",
+        ),
+        "overlapped-local-sgd": Method(
+            "the same in two parts, every 24 steps, each 10 steps under way in the background",
+            lambda _: _overlapped_local_sgd(),
+            "Douillard et al., Streaming DiLoCo, 2025, arXiv:2501.18512, without an outer optimizer",
         ),
         "diloco": Method(
             "each rank trains alone; an outer optimizer follows their mean every 50 steps, in two parts, in the background",
