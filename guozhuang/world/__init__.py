@@ -5,6 +5,10 @@ list of all), ``rendezvous`` (how ranks find each other: in ``stores`` where the
 of ``ports``; with a ``door`` before it, and nobody is ``waiting`` for ever), ``session`` (``init`` and ``shutdown``).
 """
 
+# First: it says so where PyTorch is too old, or was built without torch.distributed.
+from guozhuang.world import versions
+
+# isort: split
 from guozhuang.world.identity import World
 from guozhuang.world.requests import (
     requested_backend,

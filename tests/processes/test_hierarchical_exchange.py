@@ -349,7 +349,9 @@ NAMES = names_of_cases(globals())
 RESULTS = {size: results_of_cases(__name__, size, NAMES) for size in LAYOUTS}
 
 
-@pytest.mark.parametrize("size", LAYOUTS)
+@pytest.mark.parametrize(
+    "size", [size if size == 4 else pytest.param(size, marks=pytest.mark.slow) for size in LAYOUTS]
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_cases(name: str, size: int) -> None:
     RESULTS[size](name)
