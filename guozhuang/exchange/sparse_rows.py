@@ -30,7 +30,8 @@ from .allreduce import AllReduce
 from .base import GradientExchange, Work
 from .lane import Lane, LaneWork
 
-_LEAST_BYTES = 1 << 18  # a smaller table is not worth the extra round
+# A smaller table is not worth the extra round. Layers of computing are not so tall; each table is a message of its own.
+_LEAST_BYTES, _LEAST_RATIO = 1 << 18, 16
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -81,7 +82,8 @@ class _Pieces:
 class SparseRows(GradientExchange[SparseRowsState]):
     """Tables by their rows, the rest by ``inner``. Exact if that is.
 
-    Any matrix whose gradient is mostly rows of zeros counts as a table: the gradient is looked at, in each step anew.
+    A table is a matrix of 256 KiB or more with at least 16 times as many rows as columns; whether most rows of its gradient are
+    zero is looked at in each step anew.
 
     Args:
         inner: what parameters that are no tables go through, and tables in steps in which most rows were used.
@@ -204,7 +206,9 @@ def _cut(bucket: Bucket, num_before: int) -> list[_Piece]:
 
 def _may_be_table(view: Tensor) -> bool:
     is_matrix = view.dim() == 2 and view.is_contiguous() and view.element_size() in _BITS and not view.is_complex()
-    return is_matrix and view.is_floating_point() and view.numel() * view.element_size() >= _LEAST_BYTES
+    if not is_matrix or not view.is_floating_point() or view.shape[0] < _LEAST_RATIO * view.shape[1]:
+        return False
+    return view.numel() * view.element_size() >= _LEAST_BYTES
 
 
 def _used_rows(table: Tensor) -> Tensor:
