@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from guozhuang.exchange.weights import Named, WeightExchange
+from guozhuang.lab.measure import tcp_sent_bytes
 from tests.ranks import run_ranks
 
 
@@ -122,3 +124,17 @@ def assert_equal_across_ranks(module: nn.Module, what: Callable[[Tensor], Tensor
 def mean_loss(module: Callable[[Tensor], Tensor], world_size: int, step: int = 0, rows: int = 4) -> Tensor:
     """What a single process minimizes: the mean over the ranks' losses."""
     return torch.stack([module(batch(r, step, rows)).pow(2).mean() for r in range(world_size)]).mean()
+
+
+def sent_per_step(exchange: WeightExchange[Any], parameters: Named, num_steps: int) -> float:
+    """Bytes that the kernel sent over TCP for this rank in so many steps of a weight exchange, per step."""
+    state = exchange.prepare(parameters, dist.group.WORLD)
+    dist.barrier()
+    before = tcp_sent_bytes()
+    for step in range(num_steps):
+        exchange.before_step(state, step)
+        exchange.after_step(state, step)
+    dist.barrier()
+    after = tcp_sent_bytes()
+    assert before is not None and after is not None
+    return (after - before) / num_steps

@@ -21,7 +21,7 @@ from guozhuang.exchange.fragments import cut
 from guozhuang.exchange.quantize import MinMax8
 from guozhuang.exchange.weight_lane import as_real
 from guozhuang.lab.measure import tcp_sent_bytes
-from tests.processes.cases import assert_equal_across_ranks, mlp, names_of_cases, results_of_cases
+from tests.processes.cases import assert_equal_across_ranks, mlp, names_of_cases, results_of_cases, sent_per_step
 from tests.processes.test_local_sgd import LR, Mixed, Ranks, assert_near, bits, loss_of, named, push, said, train
 from tests.ranks import run_ranks
 
@@ -393,16 +393,7 @@ def counted(rank: int, size: int) -> list[tuple[float, float | None]]:
     num_elements, found = sum(p.numel() for p in model.parameters()), []
     for codec in (None, MinMax8(), Dithering(4)):
         exchange = DiLoCo(4, num_fragments=2, codec=codec)
-        state = exchange.prepare(named(model), dist.group.WORLD)
-        dist.barrier()
-        before = tcp_sent_bytes()
-        for step in range(4):
-            exchange.before_step(state, step)
-            exchange.after_step(state, step)
-        dist.barrier()
-        after = tcp_sent_bytes()
-        assert before is not None and after is not None
-        found.append(((after - before) / 4, exchange.traffic(num_elements, 4, size)))
+        found.append((sent_per_step(exchange, named(model), 4), exchange.traffic(num_elements, 4, size)))
     return found
 
 

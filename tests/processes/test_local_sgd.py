@@ -24,7 +24,7 @@ from guozhuang.exchange.local_sgd import LocalSGD
 from guozhuang.exchange.warmup import WeightWarmup
 from guozhuang.exchange.weights import WeightExchange
 from guozhuang.lab.measure import tcp_sent_bytes
-from tests.processes.cases import assert_equal_across_ranks, mlp, names_of_cases, results_of_cases
+from tests.processes.cases import assert_equal_across_ranks, mlp, names_of_cases, results_of_cases, sent_per_step
 from tests.ranks import run_ranks
 
 LR = 0.1
@@ -365,16 +365,7 @@ def counted(rank: int, size: int) -> list[tuple[float, float | None]]:
     model = nn.Sequential(*[nn.Linear(300, 300) for _ in range(6)])
     num_elements, found = sum(p.numel() for p in model.parameters()), []
     for exchange in (LocalSGD(2), Every(4, Average())):
-        state = exchange.prepare(named(model), dist.group.WORLD)
-        dist.barrier()
-        before = tcp_sent_bytes()
-        for step in range(4):
-            exchange.before_step(state, step)
-            exchange.after_step(state, step)
-        dist.barrier()
-        after = tcp_sent_bytes()
-        assert before is not None and after is not None
-        found.append(((after - before) / 4, exchange.traffic(num_elements, 4, size)))
+        found.append((sent_per_step(exchange, named(model), 4), exchange.traffic(num_elements, 4, size)))
     return found
 
 
