@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.links_rank import TORCH, TORCH_FP16, Plan
+from guozhuang.named_exchanges import METHODS
 from guozhuang.strategies import STRATEGIES
 from tests.hosts.network import Hosts, missing, run_everywhere
 
@@ -126,7 +127,7 @@ def verdict(link: str, turns: Turns) -> list[str]:
     """What was asked of a link, and what was found."""
     ours = [name for name in turns if name not in REFERENCES]
     sides = (
-        ("best exact or 8-bit", [name for name in ours if name in EXACT_OR_8_BITS], TORCH),
+        ("best exact or 8-bit", [name for name in ours if name.partition("@")[0] in EXACT_OR_8_BITS], TORCH),
         ("best of all", ours, TORCH),
         ("best of all", ours, NONE),
     )
@@ -191,13 +192,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--links", default=",".join(ASKED), help="RATE/DELAY, as tc writes rates; the delay in ms, one way"
     )
-    parser.add_argument("--contestants", default=",".join((*REFERENCES, *there)), help="strategies, by name")
+    parser.add_argument(
+        "--contestants",
+        default=",".join((*REFERENCES, *there)),
+        help="strategies, by name; NAME@MIB: with such buckets",
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--turn-s", type=float, default=8.0, help="seconds of timed steps in a turn")
     parser.add_argument("--max-steps", type=int, default=30, help="timed steps of a turn, but at least a period")
     parser.add_argument("--models", default="mini", help="sizes of BERT: tiny, mini, small, base")
     parser.add_argument("--batch", type=int, default=8, help="samples a rank and step")
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--unfused", action="store_true", help="AdamW of all contestants as a loop over parameters")
     parser.add_argument("--warmup", action="append", default=[], metavar="NAME=STEPS", help="untimed steps")
     parser.add_argument("--period", action="append", default=[], metavar="NAME=STEPS", help="time multiples of it")
     parser.add_argument("--budget-s", type=float, default=1500.0, help="of each link, or of the whole sweep")
@@ -206,7 +212,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write all turns there")
     options = parser.parse_args()
     known = {*REFERENCES, *STRATEGIES}
-    for name in options.contestants.split(","):
+    for told in options.contestants.split(","):
+        name, _, cap = told.partition("@")
+        if cap and (not cap.isdecimal() or name not in (TORCH, TORCH_FP16, PLAIN, *METHODS)):
+            parser.error(f"{told!r}: a cap of the buckets is a number of MiB, for DDP's, ddp and exchanges")
         if name not in known or (name in STRATEGIES and STRATEGIES[name].one_process):
             parser.error(f"{name!r} cannot be raced on {RANKS} hosts; there are {', '.join(sorted(known))}")
     return options
@@ -228,6 +237,7 @@ def main() -> None:
         budget_s=options.budget_s,
         batch=options.batch,
         tokens=options.tokens,
+        fused=not options.unfused,
     )
     if options.sweep:
         if options.models == "mini":

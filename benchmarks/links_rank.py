@@ -58,6 +58,7 @@ class Plan:
         budget_s: for all; what a model does not need is left to the next. No turn begins that would not end in time.
         batch: samples a rank and step.
         tokens: of a sample.
+        fused: whether AdamW updates all parameters in one kernel.
     """
 
     models: list[str]
@@ -71,6 +72,7 @@ class Plan:
     budget_s: float
     batch: int
     tokens: int
+    fused: bool
 
 
 @dataclasses.dataclass
@@ -91,15 +93,23 @@ class Contestant:
 
 
 def make(name: str, model: nn.Module, optimizer: Optimizer) -> Contestant:
-    """Wrap a model as the contestant does; a method that begins with whole gradients for some steps begins after them."""
+    """Wrap a model as the contestant does; a method that begins with whole gradients for some steps begins after them.
+
+    ``name@4`` is the same with buckets of at most 4 MiB.
+    """
+    name, _, cap = name.partition("@")
+    cap_mb = float(cap) if cap else None
     if name in (TORCH, TORCH_FP16):
-        wrapped = TorchDDP(model)
+        wrapped = TorchDDP(model, bucket_cap_mb=cap_mb)
         if name == TORCH_FP16:
             wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
         return Contestant(wrapped, optimizer)
-    if name not in METHODS:
+    if name not in METHODS and name != "ddp":
         return Contestant(*strategies.prepare(model, optimizer, name))
-    ours, method = guozhuang.DistributedDataParallel(model), METHODS[name]
+    ours = guozhuang.DistributedDataParallel(model, bucket_cap_mb=cap_mb)
+    if name == "ddp":
+        return Contestant(ours, optimizer)
+    method = METHODS[name]
     if method.around is not None:
         optimizer = method.around(optimizer)
         if isinstance(optimizer, QAdam):
@@ -151,7 +161,7 @@ def build(size: str, plan: Plan) -> nn.Module:
 def turn(name: str, size: str, plan: Plan, batches: Batches) -> dict[str, Any]:
     """One contestant's turn; what rank 0 returns counts."""
     model = build(size, plan)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=bert.SIZES[f"bert-{size}"].adamw_lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=bert.SIZES[f"bert-{size}"].adamw_lr, fused=plan.fused or None)
     contestant = make(name, model, optimizer)
     period = max(plan.periods.get(name, 1), contestant.period)
     losses, step_s = _warm_up(name, contestant, plan, batches)

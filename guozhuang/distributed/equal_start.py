@@ -12,7 +12,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed import _broadcast_coalesced
 
 from ..groups import agree
-from ..groups.twin import timeout_s
+from ..groups.subgroups import timeout_s
 
 _BROADCAST_BYTES = 250 << 20  # how much memory the flattened copies of one broadcast may take
 

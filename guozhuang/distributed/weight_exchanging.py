@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ..errors import UsageError, WorldError, explain
 from ..groups import agree as meet
-from ..groups.twin import timeout_s
+from ..groups.subgroups import timeout_s
 from .equal_start import broadcast_tensors
 
 if TYPE_CHECKING:

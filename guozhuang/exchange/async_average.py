@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from ..errors import PeerLost, UsageError, WorldError, explain
 from ..groups.agreement import Notices
-from ..groups.twin import timeout_s
+from ..groups.subgroups import timeout_s
 from .lane import Lane
 from .weight_lane import WeightLane, mean
 from .weights import Named, WeightExchange

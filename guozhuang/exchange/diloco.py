@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..buckets import Bucket
 from ..errors import UsageError, WorldError, explain
-from ..groups.twin import twin
+from ..groups.subgroups import twin
 from .allreduce import AllReduce
 from .average import wide
 from .base import GradientExchange, Work

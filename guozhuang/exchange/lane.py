@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import WorldError, explain
-from ..groups.twin import twin
+from ..groups.subgroups import twin
 
 _Job = Callable[[], None]
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import UsageError, WorldError, explain
-from ..groups.twin import twin
+from ..groups.subgroups import twin
 from .codec import Codec
 from .numbers import is_finite
 from .quantize import MinMax8

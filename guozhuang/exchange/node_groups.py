@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import platform
 import sys
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 from ..errors import UsageError, explain
 from ..groups.hierarchical.nodes import Nodes
-from ..groups.twin import timeout_s
+from ..groups.subgroups import subgroup
 
 
 @dataclass(frozen=True)
@@ -78,9 +77,9 @@ def num_groups() -> int:
 def make_up_for(groups: NodeGroups, made: int, device: torch.device) -> None:
     """Make groups of this rank alone until it has made as many as the first rank of its node. Every rank must call.
 
-    [Note: equally many groups] PyTorch names a group that is made by its members alone after its ranks and the number of
-    groups that the process is in. Members that are in different numbers of groups wait for each other under different names,
-    for ever. So no rank may end up in more groups than another, whatever an exchange makes on some ranks only.
+    [Note: equally many groups] Ours have names of their own ([Note: names of groups] in groups/subgroups.py), but a program may
+    make groups as PyTorch names them: members that are in different numbers of groups then wait for each other for ever. So no
+    rank may end up in more groups than another, whatever an exchange makes on some ranks only.
 
     Args:
         groups: of this rank.
@@ -90,24 +89,12 @@ def make_up_for(groups: NodeGroups, made: int, device: torch.device) -> None:
     wanted = torch.tensor([made], device=device)
     dist.broadcast(wanted, group_src=0, group=groups.inside)
     for _ in range(int(wanted) - made):
-        backend = dist.get_backend_config(groups.inside)
-        dist.new_group([dist.get_rank()], backend=backend, use_local_synchronization=True)
+        subgroup(groups.inside, [groups.inside.rank()])
 
 
 def _own_of(group: dist.ProcessGroup, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
     """Make a group of each part and return that of this rank; every rank of ``group`` is in one part."""
-    everyone = dist.get_process_group_ranks(group)
-    of_world = group is dist.group.WORLD
-    limit, backend = datetime.timedelta(seconds=timeout_s(group)), dist.get_backend_config(group)
-    mine: dist.ProcessGroup | None = None
-    for part in parts:
-        is_mine = group.rank() in part
-        if is_mine or of_world:
-            ranks = [everyone[rank] for rank in part]
-            made = dist.new_group(ranks, limit, backend, use_local_synchronization=not of_world)
-            mine = made if is_mine else mine
-    assert mine is not None, "this rank is in no part"
-    return mine
+    return subgroup(group, next(sorted(part) for part in parts if group.rank() in part))
 
 
 def _identity() -> str:

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from ..errors import UsageError, explain
 from ..groups import agree
-from ..groups.twin import timeout_s
+from ..groups.subgroups import timeout_s
 from . import scaling
 from .carrier import Carrier
 from .elementwise import steps_as_torch

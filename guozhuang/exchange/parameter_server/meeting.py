@@ -24,7 +24,7 @@ from torch import Tensor
 from guozhuang.errors import PeerLost, UsageError, WorldError, explain
 from guozhuang.groups.agreement import store_of
 from guozhuang.groups.hierarchical.crossing import Crossing, choose_address
-from guozhuang.groups.twin import timeout_s
+from guozhuang.groups.subgroups import timeout_s
 from guozhuang.world.door import pass_through
 from guozhuang.world.rendezvous import host_identity
 from guozhuang.world.requests import requested_secret, requested_servers
