@@ -1,4 +1,5 @@
-"""The C parts: the shared-memory group's engine and its sums over pages of zeros, and the codes of gradients.
+"""The C parts: the shared-memory group's engine and its sums over pages of zeros, the codes of gradients, and
+the used rows of tables.
 
 All else stands in pyproject.toml.
 
@@ -37,6 +38,7 @@ EXTENSIONS = [
     ),
     extension(SHARED_MEMORY, "_sparse", ("_sparse.c", "_reduce.c"), ("_reduce.h",)),
     extension(KERNELS, "_codes", ("_codes.c",)),
+    extension(KERNELS, "_rows", ("_rows.c",)),
 ]
 
 setup(ext_modules=EXTENSIONS if sys.platform.startswith("linux") else [])

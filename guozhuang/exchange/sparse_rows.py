@@ -26,13 +26,15 @@ from torch import Tensor
 
 from ..buckets import Bucket
 from ..errors import UsageError, explain
+from ..world.versions import all_gather_single
 from .allreduce import AllReduce
 from .base import GradientExchange, Work
+from .kernels import used_rows
 from .lane import Lane, LaneWork
 
 # A smaller table is not worth the extra round. Layers of computing are not so tall; each table is a message of its own.
 _LEAST_BYTES, _LEAST_RATIO = 1 << 18, 16
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ITEM_BYTES = (2, 4, 8)
 
 
 @dataclass
@@ -152,7 +154,7 @@ class SparseRows(GradientExchange[SparseRowsState]):
         assert state.lane is not None
         group = state.lane.group
         tables = [piece for piece in pieces if piece.is_table]
-        own = [_used_rows(piece.part.views[0]) for piece in tables]
+        own = [used_rows(piece.part.views[0]) for piece in tables]
         most = _largest([len(rows) for rows in own], group, pieces[0].part.flat.device)
         by_rows = {
             id(piece): (rows, num)
@@ -205,18 +207,12 @@ def _cut(bucket: Bucket, num_before: int) -> list[_Piece]:
 
 
 def _may_be_table(view: Tensor) -> bool:
-    is_matrix = view.dim() == 2 and view.is_contiguous() and view.element_size() in _BITS and not view.is_complex()
+    is_matrix = (
+        view.dim() == 2 and view.is_contiguous() and view.element_size() in _ITEM_BYTES and not view.is_complex()
+    )
     if not is_matrix or not view.is_floating_point() or view.shape[0] < _LEAST_RATIO * view.shape[1]:
         return False
     return view.numel() * view.element_size() >= _LEAST_BYTES
-
-
-def _used_rows(table: Tensor) -> Tensor:
-    """Return the numbers of the rows that are not zero, in order. Integers are compared faster than numbers that may be NaN."""
-    bits = table.view(_BITS[table.element_size()])
-    # -0.0 is the smallest integer: a row that holds nothing but zeros of either sign has this maximum or minimum.
-    used = (bits.amax(1) != 0) | (bits.amin(1) != 0) if table.device.type == "cpu" else bits.ne(0).any(1)
-    return used.nonzero().view(-1)
 
 
 def _largest(counts: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[int]:
@@ -232,17 +228,30 @@ def _sum_rows(table: Tensor, rows: Tensor, num_rows: int, factor: float, group: 
     """Sum ``table`` over the ranks, in place: each has at most ``num_rows`` rows that are not zero."""
     if num_rows == 0:
         return
-    size = group.size()
-    numbers = torch.full((num_rows,), -1, dtype=torch.int32, device=table.device)
-    values = table.new_zeros(num_rows, table.shape[1])
-    numbers[: len(rows)] = rows.to(torch.int32)
-    torch.index_select(table, 0, rows, out=values[: len(rows)])
-    all_numbers, all_values = numbers.new_empty(size * num_rows), values.new_empty(size * num_rows, table.shape[1])
-    dist.all_gather_into_tensor(all_numbers, numbers, group=group)
-    dist.all_gather_into_tensor(all_values, values, group=group)
-    if factor != 1.0:
-        all_values *= factor
+    num_own = len(rows)
+    message = torch.empty(sum(_lengths(table, num_rows)), dtype=torch.uint8, device=table.device)
+    numbers, values = _opened(message, table, num_rows)
+    numbers[:num_own] = rows.to(torch.int32)
+    numbers[num_own:] = -1
+    values[num_own:] = 0.0
+    torch.index_select(table, 0, rows, out=values[:num_own])
+    messages = message.new_empty(group.size(), len(message))
+    all_gather_single(messages.view(-1), message, group=group)
     table.index_fill_(0, rows, 0.0)
-    for numbers, values in zip(all_numbers.chunk(size), all_values.chunk(size), strict=True):
+    for message in messages:  # in the order of ranks: equal bits everywhere
+        numbers, values = _opened(message, table, num_rows)
         num = int((numbers >= 0).sum())
-        table.index_add_(0, numbers[:num].to(torch.int64), values[:num])
+        theirs = values[:num] if factor == 1.0 else values[:num].mul_(factor)
+        table.index_add_(0, numbers[:num].to(torch.int64), theirs)
+
+
+def _lengths(table: Tensor, num_rows: int) -> tuple[int, int]:
+    """Return the bytes of the two halves of a message: numbers of rows as int32, and rows; whole words of 8, as views need."""
+    return -(-4 * num_rows // 8) * 8, -(-num_rows * table.shape[1] * table.element_size() // 8) * 8
+
+
+def _opened(message: Tensor, table: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Return the numbers of rows in a message, -1 where there is none, and the rows."""
+    numbers, rows = message.split(_lengths(table, num_rows))
+    shape = num_rows, table.shape[1]
+    return numbers.view(torch.int32)[:num_rows], rows.view(table.dtype)[: shape[0] * shape[1]].view(shape)

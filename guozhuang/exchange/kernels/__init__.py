@@ -1,4 +1,5 @@
-"""Codes of gradients on the CPU in as few passes over memory as they need, in C and without the GIL.
+"""Codes of gradients, and the rows of a table that are used, on the CPU in as few passes over memory as they need, in C and
+without the GIL.
 
 A code that is put together from torch operations reads and writes the gradients eight times or more. Here a row is read once to
 measure it and once to write its code, and the mean over ranks is taken while the codes are decoded. The bits are those of the
@@ -16,6 +17,10 @@ try:
     from . import _codes
 except ImportError:  # it was not built: torch does the work
     _codes = None  # type: ignore[assignment]
+try:
+    from . import _rows
+except ImportError:
+    _rows = None  # type: ignore[assignment]
 
 _MAX_ROWS = 4096
 
@@ -78,3 +83,17 @@ def run(
     where = (rows.data_ptr(), rows.stride(0)), (codes.data_ptr(), codes.stride(0))
     feedback = (0, 0) if lost is None else (lost.data_ptr(), lost.stride(0))
     _codes.code(kind, task, *where, feedback, codes.shape[0], rows.shape[1], (bits, block, *seeds))
+
+
+def used_rows(table: Tensor) -> Tensor:
+    """Return the numbers of the rows that are not all zeros of either sign, rising, as int64. NaN is not zero.
+
+    Args:
+        table: (rows, columns) of real floating-point numbers of 2, 4 or 8 bytes, contiguous.
+    """
+    if _rows is None or table.device.type != "cpu":
+        return table.ne(0).any(1).nonzero().view(-1)
+    numbers = torch.empty(table.shape[0], dtype=torch.int64)
+    row_bytes = table.shape[1] * table.element_size()
+    found = _rows.used(table.data_ptr(), table.shape[0], row_bytes, table.element_size(), numbers.data_ptr())
+    return numbers[:found].clone()
