@@ -11,10 +11,11 @@ from torch.optim import Optimizer
 
 from guozhuang.exchange.base import GradientExchange
 
-_ADAM_WARMUP_STEPS = (
-    300  # after which the second moment is taken to have settled; 100 are too few for BERT from scratch
-)
-_WARMUP_STEPS = 20  # in which large first changes pass whole, for methods that follow what gradients have in common
+# After which Adam's second moment is taken to have settled; 100 are too few for BERT from scratch.
+_ADAM_WARMUP_STEPS = 300
+# In which large first changes pass whole, for methods that add to a gradient what was lost of earlier ones; 20 are too few
+# for BERT from scratch: benchmarks/convergence.py.
+_WARMUP_STEPS = 100
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Method:
         source: the paper that it comes from.
         around: what steps in place of the user's optimizer; None for that optimizer itself.
         exact: the weights equal those of a single process on the joined batch, to rounding.
+        warmup_steps: steps at the start in which it sends whole gradients.
     """
 
     summary: str
@@ -34,6 +36,7 @@ class Method:
     source: str
     around: Callable[[Optimizer], Optimizer] | None = None
     exact: bool = False
+    warmup_steps: int = 0
 
 
 # The modules of a method are imported by who uses it: each costs a millisecond or more, and most programs use none.
@@ -238,21 +241,25 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             lambda _: _onebit(),
             "Karimireddy et al., Error Feedback Fixes SignSGD and other Gradient Compression Schemes, ICML 2019, "
             "arXiv:1901.09847",
+            warmup_steps=_WARMUP_STEPS,
         ),
         "topk": Method(
             "the greatest 1 % of gradients, with error feedback",
             lambda _: _topk(),
             "Stich et al., Sparsified SGD with Memory, NeurIPS 2018, arXiv:1809.07599",
+            warmup_steps=_WARMUP_STEPS,
         ),
         "randomk": Method(
             "5 % of gradients, drawn at random, with error feedback",
             lambda _: _randomk(),
             "Stich et al., Sparsified SGD with Memory, NeurIPS 2018, arXiv:1809.07599",
+            warmup_steps=_WARMUP_STEPS,
         ),
         "powersgd": Method(
             "gradients of matrices as two thin ones of rank 4, with error feedback",
             lambda _: _powersgd(),
             "Vogels et al., PowerSGD, NeurIPS 2019, arXiv:1905.13727",
+            warmup_steps=_WARMUP_STEPS,
         ),
         "adasum": Method(
             "gradients added where they are orthogonal, averaged where they agree",
@@ -264,12 +271,14 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             lambda optimizer: optimizer.exchange(),
             _BAGUA,
             _qadam,
+            warmup_steps=_ADAM_WARMUP_STEPS,
         ),
         "onebit-adam": Method(
             "the same in 1 bit, with error feedback",
             lambda optimizer: optimizer.exchange(),
             _ONEBIT_ADAM,
             _onebit_adam,
+            warmup_steps=_ADAM_WARMUP_STEPS,
         ),
         "local-sgd": Method(
             "each rank trains alone; weights are averaged every 16 steps",

@@ -66,6 +66,7 @@ class Strategy:
         prepare: does it; called on every rank.
         source: the paper or the software that it comes from, for reports; empty where there is none.
         takes_groups: its buckets can be handed to several process groups in turn.
+        warmup_steps: steps at the start in which it sends more than later.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Strategy:
     prepare: Callable[[nn.Module, Optimizer, Setup], Prepared]
     source: str = ""
     takes_groups: bool = False
+    warmup_steps: int = 0
 
 
 def _single(model: nn.Module, optimizer: Optimizer, setup: Setup) -> Prepared:
@@ -258,6 +260,7 @@ STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
                     one_process=False,
                     prepare=_exchanging(method),
                     source=method.source,
+                    warmup_steps=method.warmup_steps,
                 )
                 for name, method in METHODS.items()
             ),

@@ -238,4 +238,19 @@ def notes_of(plan: Plan, busy: float = 0.0) -> tuple[str, ...]:
         )
     if "single" not in plan.names:
         found.append("single was not compared, so there is no difference of weights and no speed-up over it.")
+    found += _warming(plan)
     return tuple(found)
+
+
+def _warming(plan: Plan) -> list[str]:
+    """Say which strategies are measured, in part or all along, before they send what they send later."""
+    settings, found = plan.settings, []
+    for one in plan.contenders:
+        left = one.entry.warmup_steps - settings.num_warmup_steps
+        if left > 0:
+            share = "all" if left >= settings.num_steps else f"{left} of the {settings.num_steps}"
+            found.append(
+                f"{one.name} sends whole gradients in its first {one.entry.warmup_steps} steps, as {share} measured ones were: "
+                f"its speed after them shows with --warmup-steps {one.entry.warmup_steps}."
+            )
+    return found

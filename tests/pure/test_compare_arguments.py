@@ -116,4 +116,11 @@ def test_more_threads_than_cores_are_allowed_and_noted(tmp_path: Path) -> None:
 
 
 def test_a_missing_reference_is_noted(tmp_path: Path) -> None:
+    short = notes_of(_plan(tmp_path, "--strategies", "ddp,onebit,qadam", "--steps", "150"))
+    assert any(
+        "onebit sends whole gradients in its first 100 steps, as 95 of the 150 measured" in note for note in short
+    )
+    assert any("qadam sends whole gradients in its first 300 steps, as all measured" in note for note in short)
+    enough = notes_of(_plan(tmp_path, "--strategies", "ddp,onebit", "--warmup-steps", "100"))
+    assert not any("whole gradients" in note for note in enough)
     assert any("single was not compared" in note for note in notes_of(_plan(tmp_path, "--strategies", "ddp")))
