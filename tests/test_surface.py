@@ -47,6 +47,7 @@ RUN_OPTIONS_BESIDES_TORCHRUN = SSH_OPTIONS | {
     "--groups",
     "--hang-timeout",
     "--pass-local-rank",
+    "--server-hosts",
     "--servers",
     "--strategy",
     "--timeline",

@@ -32,7 +32,7 @@ from guozhuang.launch.failures import Failure, exit_code, first, headline
 from guozhuang.launch.outer import Outer
 from guozhuang.launch.output import Output, Places
 from guozhuang.launch.say import say
-from guozhuang.launch.servers import Servers
+from guozhuang.launch.servers import ServersError, ServersOfANode
 from guozhuang.world import versions
 from guozhuang.world.identity import LaunchedNode
 
@@ -94,7 +94,7 @@ class Run:
         self._interrupted: float | None = None
         self._guard = guard.Guard(self.name, self._folder)
         self._output = Output(on_signal=self._on_signal, terminals=self.outer.terminals)
-        self.servers = Servers(num_servers, self._output.say)
+        self.servers = ServersOfANode(num_servers, self._output.say)
         self._meeting: RendezvousHandler | None = None
         self._is_closed = self._was_told = False
         self.shutdown_s: Any = _SHUTDOWN_S  # in seconds
@@ -157,8 +157,10 @@ class Run:
             events.record(agent.get_event_failed(), handler)
             fix = "look at the agents of the other nodes, at --rdzv-endpoint and at --rdzv-conf"
             raise WorldError(explain(f"the nodes did not meet: {error}", fix=fix)) from error
-        except Exception:
+        except Exception as error:
             events.record(agent.get_event_failed(), handler)
+            if isinstance(error, ServersError):
+                self._give_up(str(error), 1, False)
             raise
         events.record(agent.get_event_succeeded(), handler)
         ended = self._told_to_others(agent, result)
@@ -318,7 +320,7 @@ class _Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._finished = None
-        self._run.servers.start()
+        self._run.servers.start(worker_group)
         ids: dict[int, Any] = super()._start_workers(worker_group)
         assert self._pcontext is not None
         # Torch elastic gives 30 s, whatever was asked for, where a rank has failed.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from guozhuang.errors import UsageError, explain
-from guozhuang.launch import hosts_options, ssh
+from guozhuang.launch import hosts_options, hosts_servers, ssh
 from guozhuang.launch.hosts_options import DEFAULT_START_TIMEOUT_S as DEFAULT_START_TIMEOUT_S
 from guozhuang.launch.hosts_options import add_arguments as add_arguments
 from guozhuang.launch.say import say
@@ -52,6 +52,7 @@ class Hosts:
         shutdown_timeout_s: what ranks may take to end after SIGTERM; None: as the launcher decides.
         signals: that the launcher hands on to the ranks, besides those that end every program.
         arguments: the rest of the command line, for the agent of each host.
+        servers: each host that gets parameter servers, with their numbers; it may have ranks too.
     """
 
     placed: Sequence[tuple[str, str]]
@@ -66,6 +67,12 @@ class Hosts:
     shutdown_timeout_s: float | None
     signals: Sequence[signal.Signals]
     arguments: Sequence[str]
+    servers: Sequence[tuple[str, Sequence[int]]] = ()
+
+    @property
+    def names(self) -> list[str]:
+        """A name for each thing that is started: hosts for their ranks, then hosts for their servers."""
+        return [name for name, _ in (*self.placed, *self.servers)]
 
 
 def is_asked_for(options: argparse.Namespace) -> bool:
@@ -79,6 +86,7 @@ def is_asked_for(options: argparse.Namespace) -> bool:
     alone = {
         "-x": options.exported, "--ssh-port": options.ssh_port, "--ssh-identity": options.ssh_identity,
         "--ssh-config": options.ssh_config, "--start-timeout": options.start_timeout,
+        "--server-hosts": getattr(options, "server_hosts", None),
     }  # fmt: skip
     given = [name for name, value in alone.items() if value is not None]
     if given:
@@ -106,11 +114,14 @@ def start(ours: Plan, arguments: Sequence[str]) -> int:
     script = [ours.elastic.training_script, *ours.elastic.training_script_args]
     wanted = plan(arguments, script, os.environ)
     options = wanted.ssh
-    is_local = [ssh.is_this_machine(name, options) for name, _ in wanted.placed]
+    is_local = [ssh.is_this_machine(name, options) for name in wanted.names]
     if not all(is_local):
         ssh.check_installed()
     where = ", ".join(f"{name} ({count})" for name, count in wanted.placed)
     _log.info("%d hosts, with their ranks: %s", len(wanted.placed), where)
+    if wanted.servers:
+        where = ", ".join(f"{name} ({len(numbers)})" for name, numbers in wanted.servers)
+        _log.info("%d hosts, with their parameter servers: %s", len(wanted.servers), where)
     for attempt in range(wanted.max_restarts + 1):
         run = Run(wanted, is_local, secrets.token_bytes(_SECRET_BYTES), attempt)
         code = run.run()
@@ -151,8 +162,10 @@ def plan(arguments: Sequence[str], script: Sequence[str], environ: Mapping[str, 
             raise UsageError(
                 explain(f"{name}: there is no such file, or it cannot be read", value=path, fix="check the path")
             )
+    spare = [host for text in found.server_hosts or () for host in parse_hosts(text, "--server-hosts")]
+    placed = place(hosts, found.num_ranks, found.per_host)
     return Hosts(
-        placed=place(hosts, found.num_ranks, found.per_host),
+        placed=placed,
         ssh=ssh.Options(found.ssh_port, found.ssh_identity, found.ssh_config),
         environment=ssh.asked_for(found.exported or (), environ),
         start_timeout_s=timeout_s,
@@ -164,18 +177,25 @@ def plan(arguments: Sequence[str], script: Sequence[str], environ: Mapping[str, 
         shutdown_timeout_s=found.shutdown_timeout,
         signals=found.signals,
         arguments=[*rest, *script],
+        servers=hosts_servers.place(
+            found.servers, [(host.name, host.slots) for host in spare], [name for name, _ in placed]
+        ),
     )
 
 
-def parse_hosts(text: str) -> list[Host]:
+def parse_hosts(text: str, option: str = "-H") -> list[Host]:
     """The hosts of ``-H``: ``host1:2,host2``; an IPv6 address with slots stands in brackets.
+
+    Args:
+        text: what the user wrote.
+        option: where, for the text of an error.
 
     Raises:
         UsageError: a name or number that cannot be read.
     """
     found = [_host(entry.strip(), text) for entry in text.split(",") if entry.strip()]
     if not found:
-        raise UsageError(explain("-H names no host", value=text, fix="write host1:2,host2:2"))
+        raise UsageError(explain(f"{option} names no host", value=text, fix="write host1:2,host2:2"))
     return found
 
 

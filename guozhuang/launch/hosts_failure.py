@@ -27,7 +27,7 @@ class Failure:
         code: the exit code that the launcher would end with.
         text: what happened, a sentence.
         is_cause: its agent does not say itself that the cause was on another host.
-        is_signal: a rank or the agent was ended by a signal.
+        is_signal: a rank or the agent was ended by a signal, or a parameter server ended, which none does because of others.
         is_of_script: the run was on its way, so starting it again may help.
         report: what the agent said about it.
     """
@@ -49,8 +49,11 @@ def of(link: Link, report: bytes) -> Failure:
         return Failure(link, 1, f"{lacks[told['missing']]}: {told['why']}")
     if "refused" in told:
         return Failure(link, 1 if code is None else code, f"could not start: {told['refused']}", report=report)
+    if "server" in told:
+        text = f"ends the run: {told['server']}; look at what it printed, or in the system's log if it was killed"
+        return Failure(link, 1, text, is_signal=True, is_of_script=True, report=report)
     if code is not None and code < 0:
-        text = f"lost its agent by {_signal(-code)}; its ranks were ended"
+        text = f"lost its agent by {_signal(-code)}; its {link.what} were ended"
         if -code == signal.SIGKILL:
             text += "; if nobody sent it, the machine ran out of memory"
         return Failure(link, 128 - code, text, is_signal=True, is_of_script=True, report=report)

@@ -61,6 +61,24 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
     )
 
 
+def add_server_arguments(parser: argparse._ActionsContainer) -> None:
+    """Add the options for parameter servers."""
+    parser.add_argument(
+        "--servers",
+        type=int,
+        metavar="K",
+        help="Parameter servers to start beside the ranks of this node, for the exchange ParameterServer (default: 0). With -H "
+        "they are spread over its hosts.",
+    )
+    parser.add_argument(
+        "--server-hosts",
+        "--server_hosts",
+        action="append",
+        metavar="H:N,...",
+        help="With -H: start N parameter servers on each of these hosts instead, which get no ranks (default N: 1).",
+    )
+
+
 def read(head: Sequence[str], environ: Mapping[str, str]) -> tuple[argparse.Namespace, list[str]]:
     """Read the command line as far as it is for the launcher.
 
@@ -92,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     """Only what is ours."""
     parser = argparse.ArgumentParser(prog="guozhuang run", add_help=False, allow_abbrev=False)
     add_arguments(parser)
+    add_server_arguments(parser)
     parser.add_argument("-np", dest="num_ranks", type=int)
     parser.add_argument("--nproc-per-node", "--nproc_per_node", dest="per_host")
     parser.add_argument(

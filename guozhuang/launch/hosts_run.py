@@ -4,6 +4,10 @@
 the first to say so. So after the first bad news the other hosts are left alone for ``_SETTLE_S``, and only then told to end;
 of those that failed by themselves one whose agent knows that the cause is elsewhere counts last, a signal before an exit
 code, and then who spoke first. A host that was told to end is no cause.
+
+[Note: hosts of servers] Parameter servers have a link of their own to their host, also where that has ranks too. They come to
+the same meeting, and their end before the ranks' is a failure of the run. They are ended after the ranks, which may need them
+until then.
 """
 
 from __future__ import annotations
@@ -71,8 +75,10 @@ class Run:
         self._wanted, self._secret, self._attempt = wanted, secret, attempt
         self._links = [
             Link(name, node_rank, local)
-            for node_rank, ((name, _), local) in enumerate(zip(wanted.placed, is_local, strict=True))
+            for node_rank, (name, local) in enumerate(zip(wanted.names, is_local, strict=True))
         ]
+        for link, (_, numbers) in zip(self._links[len(wanted.placed) :], wanted.servers, strict=True):
+            link.serves = numbers
         self._selector = selectors.DefaultSelector()
         self._display = Display(is_over=lambda: bool(self._signals))
         self._failures: list[Failure] = []
@@ -93,7 +99,9 @@ class Run:
                     pings.start()
                     self._meet()
                     self._has_met = True
-                    self._follow(lambda: all(link.is_closed for link in self._links))
+                    self._follow(lambda: all(link.is_closed for link in self._of_ranks))
+                    self._end(_FINISHED_GRACE_S)  # the servers
+                    self._tell_of_ended(says_all=False)
                     return 0
                 except _Failed:
                     return self._fail()
@@ -108,9 +116,17 @@ class Run:
                     link.abandon()
             self._selector.close()
 
+    @property
+    def _of_ranks(self) -> list[Link]:
+        return [link for link in self._links if not link.serves]
+
+    @property
+    def _of_servers(self) -> list[Link]:
+        return [link for link in self._links if link.serves]
+
     def _start(self) -> None:
         wanted = self._wanted
-        for link, (_, count) in zip(self._links, wanted.placed, strict=True):
+        for link in self._links:
             token = f"guozhuang-{secrets.token_hex(8)}"
             header = {
                 "folder": ssh.folder(),
@@ -124,13 +140,15 @@ class Run:
                 "command": ["-m", "guozhuang.launch.remote_node"],
                 "node": {
                     "node_rank": link.node_rank,
-                    "num_nodes": len(self._links),
+                    "num_nodes": len(self._of_ranks),
+                    "num_servers": sum(len(each.serves) for each in self._of_servers),
+                    "serves": list(link.serves),
                     "interface": wanted.interface,
                     "secret": self._secret.hex(),
                     "attempt": self._attempt,
                     "max_restarts": wanted.max_restarts,
                     "terminals": self._display.terminals,
-                    "arguments": [f"--nproc-per-node={count}", *self._timeline(link), *wanted.arguments],
+                    "arguments": self._arguments(link),
                 },
             }
             if link.is_local:
@@ -139,6 +157,13 @@ class Run:
                 # Sooner than ours, so that ssh says what it waited for.
                 command = ssh.command(link.name, wanted.ssh, 0.75 * wanted.start_timeout_s, token)
             link.start(command, token, header, self._display.take)
+
+    def _arguments(self, link: Link) -> list[str]:
+        """What the agent of a host's ranks is told to run."""
+        if link.serves:
+            return []
+        _, count = self._wanted.placed[link.node_rank]
+        return [f"--nproc-per-node={count}", *self._timeline(link), *self._wanted.arguments]
 
     def _timeline(self, link: Link) -> list[str]:
         if self._wanted.timeline is None:
@@ -281,13 +306,13 @@ class Run:
         first = min(self._failures, key=lambda failure: (not failure.is_cause, not failure.is_signal))
         self._end(self._grace_s(_FAILED_GRACE_S))
         self.may_try_again = first.is_of_script and not self._signals
-        self._display.say(f"host {first.link.name} {first.text}")
+        self._display.say(f"{first.link.title} {first.text}")
         self._display.show_report(first.report)
         for failure in self._failures:
             if failure is not first:
                 how = failure.text if failure.is_cause else "was ended because of it"
                 how = "did so too, in the same words" if how == first.text else how
-                self._display.say(f"then host {failure.link.name} {how}")
+                self._display.say(f"then {failure.link.title} {how}")
         self._tell_of_ended()
         return first.code
 
@@ -295,7 +320,7 @@ class Run:
         """The user, or the system, wants the run to end."""
         number = self._signals[0]
         name = signal.Signals(number).name
-        self._display.say(f"got {name}; ending the ranks of {len(self._links)} hosts")
+        self._display.say(f"got {name}; ending the ranks of {len(self._of_ranks)} hosts")
         self._end(self._grace_s(_ASKED_GRACE_S), number)
         self._tell_of_ended()
         return 128 + number
@@ -313,9 +338,14 @@ class Run:
             number: the signal that the launcher got. Agents pass a signal of ``--signals-to-handle`` on to their ranks;
                 for those that mean the end everywhere they get SIGTERM.
         """
-        how = {} if number in _ENDING else {"signal": int(number)}
-        there = [link for link in self._links if not link.is_closed]
-        self._told_to_end = {link.node_rank for link in there}
+        self._told_to_end = {link.node_rank for link in self._links if not link.is_closed}
+        num_signals = len(self._signals)
+        self._end_these(self._of_ranks, grace_s, {} if number in _ENDING else {"signal": int(number)})
+        # See [Note: hosts of servers].
+        self._end_these(self._of_servers, _FINISHED_GRACE_S if len(self._signals) == num_signals else 0.0, {})
+
+    def _end_these(self, links: Sequence[Link], grace_s: float, how: dict[str, int]) -> None:
+        there = [link for link in links if not link.is_closed]
         num_signals = len(self._signals)
         for link in there:
             link.say({"end": min(grace_s, _FINISHED_GRACE_S) if "finished" in link.messages else grace_s} | how)
@@ -331,14 +361,17 @@ class Run:
                         link.say({"end": 0})
             self._turn(0.1)
 
-    def _tell_of_ended(self) -> None:
+    def _tell_of_ended(self, says_all: bool = True) -> None:
+        """Say of each host that was told to end whether it has; ``says_all`` False: only of those that have not."""
         for link in self._links:
             if link.node_rank in self._told_to_end and "agent" in link.messages:
-                how = "was ended because of it" if link.is_closed and link.code is not None else (
-                    "did not confirm its end: the connection is gone, and it ends its ranks by itself within "
+                has_ended = link.is_closed and link.code is not None
+                how = "was ended because of it" if has_ended else (
+                    f"did not confirm its end: the connection is gone, and it ends its {link.what} by itself within "
                     f"{LOST_AFTER_S + _LOST_GRACE_S:g} s"
                 )  # fmt: skip
-                self._display.say(f"then host {link.name} {how}")
+                if says_all or not has_ended:
+                    self._display.say(f"then {link.title} {how}")
 
     def _ping(self) -> None:
         while not self._rings.wait(_PING_S):

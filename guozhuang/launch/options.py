@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from guozhuang.errors import UsageError, explain
-from guozhuang.launch import command_line, hosts, nodes, script, torchrun_options
+from guozhuang.launch import command_line, hosts, hosts_options, nodes, script, torchrun_options
 from guozhuang.world import cores, interfaces
 from guozhuang.world.identity import LaunchedNode
 from guozhuang.world.requests import hang_timeout, requested_secret
@@ -75,12 +75,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="K",
         help="Process groups that take buckets in turn under gz.prepare (default: 1).",
     )
-    ours.add_argument(
-        "--servers",
-        type=int,
-        metavar="K",
-        help="Parameter servers to start beside the ranks of this node, for the exchange ParameterServer (default: 0).",
-    )
+    hosts_options.add_server_arguments(ours)
     ours.add_argument("--timeline", metavar="FILE", help="Write what every rank did, as a Chrome trace for Perfetto.")
     ours.add_argument(
         "--hang-timeout",
@@ -119,7 +114,6 @@ def plan(arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
     found = command_line.read(parser(), arguments)
     chosen: list[str] = []
     if hosts.is_asked_for(found):
-        _check_servers(found.servers, "-H or --hostfile")
         # Another node reads the rest of the command line, and its folder is carried there.
         return Plan(found, 0, {}, None, chosen, hosts=True)
     script.check(found, environ)
@@ -135,9 +129,9 @@ def plan(arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
     if node is not None:
         found.nnodes, found.node_rank, found.rdzv_id = str(node.num_nodes), node.node_rank, "step"
         chosen.append(f"node {node.node_rank} of {node.num_nodes}, as the launcher of this agent says")
-    _, most_nodes = torchrun_options.settle_nodes(found)
+    least_nodes, most_nodes = torchrun_options.settle_nodes(found)
     torchrun_options.check(found, environ, num_local_ranks, most_nodes)
-    _check_servers(found.servers, "several nodes" if most_nodes > 1 else "")
+    _check_servers(found.servers, least_nodes, most_nodes, found.rdzv_backend)
     if found.standalone or (not said and most_nodes == 1):
         found.standalone, found.rdzv_backend, found.rdzv_endpoint, found.master_port = True, "static", "", None
         found.rdzv_id = secrets.token_hex(8)
@@ -288,13 +282,16 @@ def _check_groups(number: int, strategy: str | None) -> None:
     strategies.check_groups(strategies.get(strategy or strategies.DEFAULT), number)
 
 
-def _check_servers(number: int | None, where: str) -> None:
+def _check_servers(number: int | None, least_nodes: int, most_nodes: int, backend: str) -> None:
     if number is None:
         return
     if number < 0:
         fix = "give 0 or more"
         raise UsageError(explain("--servers is a count of parameter servers, at least 0", value=number, fix=fix))
-    if number and where:
-        what = f"--servers starts parameter servers on one node, and not together with {where}"
-        fix = "leave --servers out: the ranks then serve each other, each a share"
-        raise UsageError(explain(what, value=number, fix=fix))
+    if number and least_nodes != most_nodes:
+        what = "--servers needs a fixed number of nodes: each starts its own, and the exchange counts on their number"
+        fix = "give one number of nodes, or leave --servers out: the ranks then serve each other, each a share"
+        raise UsageError(explain(what, value=f"--nnodes {least_nodes}:{most_nodes}", fix=fix))
+    if number and most_nodes > 1 and backend not in ("static", "c10d"):
+        what = "with several nodes --servers needs a store that their agents keep, and this way to meet has none"
+        raise UsageError(explain(what, value=backend, fix="use --rdzv-backend static or c10d, or -H"))

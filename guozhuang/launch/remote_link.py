@@ -35,6 +35,7 @@ class Link:
         name: of the host, as the user wrote it.
         node_rank: its place among the hosts.
         is_local: it is this machine, and no ssh is between.
+        serves: the numbers of the parameter servers that it runs instead of ranks.
         messages: what the host said last under each word.
         code: how the agent ended: its exit code, or minus the number of a signal; None as long as it has not said.
         words: what ssh, and the shell there, wrote to stderr; the last of it.
@@ -50,6 +51,21 @@ class Link:
     words: str = ""
     has_started: bool = False
     is_closed: bool = False
+    serves: Sequence[int] = ()
+
+    @property
+    def what(self) -> str:
+        """What runs there."""
+        return "servers" if self.serves else "ranks"
+
+    @property
+    def title(self) -> str:
+        """What it is called in texts."""
+        if not self.serves:
+            return f"host {self.name}"
+        first, last = self.serves[0], self.serves[-1]
+        servers = f"parameter server {first}" if first == last else f"parameter servers {first} to {last}"
+        return f"host {self.name} ({servers})"
 
     def start(
         self,

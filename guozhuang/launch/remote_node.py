@@ -1,13 +1,14 @@
 """What the supervisor of a host runs: it finds the way to the first host, then becomes the agent of its host.
 
 ``python -m guozhuang.launch.remote_node IN OUT``, where IN and OUT are descriptors for lines of JSON from and to the
-launcher. The first line says what this node is; it answers "ready" and does what it is told until it is told "go".
+launcher. The first line says what this node is; it answers "ready" and does what it is told until it is told "go". Where
+it is to run parameter servers it watches those then (remote_servers.py), and there is no agent.
 
 [Note: the meeting point] The first host opens a store on loopback and a door (``world.door``) on each address that others
 might reach it by, each at a port that the kernel gave; the others knock at all of them. The launcher takes the first door
 that let everybody in, so neither address nor port is guessed and nothing is released in between. Every other host then
 opens a passage to that door on its own loopback. So on each host MASTER_ADDR is 127.0.0.1, and scripts that know nothing of
-doors pass through all the same.
+doors pass through all the same. Parameter servers and ranks meet at that store too.
 """
 
 from __future__ import annotations
@@ -28,8 +29,11 @@ from typing import Any
 import torch.distributed as dist
 
 from guozhuang.errors import UsageError, WorldError, explain
-from guozhuang.launch import agent
+from guozhuang.launch import agent, remote_servers
 from guozhuang.launch.outer import Outer
+from guozhuang.launch.say import say
+from guozhuang.launch.servers import VARIABLE as SERVERS
+from guozhuang.launch.servers import Servers
 from guozhuang.world import interfaces
 from guozhuang.world.door import Door, NotOurDoorError, WrongSecretError, knock, pass_through
 from guozhuang.world.rendezvous import host_identity
@@ -45,13 +49,14 @@ _SETTLED = (
 
 
 class Node:
-    """One host of the run: answers the launcher until it says "go", then is the agent."""
+    """One host of the run: answers the launcher until it says "go", then is the agent, or runs parameter servers."""
 
     def __init__(self, channel: Channel, told: dict[str, Any]) -> None:
         self._channel = channel
         for name in [name for name in os.environ if name.startswith(_SETTLED)]:
             del os.environ[name]
         self._rank, self._num_nodes = int(told["node_rank"]), int(told["num_nodes"])
+        self._num_servers, self._serves = int(told["num_servers"]), [int(number) for number in told["serves"]]
         self._arguments: list[str] = told["arguments"]
         self._interface: str | None = told["interface"]
         self._secret = bytes.fromhex(told["secret"])
@@ -65,20 +70,55 @@ class Node:
         self._store: dist.Store | None = None
         self._store_port = 0
         self._doors: dict[tuple[str, int], Door] = {}
+        self._door: tuple[str, int] = ("", 0)  # that all have come through
 
     def run(self) -> int:
-        """Meet, then do what ``guozhuang run`` does on one node; the exit code."""
+        """Meet, then do what ``guozhuang run`` does on one node, or run servers; the exit code."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._close_doors)
             arguments = self._arguments
-            if self._num_nodes > 1:
-                arguments = [*self._meet(stack), *arguments]
+            if self._num_nodes > 1 or self._num_servers:
+                port = self._meet(stack)
+                if self._serves:
+                    return self._serve(port)
+                if self._num_nodes > 1:
+                    arguments = [*self._options(port), *arguments]
+                if self._num_servers:
+                    os.environ[SERVERS] = f"{self._num_servers}@127.0.0.1:{port}"
             elif self._interface is not None:
                 os.environ.update(interfaces.variables_towards("", os.environ, self._interface))
             stack.enter_context(self._channel.watched())
             return agent.main(arguments, self._outer)
 
-    def _meet(self, stack: contextlib.ExitStack) -> list[str]:
+    def _serve(self, port: int) -> int:
+        os.environ.pop(SERVERS, None)
+        servers = Servers(self._serves, self._num_servers, say)
+        with contextlib.closing(servers), self._channel.watched():
+            ended = remote_servers.run(servers, f"127.0.0.1:{port}", self._is_store_there)
+            if ended:
+                self._channel.say({"server": ended})
+        return 1 if ended else 0
+
+    def _is_store_there(self) -> bool:
+        """Whether the first host's door still opens: its agent closes it when the run is over."""
+        try:
+            with knock(*self._door, self._secret, _KNOCK_S):
+                return True
+        except (OSError, NotOurDoorError, WrongSecretError):
+            return False
+
+    def _options(self, port: int) -> list[str]:
+        """For the agent that follows."""
+        options = {
+            "nnodes": self._num_nodes,
+            "node-rank": self._rank,
+            "master-addr": "127.0.0.1",
+            "master-port": port,
+        }
+        return [f"--{name}={value}" for name, value in options.items()]
+
+    def _meet(self, stack: contextlib.ExitStack) -> int:
+        """Do what the launcher asks until all hosts have come together; the port of their store on this one's loopback."""
         known = interfaces.addresses()
         if self._interface is not None:
             known = {self._interface: [interfaces.named(self._interface).address, *known[self._interface]]}
@@ -135,8 +175,9 @@ class Node:
             thread.join(2 * _KNOCK_S)
         return {"opened": dict(opened), "refused": dict(refused)}
 
-    def _go(self, host: str, port: int, stack: contextlib.ExitStack) -> list[str]:
-        """Keep the chosen door, or pass through it; the options for the agent that follow."""
+    def _go(self, host: str, port: int, stack: contextlib.ExitStack) -> int:
+        """Keep the chosen door, or pass through it; the port that leads to the store from here."""
+        self._door = host, port
         if self._rank == 0:
             for found in [each for each in self._doors if each != (host, port)]:
                 self._doors.pop(found).close()
@@ -146,13 +187,7 @@ class Node:
             stack.callback(passage.close)
             own_port = passage[1]
         os.environ.update(interfaces.variables_towards(host, os.environ, self._interface))
-        options = {
-            "nnodes": self._num_nodes,
-            "node-rank": self._rank,
-            "master-addr": "127.0.0.1",
-            "master-port": own_port,
-        }
-        return [f"--{name}={value}" for name, value in options.items()]
+        return own_port
 
     def _close_doors(self) -> None:
         for door in self._doors.values():
@@ -213,8 +248,7 @@ def main(arguments: Sequence[str]) -> int:
     logging.basicConfig(format="guozhuang: %(message)s", level=logging.WARNING)
     channel = Channel(int(arguments[0]), int(arguments[1]))
     try:
-        node = Node(channel, channel.hear())
-        return node.run()
+        return Node(channel, channel.hear()).run()
     except (UsageError, WorldError) as error:
         channel.say({"refused": str(error)})
         return 2 if isinstance(error, UsageError) else 1

@@ -1,17 +1,21 @@
-"""The parameter servers of a run: processes beside the ranks of this node, started, watched and named.
+"""The parameter servers of a run: processes on a host, started, watched and named.
 
-They meet the ranks at a store that the agent keeps on loopback. Nothing is left of them for the same reasons as of ranks, see
-[Note: no orphans] in guard.py: they are started through rank.py and have the run's variable.
+They meet the ranks at a store: with one node at one that the agent keeps on loopback, with several at the one where ranks meet.
+Nothing is left of them for the same reasons as of ranks, see [Note: no orphans] in guard.py: they are started through rank.py
+and have the run's variable.
 """
 
 from __future__ import annotations
 
+import datetime
 import os
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -21,13 +25,89 @@ from guozhuang.world import search
 from guozhuang.world.identity import MeetingPoint
 from guozhuang.world.stores import listen, serve
 
+if TYPE_CHECKING:
+    from torch.distributed.elastic.agent.server.api import WorkerGroup
+
 VARIABLE = "GUOZHUANG_SERVERS"
 _STORE_S = 300.0  # the limit of the store's operations
+_NUMBERS_S = 60.0  # for the agents of other nodes, which have met, to say how many servers they start
 _JOIN_S = 5.0
 
 
 class Servers:
-    """Those of one run, started anew with the ranks of each attempt.
+    """Those of one host.
+
+    Args:
+        numbers: which of the run's servers they are.
+        count: how many the run has.
+        say: how to pass on what they print, line by line.
+    """
+
+    def __init__(self, numbers: Sequence[int], count: int, say: Callable[[str], None]) -> None:
+        self._numbers, self._count, self._say = numbers, count, say
+        self._processes: list[tuple[int, subprocess.Popen[bytes]]] = []
+        self._readers: list[threading.Thread] = []
+
+    def start(self, address: str) -> None:
+        """Start them; to be called by a thread that lives as long as they shall.
+
+        Args:
+            address: of the store where they meet the ranks, ``host:port``.
+        """
+        environ = {name: value for name, value in os.environ.items() if name != VARIABLE}
+        environ.setdefault(
+            "TORCH_CPP_LOG_LEVEL", "ERROR"
+        )  # at the end of a run its store goes first, which c10d would tell of
+        stub, own = str(Path(__file__).with_name("rank.py")), ["-I", "-S"]
+        for number in self._numbers:
+            words = ["-m", "guozhuang.exchange.parameter_server.server", "--stay", "--store", address]
+            words += ["--number", str(number), "--count", str(self._count)]
+            process = subprocess.Popen(
+                [sys.executable, *own, stub, str(os.getpid()), "", sys.executable, *words],
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                env=environ, start_new_session=True,
+            )  # fmt: skip
+            self._processes.append((number, process))
+            reader = threading.Thread(target=self._read, args=(number, process), name="guozhuang servers", daemon=True)
+            reader.start()
+            self._readers.append(reader)
+
+    @property
+    def pids(self) -> list[int]:
+        """Their processes."""
+        return [process.pid for _, process in self._processes]
+
+    def ended(self) -> str | None:
+        """Who has ended, which none does by itself while the run goes on, and how; None while all are there."""
+        for number, process in self._processes:
+            code = process.poll()
+            if code is not None:
+                return f"parameter server {number} (process {process.pid}) ended with {how(code)}"
+        return None
+
+    def close(self) -> None:
+        """Kill what is left of them, and pass on what they printed."""
+        for _, process in self._processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        for reader in self._readers:
+            reader.join(_JOIN_S)  # somebody may have inherited the pipe
+        self._processes, self._readers = [], []
+
+    def _read(self, number: int, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        with process.stdout as stream:
+            for line in stream:
+                self._say(f"server {number}: {line.decode(errors='replace').rstrip()}")
+
+
+class ServersError(WorldError):
+    """The run cannot go on with the parameter servers of this node; its other nodes are told."""
+
+
+class ServersOfANode:
+    """Those beside the ranks of one node, started anew with the ranks of each attempt.
 
     Args:
         count: how many; 0: everything below does nothing.
@@ -36,62 +116,66 @@ class Servers:
 
     def __init__(self, count: int, say: Callable[[str], None]) -> None:
         self._count, self._say = count, say
+        self._servers = Servers([], 0, say)
         self._store: dist.TCPStore | None = None
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._readers: list[threading.Thread] = []
 
-    def start(self) -> None:
-        """Start them; to be called by the thread that starts the ranks, before it does."""
+    def start(self, group: WorkerGroup) -> None:
+        """Start them; to be called by the thread that starts the ranks, before it does.
+
+        Args:
+            group: what torch elastic knows of this node after the nodes have met.
+
+        Raises:
+            ServersError: another node did not say how many it starts.
+        """
         if not self._count:
             return
-        listener = listen(MeetingPoint(search.LOOPBACK, 0, is_loopback_meant=True))
-        address = f"{search.LOOPBACK}:{listener.getsockname()[1]}"
-        self._store = serve(listener, _STORE_S)
-        os.environ[VARIABLE] = f"{self._count}@{address}"  # for the ranks
-        environ = {name: value for name, value in os.environ.items() if name != VARIABLE}
-        stub, own = str(Path(__file__).with_name("rank.py")), ["-I", "-S"]
-        for number in range(self._count):
-            words = ["-m", "guozhuang.exchange.parameter_server.server", "--stay", "--store", address]
-            words += ["--number", str(number), "--count", str(self._count)]
-            process = subprocess.Popen(
-                [sys.executable, *own, stub, str(os.getpid()), "", sys.executable, *words],
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                env=environ, start_new_session=True,
-            )  # fmt: skip
-            self._processes.append(process)
-            reader = threading.Thread(target=self._read, args=(number, process), name="guozhuang servers", daemon=True)
-            reader.start()
-            self._readers.append(reader)
+        node, num_nodes = group.group_rank or 0, group.group_world_size or 1
+        numbers, count = range(self._count), self._count
+        if num_nodes == 1:
+            listener = listen(MeetingPoint(search.LOOPBACK, 0, is_loopback_meant=True))
+            address = f"{search.LOOPBACK}:{listener.getsockname()[1]}"
+            self._store = serve(listener, _STORE_S)
+        else:
+            counts = self._counts(group.store, node, num_nodes)
+            begin, count = sum(counts[:node]), sum(counts)
+            numbers = range(begin, begin + self._count)
+            host = str(group.master_addr)
+            # The agents keep that store, and a new one, or an empty one, for each attempt.
+            address = f"[{host}]:{group.master_port}" if ":" in host else f"{host}:{group.master_port}"
+        self._servers = Servers(numbers, count, self._say)
+        self._servers.start(address)
+        os.environ[VARIABLE] = f"{count}@{address}"  # for the ranks
+
+    def _counts(self, store: Any, node: int, num_nodes: int) -> list[int]:
+        store.set(f"servers of node {node}", str(self._count))
+        found = []
+        for other in range(num_nodes):
+            try:
+                store.wait([f"servers of node {other}"], datetime.timedelta(seconds=_NUMBERS_S))
+            except dist.DistStoreError:
+                what = f"node {other} did not say within {_NUMBERS_S:g} s how many parameter servers it starts"
+                raise ServersError(explain(what, fix="give --servers, at least 1, on every node")) from None
+            found.append(int(store.get(f"servers of node {other}")))
+        return found
 
     @property
     def pids(self) -> list[int]:
         """Their processes."""
-        return [process.pid for process in self._processes]
+        return self._servers.pids
 
     def check(self) -> None:
         """Look whether all are there.
 
         Raises:
-            WorldError: one has ended, which none does by itself.
+            ServersError: one has ended, which none does by itself.
         """
-        for number, process in enumerate(self._processes):
-            code = process.poll()
-            if code is not None:
-                what = f"parameter server {number} (process {process.pid}) ended with {how(code)}, so the run ends"
-                raise WorldError(explain(what, fix="look at what it printed, or in the system's log if it was killed"))
+        ended = self._servers.ended()
+        if ended is not None:
+            fix = "look at what it printed, or in the system's log if it was killed"
+            raise ServersError(explain(f"{ended} on host {socket.gethostname()}, so the run ends", fix=fix))
 
     def close(self) -> None:
         """Kill what is left of them, and pass on what they printed."""
-        for process in self._processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-        for reader in self._readers:
-            reader.join(_JOIN_S)  # somebody may have inherited the pipe
-        self._store, self._processes, self._readers = None, [], []
-
-    def _read(self, number: int, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdout is not None
-        with process.stdout as stream:
-            for line in stream:
-                self._say(f"server {number}: {line.decode(errors='replace').rstrip()}")
+        self._servers.close()
+        self._store = None

@@ -344,6 +344,29 @@ def test_a_signal_for_the_launcher_ends_all_hosts(begun: Any, folder: Path, numb
     assert not none_left(str(folder), 1)
 
 
+def test_servers_that_nobody_uses_end_with_the_ranks(fast: Any) -> None:
+    code, _, err = fast("-H", "a0:1,a1:1", "--server-hosts", "a2:2", "light.py")
+    assert (code, ours(err)) == (0, []), err
+
+
+def test_a_parameter_server_that_is_killed_is_named(begun: Any, folder: Path) -> None:
+    launcher = begun(2, "-H", "a0:1,a1:1", "--servers", "3", "light.py", "sleep")
+    deadline = time.monotonic() + LIMIT_S
+    while not (
+        found := [line for line in processes_with(str(folder)) if "--number 2" in line and "rank.py" not in line]
+    ):
+        assert time.monotonic() < deadline and not launcher.ended(), "the servers did not start"
+        time.sleep(0.05)
+    pid = int(found[0].partition(":")[0])
+    os.kill(pid, signal.SIGKILL)
+    code, said = launcher.result(30)
+    assert code == 1, said
+    server = rf"parameter server 2 \(process {pid}\) ended with signal 9 \(SIGKILL\)"
+    assert re.match(rf"host a1 \(parameter server 2\) ends the run: {server}", ours(said)[0]), said
+    assert "then host a0 (parameter servers 0 to 1) was ended because of it" in ours(said)
+    assert not none_left(str(folder), 5)
+
+
 def test_a_signal_of_signals_to_handle_comes_to_the_ranks(begun: Any, folder: Path) -> None:
     asked = ("--signals-to-handle", "SIGUSR1,SIGTERM")
     launcher = begun(2, *asked, "-H", "a0:1,a1:1", "light.py", "usr1", "sleep")

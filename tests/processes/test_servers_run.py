@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -13,6 +14,7 @@ import pytest
 from guozhuang.errors import UsageError
 from guozhuang.launch.options import plan
 from tests.launching import Launched, guozhuang, write
+from tests.ranks import free_port
 
 SCRIPT = """
 import sys, time
@@ -107,17 +109,57 @@ def test_nothing_is_left_when_the_launcher_is_ended(running: Launched, number: s
     assert not running.left()
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (["--servers", "-1"], "--servers is a count"),
-        (["--servers", "2", "--nnodes", "2", "--rdzv-endpoint", "localhost:1"], "not together with several nodes"),
-        (["--servers", "2", "-H", "a,b"], "not together with -H"),
-    ],
-)
-def test_what_cannot_work_is_refused(tmp_path: Path, options: list[str], text: str) -> None:
-    with pytest.raises(UsageError, match=text):
-        plan([*options, str(write(tmp_path, ""))], {})
+@contextlib.contextmanager
+def two_nodes(
+    folder: Path, options: Sequence[Sequence[object]], *script: object, **env: str
+) -> Iterator[list[Launched]]:
+    """Agents of two nodes that meet on loopback, each with a folder of its own for temporary files."""
+    port = free_port()
+    with contextlib.ExitStack() as stack:
+        nodes = []
+        for node, own in enumerate(options):
+            where = folder / f"node{node}"
+            where.mkdir()
+            meeting = ("--nnodes", 2, "--node-rank", node, "--master-addr", "127.0.0.1", "--master-port", port)
+            nodes.append(stack.enter_context(Launched("run", *meeting, *own, *script, folder=where, **env)))
+        yield nodes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("secret", ["", "ab" * 16], ids=["open", "secret"])
+def test_each_of_two_nodes_starts_its_own_servers(tmp_path: Path, secret: str) -> None:
+    script = write(tmp_path, SCRIPT)
+    options = [("-np", 2, "--servers", 1), ("-np", 1, "--servers", 2)]
+    more = {"GUOZHUANG_SECRET": secret} if secret else {}
+    with two_nodes(tmp_path, options, script, 3, 5, **more) as nodes:
+        done = [node.wait(START_S) for node in nodes]
+        told = [line.partition(": ")[2] for each in done for line in each.stdout.splitlines() if " of 3: " in line]
+        assert [each.returncode for each in done] == [0, 0], done
+        assert len(told) == 3 and len(set(told)) == 1, done
+        assert not any("server" in each.stderr for each in done), done
+        assert not any(node.left() for node in nodes)
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_ends_both_nodes(tmp_path: Path) -> None:
+    script = write(tmp_path, SCRIPT)
+    with two_nodes(tmp_path, [("-np", 1, "--servers", 1)] * 2, script, 2, 100_000) as nodes:
+        deadline = time.monotonic() + START_S
+        while not all("under way" in node.printed for node in nodes):
+            assert time.monotonic() < deadline and all(node.is_running for node in nodes), [n.printed for n in nodes]
+            time.sleep(0.05)
+        victim = process_of(nodes[1], "--number 1")
+        victim.kill()
+        done = [node.wait(30) for node in nodes]
+        named = f"parameter server 1 (process {victim.pid}) ended with signal 9 (SIGKILL) on host"
+        assert [each.returncode for each in done] == [1, 1], done
+        assert all(named in each.stderr for each in done), done
+        assert not any(node.left() for node in nodes)
+
+
+def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--servers is a count"):
+        plan(["--servers", "-1", str(write(tmp_path, ""))], {})
 
 
 def test_the_plan_has_the_servers(tmp_path: Path) -> None:

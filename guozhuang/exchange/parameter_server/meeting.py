@@ -34,6 +34,7 @@ from guozhuang.world.stores import loopback_address
 _PAUSES_S = (0.002, 0.05)  # between two looks into a store: the first, and the longest
 _PATIENCE_S = 1.0  # for word of the cause, which who noticed it first leaves in the store
 _FAILURE = "failure"
+_PLACE = "guozhuang servers"  # with several hosts the store is the one where ranks meet
 
 
 @dataclass(frozen=True)
@@ -219,22 +220,22 @@ def towards(address: str) -> str:
 
 def announce(store: dist.Store, num_workers: int, limit_s: float) -> int:
     """Ask the servers to a new meeting; return its number."""
-    number = int(store.add("announced", 1))
-    store.set(f"announced/{number}", json.dumps([num_workers, limit_s]))
+    number = int(store.add(f"{_PLACE}/announced", 1))
+    store.set(f"{_PLACE}/announced/{number}", json.dumps([num_workers, limit_s]))
     return number
 
 
 def announced(store: dist.Store, number: int) -> tuple[int, float] | None:
     """Return (number of workers, limit in seconds) of a meeting; None before it is announced."""
-    if not store.check([f"announced/{number}"]):
+    if not store.check([f"{_PLACE}/announced/{number}"]):
         return None
-    num_workers, limit_s = json.loads(store.get(f"announced/{number}"))
+    num_workers, limit_s = json.loads(store.get(f"{_PLACE}/announced/{number}"))
     return int(num_workers), float(limit_s)
 
 
 def place_of(store: dist.Store, number: int) -> dist.Store:
     """Return the part of the servers' store that a meeting has to itself."""
-    return dist.PrefixStore(f"meeting/{number}", store)
+    return dist.PrefixStore(f"{_PLACE}/meeting/{number}", store)
 
 
 def join(store: dist.Store, rank: int, num_workers: int, count: int, limit_s: float, keeper: str = "") -> Meeting:

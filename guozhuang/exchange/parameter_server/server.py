@@ -6,8 +6,9 @@ It waits at the store for groups of workers that announce themselves, and serves
 workers of all sessions have left, when the store is gone, or, with a code other than 0, when a worker was lost. With
 ``--stay`` it waits for further workers whatever happens, until it is ended.
 
-On hosts of their own servers are started by hand: the one with ``--listen`` keeps the store at HOST:PORT, and the ranks find
-GUOZHUANG_SERVERS=K@HOST:PORT in their environment. With GUOZHUANG_SECRET, equal for all, a door stands before the store.
+``guozhuang run --server-hosts`` starts them on hosts of their own over ssh. Where they are started by hand, the one with
+``--listen`` keeps the store at HOST:PORT, and the ranks find GUOZHUANG_SERVERS=K@HOST:PORT in their environment. With
+GUOZHUANG_SECRET, equal for all, a door stands before the store.
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ def serve(store: dist.Store, place: int, count: int, stay: bool, keeper: str = "
         except RuntimeError:
             for each in served:  # they need it no more
                 each.thread.join()
+            if stay:  # the run is over
+                return 0
             if number == 1:
                 _log.error("parameter server %d: the store is gone before any worker came", place)
             return int(failed or number == 1 or any(each.failed for each in served))
