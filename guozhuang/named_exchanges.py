@@ -131,6 +131,14 @@ def _local_sgd() -> Any:
     return LocalSGD(every=16)
 
 
+def _node_local_sgd() -> Any:
+    from guozhuang.exchange.allreduce import AllReduce
+    from guozhuang.exchange.local_sgd import LocalSGD
+    from guozhuang.exchange.weight_hierarchical import WeightHierarchical
+
+    return WeightHierarchical(AllReduce(), LocalSGD(every=16))
+
+
 def _diloco() -> Any:
     from guozhuang.exchange.diloco import DiLoCo
 
@@ -289,6 +297,11 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             "the same in two parts, every 24 steps, each 10 steps under way in the background",
             lambda _: _overlapped_local_sgd(),
             "Douillard et al., Streaming DiLoCo, 2025, arXiv:2501.18512, without an outer optimizer",
+        ),
+        "node-local-sgd": Method(
+            "ddp inside each node; weights are averaged between nodes every 16 steps",
+            lambda _: _node_local_sgd(),
+            "Lin et al., Don't Use Large Mini-Batches, Use Local SGD, ICLR 2020, arXiv:1808.07217",
         ),
         "diloco": Method(
             "each rank trains alone; an outer optimizer follows their mean every 50 steps, in two parts, in the background",

@@ -106,11 +106,11 @@ class Hierarchical(GradientExchange[HierarchicalState]):
     identities: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        if not _is_plain(self.inner):
+        if not is_plain(self.inner):
             fix = "give AllReduce() or Cast(dtype, AllReduce()); a code belongs between nodes, as outer"
             raise UsageError(explain("Hierarchical sums plainly inside a node", value=self.inner, fix=fix))
         if not isinstance(self.outer, GradientExchange):
-            fix = "give an exchange such as Compressed(MinMax8()); for weights see HierarchicalWeights"
+            fix = "give an exchange such as Compressed(MinMax8()); WeightHierarchical(AllReduce(), ...) is for weights"
             raise UsageError(explain("outer is an exchange of gradients", value=self.outer, fix=fix))
 
     @property
@@ -288,7 +288,7 @@ class Hierarchical(GradientExchange[HierarchicalState]):
 
     def _say_what_is_not_finite(self, bucket: Bucket, state: HierarchicalState, step: int) -> None:
         """Name the rank itself: ``outer`` sees a sum of several ranks. Exact exchanges hand NaN on and say nothing."""
-        if not _is_plain(self.outer) and not is_finite(in_float32(numbers(bucket))):
+        if not is_plain(self.outer) and not is_finite(in_float32(numbers(bucket))):
             assert state.groups is not None
             said = where_not_finite(bucket, "it reaches all ranks")
             _log.warning("%s", explain(f"step {step}: {said}", rank=state.groups.nodes.rank))
@@ -313,7 +313,7 @@ class Hierarchical(GradientExchange[HierarchicalState]):
         if not {"nodes", "scheme", "outer"} <= saved.keys():
             what = "the checkpoint holds no state of Hierarchical"
             raise UsageError(explain(what, value=sorted(saved), fix="choose the exchange that it was saved with"))
-        if _is_plain(self.outer) or state.scheme == saved["scheme"] == "inner":
+        if is_plain(self.outer) or state.scheme == saved["scheme"] == "inner":
             return
         if (saved["nodes"], saved["scheme"]) != (state.members, state.scheme):
             what = f"the checkpoint was saved with the ranks on other nodes than {state.members}"
@@ -347,7 +347,7 @@ class Hierarchical(GradientExchange[HierarchicalState]):
         return None if outer is None else 2 * (members[0] - 1) * length * narrow + outer
 
 
-def _is_plain(exchange: GradientExchange[Any]) -> bool:
+def is_plain(exchange: GradientExchange[Any]) -> bool:
     """Whether an exchange is an all-reduce, of narrow numbers or not."""
     return isinstance(exchange.inner if isinstance(exchange, Cast) else exchange, AllReduce)
 

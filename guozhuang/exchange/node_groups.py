@@ -74,7 +74,7 @@ def num_groups() -> int:
     return len(dist.distributed_c10d._world.pg_names)
 
 
-def make_up_for(groups: NodeGroups, made: int, device: torch.device) -> None:
+def make_up_for(groups: NodeGroups, made: int, device: torch.device) -> list[dist.ProcessGroup]:
     """Make groups of this rank alone until it has made as many as the first rank of its node. Every rank must call.
 
     [Note: equally many groups] Ours have names of their own ([Note: names of groups] in groups/subgroups.py), but a program may
@@ -85,11 +85,13 @@ def make_up_for(groups: NodeGroups, made: int, device: torch.device) -> None:
         groups: of this rank.
         made: how many groups this rank made.
         device: for the comparison.
+
+    Returns:
+        what was made here.
     """
     wanted = torch.tensor([made], device=device)
     dist.broadcast(wanted, group_src=0, group=groups.inside)
-    for _ in range(int(wanted) - made):
-        subgroup(groups.inside, [groups.inside.rank()])
+    return [subgroup(groups.inside, [groups.inside.rank()]) for _ in range(int(wanted) - made)]
 
 
 def _own_of(group: dist.ProcessGroup, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:

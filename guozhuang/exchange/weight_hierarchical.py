@@ -1,0 +1,395 @@
+"""Gradients averaged inside each node in every step, and weights exchanged between nodes by a method of your choice.
+
+Formula, with k_j ranks on node j: every rank of it steps with g = (1 / k_j) sum of the gradients of node j's ranks. They begin
+with equal weights, so they hold the same bits for ever and are one worker with a batch k_j times as large; ``outer`` acts
+among these workers, as it does among ranks by itself, and each counts once, whatever its k_j.
+Error: that of ``outer`` with as many ranks as there are nodes.
+Traffic: an all-reduce of the gradients inside each node in every step. Between nodes, for each node what one rank sends with
+``outer`` in a world of as many ranks. Inside a node again, once for each time that ``outer`` sets weights, a broadcast of them.
+Source: DiLoCo, Douillard et al. 2023, arXiv:2311.08105, whose workers are sites of many devices; hierarchical local SGD, Lin et
+al. 2020, arXiv:1808.07217.
+
+[Note: leaders act, others follow] The first rank of each node takes part in ``outer``, with whole weights; only these hold its
+state. Whoever calls ``outer`` on the leader compares the version counters of its weights before and after: torch raises them
+with each change in place, so no value is read. The ranks of a node tell each other what there was, and if there was something,
+the leader's weights are broadcast. So they follow whenever ``outer`` acts, however seldom, and their bits are equal even where
+their links to other nodes round differently.
+
+[Note: steps that a rank of a node missed] A rank whose data has ended takes part with gradients of zero and makes no optimizer
+step, so it is behind the rest of its node. It is told so in advance (``miss_step``), tells its node before the optimizer's
+step, and gets the weights of a rank that made it, before the leader acts on them. A node that has no data left at all takes
+part in ``outer`` with the weights that it has, as a single rank would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..buckets import Bucket
+from ..errors import UsageError, WorldError, explain
+from ..groups.subgroups import end_together
+from .allreduce import AllReduce
+from .base import Done, GradientExchange, Work
+from .hierarchical import is_plain
+from .node_groups import NodeGroups, find_nodes, make_groups, make_up_for, num_groups
+from .weight_lane import as_real
+from .weights import FlatWeights, Named, WeightExchange
+
+
+@dataclass
+class InsideNodesState:
+    """What is made once per layout.
+
+    Attributes:
+        node: the ranks of this rank's node.
+        num_ranks: of all nodes.
+        inner: the state of the exchange inside the node; None for a rank that is alone there.
+        everywhere: that of the exchange over all ranks.
+    """
+
+    node: dist.ProcessGroup
+    num_ranks: int
+    inner: Any
+    everywhere: Any
+
+
+@dataclass(frozen=True)
+class InsideNodes(GradientExchange[InsideNodesState]):
+    """Mean of the gradients over each node's ranks alone. ``WeightHierarchical`` makes it.
+
+    Args:
+        inner: what averages inside a node.
+        outer: what acts between nodes; where it wants gradients averaged over all ranks, they are.
+        identities: see ``WeightHierarchical``.
+    """
+
+    inner: GradientExchange[Any]
+    outer: WeightExchange[Any]
+    identities: Sequence[str] | None = None
+
+    @property
+    def _everywhere(self) -> GradientExchange[Any]:
+        return self.outer.gradients() or AllReduce()
+
+    @property
+    def one_round(self) -> bool:
+        """True if both are."""
+        return self.inner.one_round and self._everywhere.one_round
+
+    @property
+    def averages(self) -> bool:
+        """False: how many ranks still have data is counted over all, and says nothing about one node."""
+        return False
+
+    def prepare(
+        self, buckets: Sequence[Bucket], group: dist.ProcessGroup, before: InsideNodesState | None = None
+    ) -> InsideNodesState:
+        """Make a group of each node's ranks, and prepare both. Every rank must call."""
+        node = make_groups(group, find_nodes(group, self.identities)).inside if before is None else before.node
+        inner, everywhere = (None, None) if before is None else (before.inner, before.everywhere)
+        if node.size() > 1:
+            inner = self.inner.prepare(buckets, node, inner)
+        return InsideNodesState(node, group.size(), inner, self._everywhere.prepare(buckets, group, everywhere))
+
+    def start(self, bucket: Bucket, state: InsideNodesState, step: int) -> Work:
+        """Start the one whose turn it is."""
+        if self.outer.averages_gradients(step):
+            chosen, its_state, size = self._everywhere, state.everywhere, state.num_ranks
+        else:
+            chosen, its_state, size = self.inner, state.inner, state.node.size()
+            if size == 1:
+                return Done()
+        scale = chosen.input_scale(size)
+        if scale != 1.0:
+            bucket.flat.mul_(scale)
+        return chosen.start(bucket, its_state, step)
+
+    def state_dict(self, state: InsideNodesState) -> dict[str, Any]:
+        """Return what the exchange over all ranks keeps; the one inside nodes is plain."""
+        kept = self._everywhere.state_dict(state.everywhere)
+        return {"everywhere": kept} if kept else {}
+
+    def load_state_dict(self, state: InsideNodesState, saved: Mapping[str, Any]) -> None:
+        """Hand it back."""
+        if saved.keys() - {"everywhere"}:
+            what = "the checkpoint was saved with another exchange of gradients"
+            raise UsageError(explain(what, value=sorted(saved), fix="choose the exchange that it was saved with"))
+        self._everywhere.load_state_dict(state.everywhere, saved.get("everywhere", {}))
+
+    def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> int | None:
+        """Return the bytes inside a node where ``identities`` say that all have equally many ranks, else None."""
+        counts = _num_on_each(self.identities, world_size)
+        if len(set(counts)) != 1:
+            return None
+        return 0 if counts[0] == 1 else self.inner.traffic(num_elements, element_bytes, counts[0])
+
+
+@dataclass
+class WeightHierarchicalState:
+    """What changes while training.
+
+    Attributes:
+        members: the ranks of each node.
+        group: all ranks.
+        groups: this rank's; None where every rank has a node of its own.
+        made: groups of this rank that end with the state.
+        outer: the state of the exchange between nodes; None on ranks that do not lead their node.
+        weights: the parameters.
+        flat: how they lie in what is broadcast.
+        flags: what ranks of a node tell each other.
+        num_missed: steps that this rank did not make and has not been given the weights of.
+        source: the rank in its node from which those behind get their weights after the coming step; None if nobody is.
+    """
+
+    members: list[list[int]]
+    group: dist.ProcessGroup
+    groups: NodeGroups | None
+    made: list[dist.ProcessGroup]
+    outer: Any
+    weights: list[Tensor]
+    flat: FlatWeights
+    flags: Tensor
+    num_missed: int = 0
+    source: int | None = None
+
+    @property
+    def acts(self) -> bool:
+        """Whether this rank takes part between nodes."""
+        return self.groups is None or self.groups.leads
+
+    def version(self) -> int:
+        """Return a number that grows with every change of the weights."""
+        return sum(each._version for each in self.weights)
+
+
+@dataclass(frozen=True)
+class WeightHierarchical(WeightExchange[WeightHierarchicalState]):
+    """Gradients through ``inner`` inside a node in every step, weights through ``outer`` between nodes.
+
+    With one rank per node it is ``outer`` alone, bit for bit; on one node ``inner`` alone, with an ``outer`` of one member.
+    A warm-up belongs into ``outer``: ``WeightHierarchical(AllReduce(), WeightWarmup(100, AllReduce(), DiLoCo(50)))``, and so
+    does an interval: ``WeightHierarchical(AllReduce(), Every(8, Average()))``. Gradients of the warm-up are averaged over all
+    ranks. What ``join()`` is told by ``divide_by_initial_world_size`` changes nothing: sums are divided by all of the node.
+
+    Args:
+        inner: ``AllReduce()``, or ``Cast(dtype, AllReduce())``.
+        outer: an exchange of weights in which every rank makes every step; its writes go to the weights in place, not
+            through ``.data``, or the rest of the node does not see them.
+        identities: one text per rank, equal for ranks of one node: a rack or a site in place of a node, for example. None:
+            ranks that can share memory, as they find out when the exchange is prepared.
+
+    Raises:
+        UsageError: something else as ``inner``, or an ``outer`` of gradients or without common steps.
+    """
+
+    inner: GradientExchange[Any]
+    outer: WeightExchange[Any]
+    identities: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        if not is_plain(self.inner):
+            fix = "give AllReduce() or Cast(dtype, AllReduce())"
+            raise UsageError(explain("WeightHierarchical sums plainly inside a node", value=self.inner, fix=fix))
+        if not isinstance(self.outer, WeightExchange):
+            fix = "Hierarchical(inner, outer) is for two exchanges of gradients"
+            raise UsageError(explain("outer is an exchange of weights", value=self.outer, fix=fix))
+        if isinstance(self.outer, WeightHierarchical):
+            fix = "name the larger of the two kinds of nodes in `identities`, and use one WeightHierarchical"
+            raise UsageError(explain("WeightHierarchical knows two levels", value=self.outer, fix=fix))
+        if not self.outer.in_step:
+            what = "gradients keep the ranks of a node in step, and this exchange lets each rank go at its own speed"
+            fix = "use it without WeightHierarchical, or take one in step that hides its traffic: DiLoCo(overlap_steps=...)"
+            raise UsageError(explain(what, value=self.outer, fix=fix))
+
+    def averages_gradients(self, step: int) -> bool:
+        """True: inside nodes, or over all ranks where ``outer`` has it so."""
+        return True
+
+    def averages_over_all(self, step: int) -> bool:
+        """As ``outer``."""
+        return self.outer.averages_over_all(step)
+
+    def gradients(self) -> GradientExchange[Any]:
+        """Return the exchange of gradients inside nodes."""
+        return InsideNodes(self.inner, self.outer, self.identities)
+
+    # ---- making the state
+
+    def prepare(self, parameters: Named, group: dist.ProcessGroup) -> WeightHierarchicalState:
+        """Make the groups, and prepare ``outer`` on the first rank of each node. Every rank must call, with equal weights.
+
+        Raises:
+            UsageError: not one identity per rank, or what ``outer`` raises.
+        """
+        nodes = find_nodes(group, self.identities)
+        groups = None if nodes.is_flat else make_groups(group, nodes)
+        real = as_real(parameters)
+        weights = [p for _, p in real]
+        flags = torch.zeros(3, dtype=torch.int64, device=weights[0].device)
+        members = [list(ranks) for ranks in nodes.members]
+        state = WeightHierarchicalState(members, group, groups, [], None, weights, FlatWeights(real), flags)
+        if groups is None:
+            state.outer = self.outer.prepare(parameters, group)
+            return state
+        before = num_groups()
+        if groups.leads:
+            state.outer = self.outer.prepare(parameters, groups.across)
+        state.made = [groups.inside, groups.across, *make_up_for(groups, num_groups() - before, flags.device)]
+        return state
+
+    # ---- a step
+
+    def miss_step(self, state: WeightHierarchicalState, step: int) -> None:
+        """Remember that this rank makes no step."""
+        if state.acts:
+            self.outer.miss_step(state.outer, step)
+        state.num_missed += 1
+
+    def before_step(self, state: WeightHierarchicalState, step: int) -> None:
+        """Let ``outer`` act, and find out who in this node misses the step."""
+        if state.groups is None:
+            state.num_missed = 0
+            self.outer.before_step(state.outer, step)
+            return
+        changed = _did_change(state, lambda: self.outer.before_step(state.outer, step))
+        here, size = state.groups.nodes.local_rank, state.groups.inside.size()
+        most_changed, most_missed, least = _greatest(
+            state, changed, state.num_missed, -(state.num_missed * size + here)
+        )
+        fewest_missed, source = divmod(-least, size)
+        state.source = source if fewest_missed < most_missed else None
+        if most_changed:
+            _follow(state, 0)
+
+    def after_step(self, state: WeightHierarchicalState, step: int) -> None:
+        """Bring those that missed the step up to the rest of their node; let ``outer`` act."""
+        if state.groups is None:
+            self.outer.after_step(state.outer, step)
+            return
+        if state.source is not None:
+            _follow(state, state.source)
+        state.num_missed, state.source = 0, None
+        changed = _did_change(state, lambda: self.outer.after_step(state.outer, step))
+        if _greatest(state, changed, 0, 0)[0]:
+            _follow(state, 0)
+
+    def agree(self, state: WeightHierarchicalState) -> None:
+        """Let ``outer`` agree; the others get their leader's weights in any case."""
+        if state.acts:
+            self.outer.agree(state.outer)
+        if state.groups is not None:
+            _follow(state, 0)
+
+    def rest(self, state: WeightHierarchicalState) -> None:
+        """Let ``outer`` rest."""
+        if state.acts:
+            self.outer.rest(state.outer)
+
+    def close(self, state: WeightHierarchicalState) -> None:
+        """Close ``outer``."""
+        if state.acts:
+            self.outer.close(state.outer)
+
+    def end(self, state: WeightHierarchicalState) -> None:
+        """End ``outer``, then the groups. Every rank must call."""
+        if state.acts:
+            self.outer.end(state.outer)
+        if state.made:
+            end_together(state.made, state.group)
+
+    # ---- checkpoints
+
+    def state_dict(self, state: WeightHierarchicalState) -> dict[str, Any]:
+        """Return "nodes", the ranks of each, "keeps", whether ``outer`` keeps something, and that: "outer", on leaders."""
+        kept = self.outer.state_dict(state.outer) if state.acts else {}
+        keeps = bool(kept) if state.groups is None else bool(_greatest(state, bool(kept), 0, 0)[0])
+        return {"nodes": state.members, "keeps": keeps, "outer": kept}
+
+    def load_state_dict(self, state: WeightHierarchicalState, saved: Mapping[str, Any]) -> None:
+        """Take over what ``state_dict`` returned. With an ``outer`` that keeps nothing the nodes may be others.
+
+        Raises:
+            UsageError: it was saved with another exchange, or with ranks on other nodes.
+        """
+        if saved.keys() != {"nodes", "keeps", "outer"}:
+            what = "the checkpoint holds no state of WeightHierarchical"
+            raise UsageError(explain(what, value=sorted(saved), fix="choose the exchange that it was saved with"))
+        if saved["keeps"] and saved["nodes"] != state.members:
+            what = f"the checkpoint was saved with the ranks on other nodes than {state.members}"
+            fix = "start as many ranks on each node as then, in that order"
+            raise UsageError(explain(what, value=saved["nodes"], fix=fix))
+        if state.acts:
+            self.outer.load_state_dict(state.outer, saved["outer"])
+
+    def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> float | None:
+        """Return that of ``outer`` where ``identities`` say that every rank is alone on its node; else only counting tells.
+
+        Between nodes it is ``outer.traffic(num_elements, element_bytes, num_nodes)`` for each node; inside, it depends on how
+        often ``outer`` sets weights.
+        """
+        if set(_num_on_each(self.identities, world_size)) != {1}:
+            return None
+        return self.outer.traffic(num_elements, element_bytes, world_size)
+
+
+def _num_on_each(identities: Sequence[str] | None, world_size: int) -> list[int]:
+    """Return how many ranks each node has; nothing where that is not known."""
+    if identities is None or len(identities) != world_size:
+        return []
+    return [list(identities).count(node) for node in dict.fromkeys(identities)]
+
+
+def _did_change(state: WeightHierarchicalState, act: Callable[[], None]) -> bool:
+    """Act, on the rank that leads its node, and return whether weights changed by it."""
+    if not state.acts:
+        return False
+    before = state.version()
+    act()
+    return state.version() != before
+
+
+def _greatest(state: WeightHierarchicalState, *numbers: int) -> list[int]:
+    """Return the greatest of what the ranks of the node say, number by number. All of them must call."""
+    assert state.groups is not None
+    if state.groups.inside.size() == 1:
+        return [int(each) for each in numbers]
+    state.flags.copy_(torch.tensor(numbers))
+    try:
+        dist.all_reduce(state.flags, op=dist.ReduceOp.MAX, group=state.groups.inside)
+        return [int(each) for each in state.flags.tolist()]
+    except RuntimeError as error:
+        raise _lost(state.groups, error) from error
+
+
+@torch.no_grad()
+def _follow(state: WeightHierarchicalState, source: int) -> None:
+    """Give all ranks of the node the weights of one, by its place there. All of them must call."""
+    assert state.groups is not None
+    inside = state.groups.inside
+    if inside.size() == 1:
+        return
+    is_source = state.groups.nodes.local_rank == source
+    flats = state.flat.copy() if is_source else state.flat.empty()
+    try:
+        for flat in flats:
+            if flat.numel():
+                dist.broadcast(flat, group=inside, group_src=source)
+    except RuntimeError as error:
+        raise _lost(state.groups, error) from error
+    if not is_source:
+        state.flat.write(flats)
+
+
+def _lost(groups: NodeGroups, error: RuntimeError) -> WorldError:
+    if isinstance(error, WorldError):
+        return error
+    ranks = list(groups.nodes.here)
+    what = f"the ranks {ranks} of one node, which act as one between nodes, came apart: {error}"
+    fix = f"look for their first error; rank {ranks[0]}, which leads, may have waited for another node"
+    return WorldError(explain(what, rank=groups.nodes.rank, fix=fix))
