@@ -74,3 +74,21 @@ def state_of(module: nn.Module, ignored: frozenset[str], buffers: bool) -> list[
     if buffers:
         named += list(module.named_buffers())
     return [(name, tensor) for name, tensor in named if name not in ignored]
+
+
+def take_mean(named: Sequence[tuple[str, Tensor]], group: dist.ProcessGroup) -> None:
+    """Average over ranks what differs from rank 0; what is equal stays as it is, bit for bit, and so does infinity."""
+    if group.size() == 1:
+        return
+    from ..exchange.weights import FlatWeights
+
+    wide = torch.float64 if any(t.dtype == torch.float64 for _, t in named) else torch.float32
+    mean = FlatWeights(named, dtype=wide)
+    flats = mean.copy()
+    for flat in flats:
+        base = flat.clone()
+        dist.broadcast(base, group=group, group_src=0)
+        change = torch.where(flat == base, 0.0, flat - base)
+        dist.all_reduce(change, group=group)
+        torch.add(base, change, alpha=1 / group.size(), out=flat)
+    mean.write(flats)

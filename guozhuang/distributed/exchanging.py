@@ -94,8 +94,8 @@ class Exchanging:
     def load_exchange_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on where ``exchange_state_dict`` was called on this rank. Every rank must call, after the exchange was chosen.
 
-        With a weight exchange the weights are loaded before. Buckets are laid out as they were then, whatever their size is to
-        be now, because codes may depend on it; not where other parameters are trained.
+        With a weight exchange the weights are loaded before this or after it, but before the next step. Buckets are laid out as
+        they were then, whatever their size is to be now, because codes may depend on it; not where others are trained.
 
         Raises:
             UsageError: it was saved with another exchange, or for other parameters.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,7 +16,9 @@ from torch.optim import Optimizer
 from ..errors import UsageError, WorldError, explain
 from ..groups import agree as meet
 from ..groups.subgroups import timeout_s
-from .equal_start import broadcast_tensors
+from .equal_start import broadcast_tensors, take_mean
+from .hook_of import HookOf
+from .steps_behind import StepsBehind
 
 if TYPE_CHECKING:
     from ..exchange.weights import WeightExchange
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("guozhuang")
 _EVERYBODY = "call model.eval(), model.state_dict() or model.agree() on every rank, not on one alone"
+_EVERY_STEP = "look for the rank that left out optimizer.step(): every rank makes every step"
+_NO_SYNC = "run all forwards of a step but the last one in no_sync()"
 
 
 class WeightExchanging:
@@ -37,13 +41,18 @@ class WeightExchanging:
         Every rank must call it, before any backward. The weights of all ranks are brought to one value before evaluation
         (``model.eval()``), before ``state_dict()`` and at the end of ``join()``, if there was a step since, or weights were
         loaded: these wait for all ranks then, and buffers of floating point become their mean over ranks. To save from rank 0
-        alone, let every rank call ``model.eval()`` first. Weights are loaded on every rank; those of rank 0 are taken, and the
-        exchange begins anew from them. So it does, from their mean, where ``p.data`` was replaced.
+        alone, let every rank call ``model.eval()`` first. ``state_dict()`` of a part of the module does not make ranks agree.
+
+        Weights are loaded with ``load_state_dict()`` on every rank, of all or of any part of the module; those of rank 0 are
+        taken, of what was not loaded the mean, and the exchange begins anew from them. So it does, from their mean, where
+        ``p.data`` was replaced. Values that are written in place (``p.copy_()``) are not noticed, and count as training: hand
+        them to ``load_state_dict()``. The exchange's own state may be loaded before or after the weights.
 
         Every rank makes every step. With ``torch.amp.GradScaler`` take a fused optimizer (``fused=True``), whose ``step()`` is
-        called everywhere also where gradients overflowed, or bf16 without a scaler: a rank that leaves out a step alone makes
-        the others wait for it. Inside ``join()`` there is one synchronized forward for each optimizer step: to accumulate,
-        run all forwards but the last one in ``no_sync()``.
+        called everywhere also where gradients overflowed, or bf16 without a scaler. What a rank left out alone it makes up
+        when the ranks agree, with a warning that names it, and until then the others may wait for it: meet by ``agree()``
+        before collectives of your own. Inside ``join()`` there is one synchronized forward for each optimizer step: to
+        accumulate, run all forwards but the last one in ``no_sync()``; anything else raises UsageError.
 
         Args:
             exchange: equal on all ranks.
@@ -107,19 +116,24 @@ class AroundSteps:
         self.exchange = exchange
         self.step = 0
         self.changed = False  # whether ranks may differ
-        self._loaded = self._stale = False
+        self._loaded: set[nn.Module] = set()  # parts of the module, since the exchange began
+        self._saved: Mapping[str, Any] | None = None  # taken over before a step; holds also if weights come later
+        self._forward_of = -1  # the step of the last forward that ranks without data knew of
+        self._stale = False
         self._group, self._module, self._optimizer = ddp.process_group, ddp.module, optimizer
         self._ddp = weakref.ref(ddp)
         self._averages_buffers, self._ignored = ddp.forward_sync_buffers, ddp.ignored
         self._look()
         self._num_held = _num_held(optimizer)
         self._held = [exchange.prepare(self._named, self._group)]
+        self._behind = StepsBehind(self._group)
         ddp.forward_sync_buffers = False  # here, where nothing can fail any more
         # The module and the optimizer may outlive the wrapper, and be copied; then these do nothing.
-        optimizer.register_step_pre_hook(_Hook(optimizer, self._before))
-        optimizer.register_step_post_hook(_Hook(optimizer, self._after))
-        ddp.module.register_state_dict_pre_hook(_Hook(ddp.module, self.agree))
-        ddp.module.register_load_state_dict_post_hook(_Hook(ddp.module, self._was_loaded))
+        optimizer.register_step_pre_hook(HookOf(optimizer, self._on_before))
+        optimizer.register_step_post_hook(HookOf(optimizer, self._on_after))
+        ddp.module.register_state_dict_pre_hook(HookOf(ddp.module, self._on_state_dict))
+        for part in ddp.module.modules():
+            part.register_load_state_dict_post_hook(HookOf(part, self._on_loaded))
         weakref.finalize(self, _close, exchange, self._held)
 
     @property
@@ -132,9 +146,20 @@ class AroundSteps:
         return not self.exchange.averages_gradients(self.step)
 
     def note_forward(self) -> None:
-        """Training goes on: from here on the ranks may differ."""
+        """Training goes on: from here on the ranks may differ.
+
+        Raises:
+            UsageError: in ``join()``, two forwards for one step, which ranks without data take for two steps.
+        """
         self.take_up()
         self.changed = True
+        ddp = self._ddp()
+        if ddp is not None and ddp.require_backward_grad_sync and self._may_be_shadowed:
+            if self._forward_of == self.step:
+                what = "in join() a second forward came before optimizer.step(): ranks without data make a step each"
+                fix = f"to accumulate, {_NO_SYNC}; with GradScaler take a fused optimizer, which steps everywhere"
+                raise UsageError(explain(what, value=f"step {self.step}", rank=self._group.rank(), fix=fix))
+            self._forward_of = self.step
 
     def take_up(self) -> bool:
         """Begin anew if the weights were loaded, or lie elsewhere; return whether. Every rank must call it, at one point."""
@@ -147,10 +172,9 @@ class AroundSteps:
         """Take part in one step of the ranks that still have data, with the weights that are there."""
         self.changed = True
         if self._in_step:
-            self._stale = self._stale or not self.keeps_gradients
-            self._before()
-            self._after()
+            self._make_up(self.step + 1)
         else:
+            self._saved = None
             self.exchange.rest(self._state)
 
     def agree(self) -> None:
@@ -158,11 +182,13 @@ class AroundSteps:
         if not (self.changed or self._loaded):
             return
         with _ordinary_tensors():
+            self._forward_of = -1
             if self.take_up():
                 return
+            self._saved = None
             if self._in_step:  # an asynchronous method meets in its own way
                 self._meet("trained")
-                self._catch_up()
+                self._make_up(*self._most(self.step))
                 self._refresh()
             self.exchange.agree(self._state)
             if self._averages_buffers:
@@ -175,34 +201,67 @@ class AroundSteps:
         return {"step": self.step, "exchange": self.exchange.state_dict(self._state)}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned on this rank; the weights were loaded before."""
-        self._loaded = True
+        """Go on from what :meth:`state_dict` returned on this rank; weights are loaded before, or later up to the next step."""
+        self._loaded.add(self._module)
+        self._saved = None
         self._start_anew()
         self.exchange.load_state_dict(self._state, saved["exchange"])
-        self.step = int(saved["step"])
+        self.step, self._saved = int(saved["step"]), saved["exchange"]
 
     # ---- what the hooks call -----------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def _before(self) -> None:
+    def _on_before(self, _: object) -> None:
         self.take_up()
         if _num_held(self._optimizer) != self._num_held:
             what = "parameters were added to the optimizer after its weight exchange had begun"
             fix = "add them before use_weight_exchange or prepare is called; until then switch requires_grad off"
             raise UsageError(explain(what, rank=self._group.rank(), fix=fix))
         self.changed = True
-        self.exchange.before_step(self._state, self.step)
+        self._before()
+
+    def _on_after(self, _: object) -> None:
+        if self._may_be_shadowed and self._forward_of != self.step:
+            what = "in join() optimizer.step() came without a synchronized forward: ranks without data miss it"
+            raise UsageError(explain(what, value=f"step {self.step}", rank=self._group.rank(), fix=_NO_SYNC))
+        self._after()
+
+    def _on_state_dict(self, _: object) -> None:
+        self.agree()
+
+    def _on_loaded(self, part: object) -> None:
+        self._loaded.add(cast(nn.Module, part))
+
+    # ---- one step ------------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _before(self) -> None:
+        self._saved = None
+        self._behind.enter(self.step)
+        try:
+            self.exchange.before_step(self._state, self.step)
+        finally:
+            self._behind.leave()
 
     @torch.no_grad()
     def _after(self) -> None:
-        averages = self.exchange.averages_gradients
-        if averages(self.step) and not averages(self.step + 1):
-            self._refresh()  # from here on weights are exchanged
-        self.exchange.after_step(self._state, self.step)
+        averages = self.exchange.averages_over_all
+        self._behind.enter(self.step)
+        try:
+            if averages(self.step) and not averages(self.step + 1):  # from here on weights are exchanged
+                self._gather("end the steps in which gradients are averaged", _EVERY_STEP, inside=True)
+                self._refresh()
+            self.exchange.after_step(self._state, self.step)
+        finally:
+            self._behind.leave()
         self.step += 1
 
-    def _was_loaded(self) -> None:
-        self._loaded = True
+    def _make_up(self, num_steps: int) -> None:
+        """Take part in the steps of others, with the weights that are there, until so many were made."""
+        while self.step < num_steps:
+            self._stale = self._stale or self.exchange.averages_over_all(self.step)
+            self.exchange.miss_step(self._state, self.step)
+            self._before()
+            self._after()
 
     # ---- other weights -------------------------------------------------------------------------------------------------------
 
@@ -221,27 +280,47 @@ class AroundSteps:
 
     def _start_anew(self) -> None:
         """Other weights are there: make them equal; what the method derived from the old ones no longer holds."""
-        loaded = self._loaded
+        parts = self._loaded_parts()
         with _ordinary_tensors():
             self._look()
-            self._meet("loaded" if loaded else "set by p.data")
-            tensors = [p for _, p in self._named]
-            if loaded:
-                tensors += [b for _, b in self._buffers()] if self._averages_buffers else []
-                broadcast_tensors(tensors, self._group, source=0)
+            and_state = "" if self._saved is None else ", and before them the exchange's own state"
+            self._meet(f"loaded: {', '.join(parts) or 'all'}{and_state}" if self._loaded else "set by p.data")
+            if self._loaded:
+                found = self._named + (self._buffers() if self._averages_buffers else [])
+                broadcast_tensors([t for n, t in found if _is_in(n, parts)], self._group, source=0)
             else:
                 what = (
                     "parameters were given other memory (p.data): the exchange of weights begins anew from their mean"
                 )
                 _log.warning("%s", explain(what, rank=self._group.rank(), fix="set values in place: p.copy_(...)"))
-                _take_mean(self._named, self._group)
+            if parts or not self._loaded:  # what rank 0 gave to all stays as it is
+                take_mean(self._named, self._group)
                 if self._averages_buffers:
                     self._average_buffers()
-            self.exchange.close(self._state)
+            self.exchange.end(self._state)
             self._held[0] = self.exchange.prepare(self._named, self._group)
-        self._loaded = self._stale = self.changed = False
+            if self._saved is not None:
+                self.exchange.load_state_dict(self._state, self._saved)
+        self._loaded.clear()
+        self._stale = self.changed = False
+        self._forward_of = -1
+        self._behind.begin_anew()
+
+    def _loaded_parts(self) -> list[str]:
+        """Return the names of the parts that were loaded, none if all was; without those inside others."""
+        names = [name for name, part in self._module.named_modules() if part in self._loaded]
+        inside = {name for name in names if any(name.startswith(f"{other}.") for other in names)}
+        return [] if "" in names else [name for name in names if name not in inside]
 
     # ---- agreement -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def _may_be_shadowed(self) -> bool:
+        """Whether ranks without data shadow the steps of this one, in ``join()``."""
+        ddp = self._ddp()
+        if ddp is None or not ddp.in_join_context or not self._in_step:
+            return False
+        return bool(ddp._join_config.enable and not ddp._join_config.throw_on_early_termination)
 
     @property
     def _in_step(self) -> bool:
@@ -252,23 +331,24 @@ class AroundSteps:
         if self._group.size() == 1:
             return
         try:
+            self._gather("agree on one set of weights", _EVERYBODY)
             lines = [type(self.exchange).__name__, f"weights were {weights}"]
             meet(self._group, "the method that makes weights equal", lines, timeout_s(self._group), _EVERYBODY)
         except WorldError as error:
             what = "Before evaluation or a checkpoint, and after weights were loaded, the ranks agree on one set of weights"
             raise WorldError(f"{error} {what}: {_EVERYBODY}.") from error
 
+    def _gather(self, point: str, fix: str, inside: bool = False) -> None:
+        """Wait for all ranks; meanwhile make up what is missing here, unless this is inside a step."""
+        if self._group.size() > 1:
+            make_up = self._make_up if self._in_step and not inside else None
+            self._behind.gather(point, timeout_s(self._group), lambda: self.step, make_up, fix)
+
     def _most(self, *numbers: int) -> list[int]:
         """Return the greatest of all ranks' numbers. Every rank must call."""
         most = torch.tensor(numbers, device=self._named[0][1].device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._group)
         return [int(each) for each in most.tolist()]
-
-    def _catch_up(self) -> None:
-        """Shadow the steps that others have made and this rank has not, because its gradients overflowed, for example."""
-        [most] = self._most(self.step)
-        while self.step < most:
-            self.shadow()
 
     def _refresh(self) -> None:
         """Give ranks that shadowed steps with averaged gradients, and so did not make them, the weights of one that did."""
@@ -284,25 +364,8 @@ class AroundSteps:
 
     def _average_buffers(self) -> None:
         named = self._buffers()
-        _take_mean([(name, b) for name, b in named if b.is_floating_point()], self._group)
+        take_mean([(name, b) for name, b in named if b.is_floating_point()], self._group)
         broadcast_tensors([b for _, b in named if not b.is_floating_point()], self._group, source=0)
-
-
-class _Hook:
-    """Calls a method when it is called with a certain object first, while both are there; a copy of it calls nothing."""
-
-    def __init__(self, whose: object = None, method: Callable[[], object] | None = None) -> None:
-        self._whose = None if whose is None else weakref.ref(whose)
-        self._method = None if method is None else weakref.WeakMethod(method)
-
-    def __call__(self, caller: object, *_: object) -> None:
-        if self._whose is not None and self._method is not None and caller is self._whose():
-            method = self._method()
-            if method is not None:
-                method()
-
-    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
-        return _Hook, ()
 
 
 @contextmanager
@@ -310,24 +373,6 @@ def _ordinary_tensors() -> Iterator[None]:
     """What is made here can be written to later, also where the user evaluates in ``torch.inference_mode()``."""
     with torch.inference_mode(False), torch.no_grad():
         yield
-
-
-def _take_mean(named: Sequence[tuple[str, Tensor]], group: dist.ProcessGroup) -> None:
-    """Average over ranks what differs from rank 0; what is equal stays as it is, bit for bit, and so does infinity."""
-    if group.size() == 1:
-        return
-    from ..exchange.weights import FlatWeights
-
-    wide = torch.float64 if any(t.dtype == torch.float64 for _, t in named) else torch.float32
-    mean = FlatWeights(named, dtype=wide)
-    flats = mean.copy()
-    for flat in flats:
-        base = flat.clone()
-        dist.broadcast(base, group=group, group_src=0)
-        change = torch.where(flat == base, 0.0, flat - base)
-        dist.all_reduce(change, group=group)
-        torch.add(base, change, alpha=1 / group.size(), out=flat)
-    mean.write(flats)
 
 
 def _exchanged(ddp: DistributedDataParallel, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
@@ -346,6 +391,10 @@ def _exchanged(ddp: DistributedDataParallel, optimizer: Optimizer) -> list[tuple
         fix = "give one optimizer over all of them, or switch requires_grad off"
         raise UsageError(explain(what, value=", ".join(left_out), fix=fix))
     return named
+
+
+def _is_in(name: str, parts: Sequence[str]) -> bool:
+    return not parts or any(name.startswith(f"{part}.") for part in parts)
 
 
 def _num_held(optimizer: Optimizer) -> int:

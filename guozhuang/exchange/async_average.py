@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from ..errors import PeerLost, UsageError, WorldError, explain
 from ..groups.agreement import Notices
-from ..groups.subgroups import timeout_s
+from ..groups.subgroups import end_together, timeout_s
 from .lane import Lane
 from .weight_lane import WeightLane, mean
 from .weights import Named, WeightExchange
@@ -123,11 +123,11 @@ class AsyncModelAverage(WeightExchange[AsyncState]):
         if state.lane is not None and step >= self.start_step:
             self._at_boundary(state, state.lane, step)
 
-    def _at_boundary(self, state: AsyncState, lane: WeightLane, step: int) -> None:
+    def _at_boundary(self, state: AsyncState, lane: WeightLane, step: int, applies: bool = True) -> None:
         if lane.in_flight:
             if not lane.has_ended():
                 return
-            _finish(state, lane)
+            _finish(state, lane, applies)
         if time.monotonic() - state.began_s >= self.interval_ms / 1e3:
             _begin(state, lane, step)
 
@@ -155,7 +155,7 @@ class AsyncModelAverage(WeightExchange[AsyncState]):
             fix = "look at their own errors; every rank must evaluate and save at the same points"
             raise WorldError(explain(what, rank=state.group.rank(), fix=fix)) from error
 
-    def _meet(self, state: AsyncState, lane: WeightLane, meeting: Lane) -> None:
+    def _meet(self, state: AsyncState, lane: WeightLane, meeting: Lane, applies: bool = True) -> None:
         rounds = torch.zeros(1, dtype=torch.int64, device=state.device)
 
         def greatest() -> None:
@@ -164,7 +164,7 @@ class AsyncModelAverage(WeightExchange[AsyncState]):
 
         here = meeting.run(greatest)
         while not here.is_completed():
-            self._at_boundary(state, lane, -1)
+            self._at_boundary(state, lane, -1, applies)
             time.sleep(_LOOK_EVERY_S)
         here.wait()
         rounds.fill_(state.num_rounds)
@@ -172,13 +172,21 @@ class AsyncModelAverage(WeightExchange[AsyncState]):
         most = int(rounds.item())
         while lane.in_flight or state.num_rounds < most:
             if lane.in_flight:
-                _finish(state, lane)
+                _finish(state, lane, applies)
             else:
                 _begin(state, lane, -1)
 
     def close(self, state: AsyncState) -> None:
         """Let the threads end; a round that others have not begun ends with the process group."""
         state.lane = state.meeting = None
+
+    def end(self, state: AsyncState) -> None:
+        """Let all ranks take part in the rounds that any has begun, change nothing, and end the twins. Every rank must call."""
+        if state.lane is not None and state.meeting is not None:
+            self._meet(state, state.lane, state.meeting, applies=False)
+            state.lane.drop()
+            end_together([state.lane.group, state.meeting.group], state.group)
+        self.close(state)
 
     def load_state_dict(self, state: AsyncState, saved: Mapping[str, Any]) -> None:
         """Let the round that is under way change nothing: its copies are not of the weights that were loaded."""
@@ -208,7 +216,7 @@ def _begin(state: AsyncState, lane: WeightLane, step: int) -> None:
     lane.start(average)
 
 
-def _finish(state: AsyncState, lane: WeightLane) -> None:
+def _finish(state: AsyncState, lane: WeightLane, applies: bool = True) -> None:
     lane.wait()
-    if state.applies:
+    if applies and state.applies:
         lane.add(lane.copies[1])

@@ -126,6 +126,12 @@ class Decentralized(WeightExchange[DecentralizedState]):
         """Let the thread end."""
         state.lane = None
 
+    def end(self, state: DecentralizedState) -> None:
+        """Let the average that is under way end, change nothing, and end the twin of the group. Every rank must call."""
+        if state.lane is not None:
+            state.lane.end(state.group)
+        self.close(state)
+
     def load_state_dict(self, state: DecentralizedState, saved: Mapping[str, Any]) -> None:
         """Forget the average that is under way: it is not of the weights that were loaded."""
         if state.lane is not None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..buckets import Bucket
 from ..errors import UsageError, WorldError, explain
-from ..groups.subgroups import twin
+from ..groups.subgroups import end_together, twin
 from .allreduce import AllReduce
 from .average import wide
 from .base import GradientExchange, Work
@@ -33,6 +33,10 @@ from .compressed import Compressed
 from .fragments import Piece, cut
 from .weight_lane import NotFinite, as_real
 from .weights import FlatWeights, Named, WeightExchange
+
+
+def _unfilled(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(num_elements, dtype=dtype, device=device)
 
 
 class _Part:
@@ -50,7 +54,7 @@ class _Part:
         self._pieces, self._dtype = pieces, first.dtype
         like = torch.empty((), dtype=wide(first.dtype), device=first.device)
         names, shapes = [p.name for p in pieces], [like.expand(p.weights.shape) for p in pieces]
-        self.bucket = Bucket(index, False, names, shapes)
+        self.bucket = Bucket(index, False, names, shapes, allocate=_unfilled)
         self.weights = FlatWeights([(p.name, p.weights) for p in pieces], like.dtype)
         [self.globals] = self.weights.copy()
         self.momentum = torch.zeros_like(self.globals) if with_momentum else None
@@ -104,6 +108,7 @@ class DiLoCoState:
 
     Attributes:
         group: the ranks.
+        made: groups of the same ranks that were made for differences.
         exchange: how differences are averaged, and its state.
         fragments: in the order of their turns.
         shapes: of all parameters, as real numbers.
@@ -112,6 +117,7 @@ class DiLoCoState:
     """
 
     group: dist.ProcessGroup
+    made: list[dist.ProcessGroup]
     exchange: GradientExchange[Any]
     exchange_state: Any
     fragments: list[_Fragment]
@@ -200,7 +206,9 @@ class DiLoCo(WeightExchange[DiLoCoState]):
         for fragment in fragments:
             for part in fragment.parts:
                 part.release()
-        return DiLoCoState(group, exchange, exchange_state, fragments, {name: p.shape for name, p in real})
+        made = [] if own_group is group else [own_group]
+        made += [lane.group for lane in getattr(exchange_state, "lanes", ())]
+        return DiLoCoState(group, made, exchange, exchange_state, fragments, {name: p.shape for name, p in real})
 
     def before_step(self, state: DiLoCoState, step: int) -> None:
         """Nothing."""
@@ -227,9 +235,8 @@ class DiLoCo(WeightExchange[DiLoCoState]):
         for part in fragment.parts:
             part.bucket.renew()
             difference = part.bucket.flat
-            part.weights.read([difference])
+            part.weights.subtract_from([part.start()], out=[difference])
             part.not_finite.look(part.weights, [difference], state.group.rank(), step)
-            torch.sub(part.start(), difference, out=difference)
             if scale != 1.0:
                 difference *= scale
             fragment.works.append(state.exchange.start(part.bucket, state.exchange_state, state.num_exchanges))
@@ -262,8 +269,7 @@ class DiLoCo(WeightExchange[DiLoCoState]):
             if kept == 0:
                 part.weights.write([part.globals])
             else:
-                part.weights.read([change])
-                part.weights.write([change.mul_(kept).add_(part.globals, alpha=1 - kept)])
+                part.weights.mix([part.globals], kept)
             part.release()
 
     @torch.no_grad()
@@ -291,6 +297,13 @@ class DiLoCo(WeightExchange[DiLoCoState]):
             else:
                 self._take_over(state, fragment, 0.0)
             fragment.settled = state.num_steps
+
+    def end(self, state: DiLoCoState) -> None:
+        """Wait for what is under way, change nothing, and end the groups for differences. Every rank must call."""
+        for fragment in state.fragments:
+            self._wait(state, fragment)
+        end_together(state.made, state.group)
+        self.close(state)
 
     def close(self, state: DiLoCoState) -> None:
         """Let go of what is under way."""

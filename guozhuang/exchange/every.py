@@ -55,6 +55,10 @@ class Every(WeightExchange[Any]):
         """As the inner one in its step."""
         return self.inner.averages_gradients(step // self.steps)
 
+    def averages_over_all(self, step: int) -> bool:
+        """As the inner one in its step."""
+        return self.inner.averages_over_all(step // self.steps)
+
     def gradients(self) -> GradientExchange[Any] | None:
         """Return those of the inner one."""
         return self.inner.gradients()
@@ -62,6 +66,10 @@ class Every(WeightExchange[Any]):
     def prepare(self, parameters: Named, group: dist.ProcessGroup) -> Any:
         """Prepare the inner one."""
         return self.inner.prepare(parameters, group)
+
+    def miss_step(self, state: Any, step: int) -> None:
+        """Tell the inner one."""
+        self.inner.miss_step(state, step // self.steps)
 
     def before_step(self, state: Any, step: int) -> None:
         """Let the inner one act, if it is its turn."""
@@ -84,6 +92,10 @@ class Every(WeightExchange[Any]):
     def close(self, state: Any) -> None:
         """Close the inner one."""
         self.inner.close(state)
+
+    def end(self, state: Any) -> None:
+        """End the inner one."""
+        self.inner.end(state)
 
     def state_dict(self, state: Any) -> dict[str, Any]:
         """Return that of the inner one."""

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import UsageError, WorldError, explain
-from ..groups.subgroups import twin
+from ..groups.subgroups import end_together, twin
 from .codec import Codec
 from .numbers import is_finite
 from .quantize import MinMax8
@@ -53,6 +53,7 @@ class RingState:
 
     Attributes:
         group: a twin of the ranks' group, in which codes are sent; their own one if there is one rank.
+        whole_group: the ranks' group itself.
         flat: how parameters lie in flat tensors of float32.
         whole: how they lie in flat tensors of their own dtypes.
         replicas: W, L and R under "own", "left" and "right": flat tensors of float32.
@@ -62,6 +63,7 @@ class RingState:
     """
 
     group: dist.ProcessGroup
+    whole_group: dist.ProcessGroup
     flat: FlatWeights
     whole: FlatWeights
     replicas: dict[str, list[Tensor]]
@@ -103,9 +105,9 @@ class LowPrecisionDecentralized(WeightExchange[RingState]):
                 length = _HEADER_BYTES + self.codec.row_bytes(each.numel())
                 codes = torch.zeros(3, length, dtype=torch.uint8, device=each.device)
                 memory.append(_Memory(torch.empty_like(each), torch.empty_like(each), *codes.split(1)))
-            group = twin(group)
         random = [torch.Generator(each.weights.device) for each in memory]
-        return RingState(group, flat, whole, replicas, memory, random)
+        ring = twin(group) if group.size() > 1 else group
+        return RingState(ring, group, flat, whole, replicas, memory, random)
 
     def before_step(self, state: RingState, step: int) -> None:
         """Nothing to do: the exchange stands after the optimizer."""
@@ -163,6 +165,11 @@ class LowPrecisionDecentralized(WeightExchange[RingState]):
         state.whole.write(flats)
         for replica in state.replicas.values():
             state.flat.read(replica)
+
+    def end(self, state: RingState) -> None:
+        """End the twin of the group. Every rank must call."""
+        if state.group is not state.whole_group:
+            end_together([state.group], state.whole_group)
 
     def state_dict(self, state: RingState) -> dict[str, Any]:
         """Return the replicas by parameter, none where all equal the weights, as after agree; and the number of ranks."""

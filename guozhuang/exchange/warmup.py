@@ -137,6 +137,10 @@ class WeightWarmup(WeightExchange[WeightWarmupState]):
         """Tell whether it is the warm-up, or ``then`` does."""
         return step < self.steps or self.then.averages_gradients(step - self.steps)
 
+    def averages_over_all(self, step: int) -> bool:
+        """Tell whether it is the warm-up, or ``then`` does."""
+        return step < self.steps or self.then.averages_over_all(step - self.steps)
+
     def gradients(self) -> GradientExchange[Any] | None:
         """Return ``first``; where ``then`` has one of its own, that after it."""
         then = self.then.gradients()
@@ -145,6 +149,11 @@ class WeightWarmup(WeightExchange[WeightWarmupState]):
     def prepare(self, parameters: Named, group: dist.ProcessGroup) -> WeightWarmupState:
         """Nothing yet: ``then`` starts from the weights at the end of the warm-up."""
         return WeightWarmupState(tuple(parameters), group)
+
+    def miss_step(self, state: WeightWarmupState, step: int) -> None:
+        """Tell ``then``, after the warm-up."""
+        if state.begun:
+            self.then.miss_step(state.then, step - self.steps)
 
     def before_step(self, state: WeightWarmupState, step: int) -> None:
         """Let ``then`` act, after the warm-up."""
@@ -185,6 +194,11 @@ class WeightWarmup(WeightExchange[WeightWarmupState]):
         """Close ``then``."""
         if state.begun:
             self.then.close(state.then)
+
+    def end(self, state: WeightWarmupState) -> None:
+        """End ``then``. Every rank must call, in or after the warm-up alike."""
+        if state.begun:
+            self.then.end(state.then)
 
     def state_dict(self, state: WeightWarmupState) -> dict[str, Any]:
         """Return that of ``then``; empty in the warm-up."""

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import WorldError, explain
+from ..groups.subgroups import end_together
 from .lane import Lane, LaneWork
 from .numbers import is_finite
 from .weights import FlatWeights, Named
@@ -150,6 +151,15 @@ class WeightLane:
         """Wait for what is in flight, if anything, for the sake of the order alone."""
         if self._work is not None:
             self.wait()
+
+    def end(self, group: dist.ProcessGroup) -> None:
+        """Wait for what is in flight, and end the lane's group. Every rank must call; the lane is not used again.
+
+        Args:
+            group: what the lane was made from.
+        """
+        self.drop()
+        end_together([self.group], group)
 
     @torch.no_grad()
     def add(self, values: Sequence[Tensor]) -> None:

@@ -42,6 +42,10 @@ class WeightExchange(ABC, Generic[State]):
         """Tell whether gradients cross the wire in this step, as they do without a weight exchange. By default never."""
         return False
 
+    def averages_over_all(self, step: int) -> bool:
+        """Tell whether this step leaves equal weights equal on all ranks, because their gradients are averaged over all."""
+        return self.averages_gradients(step)
+
     def gradients(self) -> GradientExchange[Any] | None:
         """Return what gradients go through in steps that average them; None leaves the wrapper's own exchange in place."""
         return None
@@ -54,6 +58,9 @@ class WeightExchange(ABC, Generic[State]):
             parameters: those that are trained; of any dtypes and shapes, on one device type.
             group: the ranks. A method that sends from a thread makes a twin of it.
         """
+
+    def miss_step(self, state: State, step: int) -> None:
+        """Note that this rank makes no optimizer step in the coming step, which it only shadows. Not collective."""
 
     @abstractmethod
     def before_step(self, state: State, step: int) -> None:
@@ -75,6 +82,14 @@ class WeightExchange(ABC, Generic[State]):
 
     def close(self, state: State) -> None:
         """Stop what runs in the background. Not collective; the state is not used again."""
+
+    def end(self, state: State) -> None:
+        """Finish what is under way, leave the weights alone, and end the groups that ``prepare`` made; then as :meth:`close`.
+
+        Every rank must call, at one point, where training begins anew with other weights. By default only :meth:`close`: right
+        for a method that made no groups.
+        """
+        self.close(state)
 
     def state_dict(self, state: State) -> dict[str, Any]:
         """Return what a checkpoint needs besides the weights to go on exactly. Every rank must call, after :meth:`agree`."""
@@ -155,3 +170,21 @@ class FlatWeights:
         """Copy flat tensors into the parameters, in place."""
         for views, group in zip(self.views(source), self._groups, strict=True):
             torch._foreach_copy_(group, views)
+
+    @torch.no_grad()
+    def subtract_from(self, flats: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+        """Write flat tensors minus the parameters, in the dtype of the copies, into others."""
+        for views, outs, group in zip(self.views(flats), self.views(out), self._groups, strict=True):
+            for view, result, parameter in zip(views, outs, group, strict=True):
+                torch.sub(view, parameter, out=result)
+
+    @torch.no_grad()
+    def mix(self, source: Sequence[Tensor], kept: float) -> None:
+        """Make each parameter ``kept`` of itself and the rest of flat tensors, rounded to its dtype once."""
+        for views, group in zip(self.views(source), self._groups, strict=True):
+            if all(view.dtype == parameter.dtype for view, parameter in zip(views, group, strict=True)):
+                torch._foreach_mul_(group, kept)
+                torch._foreach_add_(group, views, alpha=1 - kept)
+            else:
+                mixed = [p.to(v.dtype).mul_(kept).add_(v, alpha=1 - kept) for v, p in zip(views, group, strict=True)]
+                torch._foreach_copy_(group, mixed)

@@ -72,6 +72,20 @@ def subgroup(group: dist.ProcessGroup, members: Sequence[int]) -> dist.ProcessGr
     return _made(made)
 
 
+def end_together(made: Sequence[dist.ProcessGroup], group: dist.ProcessGroup) -> None:
+    """End groups that were made of ``group``'s ranks, after all of them have come here. Every rank must call.
+
+    Args:
+        made: the same on all ranks; nothing that was sent in them may be under way on this rank. Others than
+            ``torch.distributed`` knows, ended ones for example, are passed over.
+        group: what they were made from; a barrier in it tells that all ranks are done with them.
+    """
+    dist.barrier(group=group)
+    for each in made:
+        if each in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(each)
+
+
 def _made(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     assert group is not None, "this rank is no member of its own group"
     return group

@@ -31,7 +31,7 @@ def names_of_cases(namespace: Mapping[str, Any], prefix: str = "case_") -> list[
 
 
 def results_of_cases(
-    module_name: str, num_ranks: int, names: Sequence[str], timeout_s: float = 60.0, group_timeout_s: float = 15.0
+    module_name: str, num_ranks: int, names: Sequence[str], timeout_s: float = 100.0, group_timeout_s: float = 15.0
 ) -> Callable[[str], None]:
     """A function that raises what one case raised; the first call runs all of them in one set of ranks."""
 
@@ -136,5 +136,6 @@ def sent_per_step(exchange: WeightExchange[Any], parameters: Named, num_steps: i
         exchange.after_step(state, step)
     dist.barrier()
     after = tcp_sent_bytes()
+    dist.barrier()  # nobody closes a socket before all have read
     assert before is not None and after is not None
     return (after - before) / num_steps

@@ -417,6 +417,7 @@ def test_closing_waits_for_nobody() -> None:
 EIGHT = results_of_cases(__name__, 8, NAMES, timeout_s=200.0)
 
 
+@pytest.mark.timeout(230)  # the first waits for all of them
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_cases_with_eight_ranks(name: str) -> None:

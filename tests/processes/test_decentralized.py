@@ -520,6 +520,7 @@ def test_who_did_not_come_is_named() -> None:
         assert "[rank 0]" in text and who in text, text
 
 
+@pytest.mark.timeout(230)  # the first waits for all of them
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_cases_with_eight_ranks(name: str) -> None:

@@ -225,6 +225,7 @@ for _name in METHODS:
 RESULTS = {size: results_of_cases(__name__, size, NAMES, timeout_s=240.0) for size in (1, 2, 3, 4, 8)}
 
 
+@pytest.mark.timeout(270)  # the first of a size waits for all of it
 @pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 3, 4, 8))])
 @pytest.mark.parametrize("name", NAMES)
 def test_holds(name: str, size: int) -> None:
