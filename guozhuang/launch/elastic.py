@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.elastic import events, metrics
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -316,6 +317,11 @@ class _Agent(LocalElasticAgent):
         while True:
             with contextlib.suppress(AnewError):
                 super()._rendezvous(worker_group)
+                try:
+                    self._run.servers.meet(worker_group)  # here, where a node that is lost makes all begin anew
+                except dist.DistNetworkError as error:
+                    meeting = worker_group.spec.rdzv_handler
+                    raise (meeting.told(error) if isinstance(meeting, Meeting) else error) from error
                 return
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -335,6 +341,7 @@ class _Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._finished is not None:
+            self._run.servers.check()
             return self._with_the_others(self._finished)
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state != WorkerState.SUCCEEDED:

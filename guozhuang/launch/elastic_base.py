@@ -40,6 +40,10 @@ class Meeting(RendezvousHandler):
         """Tell the other nodes that this one gives the run up, and why; see ``Others.give_up``."""
         return None if self._others is None else self._others.give_up(text, code, is_reaction)
 
+    def told(self, error: Exception) -> Exception:
+        """Return what a broken connection to the store means: the node that keeps it is gone, where that is known."""
+        return error if self._others is None else OtherNodeError(self._others.who_is_gone())
+
     @abc.abstractmethod
     def was_told(self, text: str, code: int) -> None:
         """Tell the other nodes that this agent was told to end."""

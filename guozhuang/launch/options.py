@@ -131,7 +131,7 @@ def plan(arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
         chosen.append(f"node {node.node_rank} of {node.num_nodes}, as the launcher of this agent says")
     least_nodes, most_nodes = torchrun_options.settle_nodes(found)
     torchrun_options.check(found, environ, num_local_ranks, most_nodes)
-    _check_servers(found.servers, least_nodes, most_nodes, found.rdzv_backend)
+    _check_servers(found.servers, least_nodes, most_nodes, found.rdzv_backend, found.rdzv_conf or "")
     if found.standalone or (not said and most_nodes == 1):
         found.standalone, found.rdzv_backend, found.rdzv_endpoint, found.master_port = True, "static", "", None
         found.rdzv_id = secrets.token_hex(8)
@@ -282,7 +282,7 @@ def _check_groups(number: int, strategy: str | None) -> None:
     strategies.check_groups(strategies.get(strategy or strategies.DEFAULT), number)
 
 
-def _check_servers(number: int | None, least_nodes: int, most_nodes: int, backend: str) -> None:
+def _check_servers(number: int | None, least_nodes: int, most_nodes: int, backend: str, details: str) -> None:
     if number is None:
         return
     if number < 0:
@@ -292,6 +292,8 @@ def _check_servers(number: int | None, least_nodes: int, most_nodes: int, backen
         what = "--servers needs a fixed number of nodes: each starts its own, and the exchange counts on their number"
         fix = "give one number of nodes, or leave --servers out: the ranks then serve each other, each a share"
         raise UsageError(explain(what, value=f"--nnodes {least_nodes}:{most_nodes}", fix=fix))
-    if number and most_nodes > 1 and backend not in ("static", "c10d"):
+    if number and most_nodes > 1 and (backend not in ("static", "c10d") or "store_type=file" in details):
         what = "with several nodes --servers needs a store that their agents keep, and this way to meet has none"
-        raise UsageError(explain(what, value=backend, fix="use --rdzv-backend static or c10d, or -H"))
+        raise UsageError(
+            explain(what, value=f"{backend} {details}".strip(), fix="use --rdzv-backend static or c10d, or -H")
+        )

@@ -91,13 +91,10 @@ class Node:
             return agent.main(arguments, self._outer)
 
     def _serve(self, port: int) -> int:
-        os.environ.pop(SERVERS, None)
         servers = Servers(self._serves, self._num_servers, say)
         with contextlib.closing(servers), self._channel.watched():
-            ended = remote_servers.run(servers, f"127.0.0.1:{port}", self._is_store_there)
-            if ended:
-                self._channel.say({"server": ended})
-        return 1 if ended else 0
+            self._channel.say({"server": remote_servers.run(servers, f"127.0.0.1:{port}", self._is_store_there)})
+        return 1
 
     def _is_store_there(self) -> bool:
         """Whether the first host's door still opens: its agent closes it when the run is over."""

@@ -2,11 +2,12 @@
 
 They meet the ranks at a store: with one node at one that the agent keeps on loopback, with several at the one where ranks meet.
 Nothing is left of them for the same reasons as of ranks, see [Note: no orphans] in guard.py: they are started through rank.py
-and have the run's variable.
+and have the run's variable. Under -H the host's supervisor ends them in place of a guard.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import socket
@@ -55,9 +56,8 @@ class Servers:
             address: of the store where they meet the ranks, ``host:port``.
         """
         environ = {name: value for name, value in os.environ.items() if name != VARIABLE}
-        environ.setdefault(
-            "TORCH_CPP_LOG_LEVEL", "ERROR"
-        )  # at the end of a run its store goes first, which c10d would tell of
+        # At the end of a run its store goes first, which c10d would tell of.
+        environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         stub, own = str(Path(__file__).with_name("rank.py")), ["-I", "-S"]
         for number in self._numbers:
             words = ["-m", "guozhuang.exchange.parameter_server.server", "--stay", "--store", address]
@@ -77,11 +77,15 @@ class Servers:
         """Their processes."""
         return [process.pid for _, process in self._processes]
 
-    def ended(self) -> str | None:
-        """Who has ended, which none does by itself while the run goes on, and how; None while all are there."""
+    def ended(self, but_well: bool = False) -> str | None:
+        """Who has ended, which none does by itself while the run goes on, and how; None while all are there.
+
+        Args:
+            but_well: leave out who ended with 0, as servers do when the store is gone where they met the ranks.
+        """
         for number, process in self._processes:
             code = process.poll()
-            if code is not None:
+            if code is not None and not (but_well and code == 0):
                 return f"parameter server {number} (process {process.pid}) ended with {how(code)}"
         return None
 
@@ -90,7 +94,8 @@ class Servers:
         for _, process in self._processes:
             if process.poll() is None:
                 process.kill()
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in the kernel, as guard.py says
+                process.wait(_JOIN_S)
         for reader in self._readers:
             reader.join(_JOIN_S)  # somebody may have inherited the pipe
         self._processes, self._readers = [], []
@@ -118,9 +123,10 @@ class ServersOfANode:
         self._count, self._say = count, say
         self._servers = Servers([], 0, say)
         self._store: dist.TCPStore | None = None
+        self._counts: list[int] = []  # of all nodes, in this attempt
 
-    def start(self, group: WorkerGroup) -> None:
-        """Start them; to be called by the thread that starts the ranks, before it does.
+    def meet(self, group: WorkerGroup) -> None:
+        """Learn how many servers each node starts.
 
         Args:
             group: what torch elastic knows of this node after the nodes have met.
@@ -128,26 +134,32 @@ class ServersOfANode:
         Raises:
             ServersError: another node did not say how many it starts.
         """
+        node, num_nodes = group.group_rank or 0, group.group_world_size or 1
+        if self._count:
+            self._counts = [self._count] if num_nodes == 1 else self._counts_of_all(group.store, node, num_nodes)
+
+    def start(self, group: WorkerGroup) -> None:
+        """Start them; to be called after :meth:`meet`, by the thread that starts the ranks, before it does.
+
+        Args:
+            group: as above.
+        """
         if not self._count:
             return
-        node, num_nodes = group.group_rank or 0, group.group_world_size or 1
-        numbers, count = range(self._count), self._count
-        if num_nodes == 1:
+        begin, count = sum(self._counts[: group.group_rank or 0]), sum(self._counts)
+        if len(self._counts) == 1:
             listener = listen(MeetingPoint(search.LOOPBACK, 0, is_loopback_meant=True))
             address = f"{search.LOOPBACK}:{listener.getsockname()[1]}"
             self._store = serve(listener, _STORE_S)
         else:
-            counts = self._counts(group.store, node, num_nodes)
-            begin, count = sum(counts[:node]), sum(counts)
-            numbers = range(begin, begin + self._count)
             host = str(group.master_addr)
             # The agents keep that store, and a new one, or an empty one, for each attempt.
             address = f"[{host}]:{group.master_port}" if ":" in host else f"{host}:{group.master_port}"
-        self._servers = Servers(numbers, count, self._say)
+        self._servers = Servers(range(begin, begin + self._count), count, self._say)
         self._servers.start(address)
         os.environ[VARIABLE] = f"{count}@{address}"  # for the ranks
 
-    def _counts(self, store: Any, node: int, num_nodes: int) -> list[int]:
+    def _counts_of_all(self, store: Any, node: int, num_nodes: int) -> list[int]:
         store.set(f"servers of node {node}", str(self._count))
         found = []
         for other in range(num_nodes):
@@ -170,7 +182,8 @@ class ServersOfANode:
         Raises:
             ServersError: one has ended, which none does by itself.
         """
-        ended = self._servers.ended()
+        # The end of a store that other nodes keep is theirs: they begin anew or are lost, which the meeting tells of.
+        ended = self._servers.ended(but_well=len(self._counts) > 1)
         if ended is not None:
             fix = "look at what it printed, or in the system's log if it was killed"
             raise ServersError(explain(f"{ended} on host {socket.gethostname()}, so the run ends", fix=fix))

@@ -59,7 +59,7 @@ class Agent:
             for line in self.process.stdout:
                 self.text += line
 
-    def says(self, pattern: str, limit_s: float = 60.0) -> float:
+    def says(self, pattern: str, limit_s: float = 100.0) -> float:
         """Wait until it has printed that; return how long it took."""
         begin = time.monotonic()
         while not re.search(pattern, self.text):

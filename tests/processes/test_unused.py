@@ -328,11 +328,9 @@ def misses_alone(rank, world_size, who, buffers, setup):
     ],
 )
 def test_one_rank_missed_and_exits(who, buffers, setup):
-    started_s = time.monotonic()
-    outcomes = run_ranks(
-        misses_alone, 2, who, buffers, setup, init=setup == "file", collect_errors=True, group_timeout_s=30.0
-    )
-    assert time.monotonic() - started_s < 15
+    # Half the time-out of the group; a rank that is not through by then has no exit code and no exception.
+    limits: dict[str, Any] = {"timeout_s": 15.0, "group_timeout_s": 30.0, "collect_errors": True}
+    outcomes = run_ranks(misses_alone, 2, who, buffers, setup, init=setup == "file", **limits)
     assert all(isinstance(o, RankError) for o in outcomes)
     assert outcomes[who].type_name == "UnusedParameterError"
     assert "branches.3.weight" in outcomes[who].message and "trunk" not in outcomes[who].message
@@ -358,9 +356,7 @@ def freezes_alone(rank, world_size, who):
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_one_rank_freezes_a_parameter(who):
-    started_s = time.monotonic()
-    outcomes = run_ranks(freezes_alone, 2, who, collect_errors=True, group_timeout_s=1.5)
-    assert time.monotonic() - started_s < 15
+    outcomes = run_ranks(freezes_alone, 2, who, collect_errors=True, timeout_s=15.0, group_timeout_s=1.5)
     assert all(isinstance(o, RankError) and o.exit_code == 1 for o in outcomes), outcomes
     assert outcomes[who].type_name in ("MismatchError", "WorldError")
     assert "branches.2.weight" in outcomes[who].message

@@ -1,6 +1,7 @@
 """How workers and servers come together: who takes part, one gloo group of all of them, and word of who was lost.
 
-[Note: two ways] Where `guozhuang run --servers K` started servers, they wait at a store of their own. Rank 0 of the workers
+[Note: two ways] Where `guozhuang run --servers K` started servers, they wait at a store: on one node at one of
+their own, with several at the one where ranks meet. Rank 0 of the workers
 announces a meeting there; workers have the first ranks of the new group, servers those after them. Where there are none, each
 worker serves a share in threads of its own, and the group is that of the workers once more.
 

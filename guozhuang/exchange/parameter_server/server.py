@@ -4,7 +4,7 @@
 
 It waits at the store for groups of workers that announce themselves, and serves each in a session of its own. It ends when all
 workers of all sessions have left, when the store is gone, or, with a code other than 0, when a worker was lost. With
-``--stay`` it waits for further workers whatever happens, until it is ended.
+``--stay`` it waits for further workers whatever happens, until it is ended, or its store is gone, which is no failure.
 
 ``guozhuang run --server-hosts`` starts them on hosts of their own over ssh. Where they are started by hand, the one with
 ``--listen`` keeps the store at HOST:PORT, and the ranks find GUOZHUANG_SERVERS=K@HOST:PORT in their environment. With
