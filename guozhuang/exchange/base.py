@@ -96,7 +96,8 @@ class GradientExchange(ABC, Generic[State]):
         Args:
             bucket: dense (``bucket.sparse`` is False), its gradients multiplied by :meth:`input_scale`.
             state: what :meth:`prepare` returned.
-            step: number of synchronized backward passes before this one.
+            step: number of synchronized backward passes before this one; of optimizer steps where an exchange of weights
+                brought this one.
         """
 
     @abstractmethod

@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 from ..errors import UsageError, explain
 from .base import GradientExchange
+from .warmup import after_warmups
+from .weight_hierarchical import WeightHierarchical
 from .weights import Named, WeightExchange
 
 
@@ -45,6 +47,10 @@ class Every(WeightExchange[Any]):
         if hasattr(self.inner, "every"):
             what = "the inner exchange counts steps itself"
             raise UsageError(explain(what, value=self.inner, fix="choose its interval with its option `every`"))
+        if isinstance(after_warmups(self.inner), WeightHierarchical):
+            what = "the ranks of a node act in every step; only what acts between nodes may leave some out"
+            fix = "put Every inside: WeightHierarchical(AllReduce(), Every(8, Average()))"
+            raise UsageError(explain(what, value=self.inner, fix=fix))
 
     @property
     def in_step(self) -> bool:

@@ -59,9 +59,14 @@ def find_nodes(group: dist.ProcessGroup, identities: Sequence[str] | None) -> No
     return Nodes.of([str(text) for text in found], group.rank())
 
 
+def inside_of(group: dist.ProcessGroup, nodes: Nodes) -> dist.ProcessGroup:
+    """Make a group of the ranks of each node, and return that of this rank's. Every rank must call."""
+    return _own_of(group, nodes.members)
+
+
 def make_groups(group: dist.ProcessGroup, nodes: Nodes) -> NodeGroups:
     """Make the groups, with the backend and the time-out of ``group``. Every rank must call."""
-    inside = _own_of(group, nodes.members)
+    inside = inside_of(group, nodes)
     if nodes.is_even:
         return NodeGroups(nodes, inside, _own_of(group, [nodes.peers_of_lane(i) for i in range(nodes.num_lanes)]))
     # Ranks that do not cross get a group too: see [Note: equally many groups].
@@ -91,7 +96,12 @@ def make_up_for(groups: NodeGroups, made: int, device: torch.device) -> list[dis
     """
     wanted = torch.tensor([made], device=device)
     dist.broadcast(wanted, group_src=0, group=groups.inside)
-    return [subgroup(groups.inside, [groups.inside.rank()]) for _ in range(int(wanted) - made)]
+    return groups_alone(groups, int(wanted) - made)
+
+
+def groups_alone(groups: NodeGroups, num: int) -> list[dist.ProcessGroup]:
+    """Make so many groups of this rank alone; none of a number below 1. See [Note: equally many groups]."""
+    return [subgroup(groups.inside, [groups.inside.rank()]) for _ in range(num)]
 
 
 def _own_of(group: dist.ProcessGroup, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:

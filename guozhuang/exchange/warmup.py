@@ -25,9 +25,10 @@ class Warmup(GradientExchange[tuple[Any, Any, int]]):
     """``first`` for so many steps, then ``then``. Its state: those of both, and the number of ranks.
 
     Args:
-        steps: how many synchronized backward passes ``first`` serves.
+        steps: how many synchronized backward passes ``first`` serves; optimizer steps where ``WeightWarmup`` made this.
         first: usually ``AllReduce()``.
         then: what follows.
+        restarts: whether ``then`` counts its steps from the end of the warm-up.
 
     Raises:
         UsageError: a negative number of steps.
@@ -36,6 +37,7 @@ class Warmup(GradientExchange[tuple[Any, Any, int]]):
     steps: int
     first: GradientExchange[Any]
     then: GradientExchange[Any]
+    restarts: bool = False
 
     def __post_init__(self) -> None:
         if self.steps < 0:
@@ -66,6 +68,8 @@ class Warmup(GradientExchange[tuple[Any, Any, int]]):
     def start(self, bucket: Bucket, state: tuple[Any, Any, int], step: int) -> Work:
         """Start the one whose turn it is."""
         chosen, its_state = (self.first, state[0]) if step < self.steps else (self.then, state[1])
+        if self.restarts and step >= self.steps:
+            step -= self.steps
         scale = chosen.input_scale(state[2])
         if scale != 1.0:
             bucket.flat.mul_(scale)
@@ -144,7 +148,7 @@ class WeightWarmup(WeightExchange[WeightWarmupState]):
     def gradients(self) -> GradientExchange[Any] | None:
         """Return ``first``; where ``then`` has one of its own, that after it."""
         then = self.then.gradients()
-        return self.first if then is None else Warmup(self.steps, self.first, then)
+        return self.first if then is None else Warmup(self.steps, self.first, then, restarts=True)
 
     def prepare(self, parameters: Named, group: dist.ProcessGroup) -> WeightWarmupState:
         """Nothing yet: ``then`` starts from the weights at the end of the warm-up."""
@@ -218,3 +222,10 @@ class WeightWarmup(WeightExchange[WeightWarmupState]):
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> float | None:
         """Return what a step after the warm-up sends."""
         return self.then.traffic(num_elements, element_bytes, world_size)
+
+
+def after_warmups(exchange: WeightExchange[Any]) -> WeightExchange[Any]:
+    """Return what is left of an exchange when all its warm-ups are over."""
+    while isinstance(exchange, WeightWarmup):
+        exchange = exchange.then
+    return exchange

@@ -1,8 +1,8 @@
 """Gradients averaged inside each node in every step, and weights exchanged between nodes by a method of your choice.
 
 Formula, with k_j ranks on node j: every rank of it steps with g = (1 / k_j) sum of the gradients of node j's ranks. They begin
-with equal weights, so they hold the same bits for ever and are one worker with a batch k_j times as large; ``outer`` acts
-among these workers, as it does among ranks by itself, and each counts once, whatever its k_j.
+with equal weights, so they hold the same bits and are one worker with a batch k_j times as large; ``outer`` acts among these
+workers, as it does among ranks by itself, and each counts once, whatever its k_j.
 Error: that of ``outer`` with as many ranks as there are nodes.
 Traffic: an all-reduce of the gradients inside each node in every step. Between nodes, for each node what one rank sends with
 ``outer`` in a world of as many ranks. Inside a node again, once for each time that ``outer`` sets weights, a broadcast of them.
@@ -17,8 +17,11 @@ their links to other nodes round differently.
 
 [Note: steps that a rank of a node missed] A rank whose data has ended takes part with gradients of zero and makes no optimizer
 step, so it is behind the rest of its node. It is told so in advance (``miss_step``), tells its node before the optimizer's
-step, and gets the weights of a rank that made it, before the leader acts on them. A node that has no data left at all takes
-part in ``outer`` with the weights that it has, as a single rank would.
+step, and gets the weights of a rank that made it, before the leader acts on them. Not the optimizer's state: where it has one
+(momentum, Adam's moments), the ranks of the node make different steps after the ``join()``, until the next broadcast of the
+leader's weights, and again after it. A node that has no data left at all takes part in ``outer`` with the weights that it has,
+as a single rank would. A rank that leaves out a step by itself, outside ``join()``, makes up nothing: its node waits for it in
+that step and it for its node in the next backward, up to the time-out.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ from ..groups.subgroups import end_together
 from .allreduce import AllReduce
 from .base import Done, GradientExchange, Work
 from .hierarchical import is_plain
-from .node_groups import NodeGroups, find_nodes, make_groups, make_up_for, num_groups
+from .node_groups import NodeGroups, find_nodes, groups_alone, inside_of, make_groups, make_up_for, num_groups
+from .warmup import after_warmups
 from .weight_lane import as_real
 from .weights import FlatWeights, Named, WeightExchange
 
@@ -47,13 +51,13 @@ class InsideNodesState:
     """What is made once per layout.
 
     Attributes:
-        node: the ranks of this rank's node.
+        node: the ranks of this rank's node; None where every rank has a node of its own.
         num_ranks: of all nodes.
         inner: the state of the exchange inside the node; None for a rank that is alone there.
         everywhere: that of the exchange over all ranks.
     """
 
-    node: dist.ProcessGroup
+    node: dist.ProcessGroup | None
     num_ranks: int
     inner: Any
     everywhere: Any
@@ -91,9 +95,12 @@ class InsideNodes(GradientExchange[InsideNodesState]):
         self, buckets: Sequence[Bucket], group: dist.ProcessGroup, before: InsideNodesState | None = None
     ) -> InsideNodesState:
         """Make a group of each node's ranks, and prepare both. Every rank must call."""
-        node = make_groups(group, find_nodes(group, self.identities)).inside if before is None else before.node
-        inner, everywhere = (None, None) if before is None else (before.inner, before.everywhere)
-        if node.size() > 1:
+        if before is None:
+            nodes = find_nodes(group, self.identities)
+            node, inner, everywhere = None if nodes.is_flat else inside_of(group, nodes), None, None
+        else:
+            node, inner, everywhere = before.node, before.inner, before.everywhere
+        if node is not None and node.size() > 1:
             inner = self.inner.prepare(buckets, node, inner)
         return InsideNodesState(node, group.size(), inner, self._everywhere.prepare(buckets, group, everywhere))
 
@@ -102,9 +109,9 @@ class InsideNodes(GradientExchange[InsideNodesState]):
         if self.outer.averages_gradients(step):
             chosen, its_state, size = self._everywhere, state.everywhere, state.num_ranks
         else:
-            chosen, its_state, size = self.inner, state.inner, state.node.size()
-            if size == 1:
+            if state.node is None or state.node.size() == 1:
                 return Done()
+            chosen, its_state, size = self.inner, state.inner, state.node.size()
         scale = chosen.input_scale(size)
         if scale != 1.0:
             bucket.flat.mul_(scale)
@@ -199,7 +206,7 @@ class WeightHierarchical(WeightExchange[WeightHierarchicalState]):
         if not isinstance(self.outer, WeightExchange):
             fix = "Hierarchical(inner, outer) is for two exchanges of gradients"
             raise UsageError(explain("outer is an exchange of weights", value=self.outer, fix=fix))
-        if isinstance(self.outer, WeightHierarchical):
+        if isinstance(after_warmups(self.outer), WeightHierarchical):
             fix = "name the larger of the two kinds of nodes in `identities`, and use one WeightHierarchical"
             raise UsageError(explain("WeightHierarchical knows two levels", value=self.outer, fix=fix))
         if not self.outer.in_step:
@@ -231,7 +238,7 @@ class WeightHierarchical(WeightExchange[WeightHierarchicalState]):
         groups = None if nodes.is_flat else make_groups(group, nodes)
         real = as_real(parameters)
         weights = [p for _, p in real]
-        flags = torch.zeros(3, dtype=torch.int64, device=weights[0].device)
+        flags = torch.zeros(4, dtype=torch.int64, device=weights[0].device)
         members = [list(ranks) for ranks in nodes.members]
         state = WeightHierarchicalState(members, group, groups, [], None, weights, FlatWeights(real), flags)
         if groups is None:
@@ -257,11 +264,11 @@ class WeightHierarchical(WeightExchange[WeightHierarchicalState]):
             state.num_missed = 0
             self.outer.before_step(state.outer, step)
             return
-        changed = _did_change(state, lambda: self.outer.before_step(state.outer, step))
+        changed, made = _did(state, lambda: self.outer.before_step(state.outer, step))
         here, size = state.groups.nodes.local_rank, state.groups.inside.size()
-        most_changed, most_missed, least = _greatest(
-            state, changed, state.num_missed, -(state.num_missed * size + here)
-        )
+        least_missed = -(state.num_missed * size + here)
+        most_changed, most_made, most_missed, least = _greatest(state, changed, made, state.num_missed, least_missed)
+        state.made += groups_alone(state.groups, most_made - made)
         fewest_missed, source = divmod(-least, size)
         state.source = source if fewest_missed < most_missed else None
         if most_changed:
@@ -275,8 +282,10 @@ class WeightHierarchical(WeightExchange[WeightHierarchicalState]):
         if state.source is not None:
             _follow(state, state.source)
         state.num_missed, state.source = 0, None
-        changed = _did_change(state, lambda: self.outer.after_step(state.outer, step))
-        if _greatest(state, changed, 0, 0)[0]:
+        changed, made = _did(state, lambda: self.outer.after_step(state.outer, step))
+        most_changed, most_made = _greatest(state, changed, made)
+        state.made += groups_alone(state.groups, most_made - made)
+        if most_changed:
             _follow(state, 0)
 
     def agree(self, state: WeightHierarchicalState) -> None:
@@ -285,11 +294,6 @@ class WeightHierarchical(WeightExchange[WeightHierarchicalState]):
             self.outer.agree(state.outer)
         if state.groups is not None:
             _follow(state, 0)
-
-    def rest(self, state: WeightHierarchicalState) -> None:
-        """Let ``outer`` rest."""
-        if state.acts:
-            self.outer.rest(state.outer)
 
     def close(self, state: WeightHierarchicalState) -> None:
         """Close ``outer``."""
@@ -308,7 +312,7 @@ class WeightHierarchical(WeightExchange[WeightHierarchicalState]):
     def state_dict(self, state: WeightHierarchicalState) -> dict[str, Any]:
         """Return "nodes", the ranks of each, "keeps", whether ``outer`` keeps something, and that: "outer", on leaders."""
         kept = self.outer.state_dict(state.outer) if state.acts else {}
-        keeps = bool(kept) if state.groups is None else bool(_greatest(state, bool(kept), 0, 0)[0])
+        keeps = bool(kept) if state.groups is None else bool(_greatest(state, bool(kept))[0])
         return {"nodes": state.members, "keeps": keeps, "outer": kept}
 
     def load_state_dict(self, state: WeightHierarchicalState, saved: Mapping[str, Any]) -> None:
@@ -324,8 +328,15 @@ class WeightHierarchical(WeightExchange[WeightHierarchicalState]):
             what = f"the checkpoint was saved with the ranks on other nodes than {state.members}"
             fix = "start as many ranks on each node as then, in that order"
             raise UsageError(explain(what, value=saved["nodes"], fix=fix))
-        if state.acts:
+        if state.groups is None:
             self.outer.load_state_dict(state.outer, saved["outer"])
+            return
+        before = num_groups()
+        try:
+            if state.acts:
+                self.outer.load_state_dict(state.outer, saved["outer"])
+        finally:  # also where it raised: the others of the node wait for this
+            state.made += make_up_for(state.groups, num_groups() - before, state.flags.device)
 
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> float | None:
         """Return that of ``outer`` where ``identities`` say that every rank is alone on its node; else only counting tells.
@@ -345,24 +356,25 @@ def _num_on_each(identities: Sequence[str] | None, world_size: int) -> list[int]
     return [list(identities).count(node) for node in dict.fromkeys(identities)]
 
 
-def _did_change(state: WeightHierarchicalState, act: Callable[[], None]) -> bool:
-    """Act, on the rank that leads its node, and return whether weights changed by it."""
+def _did(state: WeightHierarchicalState, act: Callable[[], None]) -> tuple[bool, int]:
+    """Act, on the rank that leads its node, and return whether weights changed by it, and how many groups it made."""
     if not state.acts:
-        return False
-    before = state.version()
+        return False, 0
+    version, groups = state.version(), num_groups()
     act()
-    return state.version() != before
+    return state.version() != version, num_groups() - groups
 
 
 def _greatest(state: WeightHierarchicalState, *numbers: int) -> list[int]:
-    """Return the greatest of what the ranks of the node say, number by number. All of them must call."""
+    """Return the greatest of what the ranks of the node say, number by number, up to four. All of them must call."""
     assert state.groups is not None
     if state.groups.inside.size() == 1:
         return [int(each) for each in numbers]
-    state.flags.copy_(torch.tensor(numbers))
+    flags = state.flags[: len(numbers)]
+    flags.copy_(torch.tensor(numbers))
     try:
-        dist.all_reduce(state.flags, op=dist.ReduceOp.MAX, group=state.groups.inside)
-        return [int(each) for each in state.flags.tolist()]
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=state.groups.inside)
+        return [int(each) for each in flags.tolist()]
     except RuntimeError as error:
         raise _lost(state.groups, error) from error
 

@@ -186,5 +186,5 @@ class FlatWeights:
                 torch._foreach_mul_(group, kept)
                 torch._foreach_add_(group, views, alpha=1 - kept)
             else:
-                mixed = [p.to(v.dtype).mul_(kept).add_(v, alpha=1 - kept) for v, p in zip(views, group, strict=True)]
-                torch._foreach_copy_(group, mixed)
+                for v, p in zip(views, group, strict=True):  # one wide copy at a time
+                    p.copy_(p.to(v.dtype).mul_(kept).add_(v, alpha=1 - kept))

@@ -4,6 +4,10 @@
 its members make alone after its ranks and the number of groups that the process is in: members in different numbers of groups
 wait for each other under different names, and after a group has ended its name, with the addresses under it, is found again.
 Here the name is that of the group it comes from, its ranks, and how often they made one before; each rank counts in the store.
+
+[Note: parts do not split] Where the default group is bound to a device, PyTorch makes the NCCL communicator of a new group by
+splitting that of the default group, for which NCCL needs all ranks of the latter. Those outside the new group do not come here
+and know nothing of it, so a part of the default group connects by itself: in its first collective, as with no device bound.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,6 +61,7 @@ def subgroup(group: dist.ProcessGroup, members: Sequence[int]) -> dist.ProcessGr
         return _made(dist.new_group(ranks, limit, backend, use_local_synchronization=True))
     who = hashlib.sha256(" ".join(map(str, ranks)).encode()).hexdigest()[:16]
     number = store_of(group).add(f"guozhuang/subgroups/{who}/{group.rank()}", 1)
+    splits = len(ranks) == default.size()  # [Note: parts do not split]
     # PyTorch's public new_group() lets nobody choose the name; this is what it calls.
     c10d = dist.distributed_c10d
     made, _ = c10d._new_process_group_helper(
@@ -66,10 +72,13 @@ def subgroup(group: dist.ProcessGroup, members: Sequence[int]) -> dist.ProcessGr
         store_of(default),
         c10d.GroupName(f"{group.group_name}.{who}.{number}"),
         timeout=limit,
-        device_id=default.bound_device_id,
+        device_id=default.bound_device_id if splits else None,
     )
-    c10d._world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
-    return _made(made)
+    found = _made(made)
+    c10d._world.pg_group_ranks[found] = {rank: i for i, rank in enumerate(ranks)}
+    if default.bound_device_id is not None and not splits:
+        _connect_alone(found, default.bound_device_id)
+    return found
 
 
 def end_together(made: Sequence[dist.ProcessGroup], group: dist.ProcessGroup) -> None:
@@ -84,6 +93,18 @@ def end_together(made: Sequence[dist.ProcessGroup], group: dist.ProcessGroup) ->
     for each in made:
         if each in dist.distributed_c10d._world.pg_map:
             dist.destroy_process_group(each)
+
+
+def _connect_alone(made: dist.ProcessGroup, device: torch.device) -> None:
+    """Keep a group that has not connected yet from splitting the default group's communicator. Not collective."""
+    for kind in made._device_types:
+        backend: Any = made._get_backend(kind)
+        while hasattr(backend, "wrapped_pg"):  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
+            backend = backend.wrapped_pg
+        options: Any = getattr(backend, "options", None)
+        if getattr(options, "split_from", None) is not None:
+            options.split_from = None
+    made.bound_device_id = device  # now it connects nothing; a barrier takes it
 
 
 def _made(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -21,7 +21,7 @@ in an inner backward for the first time when its bucket has left, cannot be repa
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +55,7 @@ class Reducer:
 
     Attributes:
         step: number of passes so far.
+        exchange_step: gives the step that the exchange is told, where that is not this number.
         synchronize: whether the next backward is a pass; the wrapper sets it at each forward.
         num_active_ranks: what a mean is divided by; fewer than the group while some ranks have run out of data.
         timeline: where spans are recorded; None (the default) costs nothing.
@@ -80,6 +81,7 @@ class Reducer:
         self._pass_since_forward = False
         self._armed = False  # a forward whose backward is to synchronize has run since the last pass
         self.step = 0
+        self.exchange_step: Callable[[], int] | None = None
         self.synchronize = True
         self.num_active_ranks = group.size()
         self.timeline: Timeline | None = None
@@ -308,7 +310,8 @@ class Reducer:
             return
         timeline = self.timeline
         start_ns = 0 if timeline is None else timeline.now()
-        work = self.exchange.start(bucket, self._state, self.step)
+        step = self.step if self.exchange_step is None else self.exchange_step()
+        work = self.exchange.start(bucket, self._state, step)
         current.works.append(work)
         if timeline is not None:
             record_start(current, bucket, work, start_ns, timeline)
@@ -424,6 +427,4 @@ class Reducer:
             if self.options.static_graph:
                 selection.expected = current.fired
             if any(current.fired[i] for i in current.predicted_unused):
-                selection.predictable = (
-                    False  # gradients come from inner backwards, which the outer graph does not show
-                )
+                selection.predictable = False  # gradients come from inner backwards that the outer graph does not show

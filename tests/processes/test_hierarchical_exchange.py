@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import random
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -294,6 +295,15 @@ def case_ddp_trains_with_it(rank: int, size: int) -> None:
         dist.all_reduce(total)
         losses[name] = float(total) / size
     assert max(losses.values()) < 1.3 * losses["plain"] + 0.05, losses
+
+
+def case_pytorch_warns_of_nothing_that_is_called(rank: int, size: int) -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")  # also in the lanes' threads
+        for layout in LAYOUTS[size]:
+            exchange, buckets = ours(layout, AllReduce()), buckets_of(SHAPES)
+            exchange_all(exchange, buckets, exchange.prepare(buckets, dist.group.WORLD), 0)
+    assert not [str(each.message) for each in seen if issubclass(each.category, FutureWarning | DeprecationWarning)]
 
 
 def case_no_rank_is_in_more_groups_than_another(rank: int, size: int) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from guozhuang.groups.subgroups import subgroup, timeout_s, twin
+from guozhuang.groups.subgroups import _connect_alone, subgroup, timeout_s, twin
 from tests.processes.cases import names_of_cases, results_of_cases
 
 
@@ -44,6 +47,25 @@ def case_parts_side_by_side_and_parts_of_parts(rank: int, size: int) -> None:
     assert dist.get_global_rank(again, again.size() - 1) == ends[-1]
 
 
+def case_parts_of_a_default_group_that_is_bound_to_a_device_connect_alone(rank: int, size: int) -> None:
+    world, c10d, device = dist.group.WORLD, dist.distributed_c10d, torch.device("cuda", 0)
+    assert world is not None
+    make, asked = c10d._new_process_group_helper, []
+
+    def spy(*args: Any, device_id: torch.device | None, **options: Any) -> Any:
+        asked.append(device_id)
+        return make(*args, device_id=device_id, **options)
+
+    c10d._new_process_group_helper, world.bound_device_id = spy, device
+    try:
+        groups = [subgroup(world, [rank]), twin(world)]
+    finally:
+        c10d._new_process_group_helper, world.bound_device_id = make, None
+    assert asked == [device if size == 1 else None, device]
+    assert all(group.bound_device_id == device for group in groups)
+    assert [total(group) for group in groups] == [2**rank, 2**size - 1]
+
+
 NAMES = names_of_cases(globals())
 RESULTS = {size: results_of_cases(__name__, size, NAMES) for size in (1, 3, 4)}
 
@@ -52,3 +74,15 @@ RESULTS = {size: results_of_cases(__name__, size, NAMES) for size in (1, 3, 4)}
 @pytest.mark.parametrize("name", NAMES)
 def test_cases(name: str, size: int) -> None:
     RESULTS[size](name)
+
+
+def test_a_part_does_not_split_the_communicator_of_the_default_group() -> None:
+    """No more than what is set: that NCCL then connects it alone takes several GPUs to see."""
+    wrapped, plain = SimpleNamespace(split_from="the default group's"), SimpleNamespace()
+    backends = {
+        "cuda": SimpleNamespace(wrapped_pg=SimpleNamespace(options=wrapped)),
+        "cpu": SimpleNamespace(options=plain),
+    }
+    made = SimpleNamespace(_device_types=list(backends), _get_backend=backends.__getitem__)
+    _connect_alone(cast(dist.ProcessGroup, made), torch.device("cuda", 1))
+    assert wrapped.split_from is None and made.bound_device_id == torch.device("cuda", 1) and not vars(plain)
