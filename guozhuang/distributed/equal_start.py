@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -92,3 +93,20 @@ def take_mean(named: Sequence[tuple[str, Tensor]], group: dist.ProcessGroup) -> 
         dist.all_reduce(change, group=group)
         torch.add(base, change, alpha=1 / group.size(), out=flat)
     mean.write(flats)
+
+
+@contextmanager
+def kept(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Give tensors back the values of now at the end, whatever is written to them meanwhile for the sake of other ranks."""
+    before = [tensor.clone() for tensor in tensors]
+    yield
+    with torch.no_grad():
+        for tensor, value in zip(tensors, before, strict=True):
+            tensor.copy_(value)
+
+
+@contextmanager
+def ordinary_tensors() -> Iterator[None]:
+    """What is made here can be written to later, also where the user evaluates in ``torch.inference_mode()``."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -16,9 +15,9 @@ from torch.optim import Optimizer
 from ..errors import UsageError, WorldError, explain
 from ..groups import agree as meet
 from ..groups.subgroups import timeout_s
-from .equal_start import broadcast_tensors, take_mean
+from .equal_start import broadcast_tensors, kept, ordinary_tensors, take_mean
 from .hook_of import HookOf
-from .steps_behind import StepsBehind
+from .steps_behind import MAKE_EVERY_STEP, StepsBehind
 
 if TYPE_CHECKING:
     from ..exchange.weights import WeightExchange
@@ -50,9 +49,11 @@ class WeightExchanging:
 
         Every rank makes every step. With ``torch.amp.GradScaler`` take a fused optimizer (``fused=True``), whose ``step()`` is
         called everywhere also where gradients overflowed, or bf16 without a scaler. What a rank left out alone it makes up
-        when the ranks agree, with a warning that names it, and until then the others may wait for it: meet by ``agree()``
-        before collectives of your own. Inside ``join()`` there is one synchronized forward for each optimizer step: to
-        accumulate, run all forwards but the last one in ``no_sync()``; anything else raises UsageError.
+        when the ranks agree, or go on from loaded weights, with a warning that names it, and until then the others may wait
+        for it: meet by ``agree()`` before collectives of your own. Where gradients are averaged, as always inside the nodes of
+        ``WeightHierarchical``, there is no making up while training goes on: its next backward and their step wait for each
+        other, until the time-out. Inside ``join()`` there is one synchronized forward for each optimizer step: to accumulate,
+        run all forwards but the last one in ``no_sync()``; anything else raises UsageError.
 
         Args:
             exchange: equal on all ranks.
@@ -128,6 +129,9 @@ class AroundSteps:
         self._held = [exchange.prepare(self._named, self._group)]
         self._behind = StepsBehind(self._group)
         ddp.forward_sync_buffers = False  # here, where nothing can fail any more
+        if exchange.gradients() is not None and ddp.reducer is not None:  # by the optimizer's steps, too
+            this = weakref.proxy(self)  # a parameter's hooks may keep the reducer longer than the wrapper
+            ddp.reducer.exchange_step = lambda: this.step
         # The module and the optimizer may outlive the wrapper, and be copied; then these do nothing.
         optimizer.register_step_pre_hook(HookOf(optimizer, self._on_before))
         optimizer.register_step_post_hook(HookOf(optimizer, self._on_after))
@@ -181,15 +185,14 @@ class AroundSteps:
         """See ``WeightExchanging.agree``."""
         if not (self.changed or self._loaded):
             return
-        with _ordinary_tensors():
+        with ordinary_tensors():
             self._forward_of = -1
             if self.take_up():
                 return
             self._saved = None
             if self._in_step:  # an asynchronous method meets in its own way
                 self._meet("trained")
-                self._make_up(*self._most(self.step))
-                self._refresh()
+                self._even_out()
             self.exchange.agree(self._state)
             if self._averages_buffers:
                 self._average_buffers()
@@ -280,20 +283,22 @@ class AroundSteps:
 
     def _start_anew(self) -> None:
         """Other weights are there: make them equal; what the method derived from the old ones no longer holds."""
-        parts = self._loaded_parts()
-        with _ordinary_tensors():
+        with ordinary_tensors():
             self._look()
+            given, buffers = self._given()
+            if not self._in_step:
+                with kept(given):
+                    self.exchange.rest(self._state)
             and_state = "" if self._saved is None else ", and before them the exchange's own state"
-            self._meet(f"loaded: {', '.join(parts) or 'all'}{and_state}" if self._loaded else "set by p.data")
+            self._meet(f"loaded: {self._loaded_parts()}{and_state}" if self._loaded else "set by p.data", given)
+            if self._in_step and self._saved is None:  # a rank behind has not begun what is under way in others
+                self._even_out(given)
             if self._loaded:
-                found = self._named + (self._buffers() if self._averages_buffers else [])
-                broadcast_tensors([t for n, t in found if _is_in(n, parts)], self._group, source=0)
+                broadcast_tensors([*given, *buffers], self._group, source=0)
             else:
-                what = (
-                    "parameters were given other memory (p.data): the exchange of weights begins anew from their mean"
-                )
+                what = "parameters were given other memory (p.data): the exchange begins anew from their mean"
                 _log.warning("%s", explain(what, rank=self._group.rank(), fix="set values in place: p.copy_(...)"))
-            if parts or not self._loaded:  # what rank 0 gave to all stays as it is
+            if self._module not in self._loaded:  # else all is as rank 0 gave it
                 take_mean(self._named, self._group)
                 if self._averages_buffers:
                     self._average_buffers()
@@ -306,11 +311,23 @@ class AroundSteps:
         self._forward_of = -1
         self._behind.begin_anew()
 
-    def _loaded_parts(self) -> list[str]:
-        """Return the names of the parts that were loaded, none if all was; without those inside others."""
+    def _given(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the weights and the buffers that were loaded; all, where weights were given other memory."""
+        all_were = self._module in self._loaded or not self._loaded
+        # By identity: a tied weight has one name, and is loaded by any module that holds it.
+        loaded = {id(t) for part in self._loaded for t in (*part.parameters(), *part.buffers())}
+        both = zip(self._parameters, self._named, strict=True)
+        weights = [t for p, (_, t) in both if all_were or id(p) in loaded]
+        buffers = self._buffers() if self._averages_buffers else []
+        return weights, [b for _, b in buffers if all_were or id(b) in loaded]
+
+    def _loaded_parts(self) -> str:
+        """Return the names of the parts that were loaded, without those inside others."""
+        if self._module in self._loaded:
+            return "all"
         names = [name for name, part in self._module.named_modules() if part in self._loaded]
         inside = {name for name in names if any(name.startswith(f"{other}.") for other in names)}
-        return [] if "" in names else [name for name in names if name not in inside]
+        return ", ".join(name for name in names if name not in inside) or "what is no part of the module any more"
 
     # ---- agreement -----------------------------------------------------------------------------------------------------------
 
@@ -327,22 +344,39 @@ class AroundSteps:
         """Whether all ranks make the coming step together."""
         return self.exchange.in_step or not self.keeps_gradients
 
-    def _meet(self, weights: str) -> None:
+    def _meet(self, weights: str, given: Sequence[Tensor] = ()) -> None:
         if self._group.size() == 1:
             return
         try:
-            self._gather("agree on one set of weights", _EVERYBODY)
+            self._gather("agree on one set of weights", _EVERYBODY, given=given)
             lines = [type(self.exchange).__name__, f"weights were {weights}"]
             meet(self._group, "the method that makes weights equal", lines, timeout_s(self._group), _EVERYBODY)
         except WorldError as error:
             what = "Before evaluation or a checkpoint, and after weights were loaded, the ranks agree on one set of weights"
             raise WorldError(f"{error} {what}: {_EVERYBODY}.") from error
 
-    def _gather(self, point: str, fix: str, inside: bool = False) -> None:
-        """Wait for all ranks; meanwhile make up what is missing here, unless this is inside a step."""
+    def _gather(self, point: str, fix: str, inside: bool = False, given: Sequence[Tensor] = ()) -> None:
+        """Wait for all ranks; meanwhile make up what is missing here, unless this is inside a step; ``given`` weights stay."""
+
+        def make_up(num_steps: int) -> None:
+            with kept(given):
+                self._make_up(num_steps)
+
         if self._group.size() > 1:
-            make_up = self._make_up if self._in_step and not inside else None
-            self._behind.gather(point, timeout_s(self._group), lambda: self.step, make_up, fix)
+            may = self._in_step and not inside
+            self._behind.gather(point, timeout_s(self._group), lambda: self.step, make_up if may else None, fix)
+
+    def _even_out(self, given: Sequence[Tensor] = ()) -> None:
+        """Make up, where no rank is inside a step, what others made and this one did not; ``given`` weights stay."""
+        if self._group.size() == 1:
+            return
+        [most] = self._most(self.step)
+        if most > self.step:
+            what = f"this rank left out {most - self.step} of {most} optimizer steps, and takes part in them now"
+            _log.warning("%s", explain(what, rank=self._group.rank(), fix=MAKE_EVERY_STEP))
+        with kept(given):
+            self._make_up(most)
+            self._refresh()
 
     def _most(self, *numbers: int) -> list[int]:
         """Return the greatest of all ranks' numbers. Every rank must call."""
@@ -368,13 +402,6 @@ class AroundSteps:
         broadcast_tensors([b for _, b in named if not b.is_floating_point()], self._group, source=0)
 
 
-@contextmanager
-def _ordinary_tensors() -> Iterator[None]:
-    """What is made here can be written to later, also where the user evaluates in ``torch.inference_mode()``."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
-
-
 def _exchanged(ddp: DistributedDataParallel, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found = [(name, p) for name, p in ddp.module.named_parameters() if name not in ddp.ignored]
@@ -391,10 +418,6 @@ def _exchanged(ddp: DistributedDataParallel, optimizer: Optimizer) -> list[tuple
         fix = "give one optimizer over all of them, or switch requires_grad off"
         raise UsageError(explain(what, value=", ".join(left_out), fix=fix))
     return named
-
-
-def _is_in(name: str, parts: Sequence[str]) -> bool:
-    return not parts or any(name.startswith(f"{part}.") for part in parts)
 
 
 def _num_held(optimizer: Optimizer) -> int:
