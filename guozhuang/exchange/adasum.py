@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ..buckets import Bucket
 from ..errors import UsageError, explain
-from ..world.versions import all_gather_single
+from ..world import versions
 from .base import Done, GradientExchange, Work
 from .lane import Lane
 from .numbers import is_finite, num_numbers, numbers, where_not_finite
@@ -128,7 +128,7 @@ class Adasum(GradientExchange[AdasumState]):
         wide = torch.float64 if own.dtype == torch.float64 else torch.float32
         for i, begin, end in rows.pieces:
             own[begin:end] = by[i].to(wide) @ rows.got[:, begin:end].to(wide)
-        all_gather_single(rows.got.view(-1), own, group=group)
+        versions.all_gather_single(rows.got.view(-1), own, group=group)
         flat.copy_(rows.got.view(-1)[: flat.numel()])
 
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> int:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ..buckets import Bucket
 from ..errors import UsageError, explain
-from ..world.versions import all_gather_single
+from ..world import versions
 from .base import Done, GradientExchange, Work
 from .codec import Codec
 from .lane import Lane
@@ -248,7 +248,7 @@ class Compressed(GradientExchange[CompressedState]):
         coded = self._encode(memory.mean, memory.mean_code, (fine, True), mean_feedback, memory, place)
         if coded and mean_feedback is not None:
             self._repair([mean_feedback], memory.mean_code, place)
-        all_gather_single(memory.got, memory.mean_code, group=group)
+        versions.all_gather_single(memory.got, memory.mean_code, group=group)
         self._decode(memory.got, rows)
         if around is not None:
             around.leave(values, 1 - num_without / group.size())

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ..buckets import Bucket
 from ..errors import UsageError, explain
-from ..world.versions import all_gather_single, reduce_scatter_single
+from ..world import versions
 from .allreduce import AllReduce
 from .base import Done, GradientExchange, Work
 from .cast import Cast
@@ -219,7 +219,7 @@ class Hierarchical(GradientExchange[HierarchicalState]):
         held, flat = state.parts[bucket.index], numbers(bucket)
         wire = flat if held.wire is None else held.wire
         late = self._scale_into(wire, flat, state.factor)
-        reduce_scatter_single(held.own, wire, group=group)
+        versions.reduce_scatter_single(held.own, wire, group=group)
         if held.part is None:
             return Done()
         part = held.part.flat
@@ -235,7 +235,7 @@ class Hierarchical(GradientExchange[HierarchicalState]):
         if held.part is not None and held.own is not held.part.flat:
             held.own[: held.part.flat.numel()].copy_(held.part.flat)
         wire = flat if held.wire is None else held.wire
-        all_gather_single(wire, held.own, group=group)
+        versions.all_gather_single(wire, held.own, group=group)
         if wire is not flat:
             flat.copy_(wire[: flat.numel()])
 

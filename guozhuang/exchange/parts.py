@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..buckets import Bucket
-from ..world.versions import all_gather_single
+from ..world import versions
 from .numbers import numbers
 
 
@@ -141,7 +141,7 @@ def _gather(part: Part, kept: Mapping[str, Tensor], dtype: torch.dtype, group: d
         values = torch.cat([kept[piece.name] for piece in part.pieces])
         own[: values.numel()].copy_(values)
     gathered = own.new_empty(group.size() * own.numel())
-    all_gather_single(gathered, own, group=group)
+    versions.all_gather_single(gathered, own, group=group)
     counts = _counts(part.bucket)
     values = gathered[: sum(counts)].split(counts)
     return {name: value.clone() for name, value in zip(part.bucket.names, values, strict=True)}

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..buckets import Bucket
-from ..world.versions import all_gather_single
+from ..world import versions
 from .numbers import is_finite, num_numbers
 
 
@@ -75,7 +75,7 @@ class Residuals:
         if not self._owned or self._group.size() == 1:
             return kept.view(-1)
         whole = kept.new_empty(self._group.size() * kept.numel())
-        all_gather_single(whole, kept.view(-1), group=self._group)
+        versions.all_gather_single(whole, kept.view(-1), group=self._group)
         return whole
 
     def load(self, values: Mapping[str, Tensor]) -> None:

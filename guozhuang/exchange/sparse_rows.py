@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..buckets import Bucket
 from ..errors import UsageError, explain
-from ..world.versions import all_gather_single
+from ..world import versions
 from .allreduce import AllReduce
 from .base import GradientExchange, Work
 from .kernels import used_rows
@@ -236,7 +236,7 @@ def _sum_rows(table: Tensor, rows: Tensor, num_rows: int, factor: float, group: 
     values[num_own:] = 0.0
     torch.index_select(table, 0, rows, out=values[:num_own])
     messages = message.new_empty(group.size(), len(message))
-    all_gather_single(messages.view(-1), message, group=group)
+    versions.all_gather_single(messages.view(-1), message, group=group)
     table.index_fill_(0, rows, 0.0)
     for message in messages:  # in the order of ranks: equal bits everywhere
         numbers, values = _opened(message, table, num_rows)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from guozhuang.exchange.base import GradientExchange
 from guozhuang.lab.measure import tcp_sent_bytes
+from guozhuang.world import versions
 from tests.processes.cases import names_of_cases, results_of_cases
 from tests.processes.gradient_methods import METHODS, forget_groups
 from tests.processes.test_compressed import buckets_of, exchange_all, fill
@@ -41,9 +42,13 @@ def _to_others(given: Tensor, n: int) -> int:
 COLLECTIVES: dict[str, tuple[int, Callable[[Tensor, int], int]]] = {
     "all_reduce": (0, _all_reduce),
     "all_to_all_single": (1, lambda given, n: _to_others(given, n) // n),
-    "all_gather_into_tensor": (1, _to_others),
-    "reduce_scatter_tensor": (1, lambda given, n: _to_others(given, n) // n),
+    "all_gather_single": (1, _to_others),
+    "reduce_scatter_single": (1, lambda given, n: _to_others(given, n) // n),
 }
+OTHERS = (
+    *("broadcast", "reduce", "send", "isend", "all_gather", "all_to_all"),
+    *("all_gather_into_tensor", "reduce_scatter_tensor"),
+)
 
 
 class Counted:
@@ -57,12 +62,11 @@ class Counted:
 
 @contextmanager
 def counting() -> Iterator[Counted]:
-    """Note the collectives of all threads: exchanges call them by ``dist.<name>``."""
+    """Note the collectives of all threads: exchanges call them by ``dist.<name>``, or ``versions.<name>`` if newly named."""
     counted, lock = Counted(), threading.Lock()
-    before = {name: getattr(dist, name) for name in COLLECTIVES}
-    others = {
-        name: getattr(dist, name) for name in ("broadcast", "reduce", "send", "isend", "all_gather", "all_to_all")
-    }
+    where: dict[str, Any] = {name: versions if hasattr(versions, name) else dist for name in COLLECTIVES}
+    before = {name: getattr(where[name], name) for name in COLLECTIVES}
+    others = {name: getattr(dist, name) for name in OTHERS}
 
     def watched(name: str) -> Callable[..., Any]:
         position, num_bytes = COLLECTIVES[name]
@@ -71,7 +75,7 @@ def counting() -> Iterator[Counted]:
             n = kwargs["group"].size()
             with lock:
                 counted.num_bytes += num_bytes(args[position], n)
-                counted.more_by_gloo += num_bytes(args[position], n) if name == "reduce_scatter_tensor" else 0
+                counted.more_by_gloo += num_bytes(args[position], n) if name == "reduce_scatter_single" else 0
                 counted.calls.append((name, n))
             return before[name](*args, **kwargs)
 
@@ -85,13 +89,13 @@ def counting() -> Iterator[Counted]:
 
     try:
         for name in before:
-            setattr(dist, name, watched(name))
+            setattr(where[name], name, watched(name))
         for name in others:
             setattr(dist, name, refused(name))
         yield counted
     finally:
         for name, function in (before | others).items():
-            setattr(dist, name, function)
+            setattr(where.get(name, dist), name, function)
 
 
 def told(exchange: GradientExchange[Any], size: int, of_shapes: Callable[[int], int] | None) -> int | None:

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from guozhuang import DistributedDataParallel
 from guozhuang.errors import UsageError
-from guozhuang.exchange import AllReduce, CommHook, sparse_rows
+from guozhuang.exchange import AllReduce, CommHook
 from guozhuang.exchange.base import GradientExchange
 from guozhuang.exchange.compressed import Compressed
 from guozhuang.exchange.quantize import MinMax8
 from guozhuang.exchange.sparse_rows import SparseRows
+from guozhuang.world import versions
 from tests.processes.cases import names_of_cases, results_of_cases
 from tests.ranks import run_ranks
 
@@ -159,7 +160,7 @@ def case_accumulated_and_resumed_feedback(rank: int, size: int) -> None:
 def case_few_bytes(rank: int, size: int) -> None:
     """What the collectives are given, counted: an embedding of 512 KiB, of which 20 to 40 rows are used."""
     sent = {"bytes": 0}
-    gather, reduce = sparse_rows.all_gather_single, dist.all_reduce
+    gather, reduce = versions.all_gather_single, dist.all_reduce
 
     def counted_gather(output: Tensor, tensor: Tensor, **options: Any) -> Any:
         sent["bytes"] += (size - 1) * tensor.numel() * tensor.element_size()
@@ -173,11 +174,11 @@ def case_few_bytes(rank: int, size: int) -> None:
     batch = tokens(rank, 0)
     ddp(batch).sum().backward()  # buckets are laid out anew after the first
     ddp.zero_grad()
-    sparse_rows.all_gather_single, dist.all_reduce = counted_gather, counted_reduce  # type: ignore[assignment]
+    versions.all_gather_single, dist.all_reduce = counted_gather, counted_reduce  # type: ignore[assignment]
     try:
         ddp(batch).sum().backward()
     finally:
-        sparse_rows.all_gather_single, dist.all_reduce = gather, reduce
+        versions.all_gather_single, dist.all_reduce = gather, reduce
     most = max(len(tokens(other, 0).unique()) for other in range(size))
     rest = sum(p.numel() for name, p in ddp.named_parameters() if "words" not in name) * 4
     wanted = (size - 1) * most * (4 + WIDTH * 4) + 2 * (size - 1) * 8 // size + 2 * (size - 1) * rest // size

@@ -306,7 +306,8 @@ def test_a_kernel_gives_the_bits_of_torch(case: tuple[int, int, int, float], nam
     rows = rows + before
     encode_by_torch(codec, rows, theirs[:, 8:-8], torch.Generator().manual_seed(case[2]))
     decode_by_torch(codec, theirs[:, 8:-8], kept)
-    assert torch.equal(ours, theirs) and torch.equal(lost, rows - kept)
+    assert torch.equal(ours, theirs)
+    torch.testing.assert_close(lost, rows - kept, rtol=0, atol=0, equal_nan=True)  # a sum of huge ones may be infinite
     decoded, expected = torch.full_like(rows, torch.nan), torch.full_like(rows, torch.nan)
     codec.decode(ours[:, 8:-8], decoded)
     decode_by_torch(codec, theirs[:, 8:-8], expected)
