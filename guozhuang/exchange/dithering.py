@@ -68,7 +68,11 @@ class Dithering(BlockCodec):
 
     @property
     def _has_kernel(self) -> bool:
-        return self.partition == "linear" and self.normalize == "max"
+        return self.normalize == "max"
+
+    @property
+    def _kind(self) -> Kind:
+        return Kind.DITHERING if self.partition == "linear" else Kind.NATURAL_DITHERING
 
     def encode(self, rows: Tensor, codes: Tensor, random: torch.Generator) -> None:
         """See the formula above."""
@@ -78,7 +82,7 @@ class Dithering(BlockCodec):
             return
         seeds = _seeds(random)
         if kernels.serves(rows, codes):
-            kernels.run(Kind.DITHERING, Task.ENCODE, rows, codes, self.bits, self.block, seeds)
+            kernels.run(self._kind, Task.ENCODE, rows, codes, self.bits, self.block, seeds)
         else:
             self.encode_by_torch(rows, codes, seeds)
 
@@ -86,7 +90,7 @@ class Dithering(BlockCodec):
         """In one pass, where that is possible."""
         if self._has_kernel and kernels.serves(rows, codes):
             seeds = _seeds(random)
-            kernels.run(Kind.DITHERING, Task.ENCODE, rows, codes, self.bits, self.block, seeds, lost)
+            kernels.run(self._kind, Task.ENCODE, rows, codes, self.bits, self.block, seeds, lost)
         else:
             super().encode_with_feedback(rows, codes, random, lost)
 
@@ -115,14 +119,14 @@ class Dithering(BlockCodec):
     def decode(self, codes: Tensor, rows: Tensor) -> None:
         """See the formula above."""
         if self._has_kernel and kernels.serves(rows, codes):
-            kernels.run(Kind.DITHERING, Task.DECODE, rows, codes, self.bits, self.block)
+            kernels.run(self._kind, Task.DECODE, rows, codes, self.bits, self.block)
         else:
             self.decode_by_torch(codes, rows)
 
     def decode_mean(self, codes: Tensor, mean: Tensor) -> None:
         """In one pass, where that is possible."""
         if self._has_kernel and kernels.serves(mean, codes):
-            kernels.run(Kind.DITHERING, Task.MEAN, mean, codes, self.bits, self.block)
+            kernels.run(self._kind, Task.MEAN, mean, codes, self.bits, self.block)
         else:
             super().decode_mean(codes, mean)
 

@@ -247,6 +247,9 @@ KERNELS: dict[str, Callable[[int], Codec]] = {
     "dithering2": lambda block: Dithering(2, block=block),
     "dithering4": lambda block: Dithering(4, block=block),
     "dithering8": lambda block: Dithering(8, block=block),
+    "natural2": lambda block: Dithering(2, "natural", block=block),
+    "natural4": lambda block: Dithering(4, "natural", block=block),
+    "natural8": lambda block: Dithering(8, "natural", block=block),
     "signs": lambda block: OneBit(block=block),
     "signs alone": lambda block: OneBit(scaling=False, block=block),
 }

@@ -32,6 +32,7 @@ class Kind(enum.IntEnum):
     DITHERING = 1
     SIGNS = 2
     SIGNS_ALONE = 3
+    NATURAL_DITHERING = 4
 
 
 class Task(enum.IntEnum):

@@ -146,7 +146,7 @@ static void minmax8_mean_all(const shape *s) {
 /* ---- rounding at random, block by block, measured by the greatest magnitude: dithering.py ------------------------------ */
 
 typedef struct {
-    int bits;
+    int bits, natural; /* natural: levels are powers of two */
     size_t block;
     uint32_t seeds[2];
 } blocks;
@@ -193,6 +193,47 @@ VERSIONS static void dither(const float *x, size_t n, float most, float count, u
     }
 }
 
+INLINE uint32_t bits_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+INLINE float float_of(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+/* The same to levels that are 0 and powers of two up to the greatest magnitude. A number of the wanted range is 1.fraction times
+   the level below it; what is less than the least level, 2^(1 - count), lies between 0 and that one. */
+VERSIONS static void dither_naturally(const float *x, size_t n, float most, float count, uint32_t at, uint32_t first,
+                                      uint32_t second, unsigned char *levels) {
+    const float least = 0x1p-126f, divisor = most < least ? least : most;
+    const int32_t top = (int32_t)count;
+    const float smallest = float_of((uint32_t)(128 - top) << 23);
+    EACH(n) {
+        const float value = x[k] / divisor, drawn = chance(at + (uint32_t)k, first, second);
+        const uint32_t bits = bits_of(value), magnitude = bits & 0x7fffffffu;
+        const int32_t lower = (int32_t)(magnitude >> 23) - 127 + top;
+        const float fraction = float_of((magnitude & 0x7fffffu) | 0x3f800000u) - 1.0f;
+        const int32_t above = drawn < fraction, small = drawn < float_of(magnitude) / smallest;
+        int32_t level = lower >= 1 ? lower + above : small;
+        level = level > top ? top : level;
+        levels[k] = (unsigned char)((bits >> 31 ? -level : level) + top + 1);
+    }
+}
+
+/* Numbers of levels to what these stand for, as shares of the greatest magnitude. */
+VERSIONS static void to_powers(float *levels, size_t n, float count) {
+    const int32_t top = (int32_t)count;
+    EACH(n) {
+        const int32_t level = (int32_t)levels[k], size = level < 0 ? -level : level;
+        const float power = float_of((uint32_t)(size - top + 127) << 23), value = size == 0 ? 0.0f : power;
+        levels[k] = level < 0 ? -value : value;
+    }
+}
+
 VERSIONS static void pack4(const unsigned char *levels, size_t num_bytes, unsigned char *packed) {
     EACH(num_bytes) packed[k] = (unsigned char)(levels[2 * k] << 4 | levels[2 * k + 1]);
 }
@@ -234,6 +275,16 @@ VERSIONS static void keep_levels(const float *x, const unsigned char *levels, si
     EACH(n) lost[k] = x[k] - ((float)(int32_t)levels[k] - (count + 1.0f)) / count * scale;
 }
 
+VERSIONS static void keep_powers(const float *x, const unsigned char *levels, size_t n, float count, float scale,
+                                 float *lost) {
+    const int32_t top = (int32_t)count;
+    EACH(n) {
+        const int32_t level = (int32_t)levels[k] - top - 1, size = level < 0 ? -level : level;
+        const float power = float_of((uint32_t)(size - top + 127) << 23), value = size == 0 ? 0.0f : power;
+        lost[k] = x[k] - (level < 0 ? -value : value) * scale;
+    }
+}
+
 static void dither_encode_all(const shape *s, const blocks *b, float *room) {
     const float count = (float)((1 << (b->bits - 1)) - 1);
     const size_t whole = num_blocks(s, b), num_bytes = b->block * (size_t)b->bits / 8;
@@ -251,8 +302,9 @@ static void dither_encode_all(const shape *s, const blocks *b, float *room) {
             }
             const float most = greatest_of(from, n);
             memcpy(code + 4 * j, &most, sizeof most);
-            dither(from, n, most, count, (uint32_t)((i * whole + j) * b->block), b->seeds[0], b->seeds[1], levels);
-            if (lost != NULL) keep_levels(from, levels, n, count, most, lost);
+            (b->natural ? dither_naturally : dither)(from, n, most, count, (uint32_t)((i * whole + j) * b->block),
+                                                     b->seeds[0], b->seeds[1], levels);
+            if (lost != NULL) (b->natural ? keep_powers : keep_levels)(from, levels, n, count, most, lost);
             memset(levels + n, (int)count + 1, b->block - n); /* zeros, whatever the chance */
             unsigned char *into = packed + j * num_bytes;
             if (b->bits == 4)
@@ -279,8 +331,9 @@ static void dither_decode_all(const shape *s, const blocks *b, int mean, float *
                 unpack4(packed, num_bytes, count + 1.0f, levels);
             else
                 unpack_any(packed, num_bytes, b->bits, count + 1.0f, levels);
+            if (b->natural) to_powers(levels, n, count);
             float *row = s->rows + (mean ? 0 : i * s->row_step) + at;
-            (mean && i > 0 ? add_levels : store_levels)(levels, n, count, scale, row);
+            (mean && i > 0 ? add_levels : store_levels)(levels, n, b->natural ? 1.0f : count, scale, row);
         }
         if (mean) divide(s->rows + at, n, (float)s->num_rows);
     }
@@ -368,15 +421,15 @@ static void signs_decode_all(const shape *s, const blocks *b, int mean, float *r
 
 /* ---- what Python calls ------------------------------------------------------------------------------------------------------ */
 
-enum { MINMAX8, DITHER, SIGNS, SIGNS_ALONE, NUM_KINDS };
+enum { MINMAX8, DITHER, SIGNS, SIGNS_ALONE, DITHER_NATURALLY, NUM_KINDS };
 enum { ENCODE, DECODE, MEAN, NUM_TASKS };
 
 static void work(const shape *s, const blocks *b, int kind, int task, float *room) {
     if (kind == MINMAX8)
         (task == ENCODE ? minmax8_encode_all : task == DECODE ? minmax8_decode_all : minmax8_mean_all)(s);
-    else if (kind == DITHER && task == ENCODE)
+    else if ((kind == DITHER || kind == DITHER_NATURALLY) && task == ENCODE)
         dither_encode_all(s, b, room);
-    else if (kind == DITHER)
+    else if (kind == DITHER || kind == DITHER_NATURALLY)
         dither_decode_all(s, b, task == MEAN, room);
     else if (task == ENCODE)
         signs_encode_all(s, b, kind == SIGNS, room);
@@ -405,6 +458,7 @@ static PyObject *code(PyObject *module, PyObject *args) {
     s.codes = (unsigned char *)(uintptr_t)codes;
     s.row_step = (size_t)row_step, s.lost_step = (size_t)lost_step, s.code_step = (size_t)code_step;
     s.num_rows = (size_t)num_rows, s.length = (size_t)length;
+    b.natural = kind == DITHER_NATURALLY;
     b.block = (size_t)block, b.seeds[0] = (uint32_t)first, b.seeds[1] = (uint32_t)second;
     float *room = PyMem_Malloc(2 * b.block * sizeof *room);
     if (room == NULL) return PyErr_NoMemory();
