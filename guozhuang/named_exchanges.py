@@ -147,9 +147,18 @@ def _diloco() -> Any:
 
 def _overlapped_local_sgd() -> Any:
     from guozhuang.exchange.diloco import DiLoCo
+    from guozhuang.exchange.dithering import Dithering
 
     # With this outer optimizer the weights that arrive are the mean of those that were sent.
-    return DiLoCo(every=24, outer_lr=1.0, outer_momentum=0.0, num_fragments=2, overlap_steps=10)
+    return DiLoCo(
+        every=16,
+        outer_lr=1.0,
+        outer_momentum=0.0,
+        num_fragments=2,
+        overlap_steps=7,
+        keep_progress=True,
+        codec=Dithering(8),
+    )
 
 
 def _decentralized(peers: Any) -> Any:
@@ -294,7 +303,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             "Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019, arXiv:1805.09767",
         ),
         "overlapped-local-sgd": Method(
-            "the same in two parts, every 24 steps, each 10 steps under way in the background",
+            "the same in two parts and 8 bits, each 7 steps under way in the background",
             lambda _: _overlapped_local_sgd(),
             "Douillard et al., Streaming DiLoCo, 2025, arXiv:2501.18512, without an outer optimizer",
         ),

@@ -4,10 +4,12 @@ Formula, with n ranks, global weights g (equal on all), local weights w_r, momen
 momentum m: after steps H, 2 H, ...
     d = mean over r of (g - w_r);  b <- m b + d;  g <- g - l (d + m b);  w_r <- g.
 With F fragments of the parameters each takes its turn every H steps, one every H / F. With an overlap of T steps a fragment's d
-travels while T more inner steps run, and then w_r <- a w_r + (1 - a) g, with a = ``mixing``.
+travels while T more inner steps run, and then w_r <- a w_r + (1 - a) g, with a = ``mixing``; or, with ``keep_progress``,
+w_r <- w_r + (g - s_r), where s_r is what w_r was when d was sent, so that nothing of these T steps is lost.
 Error: l = 1 and m = 0 is local SGD. All else is another optimizer, whose outer step is torch's SGD(nesterov=True), bit for bit.
 A codec adds its error to d (twice, see ``compressed.py``). Sums are in float32 (float64 where weights are), and so is g.
-Memory: two copies of the weights, g and b (one if m = 0), and one of the fragment that travels; with a codec two more.
+Memory: two copies of the weights, g and b (one if m = 0), and one of the fragment that travels (two with ``keep_progress``);
+with a codec two more.
 Traffic: an all-reduce of all weights in float32, or its code, every H steps; F fragments divide what travels at once by F.
 Source: DiLoCo, Douillard et al. 2023, arXiv:2311.08105; Streaming DiLoCo, Douillard et al. 2025, arXiv:2501.18512.
 """
@@ -47,7 +49,10 @@ class _Part:
         weights: the pieces of this rank's weights.
         globals: the global weights.
         momentum: of the outer steps; None if there is none.
+        own: what this rank sent, while that is under way and will be asked for.
     """
+
+    own: Tensor | None = None
 
     def __init__(self, index: int, pieces: list[Piece], with_momentum: bool) -> None:
         first = pieces[0].weights
@@ -62,6 +67,7 @@ class _Part:
 
     def release(self) -> None:
         """Give the bucket's memory back."""
+        self.own = None
         self.bucket.views = []
         self.bucket.flat = self.bucket.flat.new_empty(0)
 
@@ -139,6 +145,8 @@ class DiLoCo(WeightExchange[DiLoCoState]):
         codec: what differences travel in, e.g. ``MinMax8()`` or ``Dithering(4)``; None: float32.
         error_feedback: whether to add to the next difference what the codec lost of this one.
         mixing: how much of a rank's own weights stays when global ones arrive; None: 0.5 with overlap, else 0.
+        keep_progress: what a rank trained while a fragment travelled is added to the global weights that arrive, instead of
+            mixing; needs an overlap.
         agree_by: how ranks come to one set of weights before evaluation and checkpoints, if inner steps were made since:
             "mean" takes the mean of the weights and leaves the outer steps as they are; "outer" makes the next one early.
 
@@ -154,6 +162,7 @@ class DiLoCo(WeightExchange[DiLoCoState]):
     codec: Codec | None = None
     error_feedback: bool = False
     mixing: float | None = None
+    keep_progress: bool = False
     agree_by: Literal["mean", "outer"] = "mean"
 
     def __post_init__(self) -> None:
@@ -175,6 +184,12 @@ class DiLoCo(WeightExchange[DiLoCoState]):
             raise UsageError(explain("error_feedback is for a codec, and there is none", fix="give a codec"))
         if self.mixing is not None and not 0 <= self.mixing < 1:
             raise UsageError(explain("mixing lies from 0 to below 1", value=self.mixing))
+        if self.keep_progress and (self.mixing is not None or self.overlap_steps == 0):
+            what = "keep_progress needs steps in which a fragment travels, and takes the place of mixing"
+            value = f"mixing={self.mixing}, overlap_steps={self.overlap_steps}"
+            raise UsageError(
+                explain(what, value=value, fix="set overlap_steps and leave mixing out, or leave keep_progress out")
+            )
         if self.agree_by not in ("outer", "mean"):
             raise UsageError(explain("agree_by is 'outer' or 'mean'", value=self.agree_by))
 
@@ -237,6 +252,7 @@ class DiLoCo(WeightExchange[DiLoCoState]):
             difference = part.bucket.flat
             part.weights.subtract_from([part.start()], out=[difference])
             part.not_finite.look(part.weights, [difference], state.group.rank(), step)
+            part.own = difference.clone() if self.keep_progress else None
             if scale != 1.0:
                 difference *= scale
             fragment.works.append(state.exchange.start(part.bucket, state.exchange_state, state.num_exchanges))
@@ -265,9 +281,14 @@ class DiLoCo(WeightExchange[DiLoCoState]):
             if part.momentum is not None:
                 part.momentum.mul_(self.outer_momentum).add_(change)
                 change.add_(part.momentum, alpha=self.outer_momentum)
+            own = part.own
+            if own is not None and kept != 0:
+                own -= part.start()  # minus the weights that were sent
             part.globals.add_(change, alpha=-self.outer_lr)
             if kept == 0:
                 part.weights.write([part.globals])
+            elif own is not None:
+                part.weights.add([own.add_(part.globals)])
             else:
                 part.weights.mix([part.globals], kept)
             part.release()

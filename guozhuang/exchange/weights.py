@@ -188,3 +188,13 @@ class FlatWeights:
             else:
                 for v, p in zip(views, group, strict=True):  # one wide copy at a time
                     p.copy_(p.to(v.dtype).mul_(kept).add_(v, alpha=1 - kept))
+
+    @torch.no_grad()
+    def add(self, source: Sequence[Tensor]) -> None:
+        """Add flat tensors to the parameters, rounded to their dtype once."""
+        for views, group in zip(self.views(source), self._groups, strict=True):
+            for v, p in zip(views, group, strict=True):
+                if v.dtype == p.dtype:
+                    p.add_(v)
+                else:
+                    p.copy_(p.to(v.dtype).add_(v))

@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -49,6 +50,31 @@ def results_of_cases(
         assert not found, "\n".join(f"---- rank {rank}:\n{text}" for rank, text in found.items())
 
     return check
+
+
+def on_two_and_three_ranks(
+    module_name: str, names: Sequence[str], with_a_third: Sequence[Callable[..., None]]
+) -> tuple[Callable[[str], None], Callable[[str], None], Callable[[str], None]]:
+    """Tests: all cases on two ranks; those in which a third makes a difference on three; the rest there, slow."""
+    thirds = [case.__name__ for case in with_a_third]
+    rest = [name for name in names if name not in thirds]
+    on_two, on_three = results_of_cases(module_name, 2, names), results_of_cases(module_name, 3, thirds)
+    rest_on_three = results_of_cases(module_name, 3, rest)
+
+    @pytest.mark.parametrize("name", names)
+    def on_two_ranks(name: str) -> None:
+        on_two(name)
+
+    @pytest.mark.parametrize("name", thirds)
+    def on_three_ranks(name: str) -> None:
+        on_three(name)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", rest)
+    def the_rest_on_three_ranks(name: str) -> None:
+        rest_on_three(name)
+
+    return on_two_ranks, on_three_ranks, the_rest_on_three_ranks
 
 
 def run_cases(rank: int, world_size: int, module_name: str, names: Sequence[str]) -> dict[str, str]:

@@ -45,6 +45,7 @@ class Outer:
         ]
         self.momenta = [torch.zeros_like(w) for w in self.weights]
         self.under_way: dict[int, tuple[int, list[Tensor]]] = {}
+        self.sent: dict[tuple[int, int, int], Tensor] = {}  # by rank, fragment and parameter
 
     @torch.no_grad()
     def difference(self, fragment: int) -> list[Tensor]:
@@ -71,9 +72,12 @@ class Outer:
                 piece.of(self.weights[at]).copy_(own)
                 if e.outer_momentum > 0:
                     piece.of(self.momenta[at]).copy_(optimizer.state[own]["momentum_buffer"])
-                for model in self.ranks.models:
+                for rank, model in enumerate(self.ranks.models):
                     local = piece.of(list(model.parameters())[at])
-                    local.copy_(kept * local + (1 - kept) * own)
+                    if e.keep_progress:
+                        local.copy_(local + (own - self.sent[rank, fragment, at]))
+                    else:
+                        local.copy_(kept * local + (1 - kept) * own)
 
     def step(self, step: int, but: Sequence[int] = ()) -> None:
         self.ranks.step(step, but=but)
@@ -87,6 +91,10 @@ class Outer:
             if (step + 1) % e.every == (fragment + 1) * e.every // e.num_fragments % e.every:
                 if e.overlap_steps:
                     self.under_way[fragment] = step, self.difference(fragment)
+                    for rank, model in enumerate(self.ranks.models):
+                        for at, piece in self.fragments[fragment]:
+                            sent = piece.of(list(model.parameters())[at].detach())
+                            self.sent[rank, fragment, at] = sent.clone()
                 else:
                     self.outer_step(fragment, self.difference(fragment), kept)
 
@@ -97,6 +105,8 @@ PLANS = (
     DiLoCo(4, num_fragments=2, overlap_steps=1),
     DiLoCo(5, num_fragments=3, overlap_steps=4, mixing=0.25, outer_momentum=0.5),
     DiLoCo(4, num_fragments=4),
+    DiLoCo(5, num_fragments=2, overlap_steps=2, keep_progress=True, outer_lr=1.0, outer_momentum=0.0),
+    DiLoCo(4, overlap_steps=3, keep_progress=True, outer_momentum=0.5),
 )
 
 

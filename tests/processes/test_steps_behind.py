@@ -21,7 +21,7 @@ from torch import nn
 from guozhuang.distributed import steps_behind
 from guozhuang.distributed.steps_behind import StepsBehind
 from guozhuang.errors import UsageError, WorldError
-from tests.processes.cases import names_of_cases, results_of_cases
+from tests.processes.cases import names_of_cases, on_two_and_three_ranks
 from tests.processes.mean_of_two import (
     assert_equal_everywhere,
     batch,
@@ -160,34 +160,15 @@ def case_accumulation_in_a_join_that_ends_early(rank: int, size: int) -> None:
         optimizer.step()
 
 
-NAMES = names_of_cases(globals())
-WITH_A_THIRD = [  # where a third rank makes a difference
-    case.__name__
-    for case in (
+test_on_two_ranks, test_on_three_ranks, test_the_rest_on_three_ranks = on_two_and_three_ranks(
+    __name__,
+    names_of_cases(globals()),
+    (  # where a third rank makes a difference
         case_a_skipped_step_in_which_others_wait,
         case_a_skipped_step_at_whose_end_others_compare_weights,
         case_accumulation_in_a_join,
-    )
-]
-REST = [name for name in NAMES if name not in WITH_A_THIRD]
-ON_TWO, ON_THREE = results_of_cases(__name__, 2, NAMES), results_of_cases(__name__, 3, WITH_A_THIRD)
-REST_ON_THREE = results_of_cases(__name__, 3, REST)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_on_two_ranks(name: str) -> None:
-    ON_TWO(name)
-
-
-@pytest.mark.parametrize("name", WITH_A_THIRD)
-def test_on_three_ranks(name: str) -> None:
-    ON_THREE(name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", REST)
-def test_the_rest_on_three_ranks(name: str) -> None:
-    REST_ON_THREE(name)
+    ),
+)
 
 
 def accumulate_alone(rank: int, size: int) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from guozhuang import DistributedDataParallel
 from guozhuang.errors import MismatchError, UsageError, WorldError
 from guozhuang.exchange.allreduce import AllReduce
-from tests.processes.cases import names_of_cases, results_of_cases
+from tests.processes.cases import names_of_cases, on_two_and_three_ranks
 from tests.processes.mean_of_two import (
     MeanOfTwo,
     assert_equal_everywhere,
@@ -315,10 +315,10 @@ def case_what_cannot_work(rank: int, size: int) -> None:
     plain.agree()
 
 
-NAMES = names_of_cases(globals())
-WITH_A_THIRD = [  # where a third rank makes a difference
-    case.__name__
-    for case in (
+test_on_two_ranks, test_on_three_ranks, test_the_rest_on_three_ranks = on_two_and_three_ranks(
+    __name__,
+    names_of_cases(globals()),
+    (  # where a third rank makes a difference
         case_gradients_stay_local_and_weights_meet,
         case_gradients_are_averaged_in_the_first_steps,
         case_buffers_are_averaged,
@@ -327,27 +327,8 @@ WITH_A_THIRD = [  # where a third rank makes a difference
         case_uneven_inputs_while_gradients_are_averaged,
         case_loaded_and_then_no_batch_in_a_join,
         case_constants_in_buffers_stay,
-    )
-]
-REST = [name for name in NAMES if name not in WITH_A_THIRD]
-ON_TWO, ON_THREE = results_of_cases(__name__, 2, NAMES), results_of_cases(__name__, 3, WITH_A_THIRD)
-REST_ON_THREE = results_of_cases(__name__, 3, REST)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_on_two_ranks(name: str) -> None:
-    ON_TWO(name)
-
-
-@pytest.mark.parametrize("name", WITH_A_THIRD)
-def test_on_three_ranks(name: str) -> None:
-    ON_THREE(name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", REST)
-def test_the_rest_on_three_ranks(name: str) -> None:
-    REST_ON_THREE(name)
+    ),
+)
 
 
 def evaluate_alone(rank: int, size: int) -> None:

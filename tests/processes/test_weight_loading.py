@@ -26,7 +26,7 @@ from guozhuang.exchange.low_precision_decentralized import LowPrecisionDecentral
 from guozhuang.exchange.parameter_server import AsyncParameterServer
 from guozhuang.exchange.quantize import MinMax8
 from guozhuang.exchange.warmup import WeightWarmup
-from tests.processes.cases import names_of_cases, results_of_cases
+from tests.processes.cases import names_of_cases, on_two_and_three_ranks
 from tests.processes.mean_of_two import (
     MeanOfTwo,
     assert_equal_everywhere,
@@ -248,32 +248,13 @@ def counted(settle_s: float) -> tuple[int, int, int]:
     return len(dist.distributed_c10d._world.pg_map), threads, sockets
 
 
-NAMES = names_of_cases(globals())
-WITH_A_THIRD = [  # where a third rank makes a difference
-    case.__name__
-    for case in (
+test_on_two_ranks, test_on_three_ranks, test_the_rest_on_three_ranks = on_two_and_three_ranks(
+    __name__,
+    names_of_cases(globals()),
+    (  # where a third rank makes a difference
         case_a_part_of_the_module_is_loaded,
         case_who_skipped_the_step_that_others_wait_in_loads,
         case_who_skipped_a_step_that_is_under_way_in_others_loads,
         case_who_is_far_behind_loads_and_holds_nobody,
-    )
-]
-REST = [name for name in NAMES if name not in WITH_A_THIRD]
-ON_TWO, ON_THREE = results_of_cases(__name__, 2, NAMES), results_of_cases(__name__, 3, WITH_A_THIRD)
-REST_ON_THREE = results_of_cases(__name__, 3, REST)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_on_two_ranks(name: str) -> None:
-    ON_TWO(name)
-
-
-@pytest.mark.parametrize("name", WITH_A_THIRD)
-def test_on_three_ranks(name: str) -> None:
-    ON_THREE(name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", REST)
-def test_the_rest_on_three_ranks(name: str) -> None:
-    REST_ON_THREE(name)
+    ),
+)
