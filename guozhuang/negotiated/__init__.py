@@ -1,0 +1,21 @@
+"""Collectives that ranks submit in any order and that are matched by name: see ``Engine``."""
+
+from .channel import Channel
+from .engine import Engine
+from .settings import AutotuneSettings, Knobs, Settings, Tuner
+from .submission import DuplicateNameError, Handle, Kind, NegotiationError, Reduction, Submission
+
+__all__ = [
+    "AutotuneSettings",
+    "Channel",
+    "DuplicateNameError",
+    "Engine",
+    "Handle",
+    "Kind",
+    "Knobs",
+    "NegotiationError",
+    "Reduction",
+    "Settings",
+    "Submission",
+    "Tuner",
+]

@@ -1,0 +1,228 @@
+"""Search for fusion threshold, cycle time and cache while the job runs, by what moves the most bytes in a time.
+
+A score is bytes per microsecond over some rounds; five scores make a sample, of which the median counts. The first sample is
+what the settings say. Then threshold (0 to 64 MiB) and cycle (1 to 100 ms) are tried together: four fixed points, then each
+time the point of the highest expected improvement under a Gaussian process through the samples so far (Jones, Schonlau and
+Welch 1998, doi:10.1023/A:1008306431147). At the best of all these the cache is tried the other way. The best of all is kept.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import statistics
+import warnings
+from collections.abc import Generator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from guozhuang.errors import UsageError, explain
+
+from .settings import AutotuneSettings, Knobs, Settings
+
+SCORES_PER_SAMPLE: Final = 5
+# MiB, and milliseconds.
+MAX_THRESHOLD_MB, MIN_CYCLE_MS, MAX_CYCLE_MS = 64.0, 1.0, 100.0
+FIRST_POINTS: Final = ((4.0, 5.0), (32.0, 50.0), (16.0, 25.0), (8.0, 10.0))
+HEADER: Final = (
+    "hierarchical_allreduce,hierarchical_allgather,torus_allreduce,cache_enabled,"
+    "cycle_time_ms,tensor_fusion_threshold,score"
+)
+# Among which the next point is looked for.
+_NUM_CANDIDATES = 2000
+_log = logging.getLogger("guozhuang")
+
+_Search = Generator[Knobs, float, tuple[Knobs, float]]
+
+
+def check_available() -> None:
+    """Import scikit-learn, whose Gaussian process is used. Called on every rank, before any waits, in the caller's thread.
+
+    Raises:
+        UsageError: it is missing, or cannot be imported.
+    """
+    what = "autotuning needs scikit-learn, which is not installed"
+    if importlib.util.find_spec("sklearn") is not None:
+        try:
+            importlib.import_module("sklearn.gaussian_process")
+        except Exception as error:  # whatever an installation that is not whole raises
+            what = f"autotuning needs scikit-learn, which cannot be imported: {type(error).__name__}: {error}"
+        else:
+            return
+    raise UsageError(explain(what, fix="install guozhuang[horovod], or unset HOROVOD_AUTOTUNE"))
+
+
+def make_tuner(settings: Settings) -> GaussianTuner:
+    """Return the tuner that ``settings.autotune`` asks for; on rank 0.
+
+    Raises:
+        UsageError: scikit-learn is missing; the log cannot be written.
+    """
+    assert settings.autotune is not None
+    check_available()
+    start = Knobs(settings.fusion_threshold_bytes, settings.cycle_time_ms, settings.cache_capacity > 0)
+    fixed = settings.autotune.fixed | ({"use_cache"} if settings.cache_capacity == 0 else set())
+    return GaussianTuner(settings.autotune, start, fixed)
+
+
+class GaussianTuner:
+    """See the module. One thread calls it.
+
+    Args:
+        settings: how to search.
+        start: what the rounds run with until something else is said.
+        fixed: names of fields of ``Knobs`` that stay.
+
+    Attributes:
+        best: what is kept, with its score; None while the search goes on.
+    """
+
+    def __init__(self, settings: AutotuneSettings, start: Knobs, fixed: frozenset[str] | set[str]) -> None:
+        self.best: tuple[Knobs, float] | None = None
+        self._settings = settings
+        self._warmups_left = settings.warmup_samples
+        self._steps = self._bytes = 0
+        self._seconds = 0.0
+        self._scores: list[float] = []
+        self._log = Path(settings.log) if settings.log else None
+        if self._log is not None:
+            try:
+                self._log.write_text(HEADER + "\n")
+            except OSError as error:
+                what = f"the log of autotuning cannot be written: {error}"
+                raise UsageError(explain(what, value=settings.log, fix="set HOROVOD_AUTOTUNE_LOG to a file")) from error
+        self._search = self._searching(start, frozenset(fixed))
+        self._tried = next(self._search)
+
+    def observe(self, num_bytes: int, seconds: float) -> Knobs | None:
+        """See ``Tuner``."""
+        if self.best is not None:
+            return None
+        self._steps += 1
+        self._bytes += num_bytes
+        self._seconds += seconds
+        if self._steps < self._settings.steps_per_sample or self._seconds <= 0:
+            return None
+        score = self._bytes / (self._seconds * 1e6)
+        self._steps, self._bytes, self._seconds = 0, 0, 0.0
+        if self._warmups_left > 0:
+            self._warmups_left -= 1
+            return None
+        self._scores.append(score)
+        if len(self._scores) < SCORES_PER_SAMPLE:
+            return None
+        sample = statistics.median(self._scores)
+        self._scores = []
+        self._write(self._tried, sample)
+        before = self._tried
+        try:
+            self._tried = self._search.send(sample)
+        except StopIteration as end:
+            self.best = end.value
+            self._tried = end.value[0]
+            self._write(*end.value)
+            _log.info("autotune keeps %s, which moved %.1f bytes/us", *end.value)
+        return self._tried if self._tried != before else None
+
+    def _searching(self, start: Knobs, fixed: frozenset[str]) -> _Search:
+        """Yield what to try next, take its score; return the best."""
+        samples = [(start, (yield start))]
+        space = _Space(start, fixed)
+        points: list[tuple[float, ...]] = []
+        while space.num_dims and len(points) < self._settings.max_samples:
+            if len(points) < len(FIRST_POINTS):
+                point = space.first(len(points))
+            else:
+                scores = [score for _, score in samples[1:]]
+                try:
+                    point = _most_promising(points, scores, self._settings.noise)
+                except Exception as error:  # the search is not worth the job
+                    _log.warning("autotune ends its search early: %s: %s", type(error).__name__, error)
+                    return max(samples, key=lambda sample: sample[1])
+            points.append(point)
+            knobs = space.knobs(point)
+            samples.append((knobs, (yield knobs)))
+        best = max(samples, key=lambda sample: sample[1])
+        if "use_cache" not in fixed:
+            other = replace(best[0], use_cache=not best[0].use_cache)
+            samples.append((other, (yield other)))
+        return max(samples, key=lambda sample: sample[1])
+
+    def _write(self, knobs: Knobs, score: float) -> None:
+        if self._log is None:
+            return
+        # An adaptive cycle is 0; the first three are what Horovod chooses and this engine does not have.
+        row = (0, 0, 0, int(knobs.use_cache), knobs.cycle_time_ms or 0, knobs.fusion_threshold_bytes, score)
+        try:
+            with self._log.open("a") as file:
+                file.write(",".join(f"{each:.6g}" if isinstance(each, float) else str(each) for each in row) + "\n")
+        except OSError as error:
+            _log.warning("the log of autotuning ends here: %s", error)
+            self._log = None
+
+
+class _Space:
+    """The knobs that are searched for, each from 0 to 1."""
+
+    def __init__(self, start: Knobs, fixed: frozenset[str]) -> None:
+        self._start = start
+        self._has_threshold = "fusion_threshold_bytes" not in fixed
+        self._has_cycle = "cycle_time_ms" not in fixed
+        self.num_dims = self._has_threshold + self._has_cycle
+
+    def first(self, number: int) -> tuple[float, ...]:
+        """The fixed point of this number."""
+        threshold_mb, cycle_ms = FIRST_POINTS[number]
+        point = [threshold_mb / MAX_THRESHOLD_MB] if self._has_threshold else []
+        if self._has_cycle:
+            point.append((cycle_ms - MIN_CYCLE_MS) / (MAX_CYCLE_MS - MIN_CYCLE_MS))
+        return tuple(point)
+
+    def knobs(self, point: tuple[float, ...]) -> Knobs:
+        """What a point stands for."""
+        knobs = self._start
+        if self._has_threshold:
+            knobs = replace(knobs, fusion_threshold_bytes=round(point[0] * MAX_THRESHOLD_MB * 2**20))
+        if self._has_cycle:
+            cycle_ms = MIN_CYCLE_MS + point[-1] * (MAX_CYCLE_MS - MIN_CYCLE_MS)
+            knobs = replace(knobs, cycle_time_ms=round(cycle_ms, 3))
+        return knobs
+
+
+def _most_promising(points: list[tuple[float, ...]], scores: list[float], noise: float) -> tuple[float, ...]:
+    """The point whose score is expected to lie furthest above the best so far.
+
+    Args:
+        points: that were tried, from 0 to 1 in each dimension.
+        scores: theirs.
+        noise: variance of a score, as a part of the variance of all scores.
+    """
+    from sklearn.gaussian_process import GaussianProcessRegressor  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    from sklearn.gaussian_process.kernels import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
+        RBF,
+        ConstantKernel,
+    )
+
+    kernel = ConstantKernel(1.0) * RBF(0.3, (0.05, 5.0))
+    process: Any = GaussianProcessRegressor(kernel, alpha=max(noise, 1e-6), normalize_y=True, random_state=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a few points may put the kernel's parameters at their bounds
+        process.fit(np.array(points), np.array(scores))
+    # The same on every run with the same scores.
+    candidates = np.random.default_rng(len(points)).random((_NUM_CANDIDATES, len(points[0])))
+    mean, deviation = process.predict(candidates, return_std=True)
+    improvement = expected_improvement(mean, deviation, float(np.max(process.predict(np.array(points)))))
+    return tuple(float(each) for each in candidates[int(np.argmax(improvement))])
+
+
+def expected_improvement(mean: Any, deviation: Any, best: float) -> Any:
+    """E[max(0, score - best)] where the score is normally distributed, element by element; numpy arrays."""
+    deviation = np.maximum(deviation, 1e-12)
+    z = (mean - best) / deviation
+    density = np.exp(-0.5 * z**2) / np.sqrt(2 * np.pi)
+    return (mean - best) * torch.special.ndtr(torch.from_numpy(z)).numpy() + deviation * density

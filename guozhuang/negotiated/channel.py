@@ -1,0 +1,336 @@
+"""The ranks that negotiate with each other: who submits, the thread that goes from round to round, and how both end.
+
+[Note: threads of a channel] Any thread may submit or wait; one thread of the channel holds the rounds and carries out what
+they decide. ``_changed`` guards what both see: what is fresh, what is under way, the pace, how the channel ends. The thread
+holds it only to look and to take, never in a collective. An entry leaves ``_under_way`` under the lock, and whoever took it out
+completes its handle; so it is completed once, by the thread or by ``stop``, and its name is free before anybody who waits goes
+on. The thread is a daemon: an interpreter that ends does not wait for a peer that never comes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import explain
+from ..groups.allocation import zeros_for
+from .control import Carriers
+from .execution import Entry, Executor, Result
+from .intake import request_of
+from .memory import FlatMemories
+from .pace import Pace
+from .plans import Known, Plans
+from .rounds import Outcome, Rounds
+from .settings import Knobs, Settings, Tuner
+from .submission import DuplicateNameError, Handle, Kind, NegotiationError, Submission
+from .table import Response
+from .tracing import Tracing
+
+_LOG = logging.getLogger("guozhuang")
+_JOIN = "join"
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a channel is given by its engine.
+
+    Attributes:
+        settings: of the engine.
+        tracing: records what the channel does.
+        touch: tells the watch that something is pending.
+        broke: to be called with what ended the channel's thread, from that thread.
+        left: to be called with the ranks that left, and the words for it, if this rank did not leave itself.
+        tuner: on rank 0 of the world's channel, if there is one.
+    """
+
+    settings: Settings
+    tracing: Tracing
+    touch: Callable[[], object]
+    broke: Callable[[Channel, BaseException], object]
+    left: Callable[[Channel, str], object]
+    tuner: Tuner | None = None
+
+
+class Channel:
+    """Ranks that negotiate with each other. An ``Engine`` makes it, on every rank of its group.
+
+    Args:
+        number: of the channel, the same on all ranks.
+        ranks: of the engine's group, rising.
+        rank: this process among them; None if it is none of them.
+        carriers: of the members.
+        around: what the engine gives.
+
+    Attributes:
+        number: as above.
+        ranks: as above.
+        rank: this process in the channel; None: no member.
+        size: number of ranks.
+        group: what carries the data; None where this process is no member, and after the end.
+    """
+
+    def __init__(
+        self, number: int, ranks: Sequence[int], rank: int | None, carriers: Carriers | None, around: Surroundings
+    ) -> None:
+        self.number, self.ranks, self.rank, self.size = number, tuple(ranks), rank, len(ranks)
+        self._around, self._carriers, self._process = around, carriers, os.getpid()
+        self.group: dist.ProcessGroup | None = None
+        self._changed = threading.Condition(threading.Lock())
+        self._fresh: list[Entry] = []
+        self._under_way: dict[str, Entry] = {}
+        self._pace = Pace(around.settings.cycle_time_ms)
+        self._threshold_bytes = around.settings.fusion_threshold_bytes
+        self._plans = Plans(around.settings.fuse_groups)
+        self._leaves = False
+        self._ended: NegotiationError | None = None  # why nothing is taken any more
+        self._knobs: Knobs | None = None
+        self._observed_s = self._last_round_s = time.monotonic()
+        self._thread: threading.Thread | None = None
+        if carriers is None or rank is None:
+            return
+        self.group = carriers.group
+        self._allocate = zeros_for(carriers.cpu)
+        self._memories = FlatMemories(self._allocate)
+        self._rounds = Rounds(carriers.words, rank, self.ranks, around.settings.cache_capacity)
+        self._executor = Executor(carriers.device, carriers.cpu, rank, self._allocate, carriers.averages)
+        self._thread = threading.Thread(target=self._work, name=f"guozhuang negotiated {number}", daemon=True)
+        self._thread.start()
+
+    # What others call.
+
+    def submit(self, submission: Submission) -> Handle:
+        """Ask for a collective; return at once. It begins when all ranks of the channel have asked, in whatever order.
+
+        From any thread. The tensors must not be touched before the handle is done.
+
+        Raises:
+            ValueError: this process is no member, or the submission cannot work.
+            DuplicateNameError: something of that name is under way.
+            NegotiationError: the channel has ended; the text says why.
+        """
+        if self._thread is None:
+            raise ValueError(explain(f"this process is none of the ranks {list(self.ranks)}", value=submission.name))
+        known = submission.known
+        if known is None or known.channel is not self:
+            request = request_of(submission, self.size, self._memories.places_of)
+            known = Known(self, request, sum([tensor.nbytes for tensor in submission.tensors]))
+            object.__setattr__(submission, "known", known)
+        request, num_bytes = known.request, known.num_bytes
+        ready = None
+        if request.device != "cpu":  # see [Note: streams of a channel]
+            ready = torch.accelerator.current_stream(submission.tensors[0].device).record_event()
+        handle, now = Handle(self._hurry), time.monotonic()
+        entry = Entry(request, submission, handle, now, ready)
+        with self._changed:
+            if self._ended is not None:
+                raise NegotiationError(*self._ended.args) from self._ended.__cause__
+            if submission.name in self._under_way:
+                raise DuplicateNameError(self._duplicate(submission))
+            self._under_way[submission.name] = entry
+            self._fresh.append(entry)
+            if self._pace.submitted(num_bytes, now):
+                self._changed.notify_all()
+        self._around.touch()
+        return handle
+
+    def join(self) -> Handle:
+        """Say that this rank has nothing more to reduce: it feeds zeros to all-reduces until all ranks of the channel joined.
+
+        Other kinds fail on the ranks that ask for them in the meantime. Errors are those of ``submit``.
+        """
+        return self.submit(Submission(Kind.JOIN, _JOIN, ()))
+
+    def allocate(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a flat tensor of zeros in memory that the group reduces in place.
+
+        Tensors that lie in it one after the other, on all ranks alike, and are all-reduced with themselves as outputs, are
+        reduced as one without copies. Ranks should allocate alike, in the same order; if not, copies are made.
+        """
+        if self._thread is None:
+            raise ValueError(explain(f"this process is none of the ranks {list(self.ranks)}"))
+        return self._memories.allocate(num_elements, dtype, device)
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds that this rank took part in."""
+        return self._rounds.num_rounds
+
+    @property
+    def num_full_rounds(self) -> int:
+        """Those of them in which ranks exchanged more than readiness."""
+        return self._rounds.num_full_rounds
+
+    def pending_since(self) -> dict[str, float]:
+        """What is under way, and since when on the monotonic clock; a join from the last round on."""
+        with self._changed:
+            return {
+                name: entry.since if entry.request.kind != Kind.JOIN else max(entry.since, self._last_round_s)
+                for name, entry in self._under_way.items()
+            }
+
+    # How it ends; the engine calls these.
+
+    def leave(self) -> None:
+        """Begin to leave: in the next round, or at once where the thread has ended."""
+        with self._changed:
+            self._leaves = self._pace.is_urgent = True
+            self._changed.notify_all()
+
+    def wait_left(self, patience_s: float) -> bool:
+        """Wait until the thread has ended; tell whether it has."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(patience_s)
+            return not self._thread.is_alive()
+        return True
+
+    def stop(self, error: NegotiationError) -> None:
+        """Take nothing more, and fail what is under way; the thread ends as soon as it is in no collective."""
+        with self._changed:
+            if self._ended is None:
+                self._ended = error
+            taken = list(self._under_way.values())
+            self._under_way.clear()
+            self._fresh.clear()
+            self._pace.is_urgent = True
+            self._changed.notify_all()
+        for entry in taken:
+            entry.handle.fail(error)
+
+    def abort(self) -> None:
+        """Break the groups, so that no thread waits in a collective, here or on a peer."""
+        if self._carriers is not None:
+            self._carriers.abort()
+
+    def give_back(self) -> None:
+        """Give the groups back, once the thread has ended."""
+        self.group = None
+        if self._carriers is not None:
+            self._executor.close()
+            self._carriers.close()
+
+    # The thread.
+
+    def _hurry(self, handle: Handle) -> None:
+        with self._changed:
+            if handle.has_ended or handle.is_wanted:
+                return
+            handle.is_wanted = True
+            self._pace.wanted()
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        torch.set_grad_enabled(False)
+        try:
+            while self._take_part():
+                pass
+        except BaseException as error:
+            if self._ended is None:
+                self._around.broke(self, error)
+
+    def _take_part(self) -> bool:
+        """Hold one round when it is due and carry out what it decides; tell whether there will be another one."""
+        with self._changed:
+            while True:
+                if self._ended is not None:
+                    return False
+                now = time.monotonic()
+                due = self._pace.due(now)
+                if due is not None and due <= now:
+                    break
+                self._changed.wait(None if due is None else due - now)
+            fresh, self._fresh = self._fresh, []
+            leaves = self._leaves
+            self._pace.begins(now)
+        self._around.tracing.round_began(now)
+        knobs, self._knobs = self._knobs, None
+        outcome = self._rounds.hold([(each.submission.name, each.request) for each in fresh], leaves, knobs)
+        del fresh
+        self._carry_out(outcome)
+        with self._changed:
+            self._last_round_s = time.monotonic()
+            self._pace.ends(self._last_round_s, bool(outcome.responses))
+            self._pace.is_urgent = self._leaves or self._rounds.has_joined
+        if outcome.leaving:
+            self._part(outcome.leaving, leaves)
+        return not outcome.leaving
+
+    def _carry_out(self, outcome: Outcome) -> None:
+        if outcome.knobs is not None:
+            self._threshold_bytes = outcome.knobs.fusion_threshold_bytes
+            self._pace.cycle_time_ms = outcome.knobs.cycle_time_ms
+        if self._around.tracing.is_on:
+            self._trace_negotiated(outcome.responses)
+        good = [response for response in outcome.responses if response.error is None]
+        for response in outcome.responses:
+            if response.error is not None:
+                self._settle({response.name: NegotiationError(response.error)})
+        num_bytes = 0
+        for batch in self._plans.batches(good, self._threshold_bytes):
+            began = time.monotonic()
+            entries = {each.name: self._under_way[each.name] for each in batch if each.name in self._under_way}
+            results = self._executor.carry_out(batch, entries)
+            if self._around.tracing.is_on:
+                names = [each.name for each in batch]
+                self._around.tracing.carried_out(batch[0].request.kind, names, began, time.monotonic())
+            if self._around.tuner is not None:
+                num_bytes += sum(each.request.num_bytes for each in batch)
+            del entries
+            if outcome.last_joined is not None and batch[0].request.kind == Kind.JOIN:
+                self._under_way[_JOIN].handle.last_joined = outcome.last_joined
+            self._settle(results)
+        if num_bytes and self._around.tuner is not None:
+            now = time.monotonic()
+            self._knobs = self._around.tuner.observe(num_bytes, now - self._observed_s)
+            self._observed_s = now
+
+    def _settle(self, results: dict[str, Result] | dict[str, NegotiationError]) -> None:
+        """Take entries out and complete their handles. See [Note: threads of a channel]."""
+        taken = []
+        with self._changed:
+            for name, result in results.items():
+                entry = self._under_way.pop(name, None)
+                if entry is not None:
+                    self._pace.settled(entry.handle.is_wanted)
+                    taken.append((entry.handle, result))
+        for handle, result in taken:
+            if isinstance(result, NegotiationError):
+                handle.fail(result)
+            else:
+                handle.received_splits = result.received_splits
+                handle.complete(result.outputs, result.launched)
+
+    def _part(self, leaving: Sequence[int], leaves: bool) -> None:
+        """End the channel, because ranks of it leave."""
+        who = ", ".join(f"rank {self.ranks[rank]}" for rank in leaving)
+        with self._changed:
+            names = list(self._under_way)
+        during = f" while {', '.join(names[:10])} was under way" if names else ""
+        text = explain(
+            f"the collectives of ranks {list(self.ranks)} were shut down by {who}{during}",
+            rank=self.ranks[self.rank or 0],
+            fix="let every rank make the same collectives before it shuts down; look at that rank's own error",
+        )
+        if not leaves:
+            self._around.left(self, text)
+        self.stop(NegotiationError(text))
+
+    def _trace_negotiated(self, responses: Sequence[Response]) -> None:
+        now = time.monotonic()
+        for response in responses:
+            entry = self._under_way.get(response.name)
+            since = now if entry is None else entry.since
+            self._around.tracing.negotiated(response.request.kind, [(response.name, since)], now)
+
+    def _duplicate(self, submission: Submission) -> str:
+        what = (
+            f"{submission.kind.value} of a name that is under way: two tensors must not have the same name at one time"
+        )
+        return explain(what, value=submission.name, fix="give them different names, or wait for the first one")

@@ -1,0 +1,139 @@
+"""What carries a channel: the words of its rounds, and its data.
+
+[Note: an idle peer is no error] A rank that has something pending waits in a round until all others have something too, which
+may be an hour. So the time-out of the group that carries the words is put out of reach, and the limit is kept by the engine's
+watch (stalls.py), which sees what is pending and for how long. A lost peer breaks the group all the same: shared memory looks
+at the processes, gloo at its connections. What ends a wait from outside is ``abort``, which breaks it here and for the peers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..groups.base import PythonGroup
+from ..groups.hierarchical.crossing import Crossing, choose_address
+from ..groups.shared_memory import SharedMemoryGroup
+from ..groups.subgroups import subgroup
+
+_OUT_OF_REACH_S: Final = 7 * 24 * 3600.0
+
+
+class Words:
+    """The two collectives of rounds. Every call is collective; one thread of each rank makes them, in one order.
+
+    Args:
+        group: carries CPU tensors of the ranks; its methods are called directly.
+        size: number of ranks.
+    """
+
+    def __init__(self, group: Any, size: int) -> None:
+        self._group, self._size = group, size
+        self._least, self._gather = dist.AllreduceOptions(), torch._C._distributed_c10d.AllgatherOptions()
+        self._least.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]
+        self._least.asyncOp = self._gather.asyncOp = False
+
+    def least(self, vector: Tensor) -> None:
+        """Make each byte of ``vector`` the least of all ranks, in place."""
+        if self._size > 1:
+            self._group.allreduce([vector], self._least).wait()
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """Return the messages of all ranks, of any length but 0."""
+        if self._size == 1:
+            return [message]
+        lengths = [int(each) for each in self._gathered(torch.tensor([len(message)]))]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        taken = self._gathered(padded)
+        return [each[:length].numpy().tobytes() for each, length in zip(taken, lengths, strict=True)]
+
+    def close(self) -> None:
+        """Let go of the group."""
+        self._group = None
+
+    def _gathered(self, given: Tensor) -> list[Tensor]:
+        taken = [torch.empty_like(given) for _ in range(self._size)]
+        self._group.allgather([taken], [given], self._gather).wait()
+        return taken
+
+
+class Carriers:
+    """The groups of a channel. Every member must construct it, and nobody else.
+
+    Shared memory carries all of it. Otherwise words, and what the CPU has for gloo, go through gloo in connections that can be
+    cut; what other backends carry goes through a twin of the engine's group.
+
+    Args:
+        group: of the engine.
+        members: ranks in ``group``, rising; this rank is one of them.
+        store: of this channel alone.
+
+    Attributes:
+        words: of the rounds.
+        cpu: carries tensors on the CPU.
+        device: carries all others.
+        averages: kinds of device whose floating-point numbers the groups average by themselves.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, members: Sequence[int], store: dist.Store) -> None:
+        rank, size = list(members).index(group.rank()), len(members)
+        self._aborts: list[Callable[[], object]] = []
+        self._closes: list[Callable[[], object]] = []
+        kinds = {each.rpartition(":")[2] for each in dist.get_backend_config(group).split(",")}
+        words: Any
+        if isinstance(group, SharedMemoryGroup):
+            words = self._twin(group, members)
+            words.set_timeout(datetime.timedelta(seconds=_OUT_OF_REACH_S))
+        else:
+            address = choose_address(dist.PrefixStore("address", store), rank, [r for r in range(size) if r != rank])
+            crossing = Crossing(dist.PrefixStore("control", store), rank, size, _OUT_OF_REACH_S, address)
+            self._aborts.append(crossing.cut)
+            self._closes.append(crossing.close)
+            words = crossing.group
+        self.words, self.cpu, self.device = Words(words, size), words, words
+        if not isinstance(group, SharedMemoryGroup) and kinds != {"gloo"}:
+            self.device = self._twin(group, members)
+            if isinstance(self.device, PythonGroup):
+                self.cpu = self.device
+        cpu = {"cpu"} if isinstance(group, SharedMemoryGroup) else set()
+        self.averages = frozenset(cpu | ({"cuda"} if cpu or "nccl" in kinds else set()))
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """What carries most of the data."""
+        group: dist.ProcessGroup = self.device
+        return group
+
+    def abort(self) -> None:
+        """Break the groups, here and for the peers; from any thread."""
+        for abort in self._aborts:
+            with contextlib.suppress(Exception):  # it is broken then
+                abort()
+
+    def close(self) -> None:
+        """Give the groups back. Nothing of this rank may be under way."""
+        for close in self._closes:
+            close()
+        self._closes, self._aborts = [], []
+        self.words.close()
+        self.cpu = self.device = None  # gloo's connections end with the last reference
+
+    def _twin(self, group: dist.ProcessGroup, members: Sequence[int]) -> Any:
+        made: Any = subgroup(group, members)
+        if isinstance(made, PythonGroup):
+            self._aborts.append(made.abort)
+        self._closes.append(lambda: _give_back(made))
+        return made
+
+
+def _give_back(group: dist.ProcessGroup) -> None:
+    """End a group, unless it has ended with the default group already."""
+    if group in dist.distributed_c10d._world.pg_map:
+        dist.destroy_process_group(group)

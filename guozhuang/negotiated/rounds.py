@@ -1,0 +1,216 @@
+"""One round of negotiation: what each rank has pending goes in, what all of them do next comes out, the same on each.
+
+[Note: rounds] There is no coordinator. A round tells every rank the same facts; all decide alike from them.
+
+1. One all-reduce (minimum) of a vector of bytes. Byte 0: 1 if this rank has nothing else to tell. Byte 1 + s, for slot s of the
+   cache: 2 if this rank has what the slot holds pending (or has joined, and takes part in everything), 0 if it asks for
+   something else under that name, else 1. The minimum says what is ready on all ranks (2), and what is out of date (0).
+   In a steady state this is all: one small all-reduce.
+2. What is out of date is evicted; who has it pending asks in full. If byte 0 says that some rank has something to tell, all
+   ranks exchange messages: requests that no slot stands for, joins, whether a rank leaves, new settings from rank 0. Each rank
+   keeps the same table of requests, and takes from it what no rank is missing from any more.
+3. Both together, cached ones first, are the responses of the round. What ranks disagree in is an error of its own, and only of
+   those who asked. The others enter the cache.
+
+A rank comes to a round when it has something pending, has joined, or leaves. So a round waits for all ranks to have something,
+and an idle rank costs nothing: before that, nothing could have been done. What has joined supplies zeros (execution.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .cache import ResponseCache
+from .mismatches import difference, joined_difference
+from .settings import Knobs
+from .submission import Kind
+from .table import Message, Request, Response, Table, common_places
+
+_OUT_OF_DATE, _NOT_HERE, _READY = 0, 1, 2
+# Names of one-off operations would push lasting ones out; splits change with the data.
+_NOT_CACHED: Final = (Kind.BARRIER, Kind.JOIN, Kind.ALLTOALL)
+
+
+class Words(Protocol):
+    """What a round is held with; see ``control.Control``."""
+
+    def least(self, vector: Tensor) -> None:
+        """Make each byte the least of all ranks, in place."""
+        ...
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """Return the messages of all ranks."""
+        ...
+
+
+@dataclass
+class Outcome:
+    """What a round decided, equal on all ranks.
+
+    Attributes:
+        responses: in the order in which they are done.
+        leaving: ranks that took part for the last time.
+        knobs: new settings, valid from this round on.
+        last_joined: who joined last, if all have joined now.
+    """
+
+    responses: list[Response] = field(default_factory=list)
+    leaving: list[int] = field(default_factory=list)
+    knobs: Knobs | None = None
+    last_joined: int | None = None
+
+
+class Rounds:
+    """This rank's part in the rounds of a channel. See [Note: rounds]. One thread uses it.
+
+    Args:
+        words: joins the ranks.
+        rank: this process in the channel.
+        ranks: what the ranks of the channel are called in errors.
+        cache_capacity: of the cache; the same on all ranks.
+
+    Attributes:
+        joined: ranks that have joined, in the order in which they did.
+        num_rounds: that this rank took part in.
+        num_full_rounds: those in which messages were exchanged.
+    """
+
+    def __init__(self, words: Words, rank: int, ranks: Sequence[int], cache_capacity: int) -> None:
+        self._words, self._rank, self._ranks, self._capacity = words, rank, ranks, cache_capacity
+        self._cache = ResponseCache(cache_capacity)
+        self._table = Table(len(ranks))
+        self._counted: dict[int, tuple[str, Request]] = {}  # pending on this rank and in the cache, by slot
+        self._unsent: list[tuple[str, Request]] = []  # pending on this rank, and not in the table yet
+        self._mine = np.full(64, _NOT_HERE, dtype=np.uint8)  # by slot
+        self.joined: list[int] = []
+        self.num_rounds = self.num_full_rounds = 0
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether this rank has."""
+        return self._rank in self.joined
+
+    def hold(self, fresh: Sequence[tuple[str, Request]], leaves: bool = False, knobs: Knobs | None = None) -> Outcome:
+        """Hold a round. Every rank of the channel must come.
+
+        Args:
+            fresh: what this rank has asked for since the last round.
+            leaves: whether it takes part for the last time.
+            knobs: new settings for all ranks; of rank 0.
+        """
+        out_of_date = self._sort(fresh)
+        has_news = bool(self._unsent) or leaves or knobs is not None
+        vector = self._vector(out_of_date, has_news)
+        self._words.least(vector)
+        self.num_rounds += 1
+        told = vector.numpy()
+        for slot in np.flatnonzero(told[1:] == _OUT_OF_DATE).tolist():
+            self._cache.evict(slot)
+            self._forget(slot)
+        ready = np.flatnonzero(told[1:] == _READY).tolist()
+        outcome = Outcome([self._from_slot(slot) for slot in ready])
+        if told[0] == 0:
+            self._exchange(leaves, knobs, outcome)
+        return outcome
+
+    def missing(self, name: str) -> list[int]:
+        """The ranks that are known not to have asked for what this rank has; none where that is not known."""
+        return self._table.missing(name, set(self.joined))
+
+    def _sort(self, fresh: Sequence[tuple[str, Request]]) -> list[int]:
+        """Find the slots that stand for new requests; return those that the new requests show to be out of date."""
+        out_of_date = []
+        for name, request in fresh:
+            slot = self._cache.slot_of(name)
+            if slot is None:
+                self._unsent.append((name, request))
+                continue
+            held = self._cache.at(slot)
+            if held is not None and held.requests.get(self._rank) == request:
+                self._counted[slot] = name, request
+                self._mine[slot] = _READY
+            else:
+                self._unsent.append((name, request))
+                out_of_date.append(slot)
+        return out_of_date
+
+    def _vector(self, out_of_date: Sequence[int], has_news: bool) -> Tensor:
+        num_slots = self._cache.num_slots
+        vector = np.empty(1 + num_slots, dtype=np.uint8)
+        vector[0] = 0 if has_news else 1
+        if self.has_joined:
+            vector[1:] = _NOT_HERE
+            vector[[1 + slot for slot in self._cache.slots()]] = _READY
+        else:
+            vector[1:] = self._mine[:num_slots]
+        vector[[1 + slot for slot in out_of_date]] = _OUT_OF_DATE
+        return torch.from_numpy(vector)
+
+    def _from_slot(self, slot: int) -> Response:
+        self._counted.pop(slot, None)
+        self._mine[slot] = _NOT_HERE
+        response = self._cache.use(slot)
+        if not self.joined:
+            return response
+        return response._replace(error=self._joined_error(response.name, response.request))
+
+    def _forget(self, slot: int) -> None:
+        """What this rank counted on in a slot is asked for in full."""
+        self._mine[slot] = _NOT_HERE
+        found = self._counted.pop(slot, None)
+        if found is not None:
+            self._unsent.append(found)
+
+    def _exchange(self, leaves: bool, knobs: Knobs | None, outcome: Outcome) -> None:
+        own = None if knobs is None else (knobs.fusion_threshold_bytes, knobs.cycle_time_ms, knobs.use_cache)
+        message = Message(self._unsent, leaves, own)
+        self._unsent = []
+        self.num_full_rounds += 1
+        for rank, data in enumerate(self._words.exchange(message.encoded())):
+            told = Message.decoded(data)
+            if told.leaves:
+                outcome.leaving.append(rank)
+            if told.knobs is not None:
+                outcome.knobs = Knobs(*told.knobs)
+            for name, request in told.requests:
+                if request.kind == Kind.JOIN and rank not in self.joined:
+                    self.joined.append(rank)
+                self._table.add(rank, name, request)
+        if outcome.knobs is not None:
+            self._take(outcome.knobs)
+        for name, requests in self._table.take_complete(set(self.joined)):
+            outcome.responses.append(self._answer(name, requests))
+        if len(self.joined) == len(self._ranks):
+            outcome.last_joined = self.joined[-1]
+            self.joined.clear()
+
+    def _answer(self, name: str, requests: dict[int, Request]) -> Response:
+        one = next(iter(requests.values()))
+        error = difference(name, requests, self._ranks) or self._joined_error(name, one)
+        response = Response(name, requests, error, common_places(requests))
+        if error is None and one.kind not in _NOT_CACHED:
+            for slot in self._cache.put(response):
+                self._forget(slot)
+            if self._cache.num_slots > len(self._mine):
+                self._mine = np.concatenate([self._mine, np.full_like(self._mine, _NOT_HERE)])
+        return response
+
+    def _joined_error(self, name: str, request: Request) -> str | None:
+        if not self.joined:
+            return None
+        return joined_difference(request.kind, name, self.joined, self._ranks)
+
+    def _take(self, knobs: Knobs) -> None:
+        """Give the cache up, or begin a new one."""
+        is_used = self._cache.capacity > 0
+        if is_used != knobs.use_cache:
+            for slot in self._cache.slots():
+                self._cache.evict(slot)
+                self._forget(slot)
+            self._cache = ResponseCache(self._capacity if knobs.use_cache else 0)

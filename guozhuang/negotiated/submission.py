@@ -1,0 +1,160 @@
+"""What one rank asks for, and what it gets: submissions, handles, and how they fail."""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+DTYPES: Final = frozenset(
+    {
+        *(torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    }
+)
+
+
+class Kind(enum.Enum):
+    """What a submission asks for; its value is the word for it in names, errors and the timeline."""
+
+    ALLREDUCE = "allreduce"
+    ALLGATHER = "allgather"
+    BROADCAST = "broadcast"
+    ALLTOALL = "alltoall"
+    REDUCESCATTER = "reducescatter"
+    BARRIER = "barrier"
+    JOIN = "join"
+
+
+class Reduction(enum.IntEnum):
+    """How the tensors of the ranks become one."""
+
+    AVERAGE = 0
+    SUM = 1
+    ADASUM = 2
+    MIN = 3
+    MAX = 4
+    PRODUCT = 5
+
+
+class NegotiationError(RuntimeError):
+    """A collective failed: ranks asked for different things, a rank was lost, left or joined. The text says which."""
+
+
+class DuplicateNameError(ValueError):
+    """A submission of the same name is under way on this rank."""
+
+
+@dataclass(frozen=True)
+class Submission:
+    """One collective, as one rank asks for it. Ranks may submit in any order; what has the same name belongs together.
+
+    It may be submitted again to the same channel when it has ended, which costs less; its tensors must lie where they lay.
+
+    Attributes:
+        kind: which collective.
+        name: by which ranks match, with the kind in it: ``"allreduce.layer.weight"``.
+        tensors: the inputs, contiguous. Several form one unit: all of them or none.
+        outputs: where results are written, of the inputs' shapes and dtypes; may be the inputs themselves. None: new tensors.
+            For all-reduce and broadcast only.
+        reduction: of all-reduce and reduce-scatter.
+        prescale: multiplies the inputs of a reduction.
+        postscale: multiplies its result.
+        root: of a broadcast; a rank in the channel.
+        splits: of an all-to-all, how many rows of dim 0 go to each rank; the sum may be less than there are. None: evenly.
+        known: for the channel: what it worked out when this was submitted for the first time.
+    """
+
+    kind: Kind
+    name: str
+    tensors: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...] | None = None
+    reduction: Reduction = Reduction.SUM
+    prescale: float = 1.0
+    postscale: float = 1.0
+    root: int | None = None
+    splits: tuple[int, ...] | None = None
+    known: Any = field(default=None, init=False, repr=False, compare=False)
+
+
+class Handle:
+    """What is under way. May be used from any thread.
+
+    Attributes:
+        received_splits: after ``wait()`` of an all-to-all: how many rows came from each rank.
+        last_joined: after ``wait()`` of a join: the rank (in the channel) that joined last; the same on all ranks.
+    """
+
+    def __init__(self, hurry: Callable[[Handle], None]) -> None:
+        """Make the handle of something that has not ended.
+
+        Args:
+            hurry: tells the channel, once, that somebody waits.
+        """
+        self.received_splits: list[int] | None = None
+        self.last_joined: int | None = None
+        self.is_wanted = False  # somebody waits; the channel's lock is over it
+        self._hurry = hurry
+        self._ended = threading.Lock()  # held until the end: the cheapest thing to wait for
+        self._ended.acquire()
+        self._completed = False
+        self._outputs: Sequence[Tensor] = ()
+        self._error: NegotiationError | None = None
+        self._launched: tuple[torch.device, torch.Event] | None = None
+
+    def done(self) -> bool:
+        """Tell, without waiting, whether it has ended, well or not. Not ended: the channel makes haste from now on."""
+        if not self._completed:
+            if not self.is_wanted:
+                self._hurry(self)
+            return False
+        return self._launched is None or self._launched[1].query()
+
+    def wait(self) -> list[Tensor]:
+        """Return the outputs when they are there; those of a barrier or a join are none.
+
+        On an accelerator the caller's current stream waits, not the caller. The limit is that of stalls (``Settings``), and
+        what fails names the ranks that did not come.
+
+        Raises:
+            NegotiationError: it failed, on all ranks that took part; again at every call.
+        """
+        if not self._completed:
+            self._hurry(self)
+            self._ended.acquire()
+            self._ended.release()
+        if self._error is not None:
+            raise NegotiationError(*self._error.args) from self._error.__cause__
+        if self._launched is not None:
+            device, event = self._launched
+            stream = torch.accelerator.current_stream(device)
+            stream.wait_event(event)
+            for tensor in self._outputs:
+                if tensor.device.type == "cuda":  # allocated in the channel's stream
+                    tensor.record_stream(stream)
+        return list(self._outputs)
+
+    def complete(self, outputs: Sequence[Tensor], launched: tuple[torch.device, torch.Event] | None = None) -> None:
+        """For the channel: it has ended well. On an accelerator, the outputs are there after the event ``launched``."""
+        self._outputs, self._launched = outputs, launched
+        self._end()
+
+    def fail(self, error: NegotiationError) -> None:
+        """For the channel: it has failed. What has ended already stays as it is."""
+        if not self._completed:
+            self._error = error
+            self._end()
+
+    @property
+    def has_ended(self) -> bool:
+        """For the channel: whether one of the above was called."""
+        return self._completed
+
+    def _end(self) -> None:
+        self._completed = True
+        self._ended.release()

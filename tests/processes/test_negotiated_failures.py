@@ -1,0 +1,275 @@
+"""Ranks that die, leave, stall or err: every other rank is told in time, by name, and nothing hangs."""
+
+import logging
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from guozhuang.errors import MismatchError
+from guozhuang.negotiated import Engine, NegotiationError, Settings, stalls
+from guozhuang.negotiated.execution import Executor
+from tests.processes.negotiating import an_engine, full, reduced, reducing, run_engines, together
+from tests.processes.shm_ranks import held, run_shm_ranks
+from tests.ranks import RankError
+
+BACKENDS = pytest.mark.parametrize("name", ["shm", "gloo"])
+SOON_S = 6.0
+
+
+def fails(engine: Engine, pattern: str, *handles: object) -> float:
+    """Every handle fails with that text, and so does what comes later; return how long the first one took."""
+    began = time.monotonic()
+    took = 0.0
+    for handle in handles:
+        with pytest.raises(NegotiationError, match=pattern):
+            handle.wait()  # type: ignore[attr-defined]
+        took = took or time.monotonic() - began
+    with pytest.raises(NegotiationError, match=pattern):
+        reduced(engine.world, "later", full(1.0))
+    assert engine.failure is not None
+    return took
+
+
+def killed(rank: int, n: int, where: str) -> float:
+    assert dist.group.WORLD is not None
+    engine = Engine(dist.group.WORLD, Settings())
+    part = engine.add(range(n - 1))
+    for i in range(3):
+        reduced(engine.world, f"{i}", full(1.0))
+    together(engine.world)
+    if rank == n - 1:
+        if where == "idle":
+            time.sleep(0.3)  # the others wait for this one in a round
+        else:
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            while True:
+                reduced(engine.world, "x", full(1.0, 1_000_000))
+        os.kill(os.getpid(), signal.SIGKILL)
+    of_part = reducing(part, "of the part", full(1.0)) if rank == 0 and n > 2 else None  # the others never ask for it
+    began = time.monotonic()
+    if where == "idle":
+        pending = [reducing(engine.world, "x", full(1.0)), reducing(engine.world, "y", full(1.0))]
+        fails(engine, f"rank {n - 1} ", *pending)
+    else:
+        with pytest.raises(NegotiationError, match=f"rank {n - 1} "):
+            for _ in range(100_000):
+                reduced(engine.world, "x", full(1.0, 1_000_000))
+        fails(engine, f"rank {n - 1} ")
+    if of_part is not None:
+        fails(engine, f"rank {n - 1} ", of_part)
+    took = time.monotonic() - began
+    engine.close()
+    return took
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "where", "name"),
+    [(2, "idle", "gloo"), (4, "idle", "shm"), (4, "idle", "gloo"), (3, "busy", "shm"), (3, "busy", "gloo")],
+)
+def test_a_rank_that_was_killed_is_named_at_once(num_ranks: int, where: str, name: str) -> None:
+    *others, lost = run_shm_ranks(killed, num_ranks, where, name=name, collect_errors=True, timeout_s=40)
+    assert isinstance(lost, RankError) and lost.exit_code == -signal.SIGKILL
+    for each in others:
+        assert isinstance(each, float), each.text
+        assert each < SOON_S
+
+
+def leaves_early(rank: int, n: int) -> None:
+    with an_engine() as engine:
+        reduced(engine.world, "x", full(1.0))
+        if rank == 0:
+            handle = reducing(engine.world, "y", full(1.0))
+            with pytest.raises(NegotiationError, match=r"shut down by rank 1.*allreduce\.y"):
+                handle.wait()
+            with pytest.raises(NegotiationError, match="shut down by rank 1"):
+                reducing(engine.world, "z", full(1.0))
+            assert "shut down by rank 1" in str(engine.failure)
+            engine.failure = None
+
+
+@BACKENDS
+def test_what_is_under_way_fails_when_a_rank_leaves(name: str) -> None:
+    run_shm_ranks(leaves_early, 2, name=name)
+
+
+def left_alone(rank: int, n: int) -> float:
+    from guozhuang.negotiated import engine as module
+
+    module._LEAVE_S = 0.5  # type: ignore[misc]
+    with an_engine() as engine:
+        reduced(engine.world, "x", full(1.0))
+        before = time.monotonic()
+        if rank == 1:
+            engine.close()
+            took = time.monotonic() - before
+            engine.close()
+            with pytest.raises(NegotiationError, match="shut down"):
+                reducing(engine.world, "y", full(1.0))
+            return took
+        time.sleep(1.2)  # idle: nobody tells it
+        with pytest.raises(NegotiationError, match="rank 1"):
+            reduced(engine.world, "y", full(1.0))
+        engine.failure = None
+    return time.monotonic() - before
+
+
+@BACKENDS
+def test_a_rank_leaves_though_the_others_are_idle(name: str) -> None:
+    assert all(took < 4.0 for took in run_shm_ranks(left_alone, 2, name=name))
+
+
+def again_and_again(rank: int, n: int) -> None:
+    before = held()
+    for turn in range(3):
+        with an_engine() as engine:
+            part = engine.add([0, 1])
+            if part.rank is not None:
+                assert reduced(part, "x", full(1.0))[0].eq(2).all()
+            assert reduced(engine.world, f"{turn}", full(1.0))[0].eq(n).all()
+            if turn == 1:
+                engine.remove(part)
+        threads = [thread.name for thread in threading.enumerate() if "negotiated" in thread.name]
+        assert not threads
+    deadline = time.monotonic() + 5.0
+    while (left := held() - before) and time.monotonic() < deadline:
+        time.sleep(0.05)  # gloo closes its connections when it pleases
+    assert not left, left
+
+
+@BACKENDS
+def test_engines_come_and_go_and_leave_nothing(name: str) -> None:
+    run_shm_ranks(again_and_again, 3, name=name)
+
+
+def errs(rank: int, n: int) -> None:
+    assert dist.group.WORLD is not None
+    engine = Engine(dist.group.WORLD, Settings())
+    reduced(engine.world, "x", full(1.0))
+    if rank == 1:
+
+        def no_memory(*_: object) -> None:
+            raise MemoryError("not here")
+
+        Executor._all_reduce = no_memory  # type: ignore[assignment, method-assign]
+    pattern = "MemoryError: not here"
+    fails(engine, pattern, reducing(engine.world, "x", full(1.0)), reducing(engine.world, "y", full(1.0)))
+    engine.close()
+
+
+@BACKENDS
+def test_an_error_in_the_thread_fails_all_ranks_with_its_text(name: str) -> None:
+    run_shm_ranks(errs, 3, name=name, timeout_s=40)
+
+
+def stalls_for_a_while(rank: int, n: int, folder: str) -> None:
+    stalls.Watch.__init__.__defaults__ = (0.1,)  # type: ignore[attr-defined]
+    logging.getLogger("guozhuang").addHandler(logging.FileHandler(f"{folder}/{rank}"))
+    with an_engine(Settings(stall_warning_s=0.5)) as engine:
+        reduced(engine.world, "x", full(1.0))
+        if rank != 1:
+            handles = [reducing(engine.world, "stalled", full(1.0))]
+        time.sleep(1.5)
+        if rank == 1:
+            handles = [reducing(engine.world, "stalled", full(1.0))]
+        if rank == 2:
+            handles.append(reducing(engine.world, "of rank 2", full(1.0)))
+            time.sleep(1.2)
+        else:
+            time.sleep(1.2)
+            handles.append(reducing(engine.world, "of rank 2", full(1.0)))
+        for handle in handles:
+            assert handle.wait()[0].eq(n).all()
+
+
+@BACKENDS
+def test_a_stall_is_reported_once_with_the_ranks_that_are_missing(name: str, tmp_path: Path) -> None:
+    run_shm_ranks(stalls_for_a_while, 3, str(tmp_path), name=name)
+    logs = [(tmp_path / f"{rank}").read_text() for rank in range(3)]
+    assert "missing: rank 1 for allreduce.stalled" in logs[0], logs
+    assert "rank 2 for" not in logs[0] and "x" not in logs[0].partition("missing")[2].split()
+    assert logs[1] == "" and "stalled" not in logs[2].replace("stalled: ranks", "")
+    assert "missing: rank 0 for allreduce.of rank 2" in logs[2] and "missing: rank 1 for allreduce.of rank 2" in logs[2]
+    assert 1 <= logs[0].count("missing: rank 1 for allreduce.stalled") <= 3, "not at every look"
+
+
+def joins_for_long(rank: int, n: int, folder: str) -> None:
+    stalls.Watch.__init__.__defaults__ = (0.1,)  # type: ignore[attr-defined]
+    logging.getLogger("guozhuang").addHandler(logging.FileHandler(f"{folder}/{rank}"))
+    with an_engine(Settings(stall_warning_s=0.6, stall_stop_s=1.0)) as engine:
+        for _ in range(8 if rank == 0 else 1):
+            reduced(engine.world, "x", full(1.0))
+            time.sleep(0.2)
+        engine.world.join().wait()
+
+
+def test_a_join_is_no_stall_as_long_as_others_go_on(tmp_path: Path) -> None:
+    run_shm_ranks(joins_for_long, 2, str(tmp_path))
+    assert [(tmp_path / f"{rank}").read_text() for rank in range(2)] == ["", ""]
+
+
+def stalls_for_ever(rank: int, n: int) -> None:
+    stalls.Watch.__init__.__defaults__ = (0.1,)  # type: ignore[attr-defined]
+    assert dist.group.WORLD is not None
+    engine = Engine(dist.group.WORLD, Settings(stall_check=False, stall_stop_s=0.7))
+    reduced(engine.world, "x", full(1.0))
+    if rank == 1:
+        time.sleep(3.0)
+        with pytest.raises(NegotiationError, match=r"rank \d"):
+            reduced(engine.world, "y", full(1.0))
+    else:
+        assert fails(engine, "missing: rank 1 for allreduce.y", reducing(engine.world, "y", full(1.0))) < 3.0
+    engine.close()
+    assert not [thread.name for thread in threading.enumerate() if "negotiated" in thread.name]
+
+
+@BACKENDS
+def test_a_stall_ends_at_its_limit(name: str) -> None:
+    run_shm_ranks(stalls_for_ever, 3, name=name)
+
+
+def waits_longer_than_the_time_out(engine: Engine) -> None:
+    if engine.world.rank == 1:
+        time.sleep(3.0)
+    assert reduced(engine.world, "x", full(1.0))[0].eq(2).all()
+
+
+@BACKENDS
+def test_an_idle_peer_is_no_error(name: str) -> None:
+    run_engines(waits_longer_than_the_time_out, 2, name=name, group_timeout_s=1.5)
+
+
+def ends_after_its_group(rank: int, n: int) -> float:
+    assert dist.group.WORLD is not None
+    with pytest.raises(MismatchError, match="cache_capacity = 1"):
+        Engine(dist.group.WORLD, Settings(cache_capacity=1 + rank))
+    with an_engine() as engine:
+        reduced(engine.world, "x", full(1.0))
+        dist.barrier()
+        dist.destroy_process_group()
+        began = time.monotonic()
+    return time.monotonic() - began
+
+
+@BACKENDS
+def test_an_engine_may_end_after_its_group(name: str) -> None:
+    assert all(took < 3.0 for took in run_shm_ranks(ends_after_its_group, 2, name=name))
+
+
+def forks(engine: Engine) -> None:
+    assert reduced(engine.world, "x", torch.ones(2))[0].eq(2).all()
+    pid = os.fork()
+    if pid == 0:
+        engine.close()  # not its own
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    assert reduced(engine.world, "x", torch.ones(2))[0].eq(2).all()
+
+
+def test_a_forked_child_leaves_the_engine_alone() -> None:
+    run_engines(forks, 2)

@@ -1,0 +1,170 @@
+"""The search for fusion threshold, cycle and cache, against made-up machines whose best point is known."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from guozhuang.errors import UsageError
+from guozhuang.negotiated import AutotuneSettings, Knobs, Settings, autotune
+
+MB = 1 << 20
+# Imported here, not in a test: importing it sets environment variables.
+HAS_SKLEARN = importlib.util.find_spec("sklearn") is not None
+if HAS_SKLEARN:
+    importlib.import_module("sklearn.gaussian_process")
+needs_sklearn = pytest.mark.skipif(
+    not HAS_SKLEARN, reason="scikit-learn is not installed: pip install guozhuang[horovod]"
+)
+QUICK = AutotuneSettings(warmup_samples=0, steps_per_sample=2, max_samples=6)
+
+
+def run(tuner, speed_of, knobs, limit=20000):
+    """Feed rounds until the tuner has ended; return the knobs that were tried, in order."""
+    tried = [knobs]
+    for _ in range(limit):
+        if tuner.best is not None:
+            return tried
+        num_bytes = 1_000_000
+        new = tuner.observe(num_bytes, num_bytes / speed_of(knobs) / 1e6)
+        if new is not None:
+            knobs = new
+            tried.append(new)
+    raise AssertionError("the search does not end")
+
+
+@needs_sklearn
+def test_it_comes_near_the_best_point():
+
+    def speed(knobs: Knobs) -> float:  # bytes/us; best at 48 MiB and 20 ms, with the cache
+        threshold = (knobs.fusion_threshold_bytes / MB - 48) / 64
+        cycle = (knobs.cycle_time_ms - 20) / 100 if knobs.cycle_time_ms is not None else 2.0
+        return 100 * math.exp(-4 * (threshold**2 + cycle**2)) * (1.0 if knobs.use_cache else 0.7)
+
+    settings = Settings(autotune=AutotuneSettings(warmup_samples=0, steps_per_sample=1, max_samples=20, noise=0.01))
+    tuner = autotune.make_tuner(settings)
+    run(tuner, speed, Knobs(settings.fusion_threshold_bytes, None, True))
+    best, score = tuner.best
+    assert best.use_cache
+    assert speed(best) == pytest.approx(score)
+    fixed = [Knobs(round(mb * MB), ms, True) for mb, ms in autotune.FIRST_POINTS]
+    assert score > 97 > max(speed(each) for each in fixed)
+
+
+@needs_sklearn
+def test_it_never_ends_worse_than_it_began():
+    """What the settings say is a sample too, and is kept if nothing else is better."""
+    settings = Settings(autotune=QUICK)
+    start = Knobs(settings.fusion_threshold_bytes, None, True)
+    tuner = autotune.make_tuner(settings)
+    tried = run(tuner, lambda knobs: 50.0 if knobs == start else 10.0, start)
+    assert tuner.best == (start, pytest.approx(50.0))
+    assert tried[-1] == start  # and the engine is told so
+    assert tuner.observe(1, 1.0) is None
+
+
+@needs_sklearn
+def test_the_cache_is_left_out_where_it_harms():
+    settings = Settings(autotune=QUICK)
+    tuner = autotune.make_tuner(settings)
+    run(tuner, lambda knobs: 10.0 if knobs.use_cache else 20.0, Knobs(settings.fusion_threshold_bytes, None, True))
+    assert tuner.best[0].use_cache is False
+
+
+@needs_sklearn
+def test_points_come_in_order_and_what_is_fixed_stays(tmp_path: Path):
+    path = tmp_path / "log.csv"
+    fixed = frozenset({"fusion_threshold_bytes", "use_cache"})
+    chosen = AutotuneSettings(str(path), warmup_samples=3, steps_per_sample=2, max_samples=6, fixed=fixed)
+    settings = Settings(fusion_threshold_bytes=5 * MB, autotune=chosen)
+    tuner = autotune.make_tuner(settings)
+    start = Knobs(5 * MB, None, True)
+    # Three scores of two rounds are thrown away, five make the first sample.
+    assert [tuner.observe(1000, 0.001) for _ in range(15)] == [None] * 15
+    assert tuner.observe(1000, 0.001) == Knobs(5 * MB, 5.0, True)
+    tried = run(tuner, lambda knobs: knobs.cycle_time_ms or 1.0, Knobs(5 * MB, 5.0, True))
+    assert [each.cycle_time_ms for each in tried[:4]] == [5.0, 50.0, 25.0, 10.0]
+    assert all((each.fusion_threshold_bytes, each.use_cache) == (5 * MB, True) for each in tried)
+    assert all(1.0 <= each.cycle_time_ms <= 100.0 for each in tried)
+    rows = list(csv.DictReader(path.open()))
+    assert ",".join(rows[0]) == autotune.HEADER
+    assert len(rows) == 1 + 6 + 1
+    assert (rows[0]["cycle_time_ms"], rows[0]["score"]) == ("0", "1")
+    assert all(row["hierarchical_allreduce"] == row["torus_allreduce"] == "0" for row in rows)
+    assert rows[-1]["score"] == max((row["score"] for row in rows), key=float)
+    assert start != tuner.best[0]
+
+
+@needs_sklearn
+def test_the_median_counts():
+    """Two slow scores of five do not make a point look slow."""
+    settings = Settings(autotune=AutotuneSettings(warmup_samples=0, steps_per_sample=1, max_samples=0))
+    tuner = autotune.make_tuner(settings)
+    for speed in (10.0, 0.1, 11.0, 0.1, 12.0):
+        knobs = tuner.observe(1_000_000, 1.0 / speed)
+    assert knobs == Knobs(settings.fusion_threshold_bytes, None, False)
+    for _ in range(5):
+        knobs = tuner.observe(1_000_000, 1.0 / 9.0)
+    assert tuner.best == (Knobs(settings.fusion_threshold_bytes, None, True), pytest.approx(10.0))
+
+
+@needs_sklearn
+def test_without_a_cache_none_is_tried():
+    settings = Settings(cache_capacity=0, autotune=QUICK)
+    tuner = autotune.make_tuner(settings)
+    tried = run(tuner, lambda _: 1.0, Knobs(settings.fusion_threshold_bytes, None, False))
+    assert not any(each.use_cache for each in tried)
+
+
+def test_expected_improvement_against_sampling():
+    generator = np.random.default_rng(0)
+    for mean, deviation, best in ((0.0, 1.0, 0.0), (1.0, 0.5, 1.5), (-1.0, 2.0, 0.3), (2.0, 1e-15, 1.0)):
+        sampled = np.maximum(generator.normal(mean, deviation, 400_000) - best, 0).mean()
+        found = autotune.expected_improvement(np.array([mean]), np.array([deviation]), best)[0]
+        assert found == pytest.approx(sampled, rel=0.02, abs=2e-3)
+
+
+def test_without_scikit_learn_it_says_so(monkeypatch):
+    monkeypatch.setattr(autotune.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"scikit-learn.*guozhuang\[horovod\]"):
+        autotune.check_available()
+
+
+def test_a_scikit_learn_that_cannot_be_imported(monkeypatch):
+    """It is said before anybody waits, not in the thread that needs it."""
+    wanted = []
+
+    def fail(name):
+        wanted.append(name)
+        raise ImportError("undefined symbol")
+
+    monkeypatch.setattr(autotune.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(autotune.importlib, "import_module", fail)
+    with pytest.raises(UsageError, match=r"cannot be imported: ImportError: undefined symbol"):
+        autotune.check_available()
+    assert wanted == ["sklearn.gaussian_process"]
+
+
+@needs_sklearn
+def test_a_fit_that_fails_ends_the_search_with_the_best_so_far(monkeypatch, caplog):
+    monkeypatch.setattr(autotune, "_most_promising", lambda *_: (_ for _ in ()).throw(ValueError("no fit")))
+    settings = Settings(autotune=QUICK)
+    tuner = autotune.make_tuner(settings)
+    tried = run(tuner, lambda knobs: knobs.cycle_time_ms or 1.0, Knobs(settings.fusion_threshold_bytes, None, True))
+    assert tuner.best == (Knobs(32 * MB, 50.0, True), pytest.approx(50.0))
+    assert tried[-1] == tuner.best[0] and len(tried) == 1 + len(autotune.FIRST_POINTS) + 1
+    assert [each.getMessage() for each in caplog.records if each.levelname == "WARNING"] == [
+        "autotune ends its search early: ValueError: no fit"
+    ]
+
+
+@needs_sklearn
+def test_a_log_that_cannot_be_written(tmp_path: Path):
+    chosen = AutotuneSettings(log=str(tmp_path / "no" / "folder.csv"))
+    with pytest.raises(UsageError, match="HOROVOD_AUTOTUNE_LOG"):
+        autotune.make_tuner(Settings(autotune=chosen))
