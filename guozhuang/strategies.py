@@ -6,6 +6,7 @@ This is the only file that knows all of them. A new strategy is one entry here a
 from __future__ import annotations
 
 import atexit
+import importlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -117,6 +118,13 @@ def _torch_ddp(model: nn.Module, optimizer: Optimizer, setup: Setup) -> Prepared
     return wrapped, optimizer
 
 
+def _horovod(model: nn.Module, optimizer: Optimizer, setup: Setup) -> Prepared:
+    # What serves scripts of other systems stands on top of the package, and nothing below may know it: this one name is looked
+    # up when it is asked for, so that a strategy of that kind can be compared all the same.
+    prepared: Prepared = importlib.import_module("guozhuang.compat.horovod.strategy").prepare(model, optimizer)
+    return prepared
+
+
 def _sharded(model: nn.Module, optimizer: Optimizer, setup: Setup) -> Prepared:
     from guozhuang.sharding import shard
 
@@ -213,6 +221,16 @@ STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
                 prepare=_torch_ddp,
                 source=_VLDB,
                 takes_groups=True,
+            ),
+            Strategy(
+                "horovod",
+                "a DistributedOptimizer: gradients are matched by name, in whatever order they come",
+                exact=True,
+                trains=True,
+                one_process=False,
+                prepare=_horovod,
+                source="Sergeev and Del Balso, Horovod: fast and easy distributed deep learning in TensorFlow, 2018, "
+                "arXiv:1802.05799",
             ),
             Strategy(
                 "dp",

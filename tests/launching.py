@@ -12,6 +12,7 @@ tells what is left of it: every process that inherited its environment.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import multiprocessing
 import os
 import secrets
@@ -29,6 +30,7 @@ import psutil
 from tests.ranks import PRELOADED
 
 MARK = "GUOZHUANG_TEST_RUN"
+HOROVODRUN = "guozhuang.compat.horovod.runner.launch:run_commandline"
 # What a launcher or the ranks of another test would be told by.
 _TOLD = (
     "RANK",
@@ -39,6 +41,7 @@ _TOLD = (
     "PET_",
     "TORCHELASTIC",
     "GUOZHUANG",
+    "HOROVOD",
     "SLURM",
     "OMPI_",
     "PMI",
@@ -52,10 +55,11 @@ class Launched:
     Args:
         *arguments: after ``guozhuang``.
         folder: where it runs, and where its temporary files go (``folder/tmp``).
+        program: what takes the arguments, as module:function; ``HOROVODRUN`` for that command.
         **more: environment variables.
     """
 
-    def __init__(self, *arguments: object, folder: Path, **more: str) -> None:
+    def __init__(self, *arguments: object, folder: Path, program: str = "guozhuang.cli:main", **more: str) -> None:
         self.mark = secrets.token_hex(8)
         (folder / "tmp").mkdir(exist_ok=True)
         self._printed = tempfile.TemporaryDirectory(prefix="launched-")
@@ -66,7 +70,8 @@ class Launched:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*PRELOADED, "guozhuang.cli", "guozhuang.launch.elastic"])
         words = list(map(str, arguments))
-        self._process = context.Process(target=_main, args=(words, str(folder), environ, list(map(str, self._outputs))))
+        outputs = list(map(str, self._outputs))
+        self._process = context.Process(target=_main, args=(program, words, str(folder), environ, outputs))
         self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
@@ -119,10 +124,10 @@ class Launched:
 
 
 def guozhuang(
-    *arguments: object, folder: Path, timeout_s: float = 60.0, **more: str
+    *arguments: object, folder: Path, timeout_s: float = 60.0, program: str = "guozhuang.cli:main", **more: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a command line of guozhuang to its end, and check that no process of it is left."""
-    with Launched(*arguments, folder=folder, **more) as launched:
+    with Launched(*arguments, folder=folder, program=program, **more) as launched:
         done = launched.wait(timeout_s)
         assert not launched.left(), (launched.left(), done)
         return done
@@ -135,7 +140,7 @@ def write(folder: Path, text: str, name: str = "train.py") -> Path:
     return path
 
 
-def _main(arguments: list[str], folder: str, environ: dict[str, str], outputs: list[str]) -> None:
+def _main(program: str, arguments: list[str], folder: str, environ: dict[str, str], outputs: list[str]) -> None:
     for target, path in zip((1, 2), outputs, strict=True):
         with open(path, "wb") as file:
             os.dup2(file.fileno(), target)
@@ -146,11 +151,11 @@ def _main(arguments: list[str], folder: str, environ: dict[str, str], outputs: l
     os.environ.clear()
     os.environ.update(environ)
     sys.argv = ["guozhuang", *arguments]
-    from guozhuang import cli
+    module, _, function = program.partition(":")
 
     code: Any = 1
     try:
-        code = cli.main(arguments)
+        code = getattr(importlib.import_module(module), function)(arguments)
     except SystemExit as error:
         code = error.code
     finally:

@@ -19,7 +19,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("world", "data"),
     ("groups", "buckets"),
     ("exchange", "sync_batch_norm", "scatter_gather", "replicas"),
-    ("reducer", "optim"),  # an optimizer may bring its exchange
+    ("reducer", "optim", "negotiated"),  # an optimizer may bring its exchange
     ("distributed", "data_parallel", "parallel"),
     ("sharding", "named_exchanges"),  # ranks begin equal by distributed.equal_start
     ("strategies", "checkpoint"),
@@ -35,6 +35,7 @@ FLOOR_OF = {part: number for number, parts in enumerate(FLOORS) for part in part
 FORBIDDEN_NAMES = {"util", "utils", "helper", "helpers", "common", "misc", "tools"}
 MAX_LINES = 430  # "about 400"
 READS_ENVIRONMENT = {"world", "launch"}
+FOLLOWS_OTHERS = {"compat"}  # names of modules and errors are those that scripts of another library expect
 FILES = sorted(PACKAGE.rglob("*.py"))
 TREES = {path: ast.parse(path.read_text()) for path in FILES}
 
@@ -133,7 +134,8 @@ def test_the_reducer_knows_no_method() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_a_file_is_short_and_its_name_says_something(path: Path) -> None:
-    assert not FORBIDDEN_NAMES & set(path.relative_to(PACKAGE).with_suffix("").parts)
+    if part(module_of(path)) not in FOLLOWS_OTHERS:
+        assert not FORBIDDEN_NAMES & set(path.relative_to(PACKAGE).with_suffix("").parts)
     lines = len(path.read_text().splitlines())
     assert lines <= MAX_LINES, f"{lines} lines: a file answers one question"
 
@@ -158,4 +160,5 @@ def test_nothing_is_left_undone(path: Path) -> None:
     text = path.read_text()
     assert not [word for word in ("TODO", "FIXME", "XXX") if word in text]
     raised = [ast.unparse(n) for n in ast.walk(TREES[path]) if isinstance(n, ast.Raise) and n.exc is not None]
-    assert not [line for line in raised if "NotImplementedError" in line], "raise a UsageError, or make it abstract"
+    if part(module_of(path)) not in FOLLOWS_OTHERS:
+        assert not [line for line in raised if "NotImplementedError" in line], "raise a UsageError, or make it abstract"

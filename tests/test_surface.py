@@ -44,6 +44,7 @@ SSH_OPTIONS = {
 RUN_OPTIONS_BESIDES_TORCHRUN = SSH_OPTIONS | {
     "-np",
     "--backend",
+    "--copy-output",
     "--groups",
     "--hang-timeout",
     "--pass-local-rank",
@@ -51,6 +52,7 @@ RUN_OPTIONS_BESIDES_TORCHRUN = SSH_OPTIONS | {
     "--servers",
     "--strategy",
     "--timeline",
+    "--timestamps",
     "--use-env",
 }
 CHECK_OPTIONS = SSH_OPTIONS | {"-np", "--help", "--json", "--timeout"}
@@ -106,14 +108,17 @@ ENVIRONMENT = {
     "GUOZHUANG_BACKEND",
     "GUOZHUANG_GROUPS",
     "GUOZHUANG_HANG_TIMEOUT",
+    "GUOZHUANG_HOROVOD_ELASTIC",
     "GUOZHUANG_LOCAL_RANK",
     "GUOZHUANG_MEETING_DIR",
+    "GUOZHUANG_PLACES",
     "GUOZHUANG_RUN",
     "GUOZHUANG_SECRET",
     "GUOZHUANG_SERVERS",
     "GUOZHUANG_STDERR",
     "GUOZHUANG_STDOUT",
     "GUOZHUANG_STRATEGY",
+    "GUOZHUANG_TASK",
     "GUOZHUANG_TIMELINE",
 }
 # Imported where they are used, never by `import guozhuang`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import glob
 import logging
 import os
@@ -18,8 +19,10 @@ from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.launch import torch_log
 from guozhuang.launch.failures import describe, exit_code, first
 from guozhuang.launch.options import Plan, plan
+from guozhuang.launch.order import FirstFailure, Order
 from guozhuang.launch.outer import Outer
 from guozhuang.launch.say import say
+from guozhuang.world import horovod_elastic, horovod_variables
 
 _log = logging.getLogger("guozhuang")
 _READ_S = 5.0  # for whoever reads our output to take the last word, after a signal
@@ -34,12 +37,13 @@ _SILENT = (
 )
 
 
-def main(arguments: Sequence[str], outer: Outer | None = None) -> int:
+def main(arguments: Sequence[str], outer: Outer | None = None, order: Order | None = None) -> int:
     """Do what ``guozhuang run`` was asked for.
 
     Args:
         arguments: the command line after ``guozhuang run``.
         outer: what the launcher of several hosts says, where it has started this agent.
+        order: what the program that calls this wants besides; None: nothing.
 
     Returns:
         0 if every rank ended with 0; else the exit code of the rank that failed first, 128 + its number for a signal;
@@ -49,18 +53,20 @@ def main(arguments: Sequence[str], outer: Outer | None = None) -> int:
         UsageError: the command line cannot work; nothing was started.
     """
     try:
+        order = order or Order()
         ours = plan(arguments, os.environ)
         if ours.hosts:
             from guozhuang.launch import hosts
 
-            return hosts.start(ours, arguments)
-        return _start(ours, outer)
+            return hosts.start(ours, arguments, order)
+        ours = dataclasses.replace(ours, variables={**ours.variables, **order.variables})
+        return _start(ours, outer, order)
     except WorldError as error:
         say(str(error))
         return getattr(error, "code", 1)
 
 
-def _start(ours: Plan, outer: Outer | None) -> int:
+def _start(ours: Plan, outer: Outer | None, order: Order) -> int:
     for decision in ours.chosen:
         _log.info("chosen: %s", decision)
     for note in ours.notes:
@@ -76,7 +82,7 @@ def _start(ours: Plan, outer: Outer | None) -> int:
             _silence(),
             torch_log.errors_only(os.environ),
         ):
-            return _run(ours, outer)
+            return _run(ours, outer, order)
     except SignalException as error:
         say(f"got {error.sigval.name}; the ranks of this node were ended", within_s=_READ_S)
         return 128 + int(error.sigval)
@@ -84,10 +90,13 @@ def _start(ours: Plan, outer: Outer | None) -> int:
         _join_timelines(ours)
 
 
-def _run(ours: Plan, outer: Outer | None) -> int:
+def _run(ours: Plan, outer: Outer | None, order: Order) -> int:
     from guozhuang.launch.elastic import Run
 
-    run = Run(ours.elastic, ours.pass_local_rank, ours.log_folder, ours.secret, ours.node, outer, ours.num_servers)
+    run = Run(
+        *(ours.elastic, ours.pass_local_rank, ours.log_folder, ours.secret, ours.node, outer, ours.num_servers),
+        *(ours.copy_folder, ours.timestamps),
+    )
     try:
         ended = run.start()
     finally:
@@ -101,7 +110,10 @@ def _run(ours: Plan, outer: Outer | None) -> int:
     say(describe(ended.failures, socket.gethostname(), ended.num_nodes))
     if ended.elsewhere:
         return ended.code
-    return exit_code(ended.failures[first(ended.failures)].code)
+    rank = first(ended.failures)
+    code = exit_code(ended.failures[rank].code)
+    order.failed(FirstFailure(f"rank {rank} on host {socket.gethostname()}", code))
+    return code
 
 
 def _heeded(names: str) -> str:
@@ -152,7 +164,8 @@ def _silence() -> Iterator[None]:
 def _variables(wanted: Mapping[str, str]) -> Iterator[None]:
     """Torch elastic hands its own environment on to the ranks, and writes to it; leave it as it was."""
     before = dict(os.environ)
-    os.environ.pop("GUOZHUANG_LOCAL_RANK", None)  # of a run that this one is started in
+    for name in ("GUOZHUANG_LOCAL_RANK", horovod_elastic.VARIABLE, *horovod_variables.OF_A_PROCESS):
+        os.environ.pop(name, None)  # of a run that this one is started in
     os.environ.update(wanted)
     try:
         yield

@@ -38,7 +38,8 @@ def _script_at(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int
         option, has_value = _option(parser, word)
         if option is None:
             return len(arguments)
-        at += 1 if has_value or option.nargs == 0 else 2
+        num_values = option.nargs if isinstance(option.nargs, int) else 1
+        at += 1 if has_value else 1 + num_values
     return at
 
 

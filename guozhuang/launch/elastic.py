@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.elastic import events, metrics
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler
 from torch.distributed.launcher.api import LaunchConfig
@@ -28,10 +28,11 @@ from torch.distributed.launcher.api import LaunchConfig
 from guozhuang.errors import WorldError, explain
 from guozhuang.launch import elastic_command, elastic_meeting, guard, torchrun_options, tracebacks
 from guozhuang.launch.elastic_base import AnewError, Meeting
+from guozhuang.launch.elastic_logs import Logs
 from guozhuang.launch.elastic_signs import OtherNodeError
 from guozhuang.launch.failures import Failure, exit_code, first, headline
 from guozhuang.launch.outer import Outer
-from guozhuang.launch.output import Output, Places
+from guozhuang.launch.output import Output
 from guozhuang.launch.say import say
 from guozhuang.launch.servers import ServersError, ServersOfANode
 from guozhuang.world import versions
@@ -73,6 +74,8 @@ class Run:
         node: what srun or mpirun said of this node, where they tell how nodes meet.
         outer: what the launcher of several hosts said, where it has started this agent.
         num_servers: parameter servers to be started beside the ranks.
+        copy_folder: where what each rank prints is written too; None: nowhere.
+        timestamps: put the time before each line that is shown.
     """
 
     def __init__(
@@ -84,6 +87,8 @@ class Run:
         node: LaunchedNode | None = None,
         outer: Outer | None = None,
         num_servers: int = 0,
+        copy_folder: str | None = None,
+        timestamps: bool = False,
     ) -> None:
         self.name = os.urandom(8).hex()
         self._options, self._log_folder, self._secret = options, log_folder, secret
@@ -94,7 +99,8 @@ class Run:
         self._sessions: dict[int, int] = {}
         self._interrupted: float | None = None
         self._guard = guard.Guard(self.name, self._folder)
-        self._output = Output(on_signal=self._on_signal, terminals=self.outer.terminals)
+        self._output = Output(on_signal=self._on_signal, terminals=self.outer.terminals, timestamps=timestamps)
+        self._copy_folder, self._is_plain = copy_folder, copy_folder is None and not timestamps
         self.servers = ServersOfANode(num_servers, self._output.say)
         self._meeting: RendezvousHandler | None = None
         self._is_closed = self._was_told = False
@@ -232,9 +238,10 @@ class Run:
         options = self._options
         shown = {int(rank) for rank in options.local_ranks_filter.split(",")} if options.local_ranks_filter else None
         num_local_ranks, alone = int(options.nproc_per_node), options.nnodes in ("1", "1:1")
-        if self._log_folder is not None or (num_local_ranks == 1 and alone and shown is None):
-            return _Logs(self, self._folder, self._output, self._log_folder, piped=False, shown=None)
-        return _Logs(self, self._folder, self._output, None, piped=True, shown=shown)
+        is_one = num_local_ranks == 1 and alone and shown is None and self._is_plain
+        if self._log_folder is not None or is_one:
+            return Logs(self, self._folder, self._output, self._log_folder, piped=False, shown=None)
+        return Logs(self, self._folder, self._output, None, piped=True, shown=shown, copy_folder=self._copy_folder)
 
     # What the agent and its parts call.
 
@@ -332,7 +339,7 @@ class _Agent(LocalElasticAgent):
         # Torch elastic gives 30 s, whatever was asked for, where a rank has failed.
         close, limit_s = self._pcontext.close, self._run.shutdown_s
         self._pcontext.close = lambda death_sig=None, timeout=0: close(death_sig, limit_s)  # type: ignore[method-assign]
-        if not isinstance(self._logs_specs, _Logs):
+        if not isinstance(self._logs_specs, Logs):
             files = self._pcontext.stdouts, self._pcontext.stderrs
             local = {worker.global_rank: worker.local_rank for worker in worker_group.workers}
             self._run.follow({rank: [each[i] for each in files if each[i]] for rank, i in local.items()})
@@ -384,45 +391,3 @@ class _Agent(LocalElasticAgent):
     def _shutdown(self, *how: Any, **more: Any) -> None:
         super()._shutdown(*how, **more)  # what it is told differs between versions of torch
         self._run.end_leftovers()
-
-
-class _Logs(LogsSpecs):
-    """Where the ranks of an attempt write: to our pipes, or where the agent does (then rank.py may send them to a file)."""
-
-    def __init__(
-        self, run: Run, folder: str, output: Output, log_folder: str | None, piped: bool, shown: set[int] | None
-    ) -> None:
-        super().__init__(folder)
-        self._run = run
-        self._folder, self._output, self._piped, self._shown = folder, output, piped, shown
-        self._log_folder = log_folder
-        self._attempt = 0
-
-    @property
-    def root_log_dir(self) -> str:
-        return self._folder
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Called by torch elastic before each attempt, with the variables of each local rank."""
-        self._attempt += 1
-        ranks = {local_rank: int(env["RANK"]) for local_rank, env in envs.items()}
-        self._output.begin(list(ranks.values()))
-        found = LogsDest()
-        for local_rank, rank in ranks.items():
-            if self._run.attempt is not None:
-                # Torch elastic counts on each node by itself, and ranks that look for each other by it would not meet.
-                envs[local_rank]["TORCHELASTIC_RESTART_COUNT"] = str(self._run.attempt)
-            if self._run.outer.max_restarts is not None:
-                envs[local_rank]["TORCHELASTIC_MAX_RESTARTS"] = str(self._run.outer.max_restarts)
-            folder = os.path.join(self._folder, str(self._attempt), str(rank))
-            os.makedirs(folder)
-            places = Places("", "", {})
-            if self._piped:
-                places = self._output.pipes(rank, folder, self._shown is None or local_rank in self._shown)
-            elif self._log_folder is not None:
-                self._output.follow(rank, os.path.join(self._log_folder, f"rank{rank}.log"))
-            found.stdouts[local_rank], found.stderrs[local_rank] = places.stdout, places.stderr
-            envs[local_rank].update(places.variables)
-            found.error_files[local_rank] = os.path.join(folder, "error.json")
-            envs[local_rank]["TORCHELASTIC_ERROR_FILE"] = found.error_files[local_rank]
-        return found

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
 import ipaddress
 import logging
 import os
@@ -17,6 +19,7 @@ from guozhuang.errors import UsageError, explain
 from guozhuang.launch import hosts_options, hosts_servers, ssh
 from guozhuang.launch.hosts_options import DEFAULT_START_TIMEOUT_S as DEFAULT_START_TIMEOUT_S
 from guozhuang.launch.hosts_options import add_arguments as add_arguments
+from guozhuang.launch.order import Order
 from guozhuang.launch.say import say
 
 if TYPE_CHECKING:
@@ -95,12 +98,13 @@ def is_asked_for(options: argparse.Namespace) -> bool:
     return False
 
 
-def start(ours: Plan, arguments: Sequence[str]) -> int:
+def start(ours: Plan, arguments: Sequence[str], order: Order | None = None) -> int:
     """Start all hosts that the command line names, and stay until the last rank has ended.
 
     Args:
         ours: the command line as ``options.plan`` read it.
         arguments: the command line itself, after ``guozhuang run``.
+        order: what the program that calls this wants besides; None: nothing.
 
     Returns:
         0 if every rank ended with 0; else the exit code of the first failure, 128 + its number for a signal; 255 if a
@@ -112,9 +116,11 @@ def start(ours: Plan, arguments: Sequence[str]) -> int:
     from guozhuang.launch.hosts_run import Run
 
     script = [ours.elastic.training_script, *ours.elastic.training_script_args]
+    order = order or Order()
     wanted = plan(arguments, script, os.environ)
-    options = wanted.ssh
-    is_local = [ssh.is_this_machine(name, options) for name in wanted.names]
+    wanted = dataclasses.replace(wanted, environment={**wanted.environment, **order.variables})
+    is_here = order.is_here or functools.partial(ssh.is_this_machine, options=wanted.ssh)
+    is_local = [is_here(name) for name in wanted.names]
     if not all(is_local):
         ssh.check_installed()
     where = ", ".join(f"{name} ({count})" for name, count in wanted.placed)
@@ -129,6 +135,8 @@ def start(ours: Plan, arguments: Sequence[str]) -> int:
             break
         if attempt < wanted.max_restarts:
             say(f"starting all ranks again, time {attempt + 1} of {wanted.max_restarts}")
+    if run.failed is not None:
+        order.failed(run.failed)
     return code
 
 

@@ -16,6 +16,8 @@ _ELSEWHERE = re.compile(
     rb"guozhuang run: (node [0-9]+(: | \(host )|the first failure was on|the agent of node [0-9]|the other nodes gave)"
     rb"|a rank of another node"
 )
+# How one says which of its ranks it was (failures.py).
+_RANK = re.compile(rb"guozhuang run: (rank [0-9]+) failed first:")
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,12 @@ def of(link: Link, report: bytes) -> Failure:
     if client == LOST:
         return Failure(link, LOST, f"could not be reached (ssh ended with {client}){said(link)}")
     return Failure(link, 1, f"was reached, but the supervisor there ended with {client}{said(link)}")
+
+
+def who(failure: Failure) -> str:
+    """The rank that failed first on that host, with its name; the host where no rank is known."""
+    found = _RANK.search(failure.report)
+    return f"{found[1].decode()} on host {failure.link.name}" if found else failure.link.title
 
 
 def _signal(number: int) -> str:

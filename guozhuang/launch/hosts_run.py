@@ -26,6 +26,7 @@ from guozhuang.launch import hosts_failure, ssh
 from guozhuang.launch.hosts_failure import LOST, Failure, said
 from guozhuang.launch.hosts_output import Display
 from guozhuang.launch.meeting import candidates, choose
+from guozhuang.launch.order import FirstFailure
 from guozhuang.launch.remote_link import Link
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ class Run:
         self._rings = threading.Event()
         self._has_met = False
         self.may_try_again = False
+        self.failed: FirstFailure | None = None
 
     def run(self) -> int:
         """Do all of it; see ``hosts.start``."""
@@ -306,6 +308,7 @@ class Run:
         first = min(self._failures, key=lambda failure: (not failure.is_cause, not failure.is_signal))
         self._end(self._grace_s(_FAILED_GRACE_S))
         self.may_try_again = first.is_of_script and not self._signals
+        self.failed = FirstFailure(hosts_failure.who(first), first.code)
         self._display.say(f"{first.link.title} {first.text}")
         self._display.show_report(first.report)
         for failure in self._failures:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 from guozhuang.errors import UsageError, explain
@@ -9,8 +10,12 @@ from guozhuang.world import mpi, slurm
 from guozhuang.world.identity import LaunchedNode
 
 
-def of_this_agent(environ: Mapping[str, str]) -> LaunchedNode | None:
+def of_this_agent(environ: Mapping[str, str], who: str = "guozhuang run") -> LaunchedNode | None:
     """The node that srun or mpirun started this agent on; None where neither did, or where it started a single one.
+
+    Args:
+        environ: the environment to look into.
+        who: the agent's program, for the text of an error.
 
     Raises:
         UsageError: several agents were started on a node: one per rank instead of one per node.
@@ -23,11 +28,27 @@ def of_this_agent(environ: Mapping[str, str]) -> LaunchedNode | None:
         if node is None:
             continue
         if node.num_tasks != 1:
-            what = f"{launcher} started `guozhuang run` {node.num_tasks} times on this node, each to start ranks of its own"
+            what = f"{launcher} started `{who}` {node.num_tasks} times on this node, each to start ranks of its own"
             fix = (
-                f"let it start one per node, as in `{per_node} guozhuang run -np RANKS train.py`; or leave `guozhuang run` "
+                f"let it start one per node, as in `{per_node} guozhuang run -np RANKS train.py`; or leave `{who}` "
                 f"out, as in `{launcher} python train.py`, with a process per rank"
             )
             raise UsageError(explain(what, fix=fix))
         return node if node.num_nodes > 1 else None
     return None
+
+
+def refuse_others(who: str) -> None:
+    """For a program that starts all ranks of its run by itself: check that srun or mpirun did not start several of it.
+
+    Args:
+        who: the program.
+
+    Raises:
+        UsageError: they did, on one node or several.
+    """
+    node = of_this_agent(os.environ, who)
+    if node is not None:
+        what = f"srun or mpirun started `{who}` on {node.num_nodes} nodes, and each would start all ranks of a run of its own"
+        fix = f"start `{who} -H host1:N,host2:N` once, or `srun --ntasks-per-node=1 guozhuang run` on each node"
+        raise UsageError(explain(what, fix=fix))

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from guozhuang.errors import UsageError, explain
-from guozhuang.launch import command_line, hosts, hosts_options, nodes, script, torchrun_options
+from guozhuang.launch import command_line, hosts, hosts_options, nodes, python_path, script, torchrun_options
 from guozhuang.world import cores, interfaces
 from guozhuang.world.identity import LaunchedNode
 from guozhuang.world.requests import hang_timeout, requested_secret
@@ -37,6 +37,8 @@ class Plan:
         notes: what the user should know before the ranks start.
         node: where srun or mpirun started an agent per node and the options do not say how they meet; else None.
         num_servers: parameter servers to be started beside the ranks of this node.
+        copy_folder: where what each rank prints is written too; None: nowhere.
+        timestamps: put the time before each line that is shown.
         hosts: whether other hosts are to be started over ssh (``-H``, ``--hostfile``).
         chosen: what the user left open and how it was decided, for the log.
     """
@@ -53,6 +55,8 @@ class Plan:
     node: LaunchedNode | None = None
     hosts: bool = False
     num_servers: int = 0
+    copy_folder: str | None = None
+    timestamps: bool = False
 
 
 def parser() -> argparse.ArgumentParser:
@@ -97,6 +101,13 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="Tell the script its rank by variables only. That is the default; accepted from torch.distributed.launch.",
     )
+    ours.add_argument(
+        "--copy-output",
+        "--copy_output",
+        metavar="FOLDER",
+        help="Write what each rank prints into FOLDER/rank.N/stdout and stderr too, on the rank's host.",
+    )
+    ours.add_argument("--timestamps", action="store_true", help="Put the time before each line that ranks print.")
     hosts.add_arguments(ours)
     if "PET_NPROC_PER_NODE" not in os.environ:
         found.set_defaults(nproc_per_node=None)
@@ -137,7 +148,7 @@ def plan(arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
         found.rdzv_id = secrets.token_hex(8)
         # Torch would use the host name, which need not resolve; nobody else has to reach this node.
         found.local_addr = found.local_addr or "localhost"
-    variables = {}
+    variables = python_path.with_horovod(environ)
     num_cores = cores.usable_cores()
     if "OMP_NUM_THREADS" not in environ:
         num_threads = max(1, num_cores // num_local_ranks)
@@ -182,6 +193,8 @@ def plan(arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
     return Plan(
         *(found, num_local_ranks, variables, timeline, chosen, log_folder, option, secret, notes, node),
         num_servers=found.servers or 0,
+        copy_folder=_copy_folder(found),
+        timestamps=found.timestamps,
     )
 
 
@@ -219,15 +232,33 @@ def _log_folder(found: argparse.Namespace) -> str | None:
     """The folder for a file per rank; None without one, or where torch's own way of logging was asked for."""
     if found.log_dir is None or torchrun_options.keeps_torchs_logs(found):
         return None
-    folder: str = os.path.abspath(found.log_dir)
+    return _folder("--log-dir", found.log_dir, "logs")
+
+
+def _copy_folder(found: argparse.Namespace) -> str | None:
+    """The folder for copies of what ranks print; None without one."""
+    if found.timestamps and (found.log_dir is not None or torchrun_options.keeps_torchs_logs(found)):
+        what = "--timestamps stand before lines that are shown, and here ranks write into files by themselves"
+        raise UsageError(explain(what, fix="leave out --timestamps, or --log-dir, --redirects and --tee"))
+    if found.copy_output is None:
+        return None
+    if found.log_dir is not None or torchrun_options.keeps_torchs_logs(found):
+        what = "--copy-output copies what is shown; with --log-dir, --redirects or --tee ranks write into files by themselves"
+        raise UsageError(explain(what, fix="leave one of them out"))
+    return _folder("--copy-output", found.copy_output, "copies")
+
+
+def _folder(option: str, name: str, what: str) -> str:
+    """The folder, made if it is not there."""
+    folder = os.path.abspath(name)
+    fix = f"give {option} another folder"
     try:
         os.makedirs(folder, exist_ok=True)
     except OSError as error:
-        what = f"the folder for logs cannot be made: {error.strerror}"
-        raise UsageError(explain(what, value=found.log_dir, fix="give --log-dir another folder")) from error
+        what = f"the folder for {what} cannot be made: {error.strerror}"
+        raise UsageError(explain(what, value=name, fix=fix)) from error
     if not os.access(folder, os.W_OK | os.X_OK):
-        what = "the folder for logs cannot be written to"
-        raise UsageError(explain(what, value=found.log_dir, fix="give --log-dir another folder"))
+        raise UsageError(explain(f"the folder for {what} cannot be written to", value=name, fix=fix))
     return folder
 
 

@@ -45,6 +45,7 @@ _DRAIN_S = 5.0  # for a pipe that somebody still writes to, at the end
 _CATCH_UP_S = 1.0
 # How a line begins that rank.py writes before what the rank does.
 _ANEW = b"--- started anew, attempt "
+_NAMES = {1: "stdout", 2: "stderr"}
 # For rank.py: the terminals that are to be the rank's streams.
 _TERMINALS = {1: "GUOZHUANG_STDOUT", 2: "GUOZHUANG_STDERR"}
 
@@ -71,6 +72,7 @@ class Output:
         on_signal: called in the thread with the number of each signal that the agent gets.
         terminals: for each of the two streams, whether it ends on a terminal and is coloured, where its descriptor leads to
             somebody who passes it on; None: as the descriptors say.
+        timestamps: put the time before each line.
     """
 
     def __init__(
@@ -78,9 +80,10 @@ class Output:
         colour: bool | None = None,
         on_signal: Callable[[int], None] = lambda number: None,
         terminals: Sequence[tuple[bool, bool]] | None = None,
+        timestamps: bool = False,
     ) -> None:
         self.traces: dict[int, Trace] = {}
-        self._on_signal = on_signal
+        self._on_signal, self._timestamps = on_signal, timestamps
         same = is_same(1, 2)
         (out_ends_on, out_colour), (err_ends_on, err_colour) = terminals or ((None, colour), (None, colour))
         out = Target(1, out_colour, out_ends_on, self._wait_for_room, is_queued=True)
@@ -114,33 +117,36 @@ class Output:
         self._poke()
         self.traces = {rank: Trace() for rank in ranks}
 
-    def pipes(self, rank: int, folder: str, shown: bool = True) -> Places:
+    def pipes(self, rank: int, folder: str, shown: bool = True, copies: str | None = None) -> Places:
         """Ways for what a rank writes to come here.
 
         Args:
             rank: its number in the world.
             folder: where the pipes are made; one per rank and attempt.
             shown: pass on what it prints, not only keep the last lines.
+            copies: a folder; what it prints is added to the files stdout and stderr there. None: nowhere.
         """
         paths: dict[int, str] = {}
         variables: dict[str, str] = {}
         for descriptor, target in zip((1, 2), self._targets, strict=True):
-            if descriptor == 2 and target is self._targets[0]:
+            if descriptor == 2 and target is self._targets[0] and copies is None:
                 paths[2] = paths[1]
                 if _TERMINALS[1] in variables:
                     variables[_TERMINALS[2]] = variables[_TERMINALS[1]]
                 break
             way: NamedPipe | OwnTerminal | None = None
-            if rank == 0 and shown:
+            if rank == 0 and shown and not self._timestamps:
                 way = self._own_terminal(target)
             if isinstance(way, OwnTerminal):
                 paths[descriptor], variables[_TERMINALS[descriptor]] = "", way.path
                 if way.columns and os.isatty(0) and "COLUMNS" not in os.environ:
                     variables["COLUMNS"] = str(way.columns)
             else:
-                way = NamedPipe(os.path.join(folder, "stdout" if descriptor == 1 else "stderr"))
+                way = NamedPipe(os.path.join(folder, _NAMES[descriptor]))
                 paths[descriptor] = way.path
-            stream = Stream(way, rank, self.traces[rank], target.screen if shown else None, shown and target.colour)
+            copy = None if copies is None else os.path.join(copies, _NAMES[descriptor])
+            screen, colour = target.screen if shown else None, shown and target.colour
+            stream = Stream(way, rank, self.traces[rank], screen, colour, self._timestamps, copy)
             with self._lock:
                 self._streams.append(stream)
                 self._selector.register(stream.source, selectors.EVENT_READ, stream.read)

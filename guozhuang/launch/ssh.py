@@ -27,10 +27,24 @@ CARRIED = (
     "CUDA_HOME", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_ORDER", "CUDA_MODULE_LOADING", "CUBLAS_WORKSPACE_CONFIG",
 )  # fmt: skip
 CARRIED_BEGINNINGS = (
-    "PYTHON", "PYTORCH_", "TORCH", "PET_", "GUOZHUANG_", "GLOO_", "NCCL_", "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_",
-    "NUMEXPR_", "LC_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_",
+    "HOROVOD_", "PYTHON", "PYTORCH_", "TORCH", "PET_", "GUOZHUANG_", "GLOO_", "NCCL_", "OMP_", "MKL_", "KMP_", "GOMP_",
+    "OPENBLAS_", "NUMEXPR_", "LC_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_",
 )  # fmt: skip
-LEFT = ("GUOZHUANG_SECRET", "GUOZHUANG_RUN", "PYTHONHOME", "TORCHELASTIC_")
+LEFT = (
+    "GUOZHUANG_SECRET", "GUOZHUANG_RUN", "PYTHONHOME", "TORCHELASTIC_",
+    # Of a rank of an outer run. HOROVOD_ELASTIC, which others begin with, the agent of each host leaves out.
+    "HOROVOD_HOSTNAME", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_", "HOROVOD_CROSS_",
+    "GUOZHUANG_HOROVOD_ELASTIC",
+)  # fmt: skip
+# What of_the_job leaves: what a login sets, and what one process was told by whoever started it.
+_OF_A_LOGIN = {
+    "HOME", "USER", "LOGNAME", "SHELL", "PWD", "OLDPWD", "SHLVL", "_", "TERM", "HOSTNAME", "MAIL", "DISPLAY", "TMPDIR",
+    "COLUMNS", "LINES", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
+    "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK",
+    "KRB5CCNAME",
+}  # fmt: skip
+_OF_ONE = (*LEFT, "SSH_", "XDG_", "DBUS_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "LSB_", "PBS_")
 # Lists of folders: what the host itself has in them is kept, after ours.
 LISTS = ("PATH", "LD_LIBRARY_PATH")
 
@@ -122,6 +136,11 @@ def is_this_machine(host: str, options: Options) -> bool:
     return any(_is_own(family, str(address[0])) for family, _, _, _, address in found)
 
 
+def is_here(host: str) -> bool:
+    """The same for a launcher whose port of ssh is that of the other hosts alone: "localhost" is always this machine."""
+    return host == "localhost" or is_this_machine(host, Options())
+
+
 def _as_ssh_sees(name: str, options: Options) -> tuple[str, str]:
     """(host name, port) after ssh's configuration; the name as it is where there is no ssh."""
     plain = str(options.port or _SSH_PORT)
@@ -174,6 +193,23 @@ def asked_for(entries: Sequence[str], environ: Mapping[str, str]) -> dict[str, s
             raise UsageError(explain("-x names an environment variable that is not set here", value=name, fix=fix))
         found[name] = value if is_given else environ[name]
     return found
+
+
+def of_the_job(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What else a script may have been told by its environment, for launchers that hand all of it on, as horovodrun does.
+
+    Not what ``carried`` takes already, nor what belongs to a login or to one process.
+
+    Args:
+        environ: the environment; None: the one of this process.
+    """
+    found = dict(os.environ if environ is None else environ)
+    taken = carried(found)
+    return {
+        name: value
+        for name, value in found.items()
+        if name.isidentifier() and name not in taken and name not in _OF_A_LOGIN and not name.startswith(_OF_ONE)
+    }
 
 
 def folder() -> str:

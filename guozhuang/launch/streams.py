@@ -15,6 +15,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import fcntl
+import io
 import itertools
 import os
 import signal
@@ -25,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from guozhuang.launch.escapes import rows_up, without_escapes
-from guozhuang.launch.say import WHO
+from guozhuang.launch.say import WHO, say
 from guozhuang.launch.screen import Lines, Screen, mark
 
 _KEPT_LINES = 400  # of each rank, for the report of a failure
@@ -117,6 +118,19 @@ class OwnTerminal:
         os.close(self._own_end)
 
 
+def _opened(path: str) -> io.FileIO | None:
+    """A file to add to; where that is impossible, it is said, and the rank is shown without a copy."""
+    try:
+        return io.FileIO(path, "ab")
+    except OSError as error:
+        _say_no_copy(path, error)
+        return None
+
+
+def _say_no_copy(path: str, error: OSError) -> None:
+    say(f"no more of what a rank prints is written to {path}: {error.strerror}", within_s=PATIENCE_S)
+
+
 class Stream:
     """One stream of a rank, or both: reads it, keeps its last lines, shows it.
 
@@ -126,14 +140,25 @@ class Stream:
         trace: where lines are kept.
         screen: where they are shown; None: nowhere.
         colour: whether the mark is coloured.
+        timestamps: put the time before each line; then rank 0 is shown by lines too.
+        copy: a file to which all that comes is added; None: none.
     """
 
     def __init__(
-        self, way: NamedPipe | OwnTerminal, rank: int, trace: Trace, screen: Screen | None, colour: bool
+        self,
+        way: NamedPipe | OwnTerminal,
+        rank: int,
+        trace: Trace,
+        screen: Screen | None,
+        colour: bool,
+        timestamps: bool = False,
+        copy: str | None = None,
     ) -> None:
         self._way, self.source = way, way.source
         self._screen, self._mark = screen, mark(rank, colour)
-        self._is_live = rank == 0
+        self._timestamps = timestamps
+        self._is_live = rank == 0 and not timestamps
+        self._copy = None if copy is None else _opened(copy)
         self._trace, self._lines = trace, Lines(moves=self._is_live)
         self.patience_s = _LIVE_PATIENCE_S if self._is_live else PATIENCE_S
         self._held = b""  # of a stream that is shown as it comes: the begin of a line, for a moment
@@ -152,7 +177,21 @@ class Stream:
         if not data:
             return False
         self._surely(lambda: self._take_in(data))
+        self._write_copy(data)
         return True
+
+    def _write_copy(self, data: bytes) -> None:
+        """Add to the file; where that is impossible, say so once and go on: the ranks must not wait for it."""
+        if self._copy is None:
+            return
+        try:
+            while data:
+                data = data[self._copy.write(data) or 0 :]
+        except OSError as error:
+            file, self._copy = self._copy, None
+            with contextlib.suppress(OSError):
+                file.close()
+            _say_no_copy(str(file.name), error)
 
     def _surely(self, what: Callable[[], None]) -> None:
         """Do it; a mistake in it must not keep the others' pipes, and this one, from being read: the ranks would hang."""
@@ -185,7 +224,10 @@ class Stream:
                 self._trace.lines.pop()
             self._trace.lines.append((now, without_escapes(line).decode(errors="replace")))
         if self._screen is not None and not self._is_live:
-            self._screen.lines(self._mark, lines)
+            self._screen.lines(self._stamp() + self._mark, lines)
+
+    def _stamp(self) -> bytes:
+        return time.strftime("%Y-%m-%d %H:%M:%S ").encode() if self._timestamps else b""
 
     @property
     def is_waiting(self) -> bool:
@@ -213,6 +255,8 @@ class Stream:
         self._surely(lambda: self._take(self._lines.rest()))
         self._is_closed = True
         self._way.close()
+        if self._copy is not None:
+            self._copy.close()
 
     def resize(self) -> None:
         """The size of the terminal has changed."""

@@ -18,10 +18,11 @@ from guozhuang.world.requests import (
     requested_strategy,
     requested_timeline,
 )
-from guozhuang.world.session import current, init, shutdown
+from guozhuang.world.session import before_leaving, current, init, shutdown
 
 __all__ = [
     "World",
+    "before_leaving",
     "current",
     "init",
     "requested_backend",

@@ -19,7 +19,8 @@ import os
 import socket
 import sys
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -64,6 +65,7 @@ class _Session:
         met_at: what ``meeting`` belongs to.
         generation: how many worlds were entered through ``meeting``.
         has_heartbeat: to be stopped before the group is destroyed.
+        before_leaving: what stands on the world, and ends before it does.
     """
 
     world: World | None = None
@@ -75,6 +77,7 @@ class _Session:
     met_at: MeetingPoint | PortSequence | None = None
     generation: int = 0
     has_heartbeat: bool = False
+    before_leaving: list[Callable[[], None]] = field(default_factory=list)
 
 
 _session = _Session()
@@ -186,6 +189,8 @@ def shutdown() -> None:
     """
     if current() is None:
         return
+    while _session.before_leaving:
+        _session.before_leaving.pop()()
     _stop_heartbeat()
     if _session.made_group:
         dist.destroy_process_group()
@@ -194,6 +199,15 @@ def shutdown() -> None:
             # which aborts when that is ending: they get the interpreter for a moment.
             time.sleep(_LAST_WORK_S)
     _forget()
+
+
+def before_leaving(action: Callable[[], None]) -> None:
+    """Have ``shutdown`` call ``action`` once, before the process group goes; the last one given is called first.
+
+    Not called where the user destroys the group. For what keeps threads or groups of its own in this world.
+    """
+    if action not in _session.before_leaving:
+        _session.before_leaving.append(action)
 
 
 def _start_heartbeat(
@@ -224,6 +238,7 @@ def _forget() -> None:
     _restore_interfaces()
     _session.world = None
     _session.made_group = False
+    _session.before_leaving.clear()
     atexit.unregister(_leave)
 
 

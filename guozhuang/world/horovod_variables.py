@@ -1,0 +1,257 @@
+"""What the variables HOROVOD_* say, for scripts that were written for Horovod: read once, checked, and named where they are
+of no use here."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from guozhuang.errors import UsageError, explain
+
+_BEGIN = "HOROVOD_"
+_log = logging.getLogger("guozhuang")
+
+# What a launcher tells one process of who it is, in a run that is elastic or not; no other run inherits it.
+OF_A_PROCESS = tuple(
+    _BEGIN + name
+    for name in ("HOSTNAME", "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "ELASTIC")
+)
+# The variables that were named in the log of this process already.
+_named: set[str] = set()
+
+LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
+
+
+@dataclass(frozen=True)
+class HorovodVariables:
+    """A field for each variable, without HOROVOD_ before its name; None where it is not set, or empty.
+
+    Sizes are bytes, ``cycle_time`` milliseconds, what ends in ``_seconds`` seconds; ``start_timeout`` and ``elastic_timeout``
+    are seconds too. ``timeline`` is a path, or DYNAMIC. ``others`` are variables beginning with HOROVOD_ that no field is for.
+    """
+
+    fusion_threshold: int | None = None
+    cycle_time: float | None = None
+    cache_capacity: int | None = None
+    disable_group_fusion: bool | None = None
+    dynamic_process_sets: bool | None = None
+    timeline: str | None = None
+    timeline_mark_cycles: bool | None = None
+    stall_check_disable: bool | None = None
+    stall_check_time_seconds: float | None = None
+    stall_shutdown_time_seconds: float | None = None
+    log_level: str | None = None
+    autotune: bool | None = None
+    autotune_log: str | None = None
+    autotune_warmup_samples: int | None = None
+    autotune_steps_per_sample: int | None = None
+    autotune_bayes_opt_max_samples: int | None = None
+    autotune_gaussian_process_noise: float | None = None
+    elastic: bool | None = None
+    elastic_timeout: float | None = None
+    start_timeout: float | None = None
+    # Of this process, as the launcher has it.
+    hostname: str | None = None
+    rank: int | None = None
+    size: int | None = None
+    local_rank: int | None = None
+    local_size: int | None = None
+    cross_rank: int | None = None
+    cross_size: int | None = None
+    gloo_iface: str | None = None
+    # What says how Horovod's own engine is to work, and is of no use here.
+    log_hide_time: bool | None = None
+    hierarchical_allreduce: bool | None = None
+    hierarchical_allgather: bool | None = None
+    torus_allreduce: bool | None = None
+    batch_d2d_memcopies: bool | None = None
+    enable_async_completion: bool | None = None
+    num_nccl_streams: int | None = None
+    thread_affinity: str | None = None
+    gloo_timeout_seconds: float | None = None
+    gloo_rendezvous_addr: str | None = None
+    gloo_rendezvous_port: int | None = None
+    controller: str | None = None
+    cpu_operations: str | None = None
+    adasum_mpi_chunk_size: int | None = None
+    mpi_threads_disable: bool | None = None
+    others: tuple[str, ...] = ()
+
+
+def read(environ: Mapping[str, str] | None = None) -> HorovodVariables:
+    """What the environment says.
+
+    Args:
+        environ: the environment; None: the one of this process.
+
+    Raises:
+        UsageError: a variable holds what it cannot be; the text names it, its value and what is allowed.
+    """
+    found = os.environ if environ is None else environ
+    values: dict[str, object] = {}
+    for field in dataclasses.fields(HorovodVariables):
+        text = found.get(_name(field.name), "").strip()
+        if text and field.name != "others":
+            values[field.name] = _PARSERS[str(field.type).removesuffix(" | None")](field.name, text)
+    known = {_name(field.name) for field in dataclasses.fields(HorovodVariables)}
+    others = sorted(name for name in found if name.startswith(_BEGIN) and name not in known and found[name])
+    return HorovodVariables(**values, others=tuple(others))  # type: ignore[arg-type]
+
+
+def set_dynamic_process_sets() -> None:
+    """Note for this process, and those that it starts, that process sets may be added later: hvd.init(..., "dynamic")."""
+    os.environ[_name("dynamic_process_sets")] = "1"
+
+
+def without_meaning(variables: HorovodVariables) -> list[str]:
+    """The variables that are set and change nothing here; not those that ask for what is so anyway, as a 0 for a switch.
+
+    Some mean something to processes of ``horovodrun`` alone, which it tells their rank.
+    """
+    inert = dict(_INERT)
+    if variables.rank is None or variables.size is None:
+        inert |= dict.fromkeys(_OF_HOROVODRUN, ())
+    if not variables.elastic:
+        inert["elastic_timeout"] = ()
+    found = [field for field, asks_nothing in inert.items() if _is_asked(getattr(variables, field), asks_nothing)]
+    return [*(_name(field) for field in found), *variables.others]
+
+
+def check_world(variables: HorovodVariables, rank: int, size: int) -> None:
+    """Check that a launcher that told this process its place by HOROVOD_RANK and HOROVOD_SIZE was understood.
+
+    Horovod's own launcher tells it nothing else, and each of its processes would be a world of one here, unnoticed.
+
+    Args:
+        variables: of this process.
+        rank: of this process in the world as it was launched. size: of that world.
+
+    Raises:
+        UsageError: the variables say otherwise.
+    """
+    told = (variables.rank, variables.size)
+    if told[0] in (None, rank) and told[1] in (None, size):
+        return
+    what = (
+        f"HOROVOD_RANK and HOROVOD_SIZE say rank {_or_none(told[0])} of {_or_none(told[1])}, but this process is rank {rank} "
+        f"of {size}: they were set by a launcher that Guozhuang does not know, or are left from another run"
+    )
+    fix = "start it with Guozhuang's horovodrun or with `guozhuang run`, or unset HOROVOD_RANK and HOROVOD_SIZE"
+    raise UsageError(explain(what, fix=fix))
+
+
+def log_what_means_nothing(rank: int, variables: HorovodVariables | None = None) -> None:
+    """Say on rank 0 which variables are set that change nothing; each is named once in the life of the process.
+
+    Args:
+        rank: of this process; the others say nothing.
+        variables: as ``read`` gave them; None: those of this process's environment.
+
+    Raises:
+        UsageError: see ``read``.
+    """
+    if rank != 0:
+        return
+    found = without_meaning(read() if variables is None else variables)
+    names = [name for name in found if name not in _named]
+    if names:
+        _named.update(names)
+        what = "these variables are set, and mean nothing to Guozhuang, which has another engine than Horovod (docs/horovod.md)"
+        _log.warning("%s: %s", what, ", ".join(names))
+
+
+# What means something to processes of horovodrun alone.
+_OF_HOROVODRUN = (
+    "start_timeout", "elastic", "hostname", "rank", "size", "local_rank", "local_size", "cross_rank", "cross_size",
+)  # fmt: skip
+# The fields that change nothing, with the values that ask for what is so anyway.
+_INERT: dict[str, tuple[object, ...]] = {
+    "log_hide_time": (True,),  # our log has no dates, which False asks for
+    "hierarchical_allreduce": (False,),
+    "hierarchical_allgather": (False,),
+    "torus_allreduce": (False,),
+    "batch_d2d_memcopies": (True,),
+    "enable_async_completion": (False,),
+    "num_nccl_streams": (1,),
+    "thread_affinity": (),
+    "gloo_timeout_seconds": (),
+    "gloo_rendezvous_addr": (),
+    "gloo_rendezvous_port": (),
+    "controller": ("gloo",),
+    "cpu_operations": ("gloo",),
+    "adasum_mpi_chunk_size": (),
+    "mpi_threads_disable": (False,),
+}
+
+
+def _is_asked(value: object, inert: Sequence[object]) -> bool:
+    return value is not None and (value.lower() if isinstance(value, str) else value) not in inert
+
+
+def _or_none(number: int | None) -> str:
+    return "?" if number is None else str(number)
+
+
+def _name(field: str) -> str:
+    return _BEGIN + field.upper()
+
+
+def _wrong(field: str, text: str, allowed: str) -> UsageError:
+    what = f"environment variable {_name(field)} must be {allowed}"
+    return UsageError(explain(what, value=text, fix=f"set it to {allowed}, or unset it"))
+
+
+def _switch(field: str, text: str) -> bool:
+    word = text.lower()
+    if word in ("true", "yes", "on"):
+        return True
+    if word in ("false", "no", "off"):
+        return False
+    if not re.fullmatch(r"[0-9]{1,9}", word, re.ASCII):
+        raise _wrong(field, text, "1 or 0")
+    return int(word) > 0
+
+
+def _whole(field: str, text: str) -> int:
+    least, most = _WHOLE_RANGES.get(field, (0, None))
+    allowed = f"a whole number of at least {least}" if most is None else f"a whole number from {least} to {most}"
+    if not re.fullmatch(r"[+-]?[0-9]{1,18}", text, re.ASCII):
+        raise _wrong(field, text, allowed)
+    value = int(text)
+    if value < least or (most is not None and value > most):
+        raise _wrong(field, text, allowed)
+    return value
+
+
+def _decimal(field: str, text: str) -> float:
+    most = 1.0 if field == "autotune_gaussian_process_noise" else float("inf")
+    allowed = "a number from 0 to 1" if most == 1.0 else "a number of at least 0"
+    try:
+        value = float(text)
+    except ValueError:
+        raise _wrong(field, text, allowed) from None
+    if not 0 <= value <= most or value == float("inf"):
+        raise _wrong(field, text, allowed)
+    return value
+
+
+def _text(field: str, text: str) -> str:
+    if field == "log_level":
+        if text.lower() not in LOG_LEVELS:
+            raise _wrong(field, text, "one of " + ", ".join(LOG_LEVELS))
+        return text.lower()
+    return text
+
+
+_WHOLE_RANGES: dict[str, tuple[int, int | None]] = {
+    "gloo_rendezvous_port": (1, 65535),
+    "size": (1, None),
+    "local_size": (1, None),
+    "cross_size": (1, None),
+    "num_nccl_streams": (1, None),
+}
+_PARSERS: dict[str, Callable[[str, str], object]] = {"bool": _switch, "int": _whole, "float": _decimal, "str": _text}
