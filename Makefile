@@ -28,7 +28,7 @@ lint: $(VENV)/.installed-test
 install: $(VENV)/.installed-text
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build *.egg-info packaging/horovod/build packaging/horovod/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
 	@command -v $(PYTHON) >/dev/null || { echo "make: '$(PYTHON)' was not found. Fix: install Python 3.11 or later (apt install python3 python3-venv), or set PYTHON=/path/to/python3."; exit 1; }
@@ -37,7 +37,8 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # A stamp per set of requirements, so that a second run installs nothing.
-ENGINE := setup.py $(wildcard guozhuang/groups/shared_memory/*.[ch] guozhuang/exchange/kernels/*.[ch])
+ENGINE := setup.py $(wildcard guozhuang/groups/shared_memory/*.[ch] guozhuang/exchange/kernels/*.[ch]) \
+	$(wildcard packaging/horovod/*.py packaging/horovod/*.pth packaging/horovod/*.toml packaging/horovod/*/horovod/*.py)
 
 $(VENV)/.installed-text: pyproject.toml constraints.txt $(ENGINE) | $(BIN)/python
 	$(INSTALL) '.[text]'

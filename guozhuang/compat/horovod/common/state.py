@@ -1,0 +1,128 @@
+"""The one world that this process is in, between ``hvd.init()`` and ``hvd.shutdown()``.
+
+[Note: unnamed operations] Ranks match operations by name. One that got no name is called "<op>.noname.<n>", where n counts the
+unnamed operations of that kind in that process set on this rank. So ranks may issue named operations, and operations of other
+sets and kinds, in any order and number; only the unnamed ones of one kind and set must come in the same order on all ranks.
+Horovod counts all operations together, so every script that works there works here. What a rank was not allowed to submit does
+not count. When ``join`` ends nothing is under way in the global set, and ranks that left early have counted less: there
+everybody begins again at 0.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from guozhuang.negotiated import Channel, Engine
+from guozhuang.world import World
+from guozhuang.world.horovod_variables import HorovodVariables
+
+NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
+
+
+@dataclass(eq=False)
+class Member:
+    """A process set as the engine knows it.
+
+    Attributes:
+        channel: where its members negotiate; made on every rank, members or not.
+        ranks: of the set, rising; ranks of the Horovod world.
+        objects: the ``ProcessSet`` objects that hold its id.
+    """
+
+    channel: Channel
+    ranks: tuple[int, ...]
+    objects: list[Any] = field(default_factory=list)
+    _counts: dict[str, int] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def full_name(self, operation: str, name: str | None) -> str:
+        """Return the name by which ranks match. See [Note: unnamed operations]."""
+        if name is not None:
+            return f"{operation}.{name}"
+        with self._lock:
+            count = self._counts.get(operation, 0)
+            self._counts[operation] = count + 1
+        return f"{operation}.noname.{count}"
+
+    def take_back(self, operation: str, full_name: str) -> None:
+        """Let the name of an unnamed operation be given again, which was not submitted; a later one may have come since."""
+        with self._lock:
+            count = self._counts.get(operation, 0)
+            if full_name == f"{operation}.noname.{count - 1}":
+                self._counts[operation] = count - 1
+
+    def count_again(self) -> None:
+        """Begin again at 0, on all ranks at the same point. See [Note: unnamed operations]."""
+        with self._lock:
+            self._counts.clear()
+
+
+@dataclass(eq=False)
+class State:
+    """What ``hvd.init()`` found and made.
+
+    Attributes:
+        engine: the collectives by name, over the ranks of the Horovod world.
+        world: all processes that the launcher started; larger than the Horovod world where ``init(comm=...)`` chose some.
+        variables: the HOROVOD_* variables as they were at ``init``.
+        rank: this process in the Horovod world. size: of it.
+        local_rank: this process among those of its node. local_size: how many its node has.
+        cross_rank: this node among those that have this local rank. cross_size: how many those are.
+        is_homogeneous: all nodes have equally many ranks.
+        world_ranks: the processes of the Horovod world, in the order of their ranks there, as ranks of ``world``.
+        made_world: the world of ``guozhuang`` was entered by ``hvd.init()``, and is left by ``hvd.shutdown()``.
+        dynamic: process sets may be added and removed.
+        sets: the process sets by id; 0 is the global one.
+        made_group: of the ranks that ``init(comm=...)`` chose, if they are some; ends with the Horovod world.
+        next_set: the id of the next process set.
+    """
+
+    engine: Engine
+    world: World
+    variables: HorovodVariables
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    is_homogeneous: bool
+    world_ranks: tuple[int, ...]
+    made_world: bool
+    dynamic: bool
+    sets: dict[int, Member]
+    made_group: dist.ProcessGroup | None = None
+    next_set: int = 1
+
+
+@dataclass
+class _Holder:
+    state: State | None = None
+
+
+_current = _Holder()
+
+
+def state() -> State | None:
+    """The world this process is in; None before ``hvd.init()`` and after ``hvd.shutdown()``."""
+    return _current.state
+
+
+def required() -> State:
+    """As ``state()``.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if _current.state is None:
+        raise ValueError(NOT_INITIALIZED)
+    return _current.state
+
+
+def set_state(new: State | None) -> None:
+    """Enter a world, or leave it; ``basics`` calls this, nobody else."""
+    _current.state = new

@@ -1,0 +1,173 @@
+"""Small things that scripts, and tests written for Horovod, import from here."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.torch_version import TorchVersion
+
+from guozhuang.errors import explain
+from guozhuang.world.temporary_variables import temporary_variables as env
+
+from .basics import HorovodBasics
+
+__all__ = [
+    "ccl_built",
+    "check_extension",
+    "cuda_built",
+    "ddl_built",
+    "env",
+    "extension_available",
+    "get_average_backwards_compatibility_fun",
+    "gloo_built",
+    "gpu_available",
+    "is_iterable",
+    "is_version_greater_equal_than",
+    "mpi_built",
+    "nccl_built",
+    "num_rank_is_power_2",
+    "rocm_built",
+    "split_list",
+]
+
+_Item = TypeVar("_Item")
+_basics = HorovodBasics()
+# Horovod builds an extension for each framework; only PyTorch is served here.
+_EXTENSIONS = ("torch",)
+_cache = functools.cache
+
+
+def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
+    """Tell whether a framework ("torch", "tensorflow", "mxnet") is served: "torch" alone."""
+    found = ext_base_name in _EXTENSIONS
+    if verbose:
+        print(f"{ext_base_name}: {'served' if found else 'not served; only torch is'}")
+    return found
+
+
+def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
+    """Do nothing for ``horovod.torch``.
+
+    Args:
+        ext_name: "horovod.torch" and the like.
+        ext_env_var: what asked for it when Horovod was built; part of the error's text.
+        pkg_path: not needed: there is no compiled file to look for.
+        *args: not needed, as ``pkg_path``.
+
+    Raises:
+        ImportError: another framework.
+    """
+    if not extension_available(ext_name.rpartition(".")[2]):
+        what = f"extension {ext_name} is not there ({ext_env_var}): PyTorch alone is served"
+        raise ImportError(explain(what, fix="use horovod.torch"))
+
+
+def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
+    """Tell whether a framework that is served sees a GPU."""
+    return extension_available(ext_base_name, verbose) and torch.cuda.is_available()
+
+
+def mpi_built(verbose: bool = False) -> bool:
+    """See ``HorovodBasics.mpi_built``; the next ones likewise."""
+    return bool(_told("MPI", _basics.mpi_built(), verbose))
+
+
+def gloo_built(verbose: bool = False) -> bool:
+    """Tell whether ranks can agree without MPI."""
+    return bool(_told("Gloo", _basics.gloo_built(), verbose))
+
+
+def nccl_built(verbose: bool = False) -> int:
+    """Return NCCL's version code, or 0."""
+    return int(_told("NCCL", _basics.nccl_built(), verbose))
+
+
+def ddl_built(verbose: bool = False) -> bool:
+    """Tell whether IBM's DDL is there."""
+    return bool(_told("DDL", _basics.ddl_built(), verbose))
+
+
+def ccl_built(verbose: bool = False) -> bool:
+    """Tell whether Intel's oneCCL is there."""
+    return bool(_told("CCL", _basics.ccl_built(), verbose))
+
+
+def cuda_built(verbose: bool = False) -> bool:
+    """Tell whether PyTorch was built for CUDA."""
+    return bool(_told("CUDA", _basics.cuda_built(), verbose))
+
+
+def rocm_built(verbose: bool = False) -> bool:
+    """Tell whether PyTorch was built for ROCm."""
+    return bool(_told("ROCm", _basics.rocm_built(), verbose))
+
+
+def split_list(items: Sequence[_Item], num_parts: int) -> list[Sequence[_Item]]:
+    """Cut a sequence into consecutive parts whose lengths differ by one at most, the longer ones first."""
+    each, longer = divmod(len(items), num_parts)
+    starts = [i * each + min(i, longer) for i in range(num_parts + 1)]
+    return [items[start:end] for start, end in itertools.pairwise(starts)]
+
+
+def num_rank_is_power_2(num_rank: int) -> bool:
+    """Tell whether a number is 1, 2, 4, 8, ..."""
+    return num_rank > 0 and num_rank & (num_rank - 1) == 0
+
+
+def is_iterable(x: object) -> bool:
+    """Tell whether ``iter`` takes it."""
+    try:
+        iter(x)  # type: ignore[call-overload]
+    except TypeError:
+        return False
+    return True
+
+
+def is_version_greater_equal_than(ver: str, target: str) -> bool:
+    """Compare two versions.
+
+    Args:
+        ver: any version.
+        target: "major.minor.patch".
+
+    Raises:
+        ValueError: one is no text, or ``target`` has another form.
+    """
+    if not (isinstance(ver, str) and isinstance(target, str)):
+        raise ValueError(explain("versions are compared as texts", value=(ver, target)))
+    if not re.fullmatch(r"\d+\.\d+\.\d+", target):
+        raise ValueError(explain("the version to compare with has the form major.minor.patch", value=target))
+    return bool(TorchVersion(ver) >= TorchVersion(target))
+
+
+def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[int | None, bool | None], int]:
+    """Return a function of ``(op, average)`` that says which reduction is meant; ``average`` is what came before ``op``.
+
+    Args:
+        reduce_ops: has the attributes ``Average`` and ``Sum``.
+    """
+
+    def chosen(op: int | None, average: bool | None) -> int:
+        if average is None:
+            return int(reduce_ops.Average if op is None else op)
+        if op is not None:
+            what = "op takes the place of average, and both were given"
+            raise ValueError(explain(what, value=f"op={op}, average={average}", fix="leave average out"))
+        text = "the argument average is deprecated. Fix: op=hvd.Average in place of True, op=hvd.Sum in place of False."
+        # The line that is meant calls the collective, and that calls this.
+        warnings.warn(text, DeprecationWarning, stacklevel=3)
+        return int(reduce_ops.Average if average else reduce_ops.Sum)
+
+    return chosen
+
+
+def _told(what: str, found: bool | int, verbose: bool) -> bool | int:
+    if verbose:
+        print(f"{what}: {found or 'not there'}")
+    return found

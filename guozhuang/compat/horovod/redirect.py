@@ -1,0 +1,91 @@
+"""``import horovod.X`` gives the very module ``guozhuang.compat.horovod.X``, under both names.
+
+[Note: one module, two names] A module that is imported by two names must be one object: a class of the one would not be an
+instance of the other, and its state would be there twice. So the finder below stands before those that search folders, and
+its loader runs nothing: it hands out the module that the other name has. Importing sets ``__spec__`` of what a loader hands
+out, so that it would name itself as ``horovod.X``; the loader puts back what was there. ``horovod`` itself is treated alike:
+``on_path/horovod/__init__.py`` calls ``install``, which puts ``guozhuang.compat.horovod`` into ``sys.modules`` in its place.
+Pickles therefore name ``guozhuang.compat.horovod``, and old ones that name ``horovod`` are read where that can be imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from types import CodeType, ModuleType
+
+_THEIRS, _OURS = "horovod", "guozhuang.compat.horovod"
+# Parts of Horovod for other frameworks, which are not here; scripts look for them by trying.
+MISSING = ("_keras", "keras", "mxnet", "ray", "spark", "tensorflow")
+
+
+def install() -> None:
+    """From now on ``horovod`` and all below it are the modules of this package. Once is enough."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+    sys.modules[_THEIRS] = importlib.import_module(_OURS)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Answers for what begins with ``horovod.``."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Where the module lies; None: it is not one of Horovod's, or there is none of that name.
+
+        Raises:
+            ModuleNotFoundError: it is one of Horovod's that Guozhuang does not have; the text says so.
+        """
+        if not fullname.startswith(f"{_THEIRS}."):
+            return None
+        rest = fullname.removeprefix(f"{_THEIRS}.")
+        if rest.split(".")[0] in MISSING:
+            what = f"{fullname} is not there: Guozhuang stands in for Horovod, and has its PyTorch part only (horovod.torch)"
+            raise ModuleNotFoundError(what, name=fullname)
+        ours = importlib.util.find_spec(f"{_OURS}.{rest}")
+        if ours is None:
+            return None
+        found = importlib.machinery.ModuleSpec(
+            fullname,
+            _Loader(ours),
+            origin=ours.origin,
+            is_package=ours.submodule_search_locations is not None,
+        )
+        found.has_location = ours.has_location
+        found.cached = ours.cached
+        if ours.submodule_search_locations is not None:
+            found.submodule_search_locations = list(ours.submodule_search_locations)
+        return found
+
+
+class _Loader(importlib.abc.InspectLoader):
+    """Hands out the module that has the other name. See [Note: one module, two names]."""
+
+    def __init__(self, ours: importlib.machinery.ModuleSpec) -> None:
+        self._ours = ours
+        self._real: importlib.machinery.ModuleSpec | None = None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        module = importlib.import_module(self._ours.name)
+        self._real = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._real
+
+    def is_package(self, fullname: str) -> bool:
+        return self._ours.submodule_search_locations is not None
+
+    def get_source(self, fullname: str) -> str | None:
+        loader = self._ours.loader
+        return loader.get_source(self._ours.name) if isinstance(loader, importlib.abc.InspectLoader) else None
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """For ``python -m horovod.X``."""
+        loader = self._ours.loader
+        return loader.get_code(self._ours.name) if isinstance(loader, importlib.abc.InspectLoader) else None

@@ -1,0 +1,139 @@
+"""Which hosts there are: asked of the user's script every second, or fixed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+from guozhuang.launch.hosts import parse_hosts
+
+_ASK_EVERY_S = 1.0
+# A script that hangs is ended; the hosts stay what they were.
+_SCRIPT_S = 60.0
+_JOIN_S = 5.0
+
+
+class DiscoveryError(RuntimeError):
+    """The script failed; the text says how."""
+
+
+class FixedHosts:
+    """Hosts that stay the same.
+
+    Args:
+        hosts: (name, slots) of each.
+    """
+
+    def __init__(self, hosts: Sequence[tuple[str, int]]) -> None:
+        self._hosts = merged(hosts)
+
+    def find(self) -> dict[str, int]:
+        """The slots of each host, in their order."""
+        return dict(self._hosts)
+
+
+class HostDiscoveryScript:
+    """A command that prints a host a line, ``name:slots`` or ``name``.
+
+    Args:
+        script: for the shell.
+        default_slots: of a host that is printed without a number.
+    """
+
+    def __init__(self, script: str, default_slots: int) -> None:
+        self._script, self._default_slots = script, default_slots
+
+    def find(self) -> dict[str, int]:
+        """The slots of each host, in the order of the script.
+
+        Raises:
+            DiscoveryError: it ended with something else than 0, hung, or printed what is no host.
+        """
+        process = subprocess.Popen(
+            self._script, shell=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True, errors="replace", start_new_session=True,
+        )  # fmt: skip
+        try:
+            out, err = process.communicate(timeout=_SCRIPT_S)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise DiscoveryError(f"the discovery script did not end within {_SCRIPT_S:g} s: {self._script}") from None
+        if process.returncode != 0:
+            said = f", saying: {err.strip()[-500:]}" if err.strip() else ""
+            raise DiscoveryError(f"the discovery script {self._script} ended with exit code {process.returncode}{said}")
+        return parse(out, self._default_slots)
+
+
+def parse(text: str, default_slots: int) -> dict[str, int]:
+    """What a discovery script printed: the slots of each host.
+
+    Args:
+        text: a host a line; empty lines are skipped.
+        default_slots: of a host without a number.
+
+    Raises:
+        DiscoveryError: a line is no host.
+    """
+    found = []
+    for line in filter(None, map(str.strip, text.splitlines())):
+        try:
+            [host] = parse_hosts(line, "the output of the discovery script")
+        except ValueError as error:  # a UsageError among them
+            raise DiscoveryError(
+                f"the discovery script printed a line that is no host with its slots: {line!r}"
+            ) from error
+        found.append((host.name, default_slots if host.slots is None else host.slots))
+    return merged(found)
+
+
+def merged(hosts: Sequence[tuple[str, int]]) -> dict[str, int]:
+    """A host that is named twice has the slots of both."""
+    found: dict[str, int] = {}
+    for name, slots in hosts:
+        found[name] = found.get(name, 0) + slots
+    return found
+
+
+class Watch:
+    """Asks again and again, in a thread of its own. ``close`` ends it.
+
+    Args:
+        find: as ``HostDiscoveryScript.find``.
+        say: called, in that thread, when asking begins to fail, and when it works again.
+    """
+
+    def __init__(self, find: Callable[[], Mapping[str, int]], say: Callable[[str], None]) -> None:
+        self._find, self._say = find, say
+        self._over = threading.Event()
+        self._newest = dict(find())
+        self._thread = threading.Thread(target=self._run, name="horovod discovery", daemon=True)
+        self._thread.start()
+
+    def newest(self) -> dict[str, int]:
+        """What was found last."""
+        return self._newest
+
+    def close(self) -> None:
+        """End the thread; a script that still runs is not waited for any longer than a moment."""
+        self._over.set()
+        self._thread.join(_JOIN_S)
+
+    def _run(self) -> None:
+        failed = ""
+        while not self._over.wait(_ASK_EVERY_S):
+            try:
+                self._newest = dict(self._find())
+            except (DiscoveryError, OSError) as error:
+                if str(error) != failed:
+                    self._say(f"{error}. The hosts that were found before stay")
+                failed = str(error)
+                continue
+            if failed:
+                self._say("the discovery script works again")
+            failed = ""

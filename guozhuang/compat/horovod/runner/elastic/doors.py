@@ -1,0 +1,72 @@
+"""The doors of the driver's host, by which workers of other hosts reach its store. See [Note: bytes] in the package."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import secrets
+import socket
+from collections.abc import Sequence
+
+from guozhuang.world import interfaces
+from guozhuang.world.door import Door
+
+_SECRET_BYTES = 32
+_MAX_DOORS = 16
+_LOOPBACK = "127.0.0.1"
+_log = logging.getLogger("guozhuang")
+
+
+class Doors:
+    """One on each address of this host, from the first ``open`` on.
+
+    Args:
+        store_port: of the store, on loopback.
+        names: of the network interfaces to be used; empty: all.
+
+    Attributes:
+        secret: what opens them.
+    """
+
+    def __init__(self, store_port: int, names: Sequence[str]) -> None:
+        self._store_port, self._names = store_port, names
+        self._doors: list[Door] = []
+        self.secret = secrets.token_bytes(_SECRET_BYTES)
+
+    def open(self) -> list[tuple[str, int]]:
+        """Address and port of each, those that other hosts may reach first; the last one is on loopback.
+
+        Raises:
+            UsageError: an interface that was named does not exist, or has no address.
+        """
+        if not self._doors:
+            for address in [*self._addresses(), _LOOPBACK]:
+                family = socket.AF_INET6 if ":" in address else socket.AF_INET
+                try:
+                    where = socket.getaddrinfo(address, 0, family, socket.SOCK_STREAM)[0][4]
+                    listener = socket.create_server(where, family=family)
+                except OSError as error:
+                    _log.info("no door on %s: %s", address, error)
+                    continue
+                self._doors.append(Door(listener, self._store_port, self.secret))
+        return [door.address for door in self._doors]
+
+    def close(self) -> None:
+        """Close them, and all connections through them."""
+        for door in self._doors:
+            door.close()
+        self._doors = []
+
+    def _addresses(self) -> list[str]:
+        known = interfaces.addresses()
+        if self._names:
+            found = [interfaces.named(name).address for name in self._names]
+        else:
+            found = [each for name, own in known.items() if not interfaces.is_local_bridge(name) for each in own]
+        usable = [each for each in dict.fromkeys(found) if _is_reachable(each)]
+        return sorted(usable, key=lambda address: ":" in address)[:_MAX_DOORS]
+
+
+def _is_reachable(address: str) -> bool:
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    return not (parsed.is_loopback or parsed.is_link_local or parsed.is_unspecified)

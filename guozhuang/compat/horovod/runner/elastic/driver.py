@@ -1,0 +1,326 @@
+"""The driver of an elastic run: carries out what ``job`` decides. See the package for how it works as a whole."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from guozhuang.compat.horovod.runner.elastic import assignment
+from guozhuang.compat.horovod.runner.elastic.blacklist import Blacklist
+from guozhuang.compat.horovod.runner.elastic.board import DriverBoard, HostUpdateResult
+from guozhuang.compat.horovod.runner.elastic.crew import (
+    GRACE_S,
+    Crew,
+    Ended,
+    Event,
+    Lost,
+    Printed,
+    Reached,
+    Said,
+    Started,
+)
+from guozhuang.compat.horovod.runner.elastic.discovery import (
+    DiscoveryError,
+    FixedHosts,
+    HostDiscoveryScript,
+    Watch,
+)
+from guozhuang.compat.horovod.runner.elastic.doors import Doors
+from guozhuang.compat.horovod.runner.elastic.job import Job, Limits, Orders, Worker
+from guozhuang.compat.horovod.runner.elastic.printing import Printing
+from guozhuang.compat.horovod.runner.elastic.remote_crew import RemoteCrew, Told
+from guozhuang.compat.horovod.runner.settings import ElasticSettings
+from guozhuang.errors import UsageError, explain
+from guozhuang.launch import guard, python_path, ssh
+from guozhuang.launch.failures import how
+from guozhuang.world import horovod_elastic, interfaces
+from guozhuang.world.rendezvous import host_identity
+from guozhuang.world.stores import serve
+
+_WHO = "horovodrun"
+_TURN_S, _BEAT_S = 0.05, 1.0
+_STORE_S = 300.0  # limit of the store's operations
+# For ended workers to be seen to have ended, after their grace.
+_LAST_S = 5.0
+_LAST_LINES = 12
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+def run_elastic(settings: ElasticSettings) -> int:
+    """Run workers on hosts that come and go, until the job is done. Blocks; no worker is left when it returns.
+
+    What workers print is shown on standard output and standard error, as ``[rank] line``; so is what the driver has to say.
+    To be called by the main thread where signals shall end the workers in order.
+
+    Args:
+        settings: what to run, on how many.
+
+    Returns:
+        0 if a worker ended with 0 (from then on others are no longer replaced) and all have ended; 1 if the job failed, after
+        saying who was the first; 128 + its number if a signal ended the driver.
+
+    Raises:
+        UsageError: the settings contradict each other, or the discovery script does not work; nothing was started then. Or a
+            host is to be reached over ssh, and there is no ssh here.
+    """
+    _check(settings)
+    slots = settings.slots_per_host or 1
+    source: FixedHosts | HostDiscoveryScript = FixedHosts(settings.hosts or ())
+    if settings.host_discovery_script is not None:
+        source = HostDiscoveryScript(settings.host_discovery_script, slots)
+    messages: queue.SimpleQueue[str] = queue.SimpleQueue()
+    try:
+        watch = Watch(source.find, messages.put)
+    except DiscoveryError as error:
+        raise UsageError(
+            explain(str(error), fix="let it print a line for each host, host:slots, and end with 0")
+        ) from error
+    with contextlib.closing(watch):
+        return _Driver(settings, messages).run(watch)
+
+
+def _check(settings: ElasticSettings) -> None:
+    least, most, first = settings.min_np, settings.max_np, settings.num_proc
+    if least < 1 or first < least or (most is not None and most < first):
+        what = "the numbers of processes must fit: 1 <= --min-np <= -np <= --max-np"
+        raise UsageError(explain(what, value=f"{least}, {first}, {most}", fix="change one of them"))
+    if settings.host_discovery_script is None and not settings.hosts:
+        fix = "give --host-discovery-script SCRIPT, or -H host:slots,..."
+        raise UsageError(explain("an elastic run has neither hosts nor a script that finds them", fix=fix))
+    cooldown = settings.cooldown_range
+    if cooldown is not None and not 0 < cooldown[0] <= cooldown[1]:
+        what = "--blacklist-cooldown-range is the least and the most seconds that a host is left alone"
+        raise UsageError(explain(what, value=list(cooldown), fix="give two numbers above 0, the smaller one first"))
+
+
+class _Driver:
+    def __init__(self, settings: ElasticSettings, messages: queue.SimpleQueue[str]) -> None:
+        self._settings, self._messages = settings, messages
+        limits = Limits(
+            num_proc=settings.num_proc,
+            min_np=settings.min_np,
+            max_np=settings.max_np,
+            elastic_timeout_s=settings.elastic_timeout_s,
+            start_timeout_s=settings.start_timeout_s,
+            reset_limit=settings.reset_limit,
+        )
+        self._job = Job(limits, Blacklist(settings.cooldown_range))
+        self._events: queue.Queue[Event] = queue.Queue()
+        most = max(settings.max_np or 0, settings.num_proc, sum(slots for _, slots in settings.hosts or ()))
+        self._printing = Printing(self._name, settings.prefix_timestamp, settings.output_filename, most)
+        listener = socket.create_server(("127.0.0.1", 0))
+        self._port = int(listener.getsockname()[1])
+        self._board = DriverBoard(serve(listener, _STORE_S))
+        self._ssh = ssh.Options(settings.ssh_port, settings.ssh_identity_file)
+        self._doors = Doors(self._port, settings.network_interfaces)
+        self._run_name = secrets.token_hex(8)
+        self._environment = horovod_elastic.environment_of_workers(settings.env)
+        if settings.network_interfaces:  # the same name on every host, as in a run that is not elastic
+            chosen = interfaces.named(settings.network_interfaces[0])
+            self._environment |= interfaces.variables(chosen, self._environment, override=True)
+        self._guard = guard.Guard(self._run_name, "")
+        self._crew = Crew(self._events)
+        self._remote: dict[str, RemoteCrew] = {}
+        self._addresses: dict[str, str] = {}  # of this host, as others have reached it
+        self._is_local: dict[str, bool] = {}
+        self._signals: list[int] = []
+        self._next_beat = 0.0
+
+    def run(self, watch: Watch) -> int:
+        """Do all of it."""
+        try:
+            with self._caught_signals():
+                while True:
+                    self._hear(_TURN_S)
+                    if self._signals:
+                        name = signal.Signals(self._signals[0]).name
+                        self._say(f"got {name}; ending all workers")
+                        return 128 + self._signals[0]
+                    self._job.found(watch.newest())
+                    orders = self._job.turn(time.monotonic())
+                    self._carry_out(orders)
+                    if orders.over is not None:
+                        return self._conclude(orders.over)
+        finally:
+            self._end_all()
+
+    def _hear(self, wait_s: float) -> None:
+        """Take in what has happened, and wait for it a moment."""
+        with contextlib.suppress(queue.Empty):
+            self._understand(self._events.get(timeout=wait_s))
+            for _ in range(1000):  # a worker that never stops printing must not hold the driver up
+                self._understand(self._events.get_nowait())
+        running = [worker.number for worker in self._job.workers if worker.code is None]
+        for number, told in self._board.arrivals(running).items():
+            self._job.came(number, *told)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._say(self._messages.get_nowait())
+        self._crew.look()
+        if time.monotonic() >= self._next_beat:
+            self._next_beat = time.monotonic() + _BEAT_S
+            self._board.beat()
+
+    def _understand(self, event: Event) -> None:
+        if isinstance(event, Printed):
+            self._printing.take(event.worker, event.stream, event.data)
+        elif isinstance(event, Started):
+            worker = self._job.workers[event.worker]
+            worker.pid = event.pid
+            if self._here(worker.slot.host):
+                self._guard.know([event.pid])
+            if self._settings.verbose:
+                self._say(f"started worker {event.worker} on host {worker.slot.host}: process {event.pid}")
+        elif isinstance(event, Ended):
+            self._printing.ended(event.worker)
+            worker = self._job.workers[event.worker]
+            if worker.code is None:
+                if event.code != 0 and worker.round and worker.round == self._job.round:
+                    self._board.give_up(worker.round, explain(f"{worker.title} ended with {how(event.code)}"))
+                self._job.ended(event.worker, event.code, time.monotonic())
+        elif isinstance(event, Reached):
+            self._addresses[event.host] = event.address
+        elif isinstance(event, Lost):
+            self._say(f"host {event.host} {event.why}")
+        elif isinstance(event, Said):
+            self._printing.say(f"{event.host}: {event.text}")
+
+    def _carry_out(self, orders: Orders) -> None:
+        for text in orders.say:
+            self._say(text)
+        for worker in orders.end:
+            self._end(worker, GRACE_S)
+        for worker in orders.start:
+            self._start(worker)
+        if orders.dismiss:
+            self._board.dismiss(orders.dismiss)
+        if orders.changed:
+            result = HostUpdateResult.no_update
+            for name in orders.changed:
+                result |= HostUpdateResult[name]
+            self._board.update(result, time.time())
+        if orders.announce:
+            self._announce(orders.announce, orders.may_skip_sync)
+
+    def _announce(self, workers: list[Worker], may_skip_sync: bool) -> None:
+        places = assignment.places([worker.slot for worker in workers])
+        found = {worker.number: place for worker, place in zip(workers, places, strict=True)}
+        # Loopback: a host that is this machine all the same.
+        outside = [
+            address
+            for worker in workers
+            if (address := self._addresses.get(worker.slot.host, "")) not in ("", "127.0.0.1")
+        ]
+        towards = {w.number: self._addresses.get(w.slot.host, outside[0]) for w in workers} if outside else {}
+        for worker, place in zip(workers, places, strict=True):
+            self._printing.is_rank(worker.number, place.rank)
+        self._board.announce(self._job.round, may_skip_sync, found, towards)
+        if self._job.round > 1 or self._settings.verbose:
+            hosts = list(dict.fromkeys(worker.slot.host for worker in workers))
+            self._say(f"round {self._job.round} begins: {len(workers)} ranks on {', '.join(hosts)}")
+
+    def _start(self, worker: Worker) -> None:
+        host = worker.slot.host
+        num_local = min(self._job.slots_of(host), self._settings.max_np or self._job.slots_of(host))
+        command = list(self._settings.command)
+        if self._here(host):
+            environ = self._environment | {guard.VARIABLE: self._run_name}
+            environ |= python_path.with_horovod(environ)
+            timeout_s = self._settings.elastic_timeout_s
+            told = horovod_elastic.Driver("127.0.0.1", self._port, worker.number, timeout_s)
+            environ |= horovod_elastic.variables(told, host, num_local, environ)
+            self._crew.start(worker.number, command, environ)
+            return
+        remote = self._remote.get(host)
+        if remote is None or remote.is_lost:
+            remote = self._remote[host] = RemoteCrew(host, self._told(), self._events)
+        remote.start(worker.number, command, num_local)
+
+    def _told(self) -> Told:
+        ssh.check_installed()
+        environment = ssh.of_the_job(self._environment) | ssh.carried(self._environment) | dict(self._settings.env)
+        return Told(
+            doors=self._doors.open(),
+            secret=self._doors.secret,
+            same=host_identity(),
+            timeout_s=self._settings.elastic_timeout_s,
+            start_timeout_s=self._settings.start_timeout_s,
+            environment=environment,
+            ssh=self._ssh,
+        )
+
+    def _end(self, worker: Worker, grace_s: float) -> None:
+        if self._here(worker.slot.host):
+            self._crew.end(worker.number, grace_s)
+        elif worker.slot.host in self._remote:
+            self._remote[worker.slot.host].end(worker.number, grace_s)
+
+    def _here(self, host: str) -> bool:
+        """Whether a host is this machine. "localhost" is, whatever port ssh has there."""
+        if host not in self._is_local:
+            self._is_local[host] = host == "localhost" or ssh.is_this_machine(host, self._ssh)
+        return self._is_local[host]
+
+    def _conclude(self, code: int) -> int:
+        failed = self._job.first_failure
+        if code == 0 or failed is None:
+            return code
+        ended = how(failed.code) if failed.code is not None and not failed.is_told else "no answer"
+        text = [f"the job has failed. The first process to exit with non-zero status: {failed.title}, {ended}"]
+        lines = self._printing.last_lines(failed.number, _LAST_LINES)
+        if lines:
+            text += ["the last lines it printed:", *(f"  {line}" for line in lines)]
+        self._say("\n".join(text))
+        return code
+
+    def _end_all(self) -> None:
+        """Nothing of the run is left afterwards."""
+        for grace_s in (GRACE_S, 0.0):
+            running = [worker for worker in self._job.workers if worker.code is None]
+            for worker in running:
+                worker.is_told = True
+                self._end(worker, grace_s)
+            deadline, num_signals = time.monotonic() + grace_s + _LAST_S, len(self._signals)
+            while any(worker.code is None for worker in self._job.workers) and time.monotonic() < deadline:
+                self._hear(_TURN_S)
+                if len(self._signals) > num_signals:
+                    break  # told again: at once
+        self._crew.close()
+        for remote in self._remote.values():
+            remote.close()
+        guard.end_all(self._run_name, {}, 0.0)
+        self._guard.close()
+        self._doors.close()
+        self._printing.close()
+
+    def _name(self, number: int) -> str:
+        worker = self._job.workers[number]
+        return f"{worker.slot.host}#{worker.slot.index}"
+
+    def _say(self, text: str) -> None:
+        self._printing.say(f"{_WHO}: {text}")
+
+    @contextlib.contextmanager
+    def _caught_signals(self) -> Iterator[None]:
+        """Note the signals that end a launcher; outside the main thread they cannot come."""
+        before: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in _ENDING:
+                if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                    before[number] = signal.signal(number, lambda number, _: self._signals.append(number))
+        try:
+            yield
+        finally:
+            _restore(before)
+
+
+def _restore(handlers: Mapping[int, Any]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler)

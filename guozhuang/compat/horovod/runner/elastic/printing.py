@@ -1,0 +1,121 @@
+"""What workers print: shown by lines, each with the rank that the worker has at that time, and kept in files if asked for."""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Callable
+from io import FileIO
+from pathlib import Path
+
+from guozhuang.errors import UsageError, explain
+from guozhuang.launch.escapes import without_escapes
+from guozhuang.launch.screen import Lines, mark
+from guozhuang.launch.target import Target, is_same
+
+_KEPT_LINES = 40  # of each worker, for the report of a failure
+_MAX_WAITING_BYTES = 1 << 20  # of a worker without a rank, for its file
+
+
+class Printing:
+    """Standard output and standard error of the driver, and the files.
+
+    Args:
+        who: the name of a worker without a rank.
+        timestamps: put the time before each line that is shown.
+        folder: for ``rank.<rank>/stdout`` and ``stderr``; None: no files are written.
+        most_ranks: how many there may be: as many digits has <rank>.
+
+    Raises:
+        UsageError: the folder cannot be made.
+    """
+
+    def __init__(self, who: Callable[[int], str], timestamps: bool, folder: str | None, most_ranks: int) -> None:
+        self._who, self._timestamps = who, timestamps
+        out = Target(1)
+        self._targets = {"stdout": out, "stderr": out if is_same(1, 2) else Target(2)}
+        self._lines: dict[tuple[int, str], Lines] = {}
+        self._kept: dict[int, collections.deque[str]] = {}
+        self._ranks: dict[int, int] = {}
+        self._folder = None if folder is None else Path(folder)
+        self._digits = len(str(max(most_ranks - 1, 0)))
+        self._files: dict[tuple[str, str], FileIO] = {}
+        self._waiting: dict[tuple[int, str], bytearray] = {}
+        if self._folder is not None:
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                what = f"--output-filename names a folder that cannot be made: {error.strerror}"
+                raise UsageError(explain(what, value=folder, fix="give another path")) from error
+
+    def is_rank(self, worker: int, rank: int) -> None:
+        """From now on a worker is this rank."""
+        self._ranks[worker] = rank
+        for stream in self._targets:
+            waiting = self._waiting.pop((worker, stream), None)
+            if waiting:
+                self._write(worker, stream, bytes(waiting))
+
+    def take(self, worker: int, stream: str, data: bytes) -> None:
+        """A worker wrote to "stdout" or "stderr"; cut anywhere."""
+        self._write(worker, stream, data)
+        self._show(worker, stream, self._lines.setdefault((worker, stream), Lines()).feed(data))
+
+    def ended(self, worker: int) -> None:
+        """All that a worker wrote has come."""
+        for stream in self._targets:
+            lines = self._lines.pop((worker, stream), None)
+            if lines is not None:
+                self._show(worker, stream, lines.rest())
+
+    def last_lines(self, worker: int, number: int) -> list[str]:
+        """What a worker printed last."""
+        return list(self._kept.get(worker, ()))[-number:]
+
+    def say(self, text: str) -> None:
+        """Something of the driver's own, in lines of their own."""
+        self._targets["stderr"].screen.lines(b"", [line.encode(errors="replace") for line in text.splitlines()])
+
+    def close(self) -> None:
+        """Write what still waits for a rank that never came, and close the files."""
+        for (worker, stream), data in self._waiting.items():
+            self._put(f"worker.{worker}", stream, bytes(data))
+        for file in self._files.values():
+            file.close()
+        self._files, self._waiting = {}, {}
+
+    def _show(self, worker: int, stream: str, lines: list[bytes]) -> None:
+        if not lines:
+            return
+        kept = self._kept.setdefault(worker, collections.deque(maxlen=_KEPT_LINES))
+        kept.extend(without_escapes(line).decode(errors="replace") for line in lines)
+        target, rank = self._targets[stream], self._ranks.get(worker)
+        before = time.strftime("%Y-%m-%d %H:%M:%S ").encode() if self._timestamps else b""
+        before += f"[{self._who(worker)}] ".encode() if rank is None else mark(rank, target.colour)
+        target.screen.lines(before, lines)
+
+    def _write(self, worker: int, stream: str, data: bytes) -> None:
+        if self._folder is None:
+            return
+        rank = self._ranks.get(worker)
+        if rank is not None:
+            self._put(f"rank.{rank:0{self._digits}d}", stream, data)
+            return
+        waiting = self._waiting.setdefault((worker, stream), bytearray())
+        waiting += data
+        del waiting[:-_MAX_WAITING_BYTES]
+
+    def _put(self, name: str, stream: str, data: bytes) -> None:
+        """Add to a file; where that is impossible, say so once and go on: the workers must not wait for it."""
+        if self._folder is None:
+            return
+        try:
+            if (name, stream) not in self._files:
+                (self._folder / name).mkdir(exist_ok=True)
+                self._files[name, stream] = open(self._folder / name / stream, "wb", buffering=0)  # noqa: SIM115
+            view = memoryview(data)
+            while view:
+                view = view[self._files[name, stream].write(view) or 0 :]
+        except OSError as error:
+            self.say(f"no more is written to {self._folder}: {error.strerror}")
+            self._folder = None

@@ -1,0 +1,129 @@
+"""What the supervisor of another host runs: it finds the way to the driver's store, and starts and ends workers there.
+
+``python -m guozhuang.compat.horovod.runner.elastic.remote_host IN OUT``, where IN is a descriptor for lines of JSON from the
+driver: first what the host is told, then requests. What happens goes to standard output, a line of JSON each (``remote_crew``
+reads it). The wire below both is that of ``guozhuang.launch.remote``; as there, all ends when nobody holds the other end of IN.
+
+The driver opens a door on each of its addresses; the first that lets this host in is taken. A passage leads from loopback here
+through that door to the store, so that workers, and all scripts, find the store on loopback on every host.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from guozhuang.compat.horovod.runner.elastic.crew import Crew, Ended, Event, Printed, Started
+from guozhuang.errors import WorldError, explain
+from guozhuang.launch import python_path
+from guozhuang.world import horovod_elastic
+from guozhuang.world.door import NotOurDoorError, Passage, knock, passage_from
+from guozhuang.world.rendezvous import host_identity
+
+_KNOCK_S = 5.0
+_LOOK_S = 0.1
+
+
+def come_through(doors: Sequence[tuple[str, int]], secret: bytes) -> tuple[Passage, str]:
+    """The way to the driver, and the address by which it was reached.
+
+    Args:
+        doors: address and port of each, the likeliest first.
+        secret: of the run.
+
+    Raises:
+        WorldError: none of them lets this host in; the text says why of each.
+    """
+    why = []
+    for host, port in doors:
+        try:
+            return passage_from(knock(host, port, secret, _KNOCK_S), host, port, secret), host
+        except (OSError, NotOurDoorError) as error:
+            why.append(f"{host} port {port}: {error}")
+    fix = "open the firewall between them, or name the network by --network-interfaces"
+    raise WorldError(explain(f"the driver's host cannot be reached from here ({'; '.join(why)})", fix=fix))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Be one host of the run, until the driver or a signal says that it is over."""
+    told_to_end: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda number, _: told_to_end.append(number))
+    requests: queue.Queue[dict[str, Any] | None] = queue.Queue()
+    threading.Thread(target=_hear, args=(int(arguments[0]), requests), name="horovod requests", daemon=True).start()
+    told = requests.get()
+    if told is None:
+        return 1
+    doors = [(str(host), int(port)) for host, port in told["doors"]]
+    if told["same"] == host_identity():
+        doors.sort(key=lambda door: door[0] != "127.0.0.1")
+    try:
+        passage, address = come_through(doors, bytes.fromhex(told["secret"]))
+    except WorldError as error:
+        _say({"failed": str(error)})
+        return 1
+    events: queue.Queue[Event] = queue.Queue()
+    crew = Crew(events)
+    with contextlib.closing(passage), contextlib.closing(crew):
+        _say({"reached": address})
+        is_over = False
+        while not (is_over or told_to_end):
+            crew.look()
+            with contextlib.suppress(queue.Empty):
+                _tell(events.get(timeout=_LOOK_S))
+                while True:
+                    _tell(events.get_nowait())
+            with contextlib.suppress(queue.Empty):
+                while not is_over:
+                    request = requests.get_nowait()
+                    is_over = request is None
+                    if request is not None:
+                        _obey(crew, passage, request, told)
+    return 0
+
+
+def _obey(crew: Crew, passage: Passage, request: dict[str, Any], told: dict[str, Any]) -> None:
+    worker = int(request["worker"])
+    if "stop" in request:
+        crew.end(worker, float(request["stop"]))
+        return
+    environ = horovod_elastic.environment_of_workers({})
+    environ |= python_path.with_horovod(environ)
+    driver = horovod_elastic.Driver(passage.host, passage.port, worker, float(told["timeout_s"]))
+    environ |= horovod_elastic.variables(driver, str(told["host"]), int(request["num_local"]), environ)
+    crew.start(worker, [str(word) for word in request["command"]], environ)
+
+
+def _hear(descriptor: int, requests: queue.Queue[dict[str, Any] | None]) -> None:
+    with os.fdopen(descriptor, "rb") as lines:
+        for line in lines:
+            requests.put(json.loads(line))
+    requests.put(None)
+
+
+def _tell(event: Event) -> None:
+    if isinstance(event, Started):
+        _say({"worker": event.worker, "pid": event.pid})
+    elif isinstance(event, Printed):
+        _say({"worker": event.worker, "stream": event.stream, "data": base64.b64encode(event.data).decode()})
+    elif isinstance(event, Ended):
+        _say({"worker": event.worker, "code": event.code})
+
+
+def _say(message: dict[str, Any]) -> None:
+    data = json.dumps(message).encode() + b"\n"
+    with contextlib.suppress(OSError):  # the supervisor is gone, and this process about to be
+        while data:
+            data = data[os.write(1, data) :]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,86 @@
+"""``horovod.run``: a function in many processes, by the launcher that ``horovodrun`` uses."""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from guozhuang.compat.horovod.runner import argument_names, arguments, elastic_run, launch, static_run
+from guozhuang.compat.horovod.runner.mailbox import Mailbox
+from guozhuang.errors import UsageError, explain
+from guozhuang.launch.say import say
+
+_TASK = "guozhuang.compat.horovod.runner.task"
+
+
+def call(function: Callable[[], Any], executable: str | None, **asked: Any) -> list[Any]:
+    """Call the function in every process.
+
+    Args:
+        function: without arguments; it is pickled by cloudpickle.
+        executable: the Python that runs it; None: the one of this process.
+        **asked: fields of what ``arguments.parse`` returns; what is left out is as without the option.
+
+    Returns:
+        What it returned in each process, in the order of ranks; in an elastic run of the first ``min_num_proc``.
+
+    Raises:
+        UsageError: what was asked for cannot work; nothing was started.
+        RuntimeError: a process ended with anything but 0, or left no result.
+    """
+    found = arguments.parser().parse_args([])
+    vars(found).update(asked, command=[executable or sys.executable, "-m", _TASK])
+    with argument_names.spoken():
+        arguments.check(found)
+        nics = _nics_for_the_mailbox(found)
+    for note in launch.notes(found):
+        say(argument_names.translated(note), "horovod.run")
+    mailbox = Mailbox(_pickled(function), nics)
+    try:
+        with launch.talking("horovod.run", found.verbose), argument_names.spoken():
+            num_results = _run(found, mailbox)
+        results = [mailbox.result(rank) for rank in range(num_results)]
+    finally:
+        mailbox.close()
+    missing = [str(rank) for rank, result in enumerate(results) if result is None]
+    if missing:
+        what = f"all processes ended well, but there is no result of rank {', '.join(missing)}"
+        raise RuntimeError(explain(what, fix="look at what they printed; a function must return, not exit"))
+    return [pickle.loads(result) for result in results if result is not None]
+
+
+def _run(found: argparse.Namespace, mailbox: Mailbox) -> int:
+    """Run the processes to their end; how many results there are to be."""
+    failures: list[str] = []
+    if arguments.is_elastic(found):
+        code = elastic_run.run(found, mailbox.variables)
+    else:
+        code = static_run.run(found, failures.append, mailbox.variables)
+    if code == 128 + signal.SIGINT and not failures:  # of this process; one of a rank is its failure
+        raise KeyboardInterrupt
+    if failures or code != 0:
+        raise RuntimeError("\n".join(failures) or f"the run ended with exit code {code}; see what was said before")
+    return int(found.min_num_proc or found.num_proc) if arguments.is_elastic(found) else int(found.num_proc)
+
+
+def _nics_for_the_mailbox(found: argparse.Namespace) -> Sequence[str] | None:
+    if found.host_discovery_script is not None:
+        return list(found.nics or ())
+    named = static_run.hosts_of(found)
+    here = not named or static_run.are_here([host.name for host in named])
+    return None if here else list(found.nics or ())
+
+
+def _pickled(function: Callable[[], Any]) -> bytes:
+    try:
+        import cloudpickle
+    except ImportError as error:
+        fix = "pip install 'guozhuang[horovod]', or pip install cloudpickle"
+        raise UsageError(
+            explain("horovod.run needs the package cloudpickle, which is not installed", fix=fix)
+        ) from error
+    return pickle.dumps((sys.path, cloudpickle.dumps(function)))

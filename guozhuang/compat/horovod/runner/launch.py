@@ -1,0 +1,103 @@
+"""``horovodrun``: what it is asked for, put into words for Guozhuang's launcher.
+
+``horovodrun ...``, ``python -m horovod.runner.launch ...`` and ``python -m guozhuang.compat.horovod.runner.launch ...`` are the
+same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+
+from guozhuang.compat.horovod.runner import arguments, elastic_run, static_run
+from guozhuang.errors import UsageError, WorldError
+from guozhuang.launch.say import say
+
+_WHO = "horovodrun"
+
+
+def run_commandline(argv: Sequence[str] | None = None) -> int:
+    """Do what ``horovodrun`` was asked for.
+
+    Args:
+        argv: the arguments behind the program's name; None: those of this process.
+
+    Returns:
+        0 if every process ended with 0, or ``--check-build`` was asked for; 1 if one did not, after saying which, or if another
+        host could not start its own; 2 for a command line that cannot work, as this host sees it; 128 + its number if this
+        process was ended by a signal.
+    """
+    try:
+        found = parse_args(argv)
+        if found.check_build:
+            from guozhuang.compat.horovod.runner import check_build  # with the engine, which no launcher needs
+
+            print(check_build.table(), flush=True)
+            return 0
+        for note in notes(found):
+            say(note, _WHO)
+        with talking(_WHO, found.verbose):
+            if arguments.is_elastic(found):
+                return elastic_run.run(found)
+            failures: list[str] = []
+            code = static_run.run(found, failures.append)
+        for failure in failures:
+            say(failure, _WHO)
+        return 1 if failures else code
+    except (UsageError, WorldError) as error:
+        say(str(error), _WHO)
+        return 2 if isinstance(error, UsageError) else 1
+    except KeyboardInterrupt:
+        say("interrupted", _WHO)
+        return 130
+
+
+@contextlib.contextmanager
+def talking(who: str, verbose: bool) -> Iterator[None]:
+    """Show what the launcher does, where that is asked for.
+
+    Args:
+        who: stands before each line.
+        verbose: whether it is asked for.
+    """
+    if not verbose:
+        yield
+        return
+    log = logging.getLogger("guozhuang")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(f"{who}: %(message)s"))
+    before = log.level, log.propagate
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False  # said once, also where the caller has set up logging
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before[0])
+        log.propagate = before[1]
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line; see ``arguments.parse``."""
+    return arguments.parse(sys.argv[1:] if argv is None else argv)
+
+
+def notes(found: argparse.Namespace) -> list[str]:
+    """What was asked for and changes nothing, or not as the user may think; a sentence each."""
+    said = []
+    if found.use_mpi:
+        said.append("--mpi changes nothing: processes are started by Guozhuang's launcher, without mpirun")
+    given = [name for name, value in (("--mpi-args", found.mpi_args), ("--binding-args", found.binding_args)) if value]
+    if given:
+        said.append(f"{' and '.join(given)} mean nothing here: no mpirun is started")
+    if found.nics and len(set(found.nics)) > 1:
+        said.append(f"of the network interfaces the first is used for all: {found.nics[0]}")
+    return said
+
+
+if __name__ == "__main__":
+    sys.exit(run_commandline())

@@ -1,0 +1,124 @@
+"""A run of ``horovodrun`` with a fixed number of processes, by the launcher that ``guozhuang run`` is."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+
+from guozhuang.compat.horovod.runner import tuning
+from guozhuang.errors import UsageError, explain
+from guozhuang.launch import agent, hosts, nodes, ssh
+from guozhuang.launch.hosts import Host
+from guozhuang.launch.order import FirstFailure, Order
+from guozhuang.world import horovod_variables
+
+_HERE = "localhost"
+_log = logging.getLogger("guozhuang")
+
+
+def run(found: argparse.Namespace, failed: Callable[[str], None], more: Mapping[str, str] | None = None) -> int:
+    """Start the processes and stay until the last one has ended.
+
+    Args:
+        found: the command line, as ``arguments.parse`` gives it.
+        failed: called with a text if a process ended with anything but 0, or a host was lost. The others have been ended.
+        more: further variables for the processes.
+
+    Returns:
+        0 if all ended well; else the exit code of the first that did not, or 128 + the number of the signal that ended this.
+
+    Raises:
+        UsageError: nothing was started, because it cannot work.
+    """
+    placed = places(found)
+    words, of_the_job = words_for(found, placed)
+    _log.info("guozhuang run %s", shlex.join(words))
+    variables = {**of_the_job, **variables_for(found), **(more or {})}
+    variables["GUOZHUANG_PLACES"] = ",".join(f"{name}:{count}" for name, count in placed)
+    order = Order(variables=variables, failed=lambda failure: failed(text_of(failure)), is_here=ssh.is_here)
+    return agent.main(words, order=order)
+
+
+def text_of(failure: FirstFailure) -> str:
+    """What is said of a run that failed."""
+    return (
+        "Horovod detected that one or more processes exited with non-zero status, and ended the others. The first one was:\n"
+        f"Process name: {failure.who}\nExit code: {failure.code}"
+    )
+
+
+def hosts_of(found: argparse.Namespace) -> list[Host]:
+    """The hosts that the command line or its file names; empty without any.
+
+    Raises:
+        UsageError: they cannot be read.
+    """
+    if found.hostfile is not None:
+        return hosts.read_hostfile(found.hostfile)
+    return [] if found.hosts is None else hosts.parse_hosts(found.hosts)
+
+
+def places(found: argparse.Namespace) -> list[tuple[str, int]]:
+    """How many processes each host gets, in the order of their ranks.
+
+    Raises:
+        UsageError: more processes than slots.
+    """
+    named = hosts_of(found)
+    if not named:
+        return [(_HERE, found.num_proc)]
+    return [(name, int(count)) for name, count in hosts.place(named, found.num_proc, None)]
+
+
+def words_for(found: argparse.Namespace, placed: Sequence[tuple[str, int]]) -> tuple[list[str], dict[str, str]]:
+    """The command line of ``guozhuang run`` for it, and what other hosts get of this environment besides what they get anyway.
+
+    Raises:
+        UsageError: an option that is of no use without further hosts; srun or mpirun started several of us, and no host was
+            named.
+    """
+    words = ["-np", str(found.num_proc)]
+    of_the_job: dict[str, str] = {}
+    if len(placed) == 1 and are_here([placed[0][0]]):
+        words.append("--standalone")  # whatever a scheduler says of further nodes
+        if found.hosts is None and found.hostfile is None:
+            nodes.refuse_others("horovodrun")
+            if found.ssh_identity_file is not None:
+                what = "--ssh-identity-file serves only hosts that are reached over ssh, and none is named"
+                raise UsageError(explain(what, fix="give -H host:slots,... or leave it out"))
+    else:
+        words += ["-H", found.hosts] if found.hosts is not None else ["--hostfile", found.hostfile]
+        for option, value in (("--ssh-port", found.ssh_port), ("--ssh-identity", found.ssh_identity_file)):
+            words += [] if value is None else [option, str(value)]
+        start_timeout_s = found.start_timeout or horovod_variables.read().start_timeout
+        words += [] if not start_timeout_s else ["--start-timeout", f"{start_timeout_s:g}"]
+        of_the_job = ssh.of_the_job()
+    if found.nics:
+        words += ["--interface", found.nics[0]]
+    if found.output_filename is not None:
+        words += ["--copy-output", found.output_filename]
+    if found.prefix_output_with_timestamp:
+        words.append("--timestamps")
+    return [*words, "--no-python", *found.command], of_the_job
+
+
+def variables_for(found: argparse.Namespace) -> dict[str, str]:
+    """What the processes find in their environment because of the command line.
+
+    Raises:
+        UsageError: a number that is not allowed.
+    """
+    told = {"PYTHONUNBUFFERED": "1", **tuning.variables(found)}
+    if found.tcp_flag:
+        told["NCCL_IB_DISABLE"] = "1"
+    if found.start_timeout is not None:
+        told["HOROVOD_START_TIMEOUT"] = f"{found.start_timeout:g}"
+    horovod_variables.read(told)  # what a process would refuse is refused here, before any is started
+    return told
+
+
+def are_here(names: Sequence[str]) -> bool:
+    """Whether all these hosts are this machine."""
+    return all(map(ssh.is_here, names))

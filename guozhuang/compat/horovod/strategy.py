@@ -1,0 +1,26 @@
+"""``strategy="horovod"``: what a Horovod script does between making its optimizer and training."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.optim import Optimizer
+
+import guozhuang.compat.horovod.torch as hvd
+from guozhuang import world
+
+
+def prepare(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+    """Make a plain model and its optimizer train the Horovod way. Every rank must call, after ``guozhuang.init()``.
+
+    The engine that matches gradients by name is started if it does not run yet, and ends with the world. Weights, buffers and
+    the state of the optimizer are those of rank 0 afterwards. Where ranks run out of data at different times, each calls
+    ``guozhuang.compat.horovod.torch.join()`` when it has.
+
+    Returns:
+        The model, and the distributed optimizer.
+    """
+    hvd.init()
+    world.before_leaving(hvd.shutdown)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    return model, hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())

@@ -1,0 +1,58 @@
+"""Smaller numbers on the wire: a compressor is applied before an all-reduce, and undone after it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Compressor:
+    """The interface: two static methods. Subclass it for a compressor of your own."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        """Return what is sent, and what ``decompress`` needs to know."""
+        raise TypeError("a Compressor defines compress(tensor) and decompress(tensor, ctx) as static methods")
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
+        """Return what came back, in the form of the tensor that was compressed."""
+        raise TypeError("a Compressor defines compress(tensor) and decompress(tensor, ctx) as static methods")
+
+
+class NoneCompressor(Compressor):
+    """Sends what it is given."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, None]:
+        """Return the tensor itself."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
+        """Return the tensor itself."""
+        return tensor
+
+
+class FP16Compressor(Compressor):
+    """Sends floating-point tensors as float16; integers stay as they are."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, torch.dtype]:
+        """Return the tensor in float16, and the dtype it had."""
+        dtype = tensor.dtype
+        return (tensor.to(torch.float16) if dtype.is_floating_point else tensor), dtype
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: torch.dtype) -> Tensor:
+        """Return the tensor in the dtype ``ctx``."""
+        return tensor.to(ctx) if ctx.is_floating_point else tensor
+
+
+class Compression:
+    """The compressors to choose from: ``none`` and ``fp16``."""
+
+    none = NoneCompressor
+    fp16 = FP16Compressor

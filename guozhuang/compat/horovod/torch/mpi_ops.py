@@ -1,0 +1,186 @@
+"""Everything that runs on all ranks, by the names of Horovod's ``horovod.torch.mpi_ops``.
+
+The collectives lie in ``reducing``, ``sparse_reducing``, ``gathering``, ``broadcasting``, ``exchanging`` and ``scattering``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from guozhuang.errors import explain
+from guozhuang.negotiated import Kind, NegotiationError
+
+from ..common.basics import HorovodBasics
+from ..common.exceptions import HorovodInternalError
+from ..common.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    member_of,
+    remove_process_set,
+)
+from ..common.state import required
+from .broadcasting import broadcast, broadcast_, broadcast_async, broadcast_async_
+from .compression import Compression
+from .exchanging import alltoall, alltoall_async
+from .gathering import allgather, allgather_async, grouped_allgather, grouped_allgather_async
+from .handles import poll, synchronize, table
+from .reducing import (
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    handle_average_backwards_compatibility,
+)
+from .scattering import grouped_reducescatter, grouped_reducescatter_async, reducescatter, reducescatter_async
+from .sparse_reducing import sparse_allreduce_async
+from .submitting import Adasum, Average, Max, Min, Product, Sum, enqueue
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "HorovodInternalError",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "Product",
+    "Sum",
+    "_basics",
+    "add_process_set",
+    "allgather",
+    "allgather_async",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "handle_average_backwards_compatibility",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "poll",
+    "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
+    "synchronize",
+]
+
+
+class _TorchBasics(HorovodBasics):
+    """The world, and the handles of what is done in it."""
+
+    def shutdown(self) -> None:
+        """As ``HorovodBasics.shutdown``. What nobody has waited for yet can still be asked for: the newest 1000."""
+        super().shutdown()
+        table.left()
+
+
+_basics = _TorchBasics()
+
+init = _basics.init
+shutdown = _basics.shutdown
+is_initialized = _basics.is_initialized
+start_timeline = _basics.start_timeline
+stop_timeline = _basics.stop_timeline
+size = _basics.size
+local_size = _basics.local_size
+cross_size = _basics.cross_size
+rank = _basics.rank
+local_rank = _basics.local_rank
+cross_rank = _basics.cross_rank
+is_homogeneous = _basics.is_homogeneous
+mpi_threads_supported = _basics.mpi_threads_supported
+mpi_enabled = _basics.mpi_enabled
+mpi_built = _basics.mpi_built
+gloo_enabled = _basics.gloo_enabled
+gloo_built = _basics.gloo_built
+nccl_built = _basics.nccl_built
+ddl_built = _basics.ddl_built
+ccl_built = _basics.ccl_built
+cuda_built = _basics.cuda_built
+rocm_built = _basics.rocm_built
+
+
+def join(device: int = -1) -> int:
+    """Say that this rank has no more data, and wait until all ranks have said so.
+
+    Until then this rank feeds zeros to the all-reduces of the others (an average still divides by all ranks); other
+    collectives fail there. Works among all ranks, not in process sets.
+
+    Args:
+        device: -1, or the index of a device of the accelerator. It is checked, and decides nothing: the zeros are made on the
+            kind of device that the others' tensors are on, there on the device of this rank's latest tensors, or the first
+            one where it had none. Without an accelerator every index stands for the CPU.
+
+    Returns:
+        The rank that joined last, the same on all ranks.
+
+    Raises:
+        ValueError: not initialised; a device that does not exist.
+        HorovodInternalError: a rank is lost.
+    """
+    here = required()
+    num_devices = torch.accelerator.device_count()
+    if device < -1 or (0 < num_devices <= device):
+        what = f"device is -1 or the index of a device; there are {num_devices}"
+        raise ValueError(explain(what, value=device, rank=here.rank))
+    try:
+        handle = here.engine.world.join()
+        handle.wait()
+    except NegotiationError as error:
+        raise HorovodInternalError(str(error)) from error
+    assert handle.last_joined is not None
+    here.sets[0].count_again()
+    return handle.last_joined
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Wait until every member of the process set has come here.
+
+    Raises:
+        ValueError: not initialised; this process is no member.
+        HorovodInternalError: a rank is lost.
+    """
+    member_of(process_set)
+    synchronize(enqueue(Kind.BARRIER, "barrier", [], None, process_set, lambda *_: None))

@@ -1,0 +1,108 @@
+"""The names by which ranks match gradients, and which gradients travel as one unit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from guozhuang.errors import explain
+
+ParameterGroups: TypeAlias = int | Sequence[Sequence[Tensor]]
+
+
+def names_of(
+    named_parameters: Iterable[tuple[str, Tensor]] | None, param_groups: Sequence[dict[str, Any]]
+) -> dict[Tensor, str]:
+    """Return the name of each parameter, in the order in which they were named.
+
+    Args:
+        named_parameters: pairs, as of ``model.named_parameters()``; may name more than the optimizer has. None: parameters
+            are called by their place in the optimizer.
+        param_groups: those of the optimizer.
+
+    Raises:
+        ValueError: these are no pairs, a name comes twice, or a parameter of the optimizer has none.
+    """
+    ours = [p for group in param_groups for p in group["params"]]
+    if named_parameters is None:
+        return {p: f"allreduce.noname.{i}" for i, p in enumerate(ours)}
+    pairs = list(named_parameters)
+    wrong = [pair for pair in pairs if not isinstance(pair, tuple)]
+    if wrong:
+        what = "named_parameters should be a sequence of tuples (name, parameter)"
+        raise ValueError(explain(what, value=type(wrong[0]).__name__, fix="pass model.named_parameters()"))
+    twice = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+    if twice:
+        what = f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(twice)}"
+        fix = "with several models give each a prefix: model.named_parameters(prefix=...)"
+        raise ValueError(explain(what, fix=fix))
+    # One tensor under several names takes the last of them in the order of the alphabet, which is the same on all ranks.
+    last_name = {id(p): name for name, p in sorted(pairs, key=lambda pair: pair[0])}
+    unnamed = [p for p in ours if id(p) not in last_name]
+    if unnamed:
+        what = "named_parameters was specified, but one or more model parameters were not named"
+        shapes = ", ".join(str(tuple(p.shape)) for p in unnamed[:5])
+        fix = "name all parameters that the optimizer has"
+        raise ValueError(explain(what, value=f"{len(unnamed)}, of the shapes {shapes}", fix=fix))
+    return {p: last_name[id(p)] for _, p in pairs}
+
+
+def check_groups(groups: Any) -> None:
+    """Refuse what cannot form groups.
+
+    Raises:
+        ValueError: it is neither a number above 0 nor a list of lists of tensors, each tensor once.
+    """
+    if isinstance(groups, int) and not isinstance(groups, bool) and groups > 0:
+        return
+    if not isinstance(groups, list):
+        raise ValueError(explain("groups should be a positive integer or a list of list of torch.Tensor", value=groups))
+    seen: set[int] = set()
+    for member in (member for group in groups for member in group):
+        if not isinstance(member, torch.Tensor):
+            raise ValueError(explain("groups must consist of torch.Tensor", value=type(member).__name__))
+        if id(member) in seen:
+            raise ValueError(explain("a parameter can only appear once in groups", value=tuple(member.shape)))
+        seen.add(id(member))
+
+
+def grouped(
+    names: Sequence[str],
+    parameters: Sequence[Tensor],
+    groups: ParameterGroups,
+    of_first_rank: Callable[[list[str]], list[str]],
+) -> list[list[int]]:
+    """Divide parameters into groups, the same on all ranks. Every rank must call.
+
+    Args:
+        names: of the parameters.
+        parameters: those whose gradients are exchanged.
+        groups: how many of about equal length, or which; a parameter that none names forms one of its own.
+        of_first_rank: returns what the first rank passes to it; ranks may have registered in different orders.
+
+    Returns:
+        Groups of indices, none of them empty.
+
+    Raises:
+        ValueError: the first rank lacks one of the names.
+    """
+    agreed = {name: place for place, name in enumerate(of_first_rank(list(names)))}
+    strange = [name for name in names if name not in agreed]
+    if strange:
+        what = "this rank exchanges a parameter that the first rank does not, so they cannot form groups"
+        raise ValueError(explain(what, value=strange[0], fix="build the same model on every rank"))
+    order = sorted(range(len(names)), key=lambda i: agreed[names[i]])
+    if isinstance(groups, int):
+        length, longer = divmod(len(order), groups)
+        ends = [i * length + min(i, longer) for i in range(groups + 1)]
+        chunks = [order[begin:end] for begin, end in pairwise(ends)]
+        return [chunk for chunk in chunks if chunk]
+    place_of = {id(p): i for i, p in enumerate(parameters)}
+    chosen = [[place_of[id(p)] for p in group if id(p) in place_of] for group in groups]
+    taken = {i for group in chosen for i in group}
+    return [group for group in chosen if group] + [[i] for i in order if i not in taken]

@@ -1,0 +1,356 @@
+"""``DistributedOptimizer``: the user's optimizer, whose ``step`` works on what the gradients of all ranks combine to."""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from guozhuang.compat.horovod.common.process_sets import ProcessSet, global_process_set
+from guozhuang.compat.horovod.common.state import required
+from guozhuang.errors import explain
+
+from .adasum_exchange import AdasumExchange
+from .backward_passes import BackwardPasses
+from .compression import Compression
+from .functions import broadcast_object
+from .gradient_exchange import Exchange, GradientExchange
+from .mpi_ops import Adasum, Average, size
+from .named_parameters import ParameterGroups, check_groups, grouped, names_of
+
+# What a learning-rate scheduler or the like may have put before the class's own, on the optimizer that is wrapped.
+_OWN_METHODS = frozenset({"add_param_group", "load_state_dict", "step", "zero_grad"})
+
+
+class _Distributed(Optimizer):
+    """What both kinds have in common. Stands before the user's own class among the bases, whose methods it calls.
+
+    Attributes:
+        op, process_set: as given.
+    """
+
+    op: int
+    process_set: ProcessSet
+    _exchange: BackwardPasses
+    _is_exchanging: bool
+    _names: dict[Tensor, str]
+    _wrapped: Optimizer
+
+    def _take_over(self, optimizer: Optimizer, names: dict[Tensor, str], op: int, process_set: ProcessSet) -> None:
+        """Become what ``optimizer`` is: the same parameter groups and state, not copies."""
+        self.__dict__.update({name: value for name, value in optimizer.__dict__.items() if name not in _OWN_METHODS})
+        self._wrapped, self._names, self.op, self.process_set = optimizer, names, op, process_set
+
+    def _hook(self) -> None:
+        """Exchange from now on, if there is anybody to exchange with, now or after hosts have come."""
+        here, is_member = required(), self.process_set.included()
+        if is_member is None:
+            fix = "give it to hvd.init(process_sets=[...]), or call hvd.add_process_set first"
+            raise ValueError(explain(f"{self.process_set} is not registered", rank=here.rank, fix=fix))
+        self._is_exchanging = is_member and (here.size > 1 or bool(here.variables.elastic))
+        if self._is_exchanging:
+            self._exchange.take([p for group in self.param_groups for p in group["params"]])
+
+    @property
+    def _parameter_names(self) -> dict[Tensor, str]:
+        return self._names
+
+    @property
+    def _handles(self) -> dict[Any, tuple[Any, Any]]:
+        return self._exchange.handles()
+
+    @property
+    def _allreduce_delay(self) -> dict[Tensor, int]:
+        left = {one.parameter: one.left for one in self._exchange.travelling}
+        return {p: left.get(p, self.backward_passes_per_step) for p in self._names}
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """How many times backward runs before a step."""
+        return self._exchange.num_passes
+
+    @backward_passes_per_step.setter
+    def backward_passes_per_step(self, passes: int) -> None:
+        self._exchange.num_passes = _checked_passes(passes)
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Expect so many backward passes before each ``step``, from now on. Call it between steps, on every rank.
+
+        Raises:
+            ValueError: less than one.
+        """
+        self.backward_passes_per_step = passes
+        self._exchange.abandon()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As the wrapped optimizer's. New parameters are exchanged too; every rank must add the same, between steps."""
+        super().add_param_group(param_group)
+        added = self.param_groups[-1]["params"]
+        for parameter in added:
+            self._names.setdefault(parameter, f"allreduce.noname.{len(self._names)}")
+        if self._is_exchanging:
+            self._exchange.take(added)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the wrapped optimizer's. Gradients that are under way are given up."""
+        self._exchange.abandon()
+        super().load_state_dict(state_dict)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """As the wrapped optimizer's, between steps.
+
+        Raises:
+            AssertionError: gradients are under way.
+        """
+        if self._exchange.is_open:
+            raise AssertionError(
+                explain(
+                    "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+                    "optimizer.synchronize(). This is prohibited as it can cause a race condition",
+                    fix="call zero_grad() after step(), or before backward()",
+                )
+            )
+        super().zero_grad(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle and copy as an optimizer of the wrapped class: hooks and what is under way belong to this process."""
+        return _empty, (type(self._wrapped),), self.__getstate__()
+
+    def _stepped(self) -> None:
+        # A scheduler that was made for the wrapped optimizer asks that one whether it has stepped.
+        self._wrapped._opt_called = True  # type: ignore[attr-defined]
+
+
+class _DistributedOptimizer(_Distributed):
+    """Exchanges gradients, then steps."""
+
+    _synchronized = False
+    _should_synchronize = True
+
+    def synchronize(self) -> None:
+        """Wait until all gradients are combined; afterwards ``.grad`` holds the result, the same on all ranks.
+
+        Every member of the process set must call, or ``step``. Parameters without a gradient take part with zeros.
+
+        Raises:
+            HorovodInternalError: an exchange failed: ranks differ, or one is lost.
+        """
+        self._exchange.finish()
+        self._synchronized = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Step without synchronizing, where ``synchronize`` was called by hand::
+
+        optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        """
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the wrapped optimizer's. Gradients that are under way are given up."""
+        super().load_state_dict(state_dict)
+        self._synchronized, self._should_synchronize = False, True
+
+    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Synchronize, unless inside ``skip_synchronize``, and step as the wrapped optimizer does.
+
+        Args:
+            closure: computes the loss and its gradients anew; they are combined each time it was called.
+            *args, **kwargs: what the wrapped optimizer's ``step`` takes besides.
+
+        Returns:
+            What the wrapped optimizer's ``step`` returns.
+        """
+        again = closure
+        if self._should_synchronize:
+            if self._synchronized:
+                warnings.warn(
+                    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
+                    "This can cause training slowdown: everything is exchanged twice. Call step() inside "
+                    "`with optimizer.skip_synchronize():`.",
+                    stacklevel=2,
+                )
+            if closure is None or self._exchange.is_open:
+                self.synchronize()
+            if closure is not None:
+                again = self._synchronizing(closure)
+        # Some take no closure, so none is passed on where there is none.
+        told = (again, *args) if again is not None or args else ()
+        result = super().step(*told, **kwargs)
+        self._synchronized = False
+        self._stepped()
+        return result
+
+    def _synchronizing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def call() -> Any:
+            loss = closure()
+            self.synchronize()
+            return loss
+
+        return call
+
+    # The wrapped class's own ``step``, which this one calls, runs the hooks that users register; PyTorch is told so.
+    step.hooked = True  # type: ignore[attr-defined]
+
+
+class _DistributedAdasumOptimizer(_Distributed):
+    """Steps on this rank's gradients, parameter by parameter as they come, and adds the adaptive sum of all ranks' steps."""
+
+    _exchange: AdasumExchange
+
+    def synchronize(self) -> None:
+        """Do nothing: gradients are not exchanged, ``step`` exchanges what they lead to."""
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Raise AssertionError: with Adasum the exchange is a part of the step."""
+        raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
+        yield
+
+    @Optimizer.profile_hook_step  # runs the hooks that users register
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Wait for the adaptive sum of the steps of all ranks and add it to the weights. Every rank must call.
+
+        Args:
+            closure: computes the loss and the gradients of this step.
+
+        Returns:
+            What ``closure`` returns.
+        """
+        loss = closure() if closure is not None else None
+        self._exchange.finish()
+        self._stepped()
+        return loss
+
+    def _step_on(self, parameters: Sequence[Tensor]) -> None:
+        """Step as the wrapped optimizer does, on these parameters alone, without the hooks that users register."""
+        chosen = {id(p) for p in parameters}
+        kept = [group["params"] for group in self.param_groups]
+        hooked = getattr(super(), "step").__func__  # noqa: B009 - to mypy it is no bound method
+        try:
+            for group in self.param_groups:
+                group["params"] = [p for p in group["params"] if id(p) in chosen]
+            (hooked.__wrapped__ if getattr(hooked, "hooked", False) else hooked)(self)
+        finally:
+            for group, members in zip(self.param_groups, kept, strict=True):
+                group["params"] = members
+
+    step.hooked = True  # type: ignore[attr-defined]
+
+
+def DistributedOptimizer(
+    optimizer: Optimizer,
+    named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: ParameterGroups | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Make an optimizer step on the combined gradients of all ranks. Every rank must call, after ``hvd.init()``.
+
+    While backward runs each gradient is sent as soon as it is there; ``step()`` waits for the rest. ``synchronize()`` waits
+    earlier, for what is to be done with the combined gradients (clipping, unscaling), see ``skip_synchronize``.
+
+    Args:
+        optimizer: any torch optimizer; what is returned shares its parameter groups and state.
+        named_parameters: pairs of name and parameter, for all that the optimizer has (``model.named_parameters()``). Ranks
+            match gradients by these names. None: by the place in the optimizer.
+        compression: what a gradient is on the wire.
+        backward_passes_per_step: gradients of so many backward passes are added up here before they are sent. They are not
+            divided by that number.
+        op: Average or Sum; Adasum makes each rank step by itself and combines the steps, by the adaptive sum.
+        gradient_predivide_factor: of Average: gradients are divided by it before they are summed, and by
+            size / factor afterwards.
+        num_groups: the older form of an integer in ``groups``.
+        groups: gradients travel in so many groups, or in these groups of parameters and each other one by itself.
+        sparse_as_dense: send sparse gradients as dense ones; otherwise their rows are gathered.
+        process_set: the ranks that exchange; elsewhere the optimizer steps alone.
+
+    Returns:
+        An object of a class with the name of the optimizer's own, derived from it.
+
+    Raises:
+        ValueError: names are missing or double, groups cannot be formed, or a number cannot be.
+        NotImplementedError: Adasum in a process set other than the global one.
+    """
+    if isinstance(optimizer, _Distributed):
+        raise ValueError(
+            explain("the optimizer is distributed already", value=type(optimizer).__name__, fix="wrap it once")
+        )
+    if gradient_predivide_factor != 1.0 and op != Average:
+        raise ValueError(explain("gradient_predivide_factor not supported with op != Average", value=op))
+    if num_groups != 0:
+        text = "Parameter `num_groups` has been replaced by `groups`; pass the number there."
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
+    _checked_passes(backward_passes_per_step)
+    if groups is not None:
+        check_groups(groups)
+    names = names_of(named_parameters, optimizer.param_groups)
+    if op == Adasum and size() > 1:
+        if process_set is not global_process_set:
+            raise NotImplementedError(
+                "Adasum works among all ranks only, not in other process sets than the global one."
+            )
+        adaptive: Any = _derived(_DistributedAdasumOptimizer, optimizer)
+        adaptive._take_over(optimizer, names, op, process_set)
+        adaptive._exchange = AdasumExchange(
+            names, process_set, backward_passes_per_step, compression, adaptive._step_on
+        )
+        adaptive._hook()
+        return adaptive
+    made: Any = _derived(_DistributedOptimizer, optimizer)
+    made._take_over(optimizer, names, op, process_set)
+    how = Exchange(compression, op, gradient_predivide_factor, sparse_as_dense)
+    made._exchange = GradientExchange(names, process_set, backward_passes_per_step, how)
+    made._hook()
+    if groups is not None:
+        _form_groups(made._exchange, groups, process_set)
+    return made
+
+
+def _empty(kind: type[Optimizer]) -> Optimizer:
+    return kind.__new__(kind)
+
+
+def _derived(kind: type[_Distributed], optimizer: Optimizer) -> Any:
+    base = type(optimizer)
+    body = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    made: Any = types.new_class(base.__name__, (kind, base), exec_body=lambda namespace: namespace.update(body))
+    return made.__new__(made)
+
+
+def _form_groups(exchange: GradientExchange, groups: ParameterGroups, process_set: ProcessSet) -> None:
+    if not exchange.travelling:
+        return
+    assert process_set.ranks, "it is registered"
+    first = process_set.ranks[0]
+
+    def of_first_rank(names: list[str]) -> list[str]:
+        told: list[str] = broadcast_object(names, root_rank=first, process_set=process_set)
+        return told
+
+    names = [one.name for one in exchange.travelling]
+    exchange.group(grouped(names, [one.parameter for one in exchange.travelling], groups, of_first_rank))
+
+
+def _checked_passes(passes: int) -> int:
+    if passes <= 0:
+        raise ValueError(explain("backward_passes_per_step must be > 0", value=passes))
+    return passes

@@ -1,0 +1,21 @@
+"""Read when Python starts (guozhuang_horovod.pth): puts the folder that holds the package ``horovod`` alone on the path.
+
+It stands right before site-packages, so nothing that is installed there is overwritten: where Horovod itself is, that package
+finds it behind itself, and hands over to it.
+"""
+
+import os
+import sys
+
+_SITE = os.path.dirname(os.path.abspath(__file__))
+_FOLDER = os.path.join(_SITE, "guozhuang_horovod")
+
+if _FOLDER not in sys.path:
+    sys.path.insert(sys.path.index(_SITE) if _SITE in sys.path else len(sys.path), _FOLDER)
+
+
+def horovodrun() -> None:
+    """Be the command ``horovodrun``: Guozhuang's, or that of Horovod itself where it is installed."""
+    from horovod.runner.launch import run_commandline
+
+    sys.exit(run_commandline())

@@ -1,0 +1,182 @@
+"""Elastic runs with workers on other hosts: over ssh on loopback, and over a network of two hosts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.hosts import network
+from tests.hosts.network import Hosts
+from tests.hosts.sshd import Sshd, missing, none_left
+from tests.hosts.test_ssh import environment
+
+pytestmark = [
+    pytest.mark.needs_root,
+    pytest.mark.slow,
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(bool(missing()), reason=missing() or "it can"),
+]
+_LACKS = network.missing()
+
+LIGHT = """
+import os, sys, time
+from guozhuang.compat.horovod.runner.elastic import worker
+while True:
+    found = worker.join_round()
+    told = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "HOROVOD_HOSTNAME", "MASTER_ADDR", "MINE")]
+    with open(f"pid{told[0]}", "w") as file:
+        file.write(str(os.getpid()))
+    print("round", found.number, *told, flush=True)
+    while not os.path.exists(f"over{found.number}"):
+        time.sleep(0.02)
+    if os.path.exists("all_over"):
+        sys.exit(0)
+"""
+TRAIN = """
+import os, time
+import torch
+import horovod.torch as hvd
+torch.set_num_threads(1)
+hvd.init()
+state = hvd.elastic.TorchState(step=0, total=0.0)
+
+@hvd.elastic.run
+def train(state):
+    while not (state.step >= 20 and os.path.exists("over")):
+        state.total += float(hvd.allreduce(torch.ones(1000), op=hvd.Sum)[0])
+        state.step += 1
+        print("step", state.step, hvd.rank(), hvd.size(), os.environ["HOROVOD_HOSTNAME"], os.getpid(),
+              os.environ.get("GLOO_SOCKET_IFNAME"), flush=True)
+        time.sleep(0.05)
+        state.commit()
+    print("the end", hvd.size())
+
+train(state)
+"""
+
+
+def with_ssh(folder: Path, sshd: Sshd, **more: str) -> dict[str, str]:
+    """An environment whose ssh knows the test's hosts: horovodrun has no option for a configuration file."""
+    (folder / "bin").mkdir()
+    client = folder / "bin" / "ssh"
+    client.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {sshd.config} "$@"\n')
+    client.chmod(0o755)
+    found = environment()
+    return found | {"PATH": f"{folder / 'bin'}{os.pathsep}{found['PATH']}", "OMP_NUM_THREADS": "1"} | more
+
+
+def command(folder: Path, *options: str, script: str) -> list[str]:
+    words = [
+        sys.executable,
+        "-m",
+        "guozhuang.compat.horovod.runner.launch",
+        "--host-discovery-script",
+        f"cat {folder}/hosts",
+    ]
+    return [*words, *options, sys.executable, script]
+
+
+class Watched:
+    """What a process prints, kept in a file."""
+
+    def __init__(self, process: subprocess.Popen[str], path: Path) -> None:
+        self.process, self._path = process, path
+
+    def until(self, *words: str, limit_s: float = 60.0) -> str:
+        deadline = time.monotonic() + limit_s
+        while not all(word in self._path.read_text() for word in words):
+            assert self.process.poll() is None and time.monotonic() < deadline, self._path.read_text()
+            time.sleep(0.05)
+        return self._path.read_text()
+
+    def wait(self, limit_s: float = 60.0) -> tuple[int, str]:
+        return self.process.wait(limit_s), self._path.read_text()
+
+
+def test_workers_over_ssh(tmp_path: Path) -> None:
+    folder = tmp_path / "work"
+    folder.mkdir()
+    (folder / "light.py").write_text(LIGHT)
+    (folder / "hosts").write_text("localhost:1\na0:1\n")
+    with Sshd(tmp_path) as sshd, open(tmp_path / "out", "wb") as out:
+        words = command(folder, "-np", "2", "--min-np", "2", "--max-np", "3", script="light.py")
+        process = subprocess.Popen(
+            words,
+            env=with_ssh(tmp_path, sshd, MINE="carried"),
+            cwd=folder,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        run = Watched(process, tmp_path / "out")
+        try:
+            run.until("[0] round 1 0 2 localhost 127.0.0.1 carried", "[1] round 1 1 2 a0 127.0.0.1 carried")
+            (folder / "hosts").write_text("localhost:1\na0:1\na1:1\n")
+            run.until("hosts are now: localhost:1, a0:1, a1:1")
+            (folder / "over1").touch()
+            run.until("[2] round 2 2 3 a1 127.0.0.1 carried")
+            os.kill(int((folder / "pid1").read_text()), signal.SIGKILL)
+            run.until("rank 1 (host a0", "signal 9 (SIGKILL)")
+            (folder / "over2").touch()
+            run.until("[1] round 3 1 2 a1 127.0.0.1 carried")
+            (folder / "all_over").touch()
+            (folder / "over3").touch()
+            code, printed = run.wait()
+            assert code == 0, printed
+        finally:
+            process.kill()
+        assert not none_left(str(folder), 10)
+
+
+def test_a_host_that_cannot_be_reached(tmp_path: Path) -> None:
+    folder = tmp_path / "work"
+    folder.mkdir()
+    (folder / "light.py").write_text(LIGHT)
+    (folder / "hosts").write_text("localhost:1\nnowhere.invalid:1\n")
+    with Sshd(tmp_path) as sshd, open(tmp_path / "out", "wb") as out:
+        words = command(folder, "-np", "2", "--min-np", "1", script="light.py")
+        (folder / "over1").touch()
+        (folder / "all_over").touch()
+        process = subprocess.Popen(
+            words, env=with_ssh(tmp_path, sshd, MINE="-"), cwd=folder, stdout=out, stderr=subprocess.STDOUT, text=True
+        )
+        code, printed = Watched(process, tmp_path / "out").wait()
+        assert code == 0 and "host nowhere.invalid could not be reached" in printed, printed
+        assert "[0] round 1 0 1 localhost" in printed
+
+
+@pytest.mark.skipif(bool(_LACKS), reason=_LACKS or "it can")
+@pytest.mark.parametrize("how", ["killed", "cut off"])
+def test_two_hosts_with_a_network_between_them(tmp_path: Path, how: str) -> None:
+    folder = tmp_path / "work"
+    folder.mkdir()
+    (folder / "train.py").write_text(TRAIN)
+    (folder / "hosts").write_text("h0:1\n")
+    with Hosts(2) as hosts, Sshd(tmp_path, hosts, 2) as sshd:
+        words = command(folder, "-np", "1", "--min-np", "1", "--max-np", "2", script="train.py")
+        to_file = ["sh", "-c", f'exec "$@" > {tmp_path}/out 2>&1', "sh", *words]
+        (tmp_path / "out").touch()
+        process = hosts.start(0, to_file, with_ssh(tmp_path, sshd), cwd=folder)
+        run = Watched(process, tmp_path / "out")
+        run.until(" 0 1 h0 ")
+        (folder / "hosts").write_text("h0:1\nh1:1\n")
+        printed = run.until(" 1 2 h1 ", " 0 2 h0 ")
+        [line, *_] = [line for line in printed.splitlines() if " 1 2 h1 " in line]
+        assert line.endswith(" eth0"), "gloo uses the interface between the hosts"
+        if how == "killed":
+            os.kill(int(line.split()[-2]), signal.SIGKILL)
+            run.until("signal 9 (SIGKILL)")
+        else:
+            hosts.cut(1)
+            run.until("host h1 was lost", "round 3 begins: 1 ranks on h0", limit_s=40)
+        (folder / "over").touch()
+        code, printed = run.wait()
+        assert code == 0 and "the end 1" in printed, printed
+        assert not none_left(str(folder), 45 if how == "cut off" else 10), "a host alone ends its workers after 20 s"

@@ -1,0 +1,97 @@
+"""``horovodrun -H`` and ``horovod.run`` over two hosts with a network between them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from guozhuang.launch import python_path
+from tests.hosts import network
+from tests.hosts.network import Hosts
+from tests.hosts.sshd import Sshd, missing, none_left
+from tests.hosts.test_ssh import environment
+
+_LACKS = network.missing() or missing()
+pytestmark = [
+    pytest.mark.needs_root,
+    pytest.mark.slow,
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(bool(_LACKS), reason=_LACKS or "it can"),
+]
+
+TRAIN = """
+import os
+import torch
+import horovod.torch as hvd
+hvd.init()
+mean = hvd.allreduce(torch.tensor([float(hvd.rank())]), name="mean").item()
+names = ("HOROVOD_HOSTNAME", "HOROVOD_CYCLE_TIME", "DATA_FOLDER")
+print("told", hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size(), mean,
+      *(os.environ[name] for name in names))
+"""
+CALL = """
+import horovod
+
+def work(base):
+    import os
+    import horovod.torch as hvd
+    hvd.init()
+    return base + hvd.rank(), hvd.cross_rank(), os.environ["HOROVOD_HOSTNAME"], b"x" * (9 << 20)
+
+if __name__ == "__main__":
+    found = horovod.run(work, (10,), num_proc=2, hosts="h0:1,h1:1")
+    print([each[:3] for each in found], [len(each[3]) for each in found])
+"""
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[tuple[Hosts, dict[str, str], Path]]:
+    """Two hosts, an environment whose ssh knows their names (horovodrun has no option for that), and a folder."""
+    folder = tmp_path / "work"
+    (folder / "bin").mkdir(parents=True)
+    with Hosts(2) as hosts, Sshd(tmp_path, hosts, 2) as sshd:
+        client = folder / "bin" / "ssh"
+        client.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {sshd.config} "$@"\n')
+        client.chmod(0o755)
+        found = environment()
+        path = f"{found['PYTHONPATH']}{os.pathsep}{python_path.HOROVOD}"
+        more = {"PATH": f"{folder / 'bin'}{os.pathsep}{found['PATH']}", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        yield hosts, found | more | {"DATA_FOLDER": "/data"}, folder
+
+
+def test_two_hosts_train_and_the_first_failure_is_named(two: tuple[Hosts, dict[str, str], Path]) -> None:
+    hosts, environ, folder = two
+    (folder / "train.py").write_text(TRAIN)
+    (folder / "fail.py").write_text("import os, sys, time\nif os.environ['RANK'] == '2': sys.exit(5)\ntime.sleep(60)\n")
+    (folder / "hosts").write_text("h0 slots=2\nh1 slots=2\n")
+    run = [sys.executable, "-m", "guozhuang.compat.horovod.runner.launch", "-np", "3", "-hostfile", "hosts"]
+    more = ["--cycle-time-ms", "2", "--output-filename", "out", "--start-timeout", "40"]
+    process = hosts.start(0, [*run, *more, sys.executable, "train.py"], environ, cwd=folder)
+    out, _ = process.communicate(timeout=90)
+    assert process.returncode == 0, out
+    assert sorted(re.findall(r"told (.+)", out)) == [
+        "0 3 0 2 0 2 1.0 h0 2.0 /data", "1 3 1 2 0 1 1.0 h0 2.0 /data", "2 3 0 1 1 2 1.0 h1 2.0 /data"
+    ]  # fmt: skip
+    # Each host has written its own, here into one folder.
+    assert (folder / "out" / "rank.2" / "stdout").read_text().startswith("told 2 3")
+    process = hosts.start(0, [*run, sys.executable, "fail.py"], environ, cwd=folder)
+    out, _ = process.communicate(timeout=90)
+    assert process.returncode == 1 and re.search(r"Process name: rank 2 on host h1\nExit code: 5\n", out), out
+    assert not none_left(str(folder), 1)
+
+
+def test_a_function_runs_on_two_hosts_and_its_results_come_back(two: tuple[Hosts, dict[str, str], Path]) -> None:
+    hosts, environ, folder = two
+    (folder / "call.py").write_text(CALL)
+    process = hosts.start(0, [sys.executable, "call.py"], environ, cwd=folder)
+    out, _ = process.communicate(timeout=90)
+    assert process.returncode == 0, out
+    size = 9 << 20
+    assert f"[(10, 0, 'h0'), (11, 1, 'h1')] [{size}, {size}]" in out
+    assert not none_left(str(folder), 1)

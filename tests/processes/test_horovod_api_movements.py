@@ -1,0 +1,387 @@
+"""Horovod's interface among real ranks: what moves tensors and does not add them up, and reduce-scatter."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+import guozhuang.compat.horovod.torch as hvd
+from guozhuang.compat.horovod.torch import reducing
+from tests.processes.horovod_cases import check, of_all, of_rank, run_cases
+
+DTYPES = [
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+]
+
+
+def gather(rank: int, size: int) -> None:
+    for dtype in [*DTYPES, torch.bool]:
+        tensors = of_all(size, 3, 2, dtype=dtype)
+        assert torch.equal(hvd.allgather(tensors[rank]), torch.cat(tensors))
+    assert torch.equal(hvd.synchronize(hvd.allgather_async(of_rank(rank, 2))), torch.cat(of_all(size, 2)))
+
+
+def gather_different_rows(rank: int, size: int) -> None:
+    parts = [of_rank(each, each * 2 + 1, 3) for each in range(size)]
+    assert torch.equal(hvd.allgather(parts[rank], name="rows"), torch.cat(parts))
+    parts = [of_rank(each, 0 if each == 0 else each, 3) for each in range(size)]  # none on rank 0; the same name again
+    assert torch.equal(hvd.allgather(parts[rank], name="rows"), torch.cat(parts))
+
+
+def gather_groups(rank: int, size: int) -> None:
+    first, second = of_all(size, 2, 3), [of_rank(each, each + 1, dtype=torch.int64) for each in range(size)]
+    for found in (
+        hvd.grouped_allgather([first[rank], second[rank]]),
+        hvd.synchronize(hvd.grouped_allgather_async([first[rank], second[rank]], name="a group")),
+    ):
+        assert torch.equal(found[0], torch.cat(first))
+        assert torch.equal(found[1], torch.cat(second))
+
+
+def gather_gradients(rank: int, size: int) -> None:
+    """This rank's part of the mean of the gradients over the ranks: not of their sum."""
+    rows = [each + 1 for each in range(size)]
+    tensor = of_rank(rank, rows[rank], 2).requires_grad_()
+    weights = of_all(size, sum(rows), 2)
+    (hvd.allgather(tensor) * weights[rank]).sum().backward()
+    mean = torch.stack(weights).mean(0)
+    torch.testing.assert_close(tensor.grad, mean.split(rows)[rank])
+    pair = [of_rank(rank, rows[rank]).requires_grad_(), of_rank(rank, 2).requires_grad_()]
+    first, second = hvd.grouped_allgather(pair)
+    (first.sum() * (rank + 1) + second.sum() * 4).backward()
+    torch.testing.assert_close(pair[0].grad, torch.full((rows[rank],), (size + 1) / 2))
+    torch.testing.assert_close(pair[1].grad, torch.full((2,), 4.0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reducing, "grouped_allreduce", fails)
+        with pytest.raises(hvd.HorovodInternalError, match="lost"):
+            hvd.allgather(tensor).sum().backward()
+    number = hvd.allreduce_async(torch.ones(1))
+    with pytest.raises(ValueError, match="handle"):
+        hvd.poll(number - 1)  # what had begun before was waited for
+    hvd.synchronize(number)
+
+
+def fails(*args: object, **kwargs: object) -> None:
+    raise hvd.HorovodInternalError("a peer is lost")
+
+
+def gather_of_scalars(rank: int, size: int) -> None:
+    for call in (hvd.allgather, hvd.reducescatter):
+        with pytest.raises(hvd.HorovodInternalError, match="rank-zero"):
+            call(torch.tensor(1.0))
+    with pytest.raises(hvd.HorovodInternalError, match="rank-zero"):
+        hvd.alltoall(torch.tensor(1.0))
+
+
+def broadcasts(rank: int, size: int) -> None:
+    for root in range(size):
+        for dtype in [*DTYPES, torch.bool]:
+            tensors = of_all(size, 4, 2, dtype=dtype)
+            found = hvd.broadcast(tensors[rank], root)
+            assert torch.equal(found, tensors[root]) and found is not tensors[rank]
+            assert torch.equal(tensors[rank], of_rank(rank, 4, 2, dtype=dtype))
+        tensor = of_rank(rank, 3)
+        assert hvd.broadcast_(tensor, root) is tensor
+        assert torch.equal(tensor, of_rank(root, 3))
+        assert torch.equal(hvd.synchronize(hvd.broadcast_async(of_rank(rank, 3), root)), of_rank(root, 3))
+        weight = torch.nn.Parameter(of_rank(rank, 3))
+        assert hvd.synchronize(hvd.broadcast_async_(weight, root, name="weight")) is weight
+        assert torch.equal(weight.detach(), of_rank(root, 3))
+    assert hvd.broadcast(torch.tensor(float(rank)), size - 1).item() == size - 1
+    for wrong in (-1, size):
+        with pytest.raises(ValueError, match="root_rank"):
+            hvd.broadcast(torch.zeros(1), wrong)
+
+
+def broadcast_gradients(rank: int, size: int) -> None:
+    for root in (0, size - 1):
+        tensor = of_rank(rank, 5).requires_grad_()
+        weights = of_all(size, 5)
+        (hvd.broadcast(tensor, root) * weights[rank]).sum().backward()
+        expected = torch.stack(weights).mean(0) if rank == root else torch.zeros(5)
+        torch.testing.assert_close(tensor.grad, expected)
+        tensor.grad = None
+        (hvd.broadcast(tensor, root) * torch.inf).sum().backward()
+        assert tensor.grad is not None
+        assert torch.equal(tensor.grad, torch.full((5,), torch.inf) if rank == root else torch.zeros(5))
+        # The gradient of a gradient, to which every rank contributes.
+        (first,) = torch.autograd.grad(hvd.broadcast(tensor, root).square().sum(), tensor, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), tensor)
+        torch.testing.assert_close(second, torch.full((5,), 2.0 / size if rank == root else 0.0))
+
+
+def all_to_all_evenly(rank: int, size: int) -> None:
+    for dtype in DTYPES:
+        tensors = of_all(size, size * 2, 3, dtype=dtype)
+        expected = torch.cat([each.split(2)[rank] for each in tensors])
+        found = hvd.alltoall(tensors[rank])
+        assert isinstance(found, torch.Tensor) and torch.equal(found, expected)
+    pair = hvd.synchronize(hvd.alltoall_async(of_rank(rank, size)))
+    assert pair[1].tolist() == [1] * size and pair[1].dtype == torch.int32
+
+
+def all_to_all_by_splits(rank: int, size: int) -> None:
+    """Rank s sends s + d rows to rank d; some rows go nowhere."""
+    splits = [[s + d for d in range(size)] for s in range(size)]
+    tensors = [of_rank(s, sum(splits[s]) + 1, 2) for s in range(size)]
+    expected = torch.cat([tensors[s][: sum(splits[s])].split(splits[s])[rank] for s in range(size)])
+    received = [splits[s][rank] for s in range(size)]
+    for given in (splits[rank], tuple(splits[rank]), torch.tensor(splits[rank], dtype=torch.int32)):
+        found, told = hvd.alltoall(tensors[rank], given)
+        assert torch.equal(found, expected)
+        assert told.tolist() == received and told.dtype == torch.int32
+    found, told = hvd.synchronize(hvd.alltoall_async(tensors[rank], splits[rank], name="by splits"))
+    assert torch.equal(found, expected) and told.tolist() == received
+    # Everything to the next rank.
+    to_next = [3 if d == (rank + 1) % size else 0 for d in range(size)]
+    found, told = hvd.alltoall(of_rank(rank, 3), to_next)
+    assert torch.equal(found, of_rank((rank - 1) % size, 3))
+
+
+def all_to_all_gradients(rank: int, size: int) -> None:
+    tensor = of_rank(rank, size * 2, 3).requires_grad_()
+    (hvd.alltoall(tensor) * (rank + 1)).sum().backward()
+    expected = torch.arange(1.0, size + 1).repeat_interleave(2).unsqueeze(1).expand(-1, 3)
+    torch.testing.assert_close(tensor.grad, expected.contiguous())
+    splits = [rank + d for d in range(size)]
+    tensor = of_rank(rank, sum(splits) + 2, 3).requires_grad_()
+    found, _ = hvd.alltoall(tensor, splits)
+    (found * (rank + 1)).sum().backward()
+    expected = torch.cat([torch.full((splits[d], 3), d + 1.0) for d in range(size)] + [torch.zeros(2, 3)])
+    torch.testing.assert_close(tensor.grad, expected)
+
+
+def all_to_all_that_cannot_be(rank: int, size: int) -> None:
+    tensor = torch.zeros(size * 2, 2)
+    wrong = {
+        "whole numbers": torch.ones(size),
+        "whole numbers, one": [1.0] * size,
+        "an entry for each": [1] * (size + 1),
+        "negative": [-1] + [1] * (size - 1),
+        "sum to": [3] * size,
+    }
+    for text, splits in wrong.items():
+        for call in (hvd.alltoall, hvd.alltoall_async):
+            with pytest.raises(ValueError, match=text):
+                call(tensor, splits)
+    with pytest.raises(ValueError, match="does not divide"):
+        hvd.alltoall(torch.zeros(size + 1))
+
+
+def reduce_and_scatter(rank: int, size: int) -> None:
+    for dtype in DTYPES:
+        tensors = of_all(size, size * 2, 3, dtype=dtype)
+        total = torch.stack([each.double() for each in tensors]).sum(0)
+        found = hvd.reducescatter(tensors[rank], op=hvd.Sum)
+        torch.testing.assert_close(found.double(), total.split(2)[rank], rtol=0, atol=0)
+        mean = total / size if dtype.is_floating_point else (total / size).trunc()
+        found = hvd.reducescatter(tensors[rank])  # Average
+        close = {torch.float16: 1e-3, torch.bfloat16: 1e-2, torch.float32: 1e-6, torch.float64: 1e-14}.get(dtype, 0.0)
+        torch.testing.assert_close(found.double(), mean.split(2)[rank], rtol=close, atol=close)
+    tensors = of_all(size, size, 2)
+    expected = torch.stack(tensors).sum(0)[rank : rank + 1] * 1.5
+    found = hvd.reducescatter(tensors[rank], op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0)
+    torch.testing.assert_close(found, expected)
+    found = hvd.reducescatter(tensors[rank], op=hvd.Sum, compression=hvd.Compression.fp16)
+    torch.testing.assert_close(found, expected / 1.5, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        hvd.synchronize(hvd.reducescatter_async(tensors[rank], op=hvd.Sum, name="mine")), expected / 1.5
+    )
+    for op in (hvd.Min, hvd.Max, hvd.Product, hvd.Adasum):
+        with pytest.raises(ValueError, match="Average or Sum"):
+            hvd.reducescatter(tensors[rank], op=op)
+
+
+def reduce_and_scatter_unevenly(rank: int, size: int) -> None:
+    """The first ranks get a row more; with fewer rows than ranks the last ones get none."""
+    for rows in (size * 2 + 1, size + size - 1, 1):
+        tensors = of_all(size, rows, 2)
+        lengths = [rows // size + (each < rows % size) for each in range(size)]
+        expected = torch.stack(tensors).sum(0).split(lengths)[rank]
+        torch.testing.assert_close(hvd.reducescatter(tensors[rank], op=hvd.Sum), expected)
+
+
+def reduce_and_scatter_groups(rank: int, size: int) -> None:
+    first, second = of_all(size, size + 1, 3), of_all(size, size)
+    lengths = [1 + (each < 1) for each in range(size)]
+    for found in (
+        hvd.grouped_reducescatter([first[rank], second[rank]], op=hvd.Sum),
+        hvd.synchronize(hvd.grouped_reducescatter_async([first[rank], second[rank]], op=hvd.Sum)),
+    ):
+        torch.testing.assert_close(found[0], torch.stack(first).sum(0).split(lengths)[rank])
+        torch.testing.assert_close(found[1], torch.stack(second).sum(0)[rank : rank + 1])
+    mean = hvd.grouped_reducescatter([second[rank]], compression=hvd.Compression.fp16)[0]
+    torch.testing.assert_close(mean, torch.stack(second).mean(0)[rank : rank + 1], rtol=1e-3, atol=1e-3)
+
+
+def reduce_and_scatter_gradients(rank: int, size: int) -> None:
+    rows = size * 2 + 1
+    lengths = [rows // size + (each < rows % size) for each in range(size)]
+    weights = [of_rank(each, lengths[each], 2) for each in range(size)]
+    for op, factor in ((hvd.Sum, size), (hvd.Average, 1)):
+        tensor = of_rank(rank, rows, 2).requires_grad_()
+        (hvd.reducescatter(tensor, op=op, prescale_factor=0.5) * weights[rank]).sum().backward()
+        torch.testing.assert_close(tensor.grad, torch.cat(weights) * factor * 0.5)
+    pair = [of_rank(rank, size).requires_grad_(), of_rank(rank, size, 2).requires_grad_()]
+    first, second = hvd.grouped_reducescatter(pair, op=hvd.Sum)
+    (first.sum() + second.sum() * 2).backward()
+    torch.testing.assert_close(pair[0].grad, torch.full((size,), float(size)))
+    torch.testing.assert_close(pair[1].grad, torch.full((size, 2), 2.0 * size))
+
+
+def sparse_tensors(rank: int, size: int) -> None:
+    dense = [of_rank(each, 6, 3) * (torch.arange(6).unsqueeze(1) % (each + 1) == 0) for each in range(size)]
+    for op, divisor in ((hvd.Sum, 1), (hvd.Average, size)):
+        handle = hvd.sparse_allreduce_async(dense[rank].to_sparse(1), name=f"rows.{op}", op=op)
+        assert callable(handle) and not isinstance(handle, int)
+        found = handle()
+        assert found.is_sparse and found.shape == (6, 3)
+        torch.testing.assert_close(found.to_dense(), torch.stack(dense).sum(0) / divisor)
+    found = hvd.sparse_allreduce_async(dense[rank].to_sparse(), name="cells", op=hvd.Sum)()
+    torch.testing.assert_close(found.to_dense(), torch.stack(dense).sum(0))
+    mine = dense[0] if rank == 0 else torch.zeros(6, 3)  # nothing stored on the others
+    found = hvd.sparse_allreduce_async(mine.to_sparse(1), "one only", hvd.Sum)()
+    torch.testing.assert_close(found.to_dense(), dense[0])
+    with pytest.raises(ValueError, match="Average or Sum"):
+        hvd.sparse_allreduce_async(dense[rank].to_sparse(), "wrong", hvd.Max)
+    for wrong in (dense[rank], dense[rank].to_sparse_csr()):
+        with pytest.raises(ValueError, match="sparse COO"):
+            hvd.sparse_allreduce_async(wrong, "wrong")
+
+
+def sparse_integers(rank: int, size: int) -> None:
+    """As dense ones: averaged in float64, which holds what float32 does not, and cut towards zero."""
+    big = 2**40 + 1
+    mine = torch.tensor([big * size, -1 if rank == 0 else 0, 0, 7 * size]).to_sparse()
+    found = hvd.sparse_allreduce_async(mine, "integers", hvd.Average)()
+    assert found.dtype == torch.int64
+    assert found.to_dense().tolist() == [big * size, 0, 0, 7 * size]
+
+
+def sparse_tensors_that_differ(rank: int, size: int) -> None:
+    """Every rank hears of it, and the same name works afterwards."""
+    shapes = [(20,) if each == size - 1 else (4,) for each in range(size)]
+    mine = torch.ones(shapes[rank]).to_sparse()
+    text = rf"^Mismatched allreduce tensor shapes: rank 0 has \(4,\), and rank {size - 1} has \(20,\)"
+    with pytest.raises(hvd.HorovodInternalError, match=text):
+        hvd.sparse_allreduce_async(mine, "differs", hvd.Sum)()
+    wrong = [
+        torch.ones(4, 3 if rank else 2).to_sparse(1),
+        torch.ones(2, 2).to_sparse(1 if rank else 2),
+        torch.ones(4, dtype=torch.float64 if rank else torch.float32).to_sparse(),
+    ]
+    for each in wrong:
+        with pytest.raises(hvd.HorovodInternalError, match=r"^Mismatched"):
+            hvd.sparse_allreduce_async(each, "differs", hvd.Sum)()
+    same = torch.ones(4).to_sparse()
+    assert hvd.sparse_allreduce_async(same, "differs", hvd.Sum)().to_dense().tolist() == [size] * 4
+
+
+def barriers(rank: int, size: int) -> None:
+    began = time.monotonic()
+    if rank == size - 1:
+        time.sleep(0.3)
+    assert hvd.barrier() is None
+    assert time.monotonic() - began >= 0.25
+
+
+def joins(rank: int, size: int) -> None:
+    """Who has joined feeds zeros, and an average divides by all; the last to join is told to all."""
+    for step in range(rank):  # rank r has r batches
+        present = [each for each in range(size) if each > step]
+        found = hvd.allreduce(torch.tensor([float(rank + 1)]), name=f"step.{step}")
+        torch.testing.assert_close(found, torch.tensor([sum(each + 1.0 for each in present) / size]))
+        found = hvd.allreduce(torch.tensor([rank + 1]), name=f"sum.{step}", op=hvd.Sum)
+        assert found.item() == sum(each + 1 for each in present)
+    if rank == size - 1:
+        time.sleep(0.2)
+    assert hvd.join() == size - 1
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size  # unnamed ones begin again together
+
+
+def joins_after_repeated_names(rank: int, size: int) -> None:
+    """What the others ask for stands in the cache of the rank that has joined."""
+    for step in range(4 + 3 * rank):
+        num_present = size if step < 4 else sum(4 + 3 * each > step for each in range(size))
+        found = hvd.allreduce(torch.ones(5), name="gradient", op=hvd.Sum)
+        assert torch.equal(found, torch.full((5,), float(num_present)))
+    last = hvd.join()
+    assert 0 <= last < size
+    assert hvd.broadcast_object(last, 0) == last
+
+
+def other_collectives_after_join(rank: int, size: int) -> None:
+    if rank > 0:
+        calls = [
+            lambda: hvd.allgather(torch.ones(2), name="gather"),
+            lambda: hvd.broadcast(torch.ones(2), 1, name="cast"),
+            lambda: hvd.alltoall(torch.ones(size), name="exchange"),
+            lambda: hvd.reducescatter(torch.ones(size), name="scatter"),
+        ]
+        time.sleep(0.3)  # rank 0 has joined
+        for call in calls:
+            with pytest.raises(hvd.HorovodInternalError, match="not supported with Join at this time"):
+                call()
+        assert hvd.allreduce(torch.ones(1), name="still", op=hvd.Sum).item() == size - 1
+    hvd.join(device=-1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.accelerator, "device_count", lambda: 2)
+        for wrong in (-2, 2):
+            with pytest.raises(ValueError, match="there are 2"):
+                hvd.join(device=wrong)
+        assert 0 <= hvd.join(device=1) < size
+
+
+CASES = [
+    gather,
+    gather_different_rows,
+    gather_groups,
+    gather_gradients,
+    gather_of_scalars,
+    broadcasts,
+    broadcast_gradients,
+    all_to_all_evenly,
+    all_to_all_by_splits,
+    all_to_all_gradients,
+    all_to_all_that_cannot_be,
+    reduce_and_scatter,
+    reduce_and_scatter_unevenly,
+    reduce_and_scatter_groups,
+    reduce_and_scatter_gradients,
+    sparse_tensors,
+    sparse_integers,
+    sparse_tensors_that_differ,
+    barriers,
+    joins,
+    joins_after_repeated_names,
+    other_collectives_after_join,
+]
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4])
+def outcome(request):
+    return run_cases(request.param, CASES)
+
+
+@pytest.fixture(scope="module")
+def over_gloo():
+    return run_cases(2, CASES, env={"GUOZHUANG_BACKEND": "gloo"})
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_ranks(outcome, case):
+    check(outcome, case)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_ranks_over_gloo(over_gloo, case):
+    check(over_gloo, case)

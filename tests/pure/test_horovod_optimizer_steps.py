@@ -1,0 +1,230 @@
+"""What programs do to gradients and parameters of a DistributedOptimizer."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from guozhuang.compat.horovod.torch.optimizer import DistributedOptimizer
+
+from .horovod_alone import (
+    NAMES,
+    MirrorChannel,
+    assert_equal,
+    distributed,
+    loss_of,
+    mirror_world,
+    net_of_three,
+    sent,
+    sgd,
+    train,
+)
+
+
+@pytest.fixture
+def channel() -> Iterator[MirrorChannel]:
+    with mirror_world() as made:
+        yield made
+
+
+# ---- synchronize and step ---------------------------------------------------------------------------------------------------
+
+
+def test_gradients_can_be_clipped_between_synchronize_and_step(channel: MirrorChannel) -> None:
+    ours, theirs = net_of_three(), net_of_three()
+    made, plain = distributed(ours), sgd(theirs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(3):
+            for net, optimizer in ((ours, made), (theirs, plain)):
+                optimizer.zero_grad()
+                loss_of(net, step).backward()
+                if optimizer is made:
+                    made.synchronize()
+                nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+            with made.skip_synchronize():
+                made.step()
+            plain.step()
+    assert_equal(list(ours.parameters()), list(theirs.parameters()))
+
+
+def test_a_step_that_synchronizes_again_warns_once(channel: MirrorChannel) -> None:
+    net = net_of_three()
+    made = distributed(net)
+    loss_of(net).backward()
+    made.synchronize()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        made.step()
+    assert [one.category for one in seen] == [UserWarning]
+    assert "optimizer.step() called without optimizer.skip_synchronize() context" in str(seen[0].message)
+
+
+def test_a_gradient_changed_on_its_way_is_told_once(channel: MirrorChannel) -> None:
+    net = net_of_three()
+    made = distributed(net)
+    for _ in range(2):
+        loss_of(net).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.001)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            made.step()
+        made.zero_grad()
+        assert len(seen) <= 1
+        if seen:
+            assert "was changed in place after backward()" in str(seen[0].message)
+    assert not seen
+
+
+def test_gradients_of_a_closure_are_exchanged(channel: MirrorChannel) -> None:
+    ours, theirs = net_of_three(), net_of_three()
+    made, plain = distributed(ours), sgd(theirs)
+    for step in range(3):
+        for net, optimizer in ((ours, made), (theirs, plain)):
+
+            def closure(net: nn.Module = net, optimizer: Any = optimizer, step: int = step) -> Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(net, step)
+                loss.backward()
+                return loss
+
+            assert optimizer.step(closure) is not None
+    assert len(channel.names) == 3 * len(NAMES)
+    assert_equal(list(ours.parameters()), list(theirs.parameters()))
+
+
+def test_what_a_program_does_to_gradients_after_synchronize_counts(channel: MirrorChannel) -> None:
+    ours, theirs = net_of_three(), net_of_three()
+    made, plain = distributed(ours), sgd(theirs)
+    for step in range(3):
+        for net, optimizer in ((ours, made), (theirs, plain)):
+            loss_of(net, step).backward()
+            if optimizer is made:
+                made.synchronize()
+            assert net.first.weight.grad is not None
+            net.first.weight.grad = net.first.weight.grad * 2
+            net.second.weight.grad = None
+        with made.skip_synchronize():
+            made.step()
+        plain.step()
+        made.zero_grad()
+        plain.zero_grad()
+    assert_equal(list(ours.parameters()), list(theirs.parameters()))
+
+
+def test_a_gradient_that_is_kept_stays_as_it_was(channel: MirrorChannel) -> None:
+    net = net_of_three()
+    made = distributed(net)
+    train(net, made, 1)
+    kept = net.first.weight.grad
+    assert kept is not None
+    value = kept.clone()
+    train(net, made, 2)
+    assert torch.equal(kept, value)
+    assert net.first.weight.grad is not kept
+
+
+def test_what_nobody_keeps_is_not_copied(channel: MirrorChannel) -> None:
+    net = net_of_three()
+    made = distributed(net)
+    train(net, made, 1)
+    before = [id(p.grad) for p in net.parameters()]
+    train(net, made, 2)
+    assert [id(p.grad) for p in net.parameters()] == before
+
+
+def test_a_graph_that_is_kept_can_be_gone_through_again(channel: MirrorChannel) -> None:
+    ours, theirs = net_of_three(), net_of_three()
+    made, plain = distributed(ours, backward_passes_per_step=2), sgd(theirs)
+    for net, optimizer in ((ours, made), (theirs, plain)):
+        loss = loss_of(net)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        optimizer.step()
+    assert_equal(list(ours.parameters()), list(theirs.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_a_gradient_penalty_works_and_gradients_with_graphs_are_refused(channel: MirrorChannel) -> None:
+    ours, theirs = net_of_three(), net_of_three()
+    made, plain = distributed(ours), sgd(theirs)
+    for net, optimizer in ((ours, made), (theirs, plain)):
+        gradients = torch.autograd.grad(loss_of(net), list(net.parameters()), create_graph=True)
+        assert not channel.names or optimizer is plain
+        sum(gradient.square().sum() for gradient in gradients).backward()
+        optimizer.step()
+    assert_equal(list(ours.parameters()), list(theirs.parameters()))
+    made.zero_grad()
+    with pytest.raises(AssertionError, match="create_graph"):
+        loss_of(ours).backward(create_graph=True)
+    gc.collect()
+
+
+# ---- parameters that change -------------------------------------------------------------------------------------------------
+
+
+def test_a_parameter_frozen_later_stays_where_it_is(channel: MirrorChannel) -> None:
+    net = net_of_three()
+    made = distributed(net, sgd(net, weight_decay=0.1))
+    train(net, made, 2)
+    made.zero_grad()
+    net.second.requires_grad_(False)
+    before = net.second.weight.detach().clone()
+    train(net, made, 2)
+    assert torch.equal(net.second.weight, before)
+
+
+def test_a_parameter_unfrozen_later_is_exchanged(channel: MirrorChannel) -> None:
+    ours, theirs = net_of_three(), net_of_three()
+    for net in (ours, theirs):
+        net.second.requires_grad_(False)
+    made, plain = distributed(ours), sgd(theirs)
+    train(ours, made, 2)
+    train(theirs, plain, 2)
+    assert "second.weight" not in sent(channel)
+    for net in (ours, theirs):
+        net.second.requires_grad_(True)
+    train(ours, made, 1)
+    assert "second.weight" in sent(channel)
+    train(theirs, plain, 1)
+    assert_equal(train(ours, made, 2), train(theirs, plain, 2))
+
+
+def test_parameters_added_later_are_exchanged(channel: MirrorChannel) -> None:
+    ours, theirs = net_of_three(), net_of_three()
+    made = DistributedOptimizer(torch.optim.SGD(ours.first.parameters(), lr=0.1))
+    plain = torch.optim.SGD(theirs.first.parameters(), lr=0.1)
+    train(ours, made, 1)
+    train(theirs, plain, 1)
+    made.add_param_group({"params": list(ours.last.parameters()), "lr": 0.01})
+    plain.add_param_group({"params": list(theirs.last.parameters()), "lr": 0.01})
+    channel.names.clear()
+    assert_equal(train(ours, made, 2), train(theirs, plain, 2))
+    assert len(set(channel.names)) == 4
+
+
+def test_a_model_may_change_its_dtype(channel: MirrorChannel) -> None:
+    net = net_of_three()
+    made = distributed(net, sgd(net, momentum=0.0))
+    train(net, made, 1)
+    made.zero_grad()
+    net.double()
+    net(torch.randn(3, 4, dtype=torch.float64)).sum().backward()
+    made.step()
+    assert channel.last["allreduce.first.weight"].tensors[0].dtype == torch.float64
+
+
+def test_a_shared_weight_is_sent_once(channel: MirrorChannel) -> None:
+    net = net_of_three()
+    net.second.weight = net.first.weight
+    made = distributed(net)
+    twin = net_of_three()
+    twin.second.weight = twin.first.weight
+    assert_equal(train(net, made), train(twin, sgd(twin)))
+    assert sorted(sent(channel)[:5]) == ["first.bias", "first.weight", "last.bias", "last.weight", "second.bias"]

@@ -1,0 +1,203 @@
+"""HOROVOD_RANK and so on, which horovodrun's ranks find in their environment; copies of what they print."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shutil
+import socket
+import sys
+import types
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import setuptools
+
+from guozhuang.compat.horovod.runner import mailbox
+from guozhuang.errors import UsageError, WorldError
+from guozhuang.launch import hosts_failure, options, python_path, ssh
+from guozhuang.launch.elastic_logs import Logs, copies_of
+from guozhuang.launch.hosts_failure import Failure
+from guozhuang.launch.output import Places
+from guozhuang.launch.rank import horovods_variables
+from guozhuang.launch.remote_link import Link
+from guozhuang.launch.streams import NamedPipe, Stream, Trace
+from guozhuang.world import interfaces
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def told(monkeypatch: pytest.MonkeyPatch, places: str, node: int, local_rank: int) -> dict[str, str]:
+    counts = [int(place.rpartition(":")[2]) for place in places.split(",")]
+    rank = sum(counts[:node]) + local_rank
+    for name, value in (
+        ("GROUP_RANK", node), ("LOCAL_RANK", local_rank), ("RANK", rank), ("WORLD_SIZE", sum(counts)),
+        ("LOCAL_WORLD_SIZE", counts[node]),
+    ):  # fmt: skip
+        monkeypatch.setenv(name, str(value))
+    return {name.removeprefix("HOROVOD_"): value for name, value in horovods_variables(places).items()}
+
+
+def test_crosswise_ranks_count_the_nodes_that_have_this_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = "a:2,fd00::1:1,c:3"
+    found = [told(monkeypatch, places, *where) for where in ((0, 0), (0, 1), (1, 0), (2, 0), (2, 1), (2, 2))]
+    assert [each["RANK"] for each in found] == list("012345")
+    assert [each["HOSTNAME"] for each in found] == ["a", "a", "fd00::1", "c", "c", "c"]
+    assert [(each["CROSS_RANK"], each["CROSS_SIZE"]) for each in found] == [
+        ("0", "3"), ("0", "2"), ("1", "3"), ("2", "3"), ("1", "2"), ("0", "1")
+    ]  # fmt: skip
+    assert {each["SIZE"] for each in found} == {"6"} and [each["LOCAL_SIZE"] for each in found] == list("221333")
+    assert {each["CONTROLLER"] for each in found} == {"gloo"}
+
+
+def test_horovod_comes_after_what_the_user_has_on_the_path() -> None:
+    ours = python_path.HOROVOD
+    assert (Path(ours) / "horovod" / "__init__.py").is_file()
+    assert python_path.with_horovod({}) == python_path.with_horovod({"PYTHONPATH": ""}) == {"PYTHONPATH": ours}
+    assert python_path.with_horovod({"PYTHONPATH": "/a:"}) == {"PYTHONPATH": f"/a::{ours}"}
+    assert python_path.with_horovod({"PYTHONPATH": f"{ours}:/a"}) == {}
+
+
+def test_what_other_hosts_are_told_of_the_environment() -> None:
+    environ = {
+        "HOROVOD_CYCLE_TIME": "1", "HOROVOD_RANK": "0", "HOROVOD_LOCAL_SIZE": "2", "HOROVOD_HOSTNAME": "x", "DATA": "/d",
+        "HOME": "/root", "PATH": "/bin", "SSH_AUTH_SOCK": "/s", "RANK": "1", "SLURM_JOB_ID": "1", "GUOZHUANG_SECRET": "0",
+        "BASH_FUNC_x%%": "() { :; }", "HIP_VISIBLE_DEVICES": "0", "ROCR_VISIBLE_DEVICES": "0", "NVIDIA_VISIBLE_DEVICES": "0",
+        "KRB5CCNAME": "FILE:/tmp/krb5cc_0", "GUOZHUANG_HOROVOD_ELASTIC": "0@127.0.0.1:1", "HOROVOD_ELASTIC_TIMEOUT": "9",
+    }  # fmt: skip
+    assert ssh.carried(environ) == {"HOROVOD_CYCLE_TIME": "1", "PATH": "/bin", "HOROVOD_ELASTIC_TIMEOUT": "9"}
+    assert ssh.of_the_job(environ) == {"DATA": "/d"}
+
+
+def test_who_failed_on_another_host_is_known_from_its_report() -> None:
+    report = b"guozhuang run: rank 5 failed first: exit code 3 (process 9 on host b)\n  Traceback ...\n"
+    link = Link("b", 1, False)
+    assert hosts_failure.who(Failure(link, 3, "failed: exit code 3", report=report)) == "rank 5 on host b"
+    assert hosts_failure.who(Failure(link, 255, "was lost")) == "host b"
+
+
+@pytest.mark.parametrize("more", [["--log-dir", "logs"], ["--tee", "3"]])
+def test_copies_are_of_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: list[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    with pytest.raises(UsageError, match="--copy-output copies what is shown"):
+        options.plan([*more, "--copy-output", "copies", "train.py"], {})
+    with pytest.raises(UsageError, match="--timestamps stand before lines that are shown"):
+        options.plan([*more, "--timestamps", "train.py"], {})
+    found = options.plan(["--copy-output", "copies", "--timestamps", "train.py"], {})
+    assert (found.copy_folder, found.timestamps) == (os.path.join(tmp_path, "copies"), True)
+    assert found.variables["PYTHONPATH"] == python_path.HOROVOD
+
+
+def test_copies_sort_as_the_ranks_do() -> None:
+    assert [copies_of("out", rank, 10) for rank in (0, 9)] == ["out/rank.0", "out/rank.9"]
+    assert [copies_of("out", rank, 11) for rank in (0, 9, 10)] == ["out/rank.00", "out/rank.09", "out/rank.10"]
+    assert copies_of("out", 7, 1001) == "out/rank.0007"
+    assert copies_of("out", 0, 1) == "out/rank.0"
+
+
+class FakeOutput:
+    """What the logs of an attempt ask of ``Output``."""
+
+    def __init__(self) -> None:
+        self.copies: list[str | None] = []
+        self.said: list[str] = []
+
+    def begin(self, ranks: list[int]) -> None:
+        pass
+
+    def pipes(self, rank: int, folder: str, shown: bool, copies: str | None) -> Places:
+        self.copies.append(copies)
+        return Places("", "", {})
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+def test_copies_that_cannot_be_made_end_no_run_that_has_begun(tmp_path: Path) -> None:
+    output = FakeOutput()
+    run: Any = types.SimpleNamespace(attempt=None, outer=types.SimpleNamespace(max_restarts=None))
+    logs = Logs(run, str(tmp_path / "run"), cast(Any, output), None, True, None, str(tmp_path))
+    envs = {0: {"RANK": "0", "WORLD_SIZE": "1"}}
+    logs.reify(envs)
+    folder = tmp_path / "rank.0"
+    assert output.copies == [str(folder)] and sorted(path.name for path in folder.iterdir()) == ["stderr", "stdout"]
+    shutil.rmtree(folder)
+    folder.write_text("somebody else's file")
+    logs.reify(envs)
+    assert output.copies[1:] == [None] and len(output.said) == 1
+    assert output.said[0].startswith(f"what rank 0 prints cannot be written to {folder}: ")
+    logs = Logs(run, str(tmp_path / "again"), cast(Any, output), None, True, None, str(tmp_path))
+    with pytest.raises(UsageError, match="what rank 0 prints cannot be written to"):
+        logs.reify(envs)
+
+
+def test_a_stream_goes_on_without_a_copy(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    way, trace = NamedPipe(str(tmp_path / "pipe")), Trace()
+    stream = Stream(way, 1, trace, None, False, copy=str(tmp_path))  # a folder
+    os.write(way._own_end, b"a line\n")
+    assert stream.read()
+    stream.finish()
+    assert [text for _, text in trace.lines] == ["a line"]
+    assert f"no more of what a rank prints is written to {tmp_path}: Is a directory" in capfd.readouterr().err
+
+
+def test_gloo_uses_the_interface_that_horovod_was_told() -> None:
+    loopback = interfaces.Interface("lo", "127.0.0.1")
+    assert interfaces.variables(loopback, {"HOROVOD_GLOO_IFACE": "eth7"})[interfaces.GLOO] == "eth7"
+    both = {"HOROVOD_GLOO_IFACE": "eth7", interfaces.GLOO: "eth8"}
+    assert interfaces.GLOO not in interfaces.variables(loopback, both)  # gloo's own name counts more
+    assert interfaces.variables(loopback, both, override=True)[interfaces.GLOO] == "lo"
+    assert interfaces.variables(loopback, {"HOROVOD_GLOO_IFACE": ""})[interfaces.GLOO] == "lo"
+
+
+@pytest.mark.parametrize(("answers", "is_in"), [((False, True), True), ((False, False), False)], ids=["late", "never"])
+def test_a_busy_host_of_horovod_run_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, answers: tuple[bool, ...], is_in: bool
+) -> None:
+    """A second visit, with the result, must not fail because the host did not answer for a moment."""
+    tried, box = [], mailbox.Mailbox(b"function", None)
+    knock = mailbox.knock
+
+    def sometimes(host: str, port: int, secret: bytes, timeout_s: float) -> socket.socket:
+        tried.append((host, port))
+        if not answers[min(len(tried), len(answers)) - 1]:
+            raise TimeoutError("timed out")
+        return knock(host, port, secret, timeout_s)
+
+    monkeypatch.setattr(mailbox, "knock", sometimes)
+    monkeypatch.setattr(mailbox, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(mailbox, "_LIMIT_S", 20.0 if is_in else 0.1)
+    secret, _, door = box.variables["GUOZHUANG_TASK"].partition("@")
+    host, _, port = door.rpartition(":")
+    where = bytes.fromhex(secret), [(host, int(port))]
+    try:
+        if is_in:
+            with mailbox.visit(*where) as visitor:
+                visitor.leave(3, b"result")
+            assert box.result(3) == b"result" and box.result(0) is None and len(tried) == 2
+        else:
+            with pytest.raises(WorldError, match=r"cannot be reached: .* timed out"), mailbox.visit(*where):
+                pass
+            assert len(tried) > 2
+    finally:
+        box.close()
+
+
+@pytest.mark.parametrize("is_beside", [True, False], ids=["in-the-tree", "handed-on"])
+def test_what_is_handed_on_asks_no_index_for_the_redirect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_beside: bool
+) -> None:
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    if is_beside:
+        (tmp_path / "packaging" / "horovod").mkdir(parents=True)
+    told: dict[str, Any] = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **all_of_it: told.update(all_of_it))
+    for argument, is_named in (("bdist_wheel", is_beside), ("sdist", False)):
+        monkeypatch.setattr(sys, "argv", ["setup.py", argument])
+        runpy.run_path(str(tmp_path / "setup.py"), run_name="__main__")
+        for extra in ("horovod", "test"):
+            ours = [each for each in told["extras_require"][extra] if each.startswith("guozhuang")]
+            where = (tmp_path / "packaging/horovod").resolve().as_uri()
+            assert ours == ([f"guozhuang-horovod @ {where}"] if is_named else [])
