@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
@@ -84,6 +85,13 @@ def _memory_files() -> set[str]:
         if target.startswith("/memfd:"):
             found.add(f"{entry.name} -> {target}")
     return found
+
+
+@pytest.fixture(autouse=True, scope="module")
+def little_to_collect() -> None:
+    """What lives by now, torch above all, is passed over by later collections: a second each, in some hundred tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -66,6 +66,7 @@ class _Session:
         generation: how many worlds were entered through ``meeting``.
         has_heartbeat: to be stopped before the group is destroyed.
         before_leaving: what stands on the world, and ends before it does.
+        process: that entered it; a forked child is no rank.
     """
 
     world: World | None = None
@@ -78,6 +79,7 @@ class _Session:
     generation: int = 0
     has_heartbeat: bool = False
     before_leaving: list[Callable[[], None]] = field(default_factory=list)
+    process: int = 0
 
 
 _session = _Session()
@@ -244,6 +246,8 @@ def _forget() -> None:
 
 def _leave() -> None:
     """At exit. See [Note: leaving]."""
+    if os.getpid() != _session.process:
+        return
     failed = getattr(sys, "last_value", None) is not None
     if failed:
         faulthandler.dump_traceback_later(_LEAVE_AFTER_ERROR_S, exit=True)
@@ -278,7 +282,7 @@ def _enter(
         launcher=identity.launcher,
     )
     _session.world, _session.made_group = world, made_group
-    _session.backend, _session.timeout_s = backend, timeout_s
+    _session.backend, _session.timeout_s, _session.process = backend, timeout_s, os.getpid()
     atexit.unregister(_leave)
     atexit.register(_leave)
     by_whom = ["chosen" if one is None else "as asked" for one in asked]

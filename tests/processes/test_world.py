@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import io
 import logging
 import os
@@ -161,6 +162,25 @@ def test_ranks_meet_and_meet_again(told: str, backend: str | None) -> None:
         assert set(addresses) <= LOOPBACK, "ranks of one node listen on loopback only"
         # Without gloo nobody listens but rank 0, which keeps the store.
         assert bool(addresses) == (backend == "gloo" or rank == 0 or sys.platform != "linux")
+
+
+def forks(rank: int, world_size: int) -> tuple[int, list[str], float]:
+    world.init()
+    left: list[str] = []
+    world.before_leaving(lambda: left.append("left"))
+    child = os.fork()
+    if child == 0:  # and ends as a script does
+        atexit._run_exitfuncs()
+        os._exit(len(left))
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    world.shutdown()
+    return code, left, total.item()
+
+
+def test_a_forked_child_that_ends_does_not_leave_the_world() -> None:
+    assert run_ranks(forks, 2, init=False) == [(0, ["left"], 2.0)] * 2
 
 
 def asks_again(rank: int, world_size: int) -> list[str]:
