@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 
 SHARED_MEMORY, KERNELS = Path("guozhuang/groups/shared_memory"), Path("guozhuang/exchange/kernels")
 # No contraction: a product and a sum must round as they do in the twin. Nobody reads floating-point exception flags,
@@ -39,12 +40,14 @@ EXTENSIONS = [
     extension(KERNELS, "_rows", ("_rows.c",)),
 ]
 
-# The distribution that lets `import horovod` find us lies beside us, and on no index. What is handed on does without it: a path
-# means nothing elsewhere, and a name that nobody holds could be anybody's.
+# The distribution that lets `import horovod` find us lies beside us, and on no index. Whoever installs from here gets it; what
+# is handed on (an sdist, a wheel) does without it: a path means nothing elsewhere, and a name that nobody holds could be
+# anybody's.
 BESIDE = Path(__file__).resolve().parent / "packaging" / "horovod"
+REDIRECT = "guozhuang-horovod @"
 HOROVOD = [
-    *([f"guozhuang-horovod @ {BESIDE.as_uri()}"] if BESIDE.is_dir() and "sdist" not in sys.argv else []),
-    "cloudpickle",
+    *([f"{REDIRECT} {BESIDE.as_uri()}"] if BESIDE.is_dir() and "sdist" not in sys.argv else []),
+    "cloudpickle>=2.2",  # the first for Python 3.11
     "pyyaml",
     "scikit-learn",
 ]
@@ -62,4 +65,27 @@ EXTRAS = {
     ],
 }
 
-setup(ext_modules=EXTENSIONS if sys.platform.startswith("linux") else [], extras_require=EXTRAS)
+
+class Wheel(bdist_wheel):
+    """A wheel to be handed on. pip asks for what is needed before it builds one, and so has heard of what lies beside us."""
+
+    def run(self) -> None:
+        """Called for a wheel alone."""
+        self.is_handed_on = True
+        super().run()
+
+    def write_wheelfile(self, wheelfile_base: str, *more: str) -> None:
+        """Called with the folder of metadata, also for an installation that is to be edited."""
+        super().write_wheelfile(wheelfile_base, *more)
+        if getattr(self, "is_handed_on", False):
+            metadata = Path(wheelfile_base, "METADATA")
+            lines = metadata.read_text(encoding="utf-8").splitlines(keepends=True)
+            kept = [line for line in lines if not line.startswith(f"Requires-Dist: {REDIRECT}")]
+            metadata.write_text("".join(kept), encoding="utf-8")
+
+
+setup(
+    ext_modules=EXTENSIONS if sys.platform.startswith("linux") else [],
+    extras_require=EXTRAS,
+    cmdclass={"bdist_wheel": Wheel},
+)

@@ -50,5 +50,5 @@ def refuse_others(who: str) -> None:
     node = of_this_agent(os.environ, who)
     if node is not None:
         what = f"srun or mpirun started `{who}` on {node.num_nodes} nodes, and each would start all ranks of a run of its own"
-        fix = f"start `{who} -H host1:N,host2:N` once, or `srun --ntasks-per-node=1 guozhuang run` on each node"
+        fix = f"start `{who}` once and give -H host1:N,host2:N; or `srun --ntasks-per-node=1 guozhuang run`, without it"
         raise UsageError(explain(what, fix=fix))

@@ -256,7 +256,10 @@ class Stream:
         self._is_closed = True
         self._way.close()
         if self._copy is not None:
-            self._copy.close()
+            try:
+                self._copy.close()  # a disk over a network may say only now that it is full
+            except OSError as error:
+                _say_no_copy(str(self._copy.name), error)
 
     def resize(self) -> None:
         """The size of the terminal has changed."""

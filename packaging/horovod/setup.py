@@ -1,5 +1,6 @@
 """All else stands in pyproject.toml, which has no word for a file that belongs beside the packages."""
 
+import tempfile
 from pathlib import Path
 
 from setuptools import setup
@@ -19,4 +20,9 @@ class BuildWithPathFile(build_py):
         return [*super().get_outputs(include_bytecode), str(Path(self.build_lib, PATH_FILE))]
 
 
-setup(cmdclass={"build_py": BuildWithPathFile})
+# Whoever installs the extra builds this in a clone of the repository: nothing is left there, nor comes in from an old build.
+with tempfile.TemporaryDirectory() as folder:
+    setup(
+        cmdclass={"build_py": BuildWithPathFile},
+        options={"build": {"build_base": folder}, "egg_info": {"egg_base": folder}},
+    )

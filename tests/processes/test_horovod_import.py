@@ -7,6 +7,7 @@ import py_compile
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -190,26 +191,54 @@ def test_ranks_and_what_they_start_find_it(tmp_path: Path) -> None:
     assert sorted(done.stdout.splitlines()) == ["[0] 0 2 from a child", "[1] 1 2 from a child"]
 
 
+def wheel(source: Path) -> Path:
+    folder = source.with_name(f"{source.name}-wheels")
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*build, "-w", str(folder), str(source)], check=True, timeout=100)
+    (found,) = folder.iterdir()
+    return found
+
+
+@pytest.mark.slow
+def test_a_wheel_of_ours_names_no_folder_of_this_machine(tmp_path: Path) -> None:
+    """The extra of an installation from the tree asks for what lies beside it; that of a wheel that is handed on cannot."""
+    source = tmp_path / "source"
+    shutil.copytree(EXTRAS.parent, source / "packaging" / "horovod")
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    (source / "guozhuang").mkdir()
+    (source / "guozhuang" / "__init__.py").touch()
+    with zipfile.ZipFile(wheel(source)) as files:
+        (name,) = [name for name in files.namelist() if name.endswith("METADATA")]
+        told = [line for line in files.read(name).decode().splitlines() if line.endswith('extra == "horovod"')]
+    assert len(told) == 3 and not any("guozhuang" in line for line in told), told
+    told_to_pip = "import setuptools.build_meta as b; b.prepare_metadata_for_build_wheel('.')"
+    subprocess.run([sys.executable, "-c", told_to_pip], cwd=source, check=True, timeout=100, capture_output=True)
+    metadata = (source / "guozhuang-0.1.0.dist-info" / "METADATA").read_text()
+    assert f"guozhuang-horovod @ {source.resolve().as_uri()}/packaging/horovod" in metadata
+
+
 @pytest.mark.slow
 def test_what_the_extra_installs(tmp_path: Path) -> None:
     """A folder right before site-packages that holds `horovod` alone, and the command; no file that Horovod has too."""
     source, site = tmp_path / "source", tmp_path / "site"
     shutil.copytree(EXTRAS.parent, source, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*build, "-w", str(tmp_path), str(source)], check=True, timeout=100)
-    (wheel,) = tmp_path.glob("guozhuang_horovod-*.whl")
-    with zipfile.ZipFile(wheel) as files:
+    before = sorted(source.rglob("*"))
+    with zipfile.ZipFile(wheel(source)) as files:
         files.extractall(site)
         assert not [name for name in files.namelist() if name.startswith("horovod")]
+    assert sorted(source.rglob("*")) == before  # in a clone nothing is left behind
     (words,) = site.glob("*.dist-info/entry_points.txt")
     assert "horovodrun = _guozhuang_horovod:horovodrun" in words.read_text()
+    # Without site packages of its own, where the extra may be installed; torch comes last.
     code = (
         f"import site, sys; site.addsitedir({str(site)!r}); at = sys.path.index({str(site)!r}); "
         f"assert sys.path[at - 1] == {str(site / 'guozhuang_horovod')!r}, sys.path; "
+        f"sys.path.append({sysconfig.get_path('platlib')!r}); "
         "import horovod; assert horovod.__name__ == 'guozhuang.compat.horovod'; "
         "sys.argv = ['horovodrun', '--check-build']; import _guozhuang_horovod; _guozhuang_horovod.horovodrun()"
     )
-    done = python("-c", code, path=[ROOT], folder=tmp_path)
+    done = python("-S", "-c", code, path=[ROOT], folder=tmp_path)
     assert done.returncode == 0 and "[X] PyTorch" in done.stdout, done.stderr
     # Horovod's own command may have been overwritten by ours, which then calls Horovod.
     real = tmp_path / "real" / "horovod" / "runner"
@@ -217,4 +246,4 @@ def test_what_the_extra_installs(tmp_path: Path) -> None:
     for name, text in (("../__init__.py", ""), ("__init__.py", ""), ("launch.py", "def run_commandline(): return 7")):
         (real / name).write_text(text)
     code = f"import site; site.addsitedir({str(site)!r}); import _guozhuang_horovod; _guozhuang_horovod.horovodrun()"
-    assert python("-c", code, path=[real.parents[1]], folder=tmp_path).returncode == 7
+    assert python("-S", "-c", code, path=[real.parents[1]], folder=tmp_path).returncode == 7

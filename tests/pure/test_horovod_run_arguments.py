@@ -6,12 +6,15 @@ import contextlib
 import inspect
 import os
 import re
+import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from guozhuang.compat.horovod.runner import argument_names, arguments, elastic_run, launch, run, static_run, tuning
+from guozhuang.compat.horovod.runner.elastic import driver
 from guozhuang.compat.horovod.runner.settings import ElasticSettings
 from guozhuang.errors import UsageError
 from guozhuang.launch import hosts_run, options, ssh
@@ -242,6 +245,10 @@ def test_one_horovodrun_starts_all_processes(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("SLURM_NTASKS", "4")
     with pytest.raises(UsageError, match="srun started `horovodrun` 2 times on this node"):
         words("-np 4")
+    with pytest.raises(UsageError, match="srun started `horovodrun` 2 times on this node"):
+        elastic_run.settings_of(arguments.parse(["-np", "4", "--min-np", "2", *PROGRAM]))
+    with pytest.raises(UsageError, match=r"srun started `horovod\.run` 2 times on this node"):
+        run(print, num_proc=4)
 
 
 def test_a_port_of_ssh_is_that_of_the_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,6 +269,8 @@ def test_a_port_of_ssh_is_that_of_the_other_hosts(monkeypatch: pytest.MonkeyPatc
     line = "-np 3 -H localhost:1,127.0.0.1:1,192.0.2.9:1 -p 2222"
     assert static_run.run(arguments.parse([*line.split(), "true"]), lambda text: None) == 0
     assert started == [[True, True, False]]
+    elastic: Any = types.SimpleNamespace(_is_local={}, _ssh=ssh.Options(2222))
+    assert [driver._Driver._here(elastic, name) for name in ("localhost", "127.0.0.1", "192.0.2.9")] == started[0]
 
 
 def test_errors_of_the_function_speak_of_its_arguments() -> None:

@@ -143,6 +143,15 @@ def test_a_stream_goes_on_without_a_copy(tmp_path: Path, capfd: pytest.CaptureFi
     assert f"no more of what a rank prints is written to {tmp_path}: Is a directory" in capfd.readouterr().err
 
 
+def test_a_copy_that_cannot_be_closed_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """As of a file system over a network that is full: the thread that shows all ranks must not end by it."""
+    stream = Stream(NamedPipe(str(tmp_path / "pipe")), 1, Trace(), None, False, copy=str(tmp_path / "copy"))
+    assert stream._copy is not None
+    os.close(stream._copy.fileno())
+    stream.finish()
+    assert f"is written to {tmp_path}/copy: Bad file descriptor" in capfd.readouterr().err
+
+
 def test_gloo_uses_the_interface_that_horovod_was_told() -> None:
     loopback = interfaces.Interface("lo", "127.0.0.1")
     assert interfaces.variables(loopback, {"HOROVOD_GLOO_IFACE": "eth7"})[interfaces.GLOO] == "eth7"
@@ -186,7 +195,7 @@ def test_a_busy_host_of_horovod_run_is_tried_again(
 
 
 @pytest.mark.parametrize("is_beside", [True, False], ids=["in-the-tree", "handed-on"])
-def test_what_is_handed_on_asks_no_index_for_the_redirect(
+def test_the_redirect_comes_from_this_tree_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_beside: bool
 ) -> None:
     shutil.copy(ROOT / "setup.py", tmp_path)
@@ -194,7 +203,7 @@ def test_what_is_handed_on_asks_no_index_for_the_redirect(
         (tmp_path / "packaging" / "horovod").mkdir(parents=True)
     told: dict[str, Any] = {}
     monkeypatch.setattr(setuptools, "setup", lambda **all_of_it: told.update(all_of_it))
-    for argument, is_named in (("bdist_wheel", is_beside), ("sdist", False)):
+    for argument, is_named in (("dist_info", is_beside), ("sdist", False)):
         monkeypatch.setattr(sys, "argv", ["setup.py", argument])
         runpy.run_path(str(tmp_path / "setup.py"), run_name="__main__")
         for extra in ("horovod", "test"):

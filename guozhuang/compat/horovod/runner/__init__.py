@@ -65,7 +65,7 @@ def run(
         hosts: "host1:2,host2:2", hosts and how many processes each can take; None: this one takes all.
         hostfile: the same in a file, a line "host1 slots=2" each.
         host_discovery_script: makes the run elastic: a program that prints a host a line.
-        start_timeout: seconds for the hosts to be reached, and again to be ready.
+        start_timeout: seconds for the hosts to be reached, and again to be ready; elastic: for a process to call ``hvd.init``.
         ssh_port: of the hosts.
         ssh_identity_file: private key for ssh.
         disable_cache: nothing is cached anyway.

@@ -1,4 +1,4 @@
-"""What the options of ``horovodrun`` are called where ``horovod.run`` takes them: as arguments of a function."""
+"""What ``horovodrun`` and its options are called where ``horovod.run`` takes them: a function and its arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NAMES = {
     "--host-discovery-script": "host_discovery_script", "--start-timeout": "start_timeout", "--ssh-port": "ssh_port",
     "--ssh-identity": "ssh_identity_file", "--ssh-identity-file": "ssh_identity_file", "--gloo": "use_gloo",
     "--mpi": "use_mpi", "--mpi-args": "mpi_args", "--output-filename": "output_filename", "--copy-output": "output_filename",
-    "--interface": "network_interfaces",
+    "--interface": "network_interfaces", "horovodrun": "horovod.run",
 }  # fmt: skip
 _OPTION = re.compile(r"(?<![\w-])(" + "|".join(map(re.escape, _NAMES)) + r")(?![\w-])")
 

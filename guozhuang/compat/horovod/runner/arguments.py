@@ -13,6 +13,7 @@ from guozhuang.errors import UsageError, explain
 from guozhuang.launch import command_line
 
 _HOSTS_FIX = "leave out all but one of them"
+_START_HELP = "Seconds for hosts to be reached, and again to be ready; elastic: for a process to call hvd.init()."
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -63,18 +64,16 @@ def parser() -> argparse.ArgumentParser:
     add("-cb", "--check-build", action="store_true", help="Show what there is, and end.")
     add("--verbose", action=tuning.Store, nargs=0, const=True, default=False, help="Say what is done.")
     add("--disable-cache", action="store_true", help="Nothing is cached anyway: hosts are looked at in every run.")
-    add("--start-timeout", type=float, metavar="S", help="Seconds for hosts to be reached, and again to be ready.")
+    add("--start-timeout", type=float, metavar="S", help=_START_HELP)
     add(
         "--network-interfaces",
         dest="nics",
         type=_names,
         action="extend",
         metavar="A,B",
-        help="Network interfaces to use.",
+        help="Network interface to use on every host; of several the first.",
     )
-    add(
-        "--network-interface", dest="nics", type=_names, action="extend", metavar="A", help="The same; may be repeated."
-    )
+    add("--network-interface", dest="nics", type=_names, action="extend", metavar="A", help="The same.")
     add(
         "--output-filename",
         metavar="FOLDER",
@@ -112,7 +111,7 @@ def _add_elastic(parser: argparse.ArgumentParser) -> None:
     )
     add("--min-np", "--min-num-proc", dest="min_num_proc", type=int, metavar="N", help="Processes that must be left.")
     add("--max-np", "--max-num-proc", dest="max_num_proc", type=int, metavar="N", help="Processes that there may be.")
-    add("--slots-per-host", dest="slots", type=int, metavar="N", help="For hosts whose slots the program does not say.")
+    add("--slots-per-host", dest="slots", type=int, metavar="N", help="For hosts whose slots are not said.")
     add(
         "--elastic-timeout",
         type=float,
@@ -144,7 +143,7 @@ def _add_controllers(parser: argparse.ArgumentParser) -> None:
         "--jsrun",
         dest="use_jsrun",
         action="store_true",
-        help="Refused: use jsrun and `guozhuang run` as docs/launchers.md says.",
+        help="Refused: give -H, or start `guozhuang run` on each host by jsrun.",
     )
     add("--mpi-args", metavar="WORDS", help="Means nothing here, and is said to.")
     add("--binding-args", metavar="WORDS", help="Means nothing here, and is said to.")

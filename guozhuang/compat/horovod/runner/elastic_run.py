@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from guozhuang.compat.horovod.runner import static_run
 from guozhuang.compat.horovod.runner.settings import ElasticSettings
+from guozhuang.launch import nodes
 from guozhuang.world import horovod_variables
 
 _ELASTIC_TIMEOUT_S = 600.0
@@ -28,7 +29,7 @@ def settings_of(found: argparse.Namespace, more: Mapping[str, str] | None = None
     """The command line in the form that the driver takes.
 
     Raises:
-        UsageError: hosts or variables that cannot be read.
+        UsageError: hosts or variables that cannot be read; srun or mpirun started several of us, and no host was named.
     """
     told = horovod_variables.read()
     named = static_run.hosts_of(found)
@@ -36,7 +37,9 @@ def settings_of(found: argparse.Namespace, more: Mapping[str, str] | None = None
     if found.host_discovery_script is None:
         slots = found.slots or 1
         hosts = [(host.name, slots if host.slots is None else host.slots) for host in named]
-        hosts = hosts or [("localhost", found.max_num_proc or found.num_proc)]
+        if not hosts:
+            nodes.refuse_others("horovodrun")
+            hosts = [("localhost", found.max_num_proc or found.num_proc)]
     return ElasticSettings(
         command=tuple(found.command),
         num_proc=found.num_proc,

@@ -94,7 +94,7 @@ SETTINGS = (
     ),
     Setting(
         "hierarchical_allreduce", bool, "HIERARCHICAL_ALLREDUCE", ("params", "hierarchical_allreduce"),
-        "Means nothing here: the group does so by itself where it helps.", off="--no-hierarchical-allreduce",
+        "Means nothing here: between nodes the group does so by itself.", off="--no-hierarchical-allreduce",
     ),
     Setting(
         "hierarchical_allgather", bool, "HIERARCHICAL_ALLGATHER", ("params", "hierarchical_allgather"),
@@ -145,7 +145,8 @@ SETTINGS = (
     ),
     Setting(
         "stall_check_shutdown_time_seconds", int, "STALL_SHUTDOWN_TIME_SECONDS",
-        ("stall_check", "shutdown_time_seconds"), "Seconds until waiting for them fails (default: 0, never).",
+        ("stall_check", "shutdown_time_seconds"),
+        "Seconds until waiting for them fails (default: 0, at the time-out of the group).",
     ),
     Setting(
         "mpi_threads_disable", bool, "MPI_THREADS_DISABLE", ("library_options", "mpi_threads_disable"),
