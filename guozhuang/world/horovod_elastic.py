@@ -13,22 +13,20 @@ from dataclasses import dataclass
 
 from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.world import cores, interfaces
+from guozhuang.world.horovod_variables import OF_A_PROCESS
 from guozhuang.world.variables import number
 
 VARIABLE = "GUOZHUANG_HOROVOD_ELASTIC"
 DEFAULT_TIMEOUT_S = 600
+# In the variable, before the number of the process that is the worker.
+_CLAIMED_BY = " by "
 # What an outer run may have left in the driver's environment, and what each round writes anew.
-_STALE = (
-    "LOCAL_",
-    "GROUP_",
-    "ROLE_",
-    "MASTER_",
-    "TORCHELASTIC_",
-    "GUOZHUANG_LOCAL_RANK",
-    "GUOZHUANG_SECRET",
-    "HOROVOD_RANK",
-)
-_STALE_NAMES = ("RANK", "WORLD_SIZE", VARIABLE)
+_STALE = frozenset({
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME",
+    "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GUOZHUANG_LOCAL_RANK", "GUOZHUANG_SECRET", "GUOZHUANG_PLACES",
+    VARIABLE, *OF_A_PROCESS,
+})  # fmt: skip
+_STALE_BEGINNING = "TORCHELASTIC_"
 _log = logging.getLogger("guozhuang")
 
 
@@ -71,7 +69,9 @@ class Place:
 
 
 def driver(environ: Mapping[str, str] | None = None) -> Driver | None:
-    """The driver that started this process; None if none did.
+    """The driver that started this process; None if none did. This alone tells whether a run is elastic.
+
+    None too in what a worker has forked or started: the driver knows one process by each number. See ``claim``.
 
     Args:
         environ: the environment to look into; None: the one of this process.
@@ -83,22 +83,35 @@ def driver(environ: Mapping[str, str] | None = None) -> Driver | None:
     text = environ.get(VARIABLE, "").strip()
     if not text:
         return None
+    text, _, pid = text.partition(_CLAIMED_BY)
     worker, _, address = text.partition("@")
     host, _, port = address.rpartition(":")
-    if not (worker.isdecimal() and host and port.isdecimal()):
+    if not (worker.isdecimal() and host and port.isdecimal() and (pid.isdecimal() or not pid)):
         what = (
             f"environment variable {VARIABLE} must hold the number of a worker and where its driver is, as 0@HOST:PORT"
         )
         raise UsageError(explain(what, value=text, fix="let horovodrun set it, or unset it"))
+    if pid and int(pid) != os.getpid():
+        return None
     fix = "give a number of seconds, or leave it out"
     timeout_s = number(environ, "HOROVOD_ELASTIC_TIMEOUT", at_least=1, fix=fix)
     return Driver(host, int(port), int(worker), DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s)
 
 
+def claim() -> None:
+    """This process is the worker: those that it forks or starts from now on, which inherit the variable, are none."""
+    text = os.environ[VARIABLE].strip()
+    assert driver() is not None
+    if _CLAIMED_BY not in text:
+        os.environ[VARIABLE] = f"{text}{_CLAIMED_BY}{os.getpid()}"
+
+
 def environment_of_workers(more: Mapping[str, str]) -> dict[str, str]:
     """What workers on this machine get: this process's environment and ``more``, without what an outer run has left."""
     own = {
-        name: value for name, value in os.environ.items() if name not in _STALE_NAMES and not name.startswith(_STALE)
+        name: value
+        for name, value in os.environ.items()
+        if name not in _STALE and not name.startswith(_STALE_BEGINNING)
     }
     return own | dict(more)
 
@@ -117,6 +130,8 @@ def variables(told: Driver, host: str, num_local: int, environ: Mapping[str, str
         "HOROVOD_ELASTIC": "1",
         "HOROVOD_ELASTIC_TIMEOUT": str(max(1, round(told.timeout_s))),
         "HOROVOD_HOSTNAME": host,
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
         "PYTHONUNBUFFERED": "1",
     }
     if "OMP_NUM_THREADS" not in environ:

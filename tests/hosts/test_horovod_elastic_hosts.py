@@ -29,7 +29,7 @@ LIGHT = """
 import os, sys, time
 from guozhuang.compat.horovod.runner.elastic import worker
 while True:
-    found = worker.join_round()
+    found = worker.membership().join()
     told = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "HOROVOD_HOSTNAME", "MASTER_ADDR", "MINE")]
     with open(f"pid{told[0]}", "w") as file:
         file.write(str(os.getpid()))

@@ -12,7 +12,6 @@ from guozhuang.compat.horovod.common import elastic
 from guozhuang.compat.horovod.common.elastic import ObjectState, State, run_fn
 from guozhuang.compat.horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from guozhuang.compat.horovod.runner.elastic import worker
-from guozhuang.errors import WorldError
 from guozhuang.world import horovod_elastic
 
 
@@ -50,9 +49,7 @@ def membership(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield found
 
 
-def runs(
-    state: Recorded, membership: Any, events: list[Any], resets: list[Exception | None] | None = None
-) -> list[Any]:
+def runs(state: Recorded, membership: Any, events: list[Any], reset_error: Exception | None = None) -> list[Any]:
     """The calls, with what the function did, and what was told to the driver at each reset."""
     told = []
 
@@ -66,9 +63,8 @@ def runs(
     def reset() -> None:
         state.calls.append("reset")
         told.append(membership.may_skip_sync)
-        error = resets.pop(0) if resets else None
-        if error is not None:
-            raise error
+        if reset_error is not None:
+            raise reset_error
 
     assert run_fn(func, reset)(state) == "done"
     return [*state.calls, *told]
@@ -87,12 +83,6 @@ def test_updates_keep_the_state_and_the_driver_decides_about_the_sync(membership
     assert found == ["sync", "func", "reset", "state.reset", "func", True]
 
 
-def test_a_world_that_was_not_entered_is_tried_anew(membership: Any) -> None:
-    resets: list[Exception | None] = [WorldError("rank 1 ended"), HorovodInternalError("lost"), None]
-    found = runs(Recorded(), membership, [HostsUpdatedInterrupt(skip_sync=True), "done"], resets)
-    assert found == ["sync", "func", *["reset"] * 3, "state.reset", "sync", "func", True, False, False]
-
-
 def test_failures_in_the_sync_and_in_callbacks_are_failures_like_others(membership: Any) -> None:
     state = Recorded({"sync": HorovodInternalError("lost")})
     found = runs(state, membership, ["done"])
@@ -109,7 +99,7 @@ def test_failures_in_the_sync_and_in_callbacks_are_failures_like_others(membersh
 )
 def test_what_nothing_can_be_done_about_leaves(membership: Any, error: Exception) -> None:
     with pytest.raises(type(error)):
-        runs(Recorded(), membership, [HorovodInternalError("lost")], [error])
+        runs(Recorded(), membership, [HorovodInternalError("lost")], error)
 
 
 def test_other_exceptions_of_the_function_leave(membership: Any) -> None:
@@ -158,15 +148,3 @@ def test_attributes_are_saved_as_copies() -> None:
     state.restore()
     assert (state.epoch, state.notes, state.other) == (3, ["of rank 0"], "not part of it")
     assert elastic.ObjectState(brought, lambda: 0)._saved_state == {}
-
-
-def test_the_variables_of_a_worker() -> None:
-    told = horovod_elastic.Driver("127.0.0.1", 4123, 7, 600)
-    variables = horovod_elastic.variables(told, "a", 2, {})
-    assert horovod_elastic.driver(variables) == told and variables["HOROVOD_HOSTNAME"] == "a"
-    assert "OMP_NUM_THREADS" in variables
-    assert "OMP_NUM_THREADS" not in horovod_elastic.variables(told, "a", 2, {"OMP_NUM_THREADS": "3"})
-    assert horovod_elastic.driver({}) is None
-    for wrong in ("7", "x@h:1", "7@h", "7@:3"):
-        with pytest.raises(ValueError, match="GUOZHUANG_HOROVOD_ELASTIC"):
-            horovod_elastic.driver({horovod_elastic.VARIABLE: wrong})

@@ -26,10 +26,12 @@ import queue
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from guozhuang.errors import WorldError
 from guozhuang.world import horovod_elastic
 
 from .exceptions import HorovodInternalError, HostsUpdatedInterrupt
+
+if TYPE_CHECKING:
+    from guozhuang.compat.horovod.runner.elastic.worker import Membership
 
 _ONLY_REMOVED = 1  # HostUpdateResult.removed
 _log = logging.getLogger("guozhuang")
@@ -211,41 +213,32 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[...,
 
 
 def _come_back(reset: Callable[[], None], may_skip_sync: bool) -> bool:
-    """Enter the next world; whether everybody in it may skip the sync. See [Note: who may skip a sync]."""
-    from guozhuang.compat.horovod.runner.elastic import worker
+    """Enter the next world; whether everybody in it may skip the sync. See [Note: who may skip a sync].
 
-    membership = worker.membership()
-    assert membership is not None, "there is a driver"
-    while True:
-        membership.may_skip_sync = may_skip_sync
-        try:
-            reset()
-        except worker.SilentDriverError:
-            raise
-        except (HorovodInternalError, WorldError) as error:
-            # Somebody was lost before the world was whole. The driver, who counts resets, says what becomes of it.
-            _log.warning("the world of this round was not entered: %s", error)
-            may_skip_sync = False
-            continue
-        return membership.current is not None and membership.current.may_skip_sync
+    One that breaks before it is whole is left for the next by ``init``, which then tells the driver that a sync is needed.
+    """
+    membership = _membership()
+    membership.may_skip_sync = may_skip_sync
+    reset()
+    return membership.current is not None and membership.current.may_skip_sync
 
 
 def _has_state() -> None:
     """This process has what has been trained; without a driver nobody wants to know."""
-    if horovod_elastic.driver() is None:
-        return
-    from guozhuang.compat.horovod.runner.elastic import worker
-
-    membership = worker.membership()
-    assert membership is not None, "there is a driver"
-    membership.has_state = True
+    if horovod_elastic.driver() is not None:
+        _membership().has_state = True
 
 
 def _heard(rank: int) -> list[tuple[float, int]]:
     """What rank 0 has heard from the driver since it was asked last; the others need not ask."""
     if rank != 0 or horovod_elastic.driver() is None:
         return []
+    return [(each.timestamp, int(each.result)) for each in _membership().updates()]
+
+
+def _membership() -> Membership:
     from guozhuang.compat.horovod.runner.elastic import worker
 
-    membership = worker.membership()
-    return [] if membership is None else [(each.timestamp, int(each.result)) for each in membership.updates()]
+    found = worker.membership()
+    assert found is not None, "there is a driver"
+    return found

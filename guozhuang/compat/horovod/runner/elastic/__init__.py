@@ -2,7 +2,8 @@
 
 Read in this order: ``discovery`` (which hosts there are), ``blacklist``, ``assignment`` (which rank each slot gets), ``job``
 (when a round begins, who is started and ended), ``board`` (what the driver and the workers tell each other), ``crew`` and
-``remote_crew`` (processes), ``driver`` (puts it together), ``worker`` (the other side).
+``remote_crew`` (processes), ``printing`` and ``writing`` (what they print), ``driver`` (puts it together), ``worker`` and
+``lost_peers`` (the other side).
 
 [Note: rounds] A round is a set of workers, each with its rank. The driver announces the next one only when all who shall be in
 it, and live, have come to wait for it: nobody connects to a process that is not there. Who was lost in the meantime is simply

@@ -96,8 +96,10 @@ class DriverBoard:
     ) -> None:
         """Begin a round."""
         told = Round(number, may_skip_sync, places, towards, self._updated)
-        for name in (f"round/{number - _KEPT_ROUNDS}", f"lost/{number - _KEPT_ROUNDS}"):
+        old = number - _KEPT_ROUNDS
+        for name in (f"round/{old}", f"lost/{old}"):
             self._store.delete_key(name)
+        self._whole.delete_key(verdict_key(old))
         self._store.set(f"round/{number}", json.dumps(asdict(told)))
         self._store.set("newest", str(number))
 
@@ -105,6 +107,10 @@ class DriverBoard:
         """A worker of a round is gone: nobody is to wait for it any more, in a collective or for it to come into the round."""
         self._store.set(f"lost/{number}", why)
         self._whole.set(verdict_key(number), why)
+
+    def forget(self, worker: int) -> None:
+        """A worker has ended; nobody reads any more what it wrote."""
+        self._store.delete_key(f"waiting/{worker}")
 
     def update(self, result: HostUpdateResult, timestamp: float) -> None:
         """Tell the running workers that hosts came or went."""

@@ -17,9 +17,13 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import IO
 
+from guozhuang.compat.horovod.runner.elastic.writing import Room
 from guozhuang.launch import rank
 
+_WHO = "horovodrun"
+_CANNOT_BE_STARTED = 126  # as a shell says it
 # Between SIGTERM and SIGKILL.
 GRACE_S = 5.0
 # For a pipe that a process of the worker's still holds after its end.
@@ -85,10 +89,11 @@ class Crew:
 
     Args:
         events: where all that happens goes.
+        room: for what they print; whoever takes it from ``events`` gives it back.
     """
 
-    def __init__(self, events: queue.Queue[Event]) -> None:
-        self._events = events
+    def __init__(self, events: queue.Queue[Event], room: Room) -> None:
+        self._events, self._room = events, room
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._threads: list[threading.Thread] = []
         self._kill_at: dict[int, float] = {}
@@ -102,23 +107,28 @@ class Crew:
             environ: all of its environment.
         """
         stub = [sys.executable, "-I", "-S", str(rank.__file__), str(os.getpid()), ""]
-        process = subprocess.Popen(
-            [*stub, *command], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env=dict(environ), start_new_session=True,
-        )  # fmt: skip
+        try:
+            process = subprocess.Popen(
+                [*stub, *command], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                env=dict(environ), start_new_session=True,
+            )  # fmt: skip
+        except (
+            OSError,
+            ValueError,
+        ) as error:  # no memory, no processes, arguments that are too long or hold a zero byte
+            said = f"{_WHO}: {command[0]} cannot be started: {error}\n".encode(errors="replace")
+            self._room.take(len(said))
+            self._events.put(Printed(worker, "stderr", said))
+            self._events.put(Ended(worker, _CANNOT_BE_STARTED))
+            return
         self._processes[worker] = process
         self._events.put(Started(worker, process.pid))
         assert process.stdout is not None and process.stderr is not None
         readers = [
-            self._thread(self._read, worker, name, stream.fileno())
+            self._thread(self._read, worker, name, stream)
             for name, stream in (("stdout", process.stdout), ("stderr", process.stderr))
         ]
         self._threads.append(self._thread(self._wait, worker, process, readers))
-
-    @property
-    def pids(self) -> list[int]:
-        """The processes that were started and have not been seen to end."""
-        return [process.pid for process in self._processes.values() if process.returncode is None]
 
     def end(self, worker: int, grace_s: float = GRACE_S) -> None:
         """Ask a worker to end, and kill it after the grace; 0: at once."""
@@ -130,15 +140,19 @@ class Crew:
         self._kill_at[worker] = time.monotonic() + grace_s
 
     def look(self) -> None:
-        """Kill whose grace is over; to be called now and then."""
+        """Kill whose grace is over, and forget who has ended; to be called now and then."""
         for worker, at in list(self._kill_at.items()):
             if time.monotonic() >= at:
                 del self._kill_at[worker]
-                with contextlib.suppress(ProcessLookupError):
-                    self._processes[worker].kill()
+                if worker in self._processes:
+                    with contextlib.suppress(ProcessLookupError):
+                        self._processes[worker].kill()
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        self._processes = {number: each for number, each in self._processes.items() if each.returncode is None}
 
     def close(self) -> None:
-        """Kill what is left, and wait for the threads."""
+        """Kill what is left, and wait for the threads. Nobody need take what they still print."""
+        self._room.close()
         for process in self._processes.values():
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
@@ -152,10 +166,12 @@ class Crew:
         thread.start()
         return thread
 
-    def _read(self, worker: int, stream: str, descriptor: int) -> None:
-        with contextlib.suppress(OSError):  # closed after the drain
-            while data := os.read(descriptor, _CHUNK_BYTES):
-                self._events.put(Printed(worker, stream, data))
+    def _read(self, worker: int, name: str, pipe: IO[bytes]) -> None:
+        with pipe:
+            while data := os.read(pipe.fileno(), _CHUNK_BYTES):
+                self._room.take(len(data))
+                self._events.put(Printed(worker, name, data))
+                self._room.wait()
 
     def _wait(self, worker: int, process: subprocess.Popen[bytes], readers: Sequence[threading.Thread]) -> None:
         # Not reaped yet, so that its number, which is its session's too, is nobody else's: what it left behind goes with it.
@@ -168,6 +184,3 @@ class Crew:
         for reader in readers:
             reader.join(max(deadline - time.monotonic(), 0.0))
         self._events.put(Ended(worker, code))
-        for reader, stream in zip(readers, (process.stdout, process.stderr), strict=True):
-            if stream is not None and not reader.is_alive():
-                stream.close()

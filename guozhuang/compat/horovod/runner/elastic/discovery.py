@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from guozhuang.launch.hosts import parse_hosts
 
@@ -19,6 +20,16 @@ _JOIN_S = 5.0
 
 class DiscoveryError(RuntimeError):
     """The script failed; the text says how."""
+
+
+class Hosts(Protocol):
+    """Where hosts are found."""
+
+    def find(self) -> dict[str, int]:
+        """The slots of each host, in their order."""
+
+    def close(self) -> None:
+        """From another thread: a ``find`` that is under way ends soon."""
 
 
 class FixedHosts:
@@ -35,6 +46,9 @@ class FixedHosts:
         """The slots of each host, in their order."""
         return dict(self._hosts)
 
+    def close(self) -> None:
+        """Nothing is under way."""
+
 
 class HostDiscoveryScript:
     """A command that prints a host a line, ``name:slots`` or ``name``.
@@ -46,28 +60,50 @@ class HostDiscoveryScript:
 
     def __init__(self, script: str, default_slots: int) -> None:
         self._script, self._default_slots = script, default_slots
+        self._lock = threading.Lock()  # for the two that follow
+        self._process: subprocess.Popen[str] | None = None
+        self._is_over = False
 
     def find(self) -> dict[str, int]:
-        """The slots of each host, in the order of the script.
+        """The slots of each host, in the order of the script. One call at a time.
 
         Raises:
-            DiscoveryError: it ended with something else than 0, hung, or printed what is no host.
+            DiscoveryError: it ended with something else than 0, hung, was ended by ``close``, or printed what is no host.
         """
-        process = subprocess.Popen(
-            self._script, shell=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True, errors="replace", start_new_session=True,
-        )  # fmt: skip
+        with self._lock:
+            if self._is_over:
+                raise DiscoveryError(f"the discovery script is not run any more: {self._script}")
+            process = self._process = subprocess.Popen(
+                self._script, shell=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                text=True, errors="replace", start_new_session=True,
+            )  # fmt: skip
         try:
             out, err = process.communicate(timeout=_SCRIPT_S)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+        except BaseException as error:  # an interrupt too
+            self._kill()
             process.wait()
-            raise DiscoveryError(f"the discovery script did not end within {_SCRIPT_S:g} s: {self._script}") from None
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            what = f"the discovery script did not end within {_SCRIPT_S:g} s: {self._script}"
+            raise DiscoveryError(what) from None
+        finally:
+            with self._lock:
+                self._process = None
         if process.returncode != 0:
             said = f", saying: {err.strip()[-500:]}" if err.strip() else ""
             raise DiscoveryError(f"the discovery script {self._script} ended with exit code {process.returncode}{said}")
         return parse(out, self._default_slots)
+
+    def close(self) -> None:
+        """End the script if it runs, with all that it has started. It is not run any more."""
+        with self._lock:
+            self._is_over = True
+        self._kill()
+
+    def _kill(self) -> None:
+        with self._lock, contextlib.suppress(ProcessLookupError, PermissionError):
+            if self._process is not None:
+                os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def parse(text: str, default_slots: int) -> dict[str, int]:
@@ -104,14 +140,14 @@ class Watch:
     """Asks again and again, in a thread of its own. ``close`` ends it.
 
     Args:
-        find: as ``HostDiscoveryScript.find``.
+        source: of the hosts; ``close`` closes it.
         say: called, in that thread, when asking begins to fail, and when it works again.
     """
 
-    def __init__(self, find: Callable[[], Mapping[str, int]], say: Callable[[str], None]) -> None:
-        self._find, self._say = find, say
+    def __init__(self, source: Hosts, say: Callable[[str], None]) -> None:
+        self._source, self._say = source, say
         self._over = threading.Event()
-        self._newest = dict(find())
+        self._newest = source.find()
         self._thread = threading.Thread(target=self._run, name="horovod discovery", daemon=True)
         self._thread.start()
 
@@ -120,16 +156,19 @@ class Watch:
         return self._newest
 
     def close(self) -> None:
-        """End the thread; a script that still runs is not waited for any longer than a moment."""
+        """End the thread, and a script that still runs."""
         self._over.set()
+        self._source.close()
         self._thread.join(_JOIN_S)
 
     def _run(self) -> None:
         failed = ""
         while not self._over.wait(_ASK_EVERY_S):
             try:
-                self._newest = dict(self._find())
+                self._newest = self._source.find()
             except (DiscoveryError, OSError) as error:
+                if self._over.is_set():
+                    return
                 if str(error) != failed:
                     self._say(f"{error}. The hosts that were found before stay")
                 failed = str(error)

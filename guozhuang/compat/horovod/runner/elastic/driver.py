@@ -9,9 +9,10 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from guozhuang.compat.horovod.runner import static_run
 from guozhuang.compat.horovod.runner.elastic import assignment
 from guozhuang.compat.horovod.runner.elastic.blacklist import Blacklist
 from guozhuang.compat.horovod.runner.elastic.board import DriverBoard, HostUpdateResult
@@ -36,19 +37,23 @@ from guozhuang.compat.horovod.runner.elastic.doors import Doors
 from guozhuang.compat.horovod.runner.elastic.job import Job, Limits, Orders, Worker
 from guozhuang.compat.horovod.runner.elastic.printing import Printing
 from guozhuang.compat.horovod.runner.elastic.remote_crew import RemoteCrew, Told
+from guozhuang.compat.horovod.runner.elastic.writing import Room
 from guozhuang.compat.horovod.runner.settings import ElasticSettings
 from guozhuang.errors import UsageError, explain
 from guozhuang.launch import guard, python_path, ssh
-from guozhuang.launch.failures import how
+from guozhuang.launch.failures import exit_code, how
+from guozhuang.launch.order import FirstFailure
 from guozhuang.world import horovod_elastic, interfaces
 from guozhuang.world.rendezvous import host_identity
 from guozhuang.world.stores import serve
 
 _WHO = "horovodrun"
 _TURN_S, _BEAT_S = 0.05, 1.0
+_LOOPBACK = "127.0.0.1"
 _STORE_S = 300.0  # limit of the store's operations
 # For ended workers to be seen to have ended, after their grace.
 _LAST_S = 5.0
+_LAST_WORDS_S = 1.0  # for them to be read, after a signal
 _LAST_LINES = 12
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -77,7 +82,7 @@ def run_elastic(settings: ElasticSettings) -> int:
         source = HostDiscoveryScript(settings.host_discovery_script, slots)
     messages: queue.SimpleQueue[str] = queue.SimpleQueue()
     try:
-        watch = Watch(source.find, messages.put)
+        watch = Watch(source, messages.put)
     except DiscoveryError as error:
         raise UsageError(
             explain(str(error), fix="let it print a line for each host, host:slots, and end with 0")
@@ -112,21 +117,24 @@ class _Driver:
             reset_limit=settings.reset_limit,
         )
         self._job = Job(limits, Blacklist(settings.cooldown_range))
-        self._events: queue.Queue[Event] = queue.Queue()
+        self._environment = horovod_elastic.environment_of_workers(settings.env)
+        if settings.network_interfaces:  # the same name on every host, as in a run that is not elastic
+            chosen = interfaces.named(settings.network_interfaces[0])
+            self._environment |= interfaces.variables(chosen, self._environment, override=True)
         most = max(settings.max_np or 0, settings.num_proc, sum(slots for _, slots in settings.hosts or ()))
-        self._printing = Printing(self._name, settings.prefix_timestamp, settings.output_filename, most)
-        listener = socket.create_server(("127.0.0.1", 0))
+        self._events: queue.Queue[Event] = queue.Queue()
+        self._room = Room()
+        self._printing = Printing(
+            self._name, settings.prefix_timestamp, settings.output_filename, most, self._room.give
+        )
+        listener = socket.create_server((_LOOPBACK, 0))
         self._port = int(listener.getsockname()[1])
         self._board = DriverBoard(serve(listener, _STORE_S))
         self._ssh = ssh.Options(settings.ssh_port, settings.ssh_identity_file)
         self._doors = Doors(self._port, settings.network_interfaces)
         self._run_name = secrets.token_hex(8)
-        self._environment = horovod_elastic.environment_of_workers(settings.env)
-        if settings.network_interfaces:  # the same name on every host, as in a run that is not elastic
-            chosen = interfaces.named(settings.network_interfaces[0])
-            self._environment |= interfaces.variables(chosen, self._environment, override=True)
         self._guard = guard.Guard(self._run_name, "")
-        self._crew = Crew(self._events)
+        self._crew = Crew(self._events, self._room)
         self._remote: dict[str, RemoteCrew] = {}
         self._addresses: dict[str, str] = {}  # of this host, as others have reached it
         self._is_local: dict[str, bool] = {}
@@ -135,21 +143,24 @@ class _Driver:
 
     def run(self, watch: Watch) -> int:
         """Do all of it."""
-        try:
-            with self._caught_signals():
-                while True:
-                    self._hear(_TURN_S)
-                    if self._signals:
-                        name = signal.Signals(self._signals[0]).name
-                        self._say(f"got {name}; ending all workers")
-                        return 128 + self._signals[0]
-                    self._job.found(watch.newest())
-                    orders = self._job.turn(time.monotonic())
-                    self._carry_out(orders)
-                    if orders.over is not None:
-                        return self._conclude(orders.over)
-        finally:
-            self._end_all()
+        # Signals are only noted until the last of it: a second Ctrl-C must not leave workers behind.
+        with _noted(self._signals), contextlib.ExitStack() as ending:
+            # Nothing of the run is left afterwards, whichever of these fails; the last one is called first.
+            for do in (
+                self._printing.close, self._show_the_rest, self._doors.close, self._guard.close,
+                lambda: guard.end_all(self._run_name, {}, 0.0), self._close_crews, self._end_workers,
+            ):  # fmt: skip
+                ending.callback(do)
+            while True:
+                self._hear(_TURN_S)
+                if self._signals:
+                    self._say(f"got {signal.Signals(self._signals[0]).name}; ending all workers")
+                    return 128 + self._signals[0]
+                self._job.found(watch.newest())
+                orders = self._job.turn(time.monotonic())
+                self._carry_out(orders)
+                if orders.over is not None:
+                    return self._conclude(orders.over)
 
     def _hear(self, wait_s: float) -> None:
         """Take in what has happened, and wait for it a moment."""
@@ -171,6 +182,7 @@ class _Driver:
     def _understand(self, event: Event) -> None:
         if isinstance(event, Printed):
             self._printing.take(event.worker, event.stream, event.data)
+            self._job.heard(event.worker, time.monotonic())
         elif isinstance(event, Started):
             worker = self._job.workers[event.worker]
             worker.pid = event.pid
@@ -185,6 +197,9 @@ class _Driver:
                 if event.code != 0 and worker.round and worker.round == self._job.round:
                     self._board.give_up(worker.round, explain(f"{worker.title} ended with {how(event.code)}"))
                 self._job.ended(event.worker, event.code, time.monotonic())
+                self._board.forget(event.worker)
+                if worker is not self._job.first_failure:
+                    self._printing.forget(event.worker)
         elif isinstance(event, Reached):
             self._addresses[event.host] = event.address
         elif isinstance(event, Lost):
@@ -212,16 +227,13 @@ class _Driver:
     def _announce(self, workers: list[Worker], may_skip_sync: bool) -> None:
         places = assignment.places([worker.slot for worker in workers])
         found = {worker.number: place for worker, place in zip(workers, places, strict=True)}
-        # Loopback: a host that is this machine all the same.
-        outside = [
-            address
-            for worker in workers
-            if (address := self._addresses.get(worker.slot.host, "")) not in ("", "127.0.0.1")
-        ]
-        towards = {w.number: self._addresses.get(w.slot.host, outside[0]) for w in workers} if outside else {}
+        towards = _towards([worker.slot.host for worker in workers], self._addresses)
         for worker, place in zip(workers, places, strict=True):
             self._printing.is_rank(worker.number, place.rank)
-        self._board.announce(self._job.round, may_skip_sync, found, towards)
+        self._board.announce(
+            self._job.round, may_skip_sync, found,
+            {worker.number: towards[worker.slot.host] for worker in workers if worker.slot.host in towards},
+        )  # fmt: skip
         if self._job.round > 1 or self._settings.verbose:
             hosts = list(dict.fromkeys(worker.slot.host for worker in workers))
             self._say(f"round {self._job.round} begins: {len(workers)} ranks on {', '.join(hosts)}")
@@ -234,13 +246,13 @@ class _Driver:
             environ = self._environment | {guard.VARIABLE: self._run_name}
             environ |= python_path.with_horovod(environ)
             timeout_s = self._settings.elastic_timeout_s
-            told = horovod_elastic.Driver("127.0.0.1", self._port, worker.number, timeout_s)
+            told = horovod_elastic.Driver(_LOOPBACK, self._port, worker.number, timeout_s)
             environ |= horovod_elastic.variables(told, host, num_local, environ)
             self._crew.start(worker.number, command, environ)
             return
         remote = self._remote.get(host)
         if remote is None or remote.is_lost:
-            remote = self._remote[host] = RemoteCrew(host, self._told(), self._events)
+            remote = self._remote[host] = RemoteCrew(host, self._told(), self._events, self._room)
         remote.start(worker.number, command, num_local)
 
     def _told(self) -> Told:
@@ -263,25 +275,27 @@ class _Driver:
             self._remote[worker.slot.host].end(worker.number, grace_s)
 
     def _here(self, host: str) -> bool:
-        """Whether a host is this machine. "localhost" is, whatever port ssh has there."""
+        """Whether a host is this machine. The port of ssh is that of the others."""
         if host not in self._is_local:
-            self._is_local[host] = host == "localhost" or ssh.is_this_machine(host, self._ssh)
+            self._is_local[host] = ssh.is_here(host)
         return self._is_local[host]
 
     def _conclude(self, code: int) -> int:
         failed = self._job.first_failure
         if code == 0 or failed is None:
             return code
-        ended = how(failed.code) if failed.code is not None and not failed.is_told else "no answer"
-        text = [f"the job has failed. The first process to exit with non-zero status: {failed.title}, {ended}"]
+        if failed.is_told:
+            text = [f"the job has failed: the first worker that failed is {failed.title}, which did not answer"]
+        else:
+            assert failed.code is not None
+            text = [static_run.text_of(FirstFailure(failed.title, exit_code(failed.code)))]
         lines = self._printing.last_lines(failed.number, _LAST_LINES)
         if lines:
             text += ["the last lines it printed:", *(f"  {line}" for line in lines)]
         self._say("\n".join(text))
         return code
 
-    def _end_all(self) -> None:
-        """Nothing of the run is left afterwards."""
+    def _end_workers(self) -> None:
         for grace_s in (GRACE_S, 0.0):
             running = [worker for worker in self._job.workers if worker.code is None]
             for worker in running:
@@ -292,13 +306,21 @@ class _Driver:
                 self._hear(_TURN_S)
                 if len(self._signals) > num_signals:
                     break  # told again: at once
-        self._crew.close()
-        for remote in self._remote.values():
-            remote.close()
-        guard.end_all(self._run_name, {}, 0.0)
-        self._guard.close()
-        self._doors.close()
-        self._printing.close()
+
+    def _close_crews(self) -> None:
+        with contextlib.ExitStack() as ending:
+            for remote in self._remote.values():
+                ending.callback(remote.close)
+            ending.callback(self._crew.close)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._understand(self._events.get_nowait())
+
+    def _show_the_rest(self) -> None:
+        """Whoever reads our output may take as long as they like; after a signal not."""
+        while not (self._printing.wait(_TURN_S) or self._signals):
+            pass
+        self._printing.wait(_LAST_WORDS_S)
 
     def _name(self, number: int) -> str:
         worker = self._job.workers[number]
@@ -307,20 +329,29 @@ class _Driver:
     def _say(self, text: str) -> None:
         self._printing.say(f"{_WHO}: {text}")
 
-    @contextlib.contextmanager
-    def _caught_signals(self) -> Iterator[None]:
-        """Note the signals that end a launcher; outside the main thread they cannot come."""
-        before: dict[int, Any] = {}
-        if threading.current_thread() is threading.main_thread():
-            for number in _ENDING:
-                if signal.getsignal(number) != signal.SIG_IGN:  # nohup
-                    before[number] = signal.signal(number, lambda number, _: self._signals.append(number))
-        try:
-            yield
-        finally:
-            _restore(before)
+
+@contextlib.contextmanager
+def _noted(signals: list[int]) -> Iterator[None]:
+    """Note the signals that end a launcher, and do nothing else; outside the main thread they cannot come."""
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in _ENDING:
+            # None: a handler that is not Python's, and could not be put back.
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):  # the first under nohup
+                before[number] = signal.signal(number, lambda number, _: signals.append(number))
+    try:
+        yield
+    finally:
+        for caught, handler in before.items():
+            signal.signal(caught, handler)
 
 
-def _restore(handlers: Mapping[int, Any]) -> None:
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+def _towards(hosts: Sequence[str], reached: Mapping[str, str]) -> dict[str, str]:
+    """For each host of a round an address of the driver's host as seen from there; nothing where all are this machine.
+
+    Args:
+        hosts: of the round.
+        reached: the addresses by which hosts came here; loopback: a host that is this machine all the same.
+    """
+    outside = {host: reached[host] for host in hosts if reached.get(host, _LOOPBACK) != _LOOPBACK}
+    return {host: outside.get(host, next(iter(outside.values()))) for host in hosts} if outside else {}

@@ -1,4 +1,7 @@
-"""What workers print: shown by lines, each with the rank that the worker has at that time, and kept in files if asked for."""
+"""What workers print: shown by lines, each with the rank that the worker has at that time, and kept in files if asked for.
+
+See [Note: a reader that takes nothing] in ``writing``.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 
+from guozhuang.compat.horovod.runner.elastic.writing import Writer
 from guozhuang.errors import UsageError, explain
 from guozhuang.launch.escapes import without_escapes
 from guozhuang.launch.screen import Lines, mark
@@ -25,15 +29,23 @@ class Printing:
         timestamps: put the time before each line that is shown.
         folder: for ``rank.<rank>/stdout`` and ``stderr``; None: no files are written.
         most_ranks: how many there may be: as many digits has <rank>.
+        shown: called, in another thread, with how many of the bytes given to ``take`` have been written.
 
     Raises:
         UsageError: the folder cannot be made.
     """
 
-    def __init__(self, who: Callable[[int], str], timestamps: bool, folder: str | None, most_ranks: int) -> None:
+    def __init__(
+        self,
+        who: Callable[[int], str],
+        timestamps: bool,
+        folder: str | None,
+        most_ranks: int,
+        shown: Callable[[int], object] = lambda num_bytes: None,
+    ) -> None:
         self._who, self._timestamps = who, timestamps
-        out = Target(1)
-        self._targets = {"stdout": out, "stderr": out if is_same(1, 2) else Target(2)}
+        out = Target(1, is_queued=True)
+        self._targets = {"stdout": out, "stderr": out if is_same(1, 2) else Target(2, is_queued=True)}
         self._lines: dict[tuple[int, str], Lines] = {}
         self._kept: dict[int, collections.deque[str]] = {}
         self._ranks: dict[int, int] = {}
@@ -47,6 +59,7 @@ class Printing:
             except OSError as error:
                 what = f"--output-filename names a folder that cannot be made: {error.strerror}"
                 raise UsageError(explain(what, value=folder, fix="give another path")) from error
+        self._writer = Writer(list(dict.fromkeys(self._targets.values())), shown)
 
     def is_rank(self, worker: int, rank: int) -> None:
         """From now on a worker is this rank."""
@@ -60,6 +73,7 @@ class Printing:
         """A worker wrote to "stdout" or "stderr"; cut anywhere."""
         self._write(worker, stream, data)
         self._show(worker, stream, self._lines.setdefault((worker, stream), Lines()).feed(data))
+        self._writer.drawn(len(data))
 
     def ended(self, worker: int) -> None:
         """All that a worker wrote has come."""
@@ -67,6 +81,11 @@ class Printing:
             lines = self._lines.pop((worker, stream), None)
             if lines is not None:
                 self._show(worker, stream, lines.rest())
+        self._writer.drawn()
+
+    def forget(self, worker: int) -> None:
+        """Nobody will ask for its ``last_lines``."""
+        self._kept.pop(worker, None)
 
     def last_lines(self, worker: int, number: int) -> list[str]:
         """What a worker printed last."""
@@ -75,9 +94,15 @@ class Printing:
     def say(self, text: str) -> None:
         """Something of the driver's own, in lines of their own."""
         self._targets["stderr"].screen.lines(b"", [line.encode(errors="replace") for line in text.splitlines()])
+        self._writer.drawn()
+
+    def wait(self, limit_s: float) -> bool:
+        """Wait until all that was given is shown; whether it is."""
+        return self._writer.wait(limit_s)
 
     def close(self) -> None:
-        """Write what still waits for a rank that never came, and close the files."""
+        """Write what still waits for a rank that never came, and close the files. Nothing more is shown."""
+        self._writer.close()
         for (worker, stream), data in self._waiting.items():
             self._put(f"worker.{worker}", stream, bytes(data))
         for file in self._files.values():

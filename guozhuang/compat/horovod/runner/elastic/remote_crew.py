@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from guozhuang.compat.horovod.runner.elastic.crew import Ended, Event, Lost, Printed, Reached, Said, Started
+from guozhuang.compat.horovod.runner.elastic.writing import Room
 from guozhuang.launch import hosts_failure, ssh
 from guozhuang.launch.hosts_run import LOST_AFTER_S
 from guozhuang.launch.remote_link import Link
@@ -58,14 +59,15 @@ class RemoteCrew:
         host: its name, for ssh.
         told: to it.
         events: where all that happens goes; see [Note: one queue] in ``crew``.
+        room: for what workers print, as in ``Crew``.
 
     Attributes:
         host: as above.
         is_lost: nothing can be started there by this object any more.
     """
 
-    def __init__(self, host: str, told: Told, events: queue.Queue[Event]) -> None:
-        self.host, self._told, self._events = host, told, events
+    def __init__(self, host: str, told: Told, events: queue.Queue[Event], room: Room) -> None:
+        self.host, self._told, self._events, self._room = host, told, events, room
         self._link = Link(host, 0, False)
         self._lock = threading.Lock()  # for the two that follow
         self._running: set[int] = set()
@@ -130,7 +132,9 @@ class RemoteCrew:
         while not link.is_closed:
             writing = link.writing()
             with contextlib.suppress(OSError, ValueError):
-                found = select.select(link.reading(), [] if writing is None else [writing], [], _LOOK_S)
+                # A host that is being reached has nothing to print, and a limit.
+                reading = [] if self._is_reached and self._room.is_full() else link.reading()
+                found = select.select(reading, [] if writing is None else [writing], [], _LOOK_S)
                 for descriptor in found[0]:
                     link.receive(descriptor)
                 if found[1]:
@@ -175,7 +179,9 @@ class RemoteCrew:
         elif "pid" in message:
             self._events.put(Started(int(message["worker"]), int(message["pid"])))
         elif "stream" in message:
-            self._events.put(Printed(int(message["worker"]), str(message["stream"]), base64.b64decode(message["data"])))
+            data = base64.b64decode(message["data"])
+            self._room.take(len(data))
+            self._events.put(Printed(int(message["worker"]), str(message["stream"]), data))
         else:
             self._running.discard(int(message["worker"]))
             self._events.put(Ended(int(message["worker"]), int(message["code"])))

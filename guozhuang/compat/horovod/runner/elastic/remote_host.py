@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from guozhuang.compat.horovod.runner.elastic.crew import Crew, Ended, Event, Printed, Started
+from guozhuang.compat.horovod.runner.elastic.writing import Room
 from guozhuang.errors import WorldError, explain
 from guozhuang.launch import python_path
 from guozhuang.world import horovod_elastic
@@ -30,6 +31,7 @@ from guozhuang.world.rendezvous import host_identity
 
 _KNOCK_S = 5.0
 _LOOK_S = 0.1
+_MOST_AT_ONCE = 1000  # a worker that never stops printing must not keep requests waiting
 
 
 def come_through(doors: Sequence[tuple[str, int]], secret: bytes) -> tuple[Passage, str]:
@@ -71,16 +73,23 @@ def main(arguments: Sequence[str]) -> int:
         _say({"failed": str(error)})
         return 1
     events: queue.Queue[Event] = queue.Queue()
-    crew = Crew(events)
+    room = Room()
+    crew = Crew(events, room)
+
+    def pass_on(event: Event) -> None:
+        _tell(event)
+        if isinstance(event, Printed):
+            room.give(len(event.data))
+
     with contextlib.closing(passage), contextlib.closing(crew):
         _say({"reached": address})
         is_over = False
         while not (is_over or told_to_end):
             crew.look()
             with contextlib.suppress(queue.Empty):
-                _tell(events.get(timeout=_LOOK_S))
-                while True:
-                    _tell(events.get_nowait())
+                pass_on(events.get(timeout=_LOOK_S))
+                for _ in range(_MOST_AT_ONCE):
+                    pass_on(events.get_nowait())
             with contextlib.suppress(queue.Empty):
                 while not is_over:
                     request = requests.get_nowait()

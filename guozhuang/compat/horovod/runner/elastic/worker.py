@@ -48,7 +48,7 @@ class SilentDriverError(WorldError):
 
 
 class Membership:
-    """This process as a worker of a driver.
+    """This process as a worker of a driver. ``membership()`` makes the one that there is.
 
     Args:
         told: what the environment says of the driver.
@@ -82,11 +82,11 @@ class Membership:
         self._lost_peers = LostPeers(self._board)
 
     def join(self) -> Round:
-        """Wait for the next round, and take the place in it.
+        """Wait until the driver begins the next round with this worker in it, and take the place there.
 
         Raises:
             RemovedError: there is no place in it, or none will come.
-            SilentDriverError: the driver is silent.
+            SilentDriverError: the driver is gone, or silent for longer than HOROVOD_ELASTIC_TIMEOUT.
         """
         self._lost_peers.begin(0)
         found = self._wait(self.may_skip_sync)
@@ -183,7 +183,7 @@ _here = _Holder()
 
 
 def membership() -> Membership | None:
-    """This process as a worker of an elastic driver; None where no driver started it, as in a process that a worker forked."""
+    """This process as a worker of an elastic driver; None where it is none, as in what a worker has forked or started."""
     told = horovod_elastic.driver()
     if told is None:
         return None
@@ -193,36 +193,21 @@ def membership() -> Membership | None:
     return _here.membership
 
 
-def join_round() -> Round | None:
-    """Learn from the driver which rank this process has from now on.
-
-    Waits until the driver begins the next round with this worker in it.
-
-    Returns:
-        The round; None where no elastic driver started this process, and nothing was done.
-
-    Raises:
-        RemovedError: the worker is in no round any more ("removed from elastic job").
-        SilentDriverError: the driver is gone, or silent for longer than HOROVOD_ELASTIC_TIMEOUT.
-    """
-    found = membership()
-    return None if found is None else found.join()
-
-
 def enter(make_world: Callable[[Membership], _T]) -> _T:
-    """Come into the next round with ``join_round``, and make its world; ``hvd.init()`` calls it, where there is a driver.
+    """Come into the next round with ``Membership.join``, and make its world; ``hvd.init()`` calls it, where there is a driver.
 
     See [Note: a round that breaks before it begins].
 
     Args:
-        make_world: meets the other ranks; called again, after the next ``join_round``, where one of them was lost meanwhile. It
-            leaves nothing behind when it raises.
+        make_world: meets the other ranks; called again, in the next round, where one of them was lost meanwhile. When it raises
+            it leaves nothing behind.
 
     Returns:
         What ``make_world`` returns.
 
     Raises:
-        RemovedError, SilentDriverError: as ``join_round``.
+        RemovedError: the worker is in no round any more ("removed from elastic job").
+        SilentDriverError: the driver is gone, or silent for longer than HOROVOD_ELASTIC_TIMEOUT.
         Exception: whatever else ``make_world`` raises that no lost rank has led to.
     """
     here = membership()
@@ -236,7 +221,6 @@ def enter(make_world: Callable[[Membership], _T]) -> _T:
             is_meant = isinstance(error, WorldError | HorovodInternalError | NegotiationError)
             if isinstance(error, MismatchError) or not (is_meant or here.has_lost(_WORD_S)):
                 raise
-            # The driver, who counts resets, says what becomes of it.
             _log.warning("the world of round %d was not entered: %s", here.current.number if here.current else 0, error)
         else:
             here.has_entered = True
