@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-import hashlib
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,165 +21,23 @@ from guozhuang.lab import compare
 from guozhuang.lab.files import from_json
 from tests.ranks import run_ranks
 
-ROWS, STEPS, TOLERANCE = 4, 6, 3e-6
-
-
-class Net(nn.Module):
-    """Two branches, of which each rank takes the one that it is told to, or both; the second convolution is channels_last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(2, 6, 3, padding=1)
-        self.left, self.right = nn.Linear(6, 5), nn.Linear(6, 5)
-        self.head = nn.Linear(5, 3)
-
-    def forward(self, x: Tensor, branch: int = 2) -> Tensor:
-        x = torch.tanh(self.stem(x)).mean((2, 3))
-        parts = [side(x) for i, side in enumerate((self.left, self.right)) if branch in (i, 2)]
-        return self.head(torch.tanh(torch.stack(parts).sum(0)))
-
-
-class Words(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(11, 4, sparse=True)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor, _: int) -> Tensor:
-        rows = (x.flatten(1)[:, :5].abs() * 5).long().clamp(max=10)
-        return self.head(self.table(rows).mean(1))
-
-
-def build(kind: type[nn.Module], num_ranks: int = 0) -> nn.Module:
-    torch.manual_seed(5 + num_ranks)
-    net = kind()
-    return net.to(memory_format=torch.channels_last) if kind is Net else net
-
-
-def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    x = torch.randn(ROWS, 2, 5, 5, generator=generator)
-    return x, torch.randint(0, 3, (ROWS,), generator=generator)
-
-
-def loss_of(net: nn.Module, step: int, rank: int, branch: int) -> Tensor:
-    x, target = batch(step, rank)
-    return F.cross_entropy(net(x, branch), target)
-
-
-def each_its_own(rank: int, step: int) -> int:
-    return (rank + step) % 2
-
-
-def both(rank: int, step: int) -> int:
-    return 2
-
-
-def late(net: nn.Module, step: int) -> None:
-    """Freeze a layer in the middle of training."""
-    if step == 3:
-        net.get_submodule("left").requires_grad_(False)
-
-
-@dataclass(frozen=True)
-class Case:
-    """Attributes: ``wrap`` makes the optimizer distributed. ``scale`` is what the joined loss is multiplied with."""
-
-    optimizer: Callable[..., torch.optim.Optimizer]
-    wrap: Callable[[Any, nn.Module], Any]
-    model: type[nn.Module] = Net
-    branch: Callable[[int, int], int] = both
-    passes: int = 1
-    scale: Callable[[int], float] = lambda num_ranks: 1.0
-    before: Callable[[nn.Module, int], None] = lambda net, step: None
-    clip: bool = False
-    tolerance: float = TOLERANCE
-    optimizer_options: dict[str, Any] = field(default_factory=dict)
-
-
-def wrapped(optimizer: Any, net: nn.Module, **options: Any) -> Any:
-    return hvd.DistributedOptimizer(optimizer, named_parameters=net.named_parameters(), **options)
-
-
-def by_layers(optimizer: Any, net: nn.Module) -> Any:
-    groups = [list(net.get_submodule(name).parameters()) for name in ("stem", "head")]
-    return wrapped(optimizer, net, groups=groups)
-
-
-sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
-adamw = partial(torch.optim.AdamW, lr=1e-2)
-plain_sgd = partial(torch.optim.SGD, lr=0.5)
-
-CASES: dict[str, Case] = {
-    "sgd": Case(sgd, wrapped),
-    "adamw": Case(adamw, wrapped, tolerance=1e-4),  # it divides gradients by themselves, and so their rounding
-    "unnamed": Case(sgd, lambda optimizer, net: hvd.DistributedOptimizer(optimizer)),
-    "sum": Case(sgd, partial(wrapped, op=hvd.Sum), scale=float),
-    "predivided": Case(sgd, partial(wrapped, gradient_predivide_factor=3.0)),
-    "accumulated": Case(sgd, partial(wrapped, backward_passes_per_step=2), passes=2),
-    "two groups": Case(sgd, partial(wrapped, groups=2)),
-    "groups by layer": Case(sgd, by_layers),
-    "half": Case(sgd, partial(wrapped, compression=hvd.Compression.fp16), tolerance=5e-3),
-    "branches": Case(sgd, wrapped, branch=each_its_own),
-    "branches in groups": Case(sgd, partial(wrapped, groups=2), branch=each_its_own),
-    "branches accumulated": Case(sgd, partial(wrapped, backward_passes_per_step=2), branch=each_its_own, passes=2),
-    "frozen": Case(sgd, wrapped, before=late),
-    "clipped": Case(sgd, wrapped, clip=True),
-    "sparse": Case(plain_sgd, wrapped, model=Words),
-    "sparse as dense": Case(plain_sgd, partial(wrapped, sparse_as_dense=True), model=Words),
-}
-
-
-def alone(case: Case, num_ranks: int) -> nn.Module:
-    """One process; each rank's part of the batch takes its own branch."""
-    net = build(case.model)
-    optimizer = case.optimizer(net.parameters())
-    for step in range(STEPS):
-        case.before(net, step)
-        optimizer.zero_grad()
-        for part in range(case.passes):
-            number = step * case.passes + part
-            losses = [loss_of(net, number, rank, case.branch(rank, number)) for rank in range(num_ranks)]
-            (torch.stack(losses).mean() * case.scale(num_ranks) / case.passes).backward()
-        if case.clip:
-            nn.utils.clip_grad_norm_(net.parameters(), 0.05)
-        optimizer.step()
-    return net
-
-
-def on_rank(case: Case, rank: int) -> nn.Module:
-    net = build(case.model, rank)  # other weights on each rank
-    optimizer = case.optimizer(net.parameters())
-    hvd.broadcast_parameters(net.state_dict(), root_rank=0)
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    optimizer = case.wrap(optimizer, net)
-    for step in range(STEPS):
-        case.before(net, step)
-        optimizer.zero_grad()
-        for part in range(case.passes):
-            number = step * case.passes + part
-            (loss_of(net, number, rank, case.branch(rank, number)) / case.passes).backward()
-        if case.clip:
-            optimizer.synchronize()
-            nn.utils.clip_grad_norm_(net.parameters(), 0.05)
-            with optimizer.skip_synchronize():
-                optimizer.step()
-        else:
-            optimizer.step()
-    return net
-
-
-def difference(ours: nn.Module, twin: nn.Module) -> float:
-    """The largest, relative to the largest weight of its tensor."""
-    pairs = zip(ours.parameters(), twin.parameters(), strict=True)
-    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
-
-
-def digest(net: nn.Module) -> str:
-    sha = hashlib.sha256()
-    for parameter in net.parameters():
-        sha.update(parameter.detach().contiguous().numpy().tobytes())
-    return sha.hexdigest()
+from .horovod_programs import run_programs
+from .horovod_training import (
+    CASES,
+    STEPS,
+    TOLERANCE,
+    Net,
+    alone,
+    batch,
+    both,
+    build,
+    difference,
+    digest,
+    loss_of,
+    on_rank,
+    sgd,
+    wrapped,
+)
 
 
 def all_cases(rank: int, num_ranks: int, backend: str) -> dict[str, tuple[float, str]]:
@@ -195,6 +50,10 @@ def all_cases(rank: int, num_ranks: int, backend: str) -> dict[str, tuple[float,
             net = on_rank(case, rank)
         error = difference(net, alone(case, num_ranks)) if place % num_ranks == rank else 0.0
         found[name] = (error, digest(net))
+    if num_ranks != 3:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "grad and param do not obey the gradient layout")  # permuted ones
+            run_programs(range(8 * num_ranks), rank)
     hvd.shutdown()
     gz.shutdown()
     return found
@@ -319,9 +178,45 @@ def adaptive_steps(rank: int, num_ranks: int) -> tuple[float, str]:
     return difference(net, twin), digest(net)
 
 
+def closures_that_decide(rank: int, num_ranks: int) -> tuple[float, str]:
+    """LBFGS calls the closure as often as the loss makes it; the ranks' own losses differ."""
+    hvd.init()
+    optimizer_of = partial(torch.optim.LBFGS, lr=0.5, max_iter=6, line_search_fn="strong_wolfe")
+    net, twin = (build(Net).to(torch.float64, memory_format=torch.contiguous_format) for _ in range(2))
+    optimizer, plain = wrapped(optimizer_of(net.parameters()), net), optimizer_of(twin.parameters())
+
+    def of(module: nn.Module, step: int, of_rank: int) -> Tensor:
+        x, target = batch(step, of_rank)
+        return F.cross_entropy(module(x.double()), target)
+
+    for step in range(3):
+
+        def ours(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            loss = of(net, step, rank)
+            loss.backward()
+            return loss
+
+        def joined(step: int = step) -> Tensor:
+            plain.zero_grad()
+            loss = torch.stack([of(twin, step, other) for other in range(num_ranks)]).mean()
+            loss.backward()
+            return loss
+
+        assert abs(optimizer.step(ours) - plain.step(joined)) < 1e-6
+    return difference(net, twin), digest(net)
+
+
 def all_situations(rank: int, num_ranks: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for situation in (in_other_orders, in_a_process_set, with_uneven_data, after_a_mismatch, adaptive_steps):
+    for situation in (
+        in_other_orders,
+        in_a_process_set,
+        with_uneven_data,
+        after_a_mismatch,
+        adaptive_steps,
+        closures_that_decide,
+    ):
         found[situation.__name__] = situation(rank, num_ranks)
         hvd.shutdown()
     return found
@@ -336,8 +231,10 @@ def test_in_every_situation() -> None:
         said, error = result["after_a_mismatch"]
         assert "Mismatched allreduce tensor shapes" in said and error < TOLERANCE
         assert result["adaptive_steps"][0] < 1e-5
+        assert result["closures_that_decide"][0] < TOLERANCE
     assert results[0]["in_a_process_set"][1] == results[1]["in_a_process_set"][1]
-    assert len({result["adaptive_steps"][1] for result in results}) == 1
+    for situation in ("adaptive_steps", "closures_that_decide"):
+        assert len({result[situation][1] for result in results}) == 1
 
 
 # ---- the strategy -----------------------------------------------------------------------------------------------------------

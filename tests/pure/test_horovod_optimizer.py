@@ -14,7 +14,7 @@ from torch import Tensor
 from guozhuang.compat.horovod.common.process_sets import ProcessSet
 from guozhuang.compat.horovod.torch.compression import Compression, Compressor
 from guozhuang.compat.horovod.torch.mpi_ops import Adasum, Average, Sum
-from guozhuang.negotiated import Reduction
+from guozhuang.negotiated import Kind, Reduction
 
 from .horovod_alone import (
     MAKERS,
@@ -77,6 +77,8 @@ def test_it_cannot_be_wrapped_twice_and_copies_are_plain(channel: MirrorChannel)
     [
         ({"backward_passes_per_step": 0}, ValueError, "backward_passes_per_step must be > 0"),
         ({"gradient_predivide_factor": 2.0, "op": Sum}, ValueError, "op != Average"),
+        ({"gradient_predivide_factor": 0.0}, ValueError, "must be > 0"),
+        ({"op": 6}, ValueError, "none of the reductions"),
         ({"groups": -1}, ValueError, "positive integer or a list"),
     ],
 )
@@ -87,10 +89,15 @@ def test_what_cannot_be_is_refused(
         distributed(net_of_three(), **options)
 
 
-def test_adasum_is_among_all_ranks_only(channel: MirrorChannel) -> None:
+def test_adasum_is_among_all_ranks_and_by_parameter(channel: MirrorChannel) -> None:
     some = ProcessSet([0])
     with pytest.raises(NotImplementedError, match="global one"):
         distributed(net_of_three(), op=Adasum, process_set=some)
+    net = net_of_three()
+    with pytest.raises(ValueError, match="LBFGS cannot step on one parameter"):
+        distributed(net, torch.optim.LBFGS(net.parameters()), op=Adasum)
+    with pytest.warns(UserWarning, match="groups are not used with op=Adasum"):
+        distributed(net_of_three(), op=Adasum, groups=2)
 
 
 def test_before_init_there_is_no_optimizer() -> None:
@@ -138,10 +145,17 @@ def test_sparse_gradients_take_no_flat_memory(channel: MirrorChannel, monkeypatc
     table = torch.nn.Embedding(5, 3, sparse=True)
     made = distributed(table, torch.optim.SGD(table.parameters(), lr=0.1))
     table(torch.tensor([1, 1, 4])).sum().backward()
-    made.step()
+    assert [(one.name, one.kind) for one in channel.last.values()] == [
+        ("allreduce.weight", Kind.BARRIER)
+    ] and not sparse
+    made.step()  # now all know
     made.zero_grad()
     made.synchronize()  # no gradient this time: no rows
-    assert [tensor._nnz() for tensor in sparse] == [3, 0] and not channel.names
+    made.zero_grad()
+    table.weight.square().sum().backward()  # a dense one
+    made.synchronize()
+    assert [tensor._nnz() for tensor in sparse] == [3, 0, 5] and len(channel.names) == 1
+    assert table.weight.grad is not None and table.weight.grad.is_sparse
 
 
 def test_what_has_no_gradient_is_sent_as_zeros_when_the_step_comes(channel: MirrorChannel) -> None:
@@ -170,7 +184,8 @@ def test_gradients_lie_in_one_flat_tensor_in_reverse_and_are_divided_in_the_copy
     local = torch.autograd.grad(loss_of(net), net.last.weight)[0]
     torch.testing.assert_close(wires[1].tensors[0], local / 2)
     made.step()
-    assert net.last.weight.grad.untyped_storage().data_ptr() == wires[0].tensors[0].untyped_storage().data_ptr()
+    assert net.last.weight.grad.data_ptr() == wires[1].tensors[0].data_ptr()
+    assert net.last.weight.grad.untyped_storage().nbytes() == 4 * 8  # torch.save(grad) writes no more than the gradient
 
 
 def test_one_submission_serves_all_steps(channel: MirrorChannel) -> None:
@@ -279,7 +294,7 @@ def test_chosen_groups_leave_others_alone(channel: MirrorChannel, monkeypatch: p
     made = distributed(net, groups=[[net.last.weight, net.first.weight]])
     loss_of(net).backward()
     made.step()
-    assert channel.names.count("grouped_allreduce.last.weight") == 1 and len(channel.names) == 5
+    assert channel.names.count("grouped_allreduce.first.weight") == 1 and len(channel.names) == 5
 
 
 def test_num_groups_is_the_older_word(channel: MirrorChannel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,6 +350,9 @@ class _Doubled(Compressor):
 
 def test_a_compressor_of_the_users_own_is_called(channel: MirrorChannel) -> None:
     ours, theirs = net_of_three(), net_of_three()
+    ours.first.weight.data = ours.first.weight.data.t().contiguous().t()
     made = distributed(ours, compression=_Doubled, gradient_predivide_factor=2.0)
     assert_equal(train(ours, made), train(theirs, sgd(theirs)))
     assert channel.last["allreduce.first.weight"].tensors[0].dtype == torch.float64
+    for parameter in ours.parameters():  # what fused optimizers take for granted
+        assert parameter.grad is not None and parameter.grad.stride() == parameter.stride()

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from guozhuang.compat.horovod.common.process_sets import ProcessSet
 from guozhuang.compat.horovod.common.state import Member, required
 from guozhuang.compat.horovod.torch.compression import Compression
 from guozhuang.compat.horovod.torch.mpi_ops import Adasum, Average, HorovodInternalError
-from guozhuang.negotiated import Reduction
+from guozhuang.negotiated import Reduction, Submission
 
 from .horovod_alone import (
     MAKERS,
@@ -26,6 +26,7 @@ from .horovod_alone import (
     loss_of,
     mirror_world,
     net_of_three,
+    sent,
     sgd,
     train,
 )
@@ -59,6 +60,9 @@ def test_a_scheduler_works_whether_it_was_made_before_or_after(channel: MirrorCh
     assert made.param_groups[0]["lr"] == pytest.approx(0.1 / 8)
     assert len(channel.names) == 3 * len(NAMES)
     assert_equal(list(net.parameters()), list(twin.parameters()))
+    made.load_state_dict(made.state_dict())
+    scheduler.step()
+    assert made.param_groups[0]["lr"] == pytest.approx(0.1 / 16)
 
 
 @pytest.mark.parametrize("op", [Average, Adasum])
@@ -119,8 +123,11 @@ def test_a_scaler_of_gradients_steps_after_synchronize(channel: MirrorChannel) -
 
 
 @pytest.mark.parametrize(("size", "elastic", "hooked"), [(1, False, False), (1, True, True), (3, False, True)])
-def test_one_rank_sends_nothing_unless_others_may_come(size: int, elastic: bool, hooked: bool) -> None:
-    with mirror_world(size, elastic=elastic) as channel:
+def test_one_rank_sends_nothing_unless_others_may_come(
+    monkeypatch: pytest.MonkeyPatch, size: int, elastic: bool, hooked: bool
+) -> None:
+    monkeypatch.setattr("guozhuang.world.horovod_elastic.driver", lambda: object() if elastic else None)
+    with mirror_world(size) as channel:
         ours, theirs = net_of_three(), net_of_three()
         made = distributed(ours, op=Adasum if size == 1 and not elastic else Average)
         assert_equal(train(ours, made), train(theirs, sgd(theirs)))
@@ -152,6 +159,42 @@ def test_after_a_failure_the_next_step_works(channel: MirrorChannel) -> None:
     made.zero_grad()
     loss_of(net).backward()
     made.step()
+
+
+def test_an_interrupt_waits_for_nothing(channel: MirrorChannel, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, twin = net_of_three(), net_of_three()
+    made = distributed(net)
+    loss_of(net).backward()
+    waits: list[str] = []
+
+    def interrupted(submission: Submission) -> list[Tensor]:
+        waits.append(submission.name)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(channel, "end", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            made.step()
+    assert len(waits) == 1 and len(channel.under_way) == len(NAMES)
+    made.step()  # who goes on nevertheless gets what was sent
+    assert_equal(list(net.parameters()), train(twin, sgd(twin), 1))
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook")
+def test_an_exception_in_backward_leaves_a_step_that_can_be_made(channel: MirrorChannel) -> None:
+    net = net_of_three()
+    made = distributed(net)
+    handle = net.first.register_full_backward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(net).backward()
+    handle.remove()
+    assert 0 < len(channel.names) < len(NAMES)
+    made.step()  # as all ranks do: what did not come is sent as zeros
+    assert sorted(sent(channel)) == sorted(NAMES)
+    made.zero_grad()
+    loss_of(net).backward()
+    made.step()
+    assert sorted(sent(channel)) == sorted(NAMES)
 
 
 def test_an_optimizer_that_is_gone_sends_nothing(channel: MirrorChannel) -> None:

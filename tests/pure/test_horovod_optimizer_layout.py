@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -75,7 +76,11 @@ def test_the_order_is_that_of_the_first_rank() -> None:
 
 def test_chosen_groups_leave_the_rest_alone_and_pass_over_what_is_not_exchanged() -> None:
     a, b, c, frozen = _parameters((1,), (1,), (1,), (1,))
-    assert grouped(list("abc"), [a, b, c], [[c, frozen, a], [frozen]], lambda told: told) == [[2, 0], [1]]
+    assert grouped(list("abc"), [a, b, c], [[c, frozen, a], [frozen]], lambda told: told) == [[0, 2], [1]]
+    assert grouped(list("abc"), [a, b, c], [[a, c]], lambda _: list("cba")) == [
+        [2, 0],
+        [1],
+    ]  # in the first rank's order
 
 
 @pytest.mark.parametrize("groups", [0, -1, 1.5, "two", (1,), True])
@@ -167,6 +172,22 @@ def test_a_place_has_the_format_of_the_parameter_and_the_wire_is_its_memory(inde
     assert not place.gradient._is_view()
 
 
+def test_who_has_another_memory_format_is_told_so() -> None:
+    """The wires of both are (4, 3, 3, 3), but for the dim that is added."""
+    weight = torch.randn(4, 3, 3, 3)
+    plain, last = (
+        _layout([weight.to(memory_format=each)], _Memory()).place(0).wire.shape
+        for each in (torch.contiguous_format, torch.channels_last)
+    )
+    assert plain != last
+    pointwise = torch.randn(4, 3, 1, 1)  # the same in both formats
+    places = [
+        _layout([pointwise.to(memory_format=each)], _Memory()).place(0)
+        for each in (torch.contiguous_format, torch.channels_last)
+    ]
+    assert places[0].wire.shape == places[1].wire.shape == (4, 3, 1, 1)
+
+
 def test_what_the_engine_writes_is_no_change_by_the_program() -> None:
     place = _layout(_parameters((3,)), _Memory()).place(0)
     before = place.gradient._version
@@ -177,17 +198,51 @@ def test_what_the_engine_writes_is_no_change_by_the_program() -> None:
 
 
 def test_a_gradient_that_is_still_held_keeps_its_value() -> None:
-    parameters = _parameters((2, 2))
-    layout = _layout(parameters, _Memory())
-    place = layout.place(0)
+    (parameter,) = _parameters((2, 2))
+    place = _layout([parameter], _Memory()).place(0)
     place.gradient.fill_(1.0)
-    parameters[0].grad = place.gradient
-    parameters[0].grad = None
-    place.leave_kept()
+    parameter.grad = place.gradient
+    parameter.grad = None
+    assert not place.leave_kept()
     same = place.gradient.data_ptr()
     assert same == place.wire.data_ptr()
     held = place.gradient
-    place.leave_kept()
+    assert not place.leave_kept()
     place.gradient.fill_(5.0)
     assert torch.equal(held, torch.ones(2, 2))
     assert place.gradient.data_ptr() == same and held.data_ptr() != same
+
+
+@pytest.mark.parametrize("alias", [Tensor.detach, lambda one: one.view(-1), lambda one: one[0]])
+def test_a_place_moves_away_from_who_holds_its_memory(alias: Callable[[Tensor], Tensor]) -> None:
+    memory = _Memory()
+    parameters = _parameters((3,), (2, 2))
+    layout = _layout(parameters, memory)
+    place, neighbour = layout.place(1), layout.place(0)
+    place.gradient.fill_(1.0)
+    held = alias(place.gradient)
+    assert not neighbour.leave_kept()
+    assert place.leave_kept()
+    place.gradient.fill_(5.0)
+    assert held.eq(1.0).all() and place.wire.eq(5.0).all()
+    assert not place.leave_kept() and not neighbour.leave_kept() and len(memory.flats) == 2
+
+
+def test_a_gradient_that_was_led_away_is_not_the_place() -> None:
+    place = _layout(_parameters((2, 2)), _Memory()).place(0)
+    gradient = place.gradient
+    assert place.is_taken_by(gradient) and not place.is_taken_by(gradient.detach())
+    gradient.data = torch.full((2, 2), 7.0)
+    assert not place.is_taken_by(gradient)
+    assert not place.leave_kept()
+    assert place.gradient.data_ptr() == place.wire.data_ptr() and gradient.eq(7.0).all()
+
+
+def test_a_place_moves_also_if_its_gradient_was_led_away_from_who_holds_its_memory() -> None:
+    place = _layout(_parameters((2, 2)), _Memory()).place(0)
+    place.gradient.fill_(1.0)
+    held = place.gradient.detach()
+    place.gradient.data = torch.zeros(2, 2)
+    assert place.leave_kept()
+    place.gradient.fill_(5.0)
+    assert held.eq(1.0).all() and place.wire.eq(5.0).all()

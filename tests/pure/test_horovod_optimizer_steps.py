@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from guozhuang.compat.horovod.torch.mpi_ops import Adasum, Average, Sum
 from guozhuang.compat.horovod.torch.optimizer import DistributedOptimizer
 
 from .horovod_alone import (
@@ -64,6 +69,12 @@ def test_a_step_that_synchronizes_again_warns_once(channel: MirrorChannel) -> No
         made.step()
     assert [one.category for one in seen] == [UserWarning]
     assert "optimizer.step() called without optimizer.skip_synchronize() context" in str(seen[0].message)
+    made.synchronize()
+    made.zero_grad()  # gradients were infinite, say, and no step was made
+    loss_of(net).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made.step()
 
 
 def test_a_gradient_changed_on_its_way_is_told_once(channel: MirrorChannel) -> None:
@@ -79,6 +90,7 @@ def test_a_gradient_changed_on_its_way_is_told_once(channel: MirrorChannel) -> N
         assert len(seen) <= 1
         if seen:
             assert "was changed in place after backward()" in str(seen[0].message)
+            assert seen[0].filename == __file__
     assert not seen
 
 
@@ -96,6 +108,32 @@ def test_gradients_of_a_closure_are_exchanged(channel: MirrorChannel) -> None:
 
             assert optimizer.step(closure) is not None
     assert len(channel.names) == 3 * len(NAMES)
+    assert_equal(list(ours.parameters()), list(theirs.parameters()))
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_closure_may_synchronize_itself(channel: MirrorChannel, skip: bool) -> None:
+    """A sum would be twice what it is if it were exchanged twice, and is half done if it is not waited for."""
+    ours, theirs = net_of_three(), net_of_three()
+    made, plain = distributed(ours, op=Sum), sgd(theirs)
+    for step in range(3):
+
+        def closure(step: int = step) -> Tensor:
+            made.zero_grad()
+            loss = loss_of(ours, step)
+            loss.backward()
+            if step < 2:
+                made.synchronize()
+            return loss
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with made.skip_synchronize() if skip else nullcontext():
+                made.step(closure)
+        plain.zero_grad()
+        (2 * loss_of(theirs, step)).backward()
+        plain.step()
+    assert len(channel.names) == 3 * len(NAMES) and not channel.under_way
     assert_equal(list(ours.parameters()), list(theirs.parameters()))
 
 
@@ -128,6 +166,36 @@ def test_a_gradient_that_is_kept_stays_as_it_was(channel: MirrorChannel) -> None
     train(net, made, 2)
     assert torch.equal(kept, value)
     assert net.first.weight.grad is not kept
+
+
+def test_what_shares_memory_with_a_gradient_that_is_gone_stays_as_it_was(channel: MirrorChannel) -> None:
+    ours, theirs = net_of_three(), net_of_three()
+    made, plain = distributed(ours), sgd(theirs)
+    kept = []
+    for step in range(4):
+        for net, optimizer in ((ours, made), (theirs, plain)):
+            optimizer.zero_grad()
+            loss_of(net, step).backward()
+            optimizer.step()
+            if step < 2:
+                assert net.second.weight.grad is not None
+                kept.append(net.second.weight.grad.detach())
+    assert_equal(list(ours.parameters()), list(theirs.parameters()))
+    assert_equal(kept[::2], kept[1::2])
+
+
+def test_a_gradient_may_be_given_other_memory(channel: MirrorChannel) -> None:
+    ours, theirs = net_of_three(), net_of_three()
+    made, plain = distributed(ours), sgd(theirs)
+    for step in range(6):
+        for net, optimizer in ((ours, made), (theirs, plain)):
+            optimizer.zero_grad(set_to_none=step in (2, 3))
+            loss_of(net, step).backward()
+            optimizer.step()
+            for parameter in net.parameters():
+                assert parameter.grad is not None
+                parameter.grad.data = parameter.grad.data.clone()
+    assert_equal(list(ours.parameters()), list(theirs.parameters()))
 
 
 def test_what_nobody_keeps_is_not_copied(channel: MirrorChannel) -> None:
@@ -164,6 +232,31 @@ def test_a_gradient_penalty_works_and_gradients_with_graphs_are_refused(channel:
     with pytest.raises(AssertionError, match="create_graph"):
         loss_of(ours).backward(create_graph=True)
     gc.collect()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activations_may_be_computed_again(channel: MirrorChannel, reentrant: bool) -> None:
+    ours, theirs = net_of_three(), net_of_three()
+    made, plain = distributed(ours), sgd(theirs)
+    for step in range(3):
+        for net, optimizer in ((ours, made), (theirs, plain)):
+            torch.manual_seed(step)
+            optimizer.zero_grad()
+            x = checkpoint(net.first, torch.randn(5, 4, requires_grad=True), use_reentrant=reentrant)
+            net.last(checkpoint(net.second, x, use_reentrant=reentrant)).square().mean().backward()
+            optimizer.step()
+    assert len(channel.names) == 3 * len(NAMES)
+    assert_equal(list(ours.parameters()), list(theirs.parameters()))
+
+
+def test_copies_of_the_model_have_no_part_in_it(channel: MirrorChannel) -> None:
+    net = net_of_three()
+    made = distributed(net)
+    train(net, made, 1)
+    channel.names.clear()
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        loss_of(other).backward()
+    assert not channel.names
 
 
 # ---- parameters that change -------------------------------------------------------------------------------------------------
@@ -218,6 +311,48 @@ def test_a_model_may_change_its_dtype(channel: MirrorChannel) -> None:
     net(torch.randn(3, 4, dtype=torch.float64)).sum().backward()
     made.step()
     assert channel.last["allreduce.first.weight"].tensors[0].dtype == torch.float64
+
+
+def test_parameters_may_differ_in_dtype_and_their_gradients_from_them(channel: MirrorChannel) -> None:
+    ours, theirs = net_of_three(), net_of_three()
+    for net in (ours, theirs):
+        net.second.double()
+        net.first.bias.data = net.first.bias.data.bfloat16()
+        net.first.bias.grad_dtype = torch.float32
+    made, plain = distributed(ours, sgd(ours, momentum=0.0)), sgd(theirs, momentum=0.0)
+    for step in range(3):
+        for net, optimizer in ((ours, made), (theirs, plain)):
+            torch.manual_seed(step)
+            optimizer.zero_grad()
+            x = torch.tanh(net.first.weight @ torch.randn(4) + net.first.bias)
+            net.last(net.second(x.double()).float()).square().mean().backward()
+            optimizer.step()
+    wires = {name.removeprefix("allreduce."): one.tensors[0].dtype for name, one in channel.last.items()}
+    assert wires["second.bias"] == torch.float64 and wires["first.bias"] == torch.float32
+    assert_equal(list(ours.parameters()), list(theirs.parameters()))
+
+
+@pytest.mark.parametrize("op", [Average, Adasum])
+def test_a_parameter_may_change_its_shape_or_format(channel: MirrorChannel, op: int) -> None:
+    def grow(net: nn.Module, step: int) -> None:
+        if step == 1:
+            net.first.weight.data = net.first.weight.data.t().contiguous().t()
+        if step == 2:
+            net.first.weight.data = torch.cat([net.first.weight.data] * 2, 1)
+
+    ours, theirs = net_of_three(), net_of_three()
+    made, plain = distributed(ours, sgd(ours, momentum=0.0), op=op), sgd(theirs, momentum=0.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a result that does not fit its output is one
+        for step in range(4):
+            for net, optimizer in ((ours, made), (theirs, plain)):
+                optimizer.zero_grad()
+                grow(net, step)
+                torch.manual_seed(step)
+                net(torch.randn(5, net.first.weight.shape[1])).square().mean().backward()
+                optimizer.step()
+    assert channel.last["allreduce.first.weight"].tensors[0].numel() == 32
+    assert_equal(list(ours.parameters()), list(theirs.parameters()))
 
 
 def test_a_shared_weight_is_sent_once(channel: MirrorChannel) -> None:

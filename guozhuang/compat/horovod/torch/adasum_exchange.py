@@ -40,17 +40,10 @@ class AdasumExchange(BackwardPasses):
     ) -> None:
         super().__init__(names, process_set, num_passes)
         self._compression, self._step_on = compression, step_on
-        self._channel: Channel | None = None
         self._layouts: dict[Travelling, tuple[GradientLayout, int]] = {}
 
-    def _added(self, added: Sequence[Travelling]) -> None:
-        if self._channel is not None:
-            self._lay_out(added, self._channel)
-
     def _begin(self, channel: Channel) -> None:
-        if channel is not self._channel:
-            self._channel, self._layouts = channel, {}
-            self._lay_out(self.travelling, channel)
+        self._layouts = {}
 
     def _lay_out(self, some: Sequence[Travelling], channel: Channel) -> None:
         layout = GradientLayout([one.parameter for one in some], channel.allocate, lambda dtype: dtype)
@@ -78,7 +71,7 @@ class AdasumExchange(BackwardPasses):
         handle: Handle = unit.pending[0]
         handle.done()
 
-    def _receive(self, unit: Unit) -> None:
+    def _receive(self, unit: Unit) -> bool:
         handle, wire, context = unit.pending
         handle.wait()
         (one,) = unit.members
@@ -89,6 +82,7 @@ class AdasumExchange(BackwardPasses):
             place.wire.copy_(whole)
         with torch.no_grad():
             one.parameter.add_(place.gradient)
+        return True
 
     def _drop(self, unit: Unit) -> None:
         handle: Handle = unit.pending[0]

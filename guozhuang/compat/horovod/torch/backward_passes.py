@@ -8,6 +8,7 @@ no gradient here, because other ranks may have one. So every rank sends every un
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import warnings
 from abc import ABC, abstractmethod
@@ -33,13 +34,14 @@ class Travelling:
         unit: what it travels in.
         version: of ``.grad`` when it was sent; the program must not change it in place before the step has ended.
         sparse_dims: of its last gradient, if that was sparse; 0 otherwise.
+        by_rows: all ranks know that its gradients are sparse and travel by their rows.
     """
 
-    __slots__ = ("came", "left", "name", "parameter", "sparse_dims", "unit", "version")
+    __slots__ = ("by_rows", "came", "left", "name", "parameter", "sparse_dims", "unit", "version")
 
     def __init__(self, parameter: Tensor, name: str, num_passes: int) -> None:
         self.parameter, self.name, self.left = parameter, name, num_passes
-        self.came, self.version, self.sparse_dims = False, -1, 0
+        self.came, self.version, self.sparse_dims, self.by_rows = False, -1, 0, False
         self.unit: Unit = Unit([self])
 
 
@@ -83,6 +85,9 @@ class BackwardPasses(ABC):
         self._num_left = 0  # units that were not completed by a gradient in this step
         self._asleep: list[Tensor] = []  # do not require a gradient so far
         self._hooks: list[Any] = []
+        self._channel: Channel | None = None
+        self._addresses: list[int] = []  # of ``travelling``, when the last step began
+        self._forms: list[Any] = []
         self._lock = threading.RLock()  # a model on several devices has a backward thread per device
         self._warned = False
 
@@ -103,8 +108,10 @@ class BackwardPasses(ABC):
                 self.units.append(one.unit)
                 self._num_left += 1
                 added.append(one)
-        if added:
-            self._added(added)
+        if added and self._channel is not None:
+            self._addresses += [one.parameter.data_ptr() for one in added]
+            self._forms += map(_form, added)
+            self._lay_out(added, self._channel)
 
     def group(self, members: Sequence[Sequence[int]]) -> None:
         """Let parameters travel together: groups of indices in ``travelling``, each index once."""
@@ -152,9 +159,20 @@ class BackwardPasses(ABC):
 
     def open(self) -> None:
         """Begin a step, if none has begun."""
-        if not self.is_open:
-            self.is_open = True
-            self._begin(member_of(self.process_set).channel)
+        if self.is_open:
+            return
+        channel = member_of(self.process_set).channel
+        addresses = [one.parameter.data_ptr() for one in self.travelling]
+        if channel is not self._channel or addresses != self._addresses:
+            forms = [_form(one) for one in self.travelling]
+            if channel is not self._channel or forms != self._forms:
+                for one in self.travelling:
+                    one.by_rows &= channel is self._channel  # ranks that have come know nothing of it
+                self._channel = channel
+                self._begin(channel)
+                self._lay_out(self.travelling, channel)
+            self._addresses, self._forms = addresses, forms
+        self.is_open = True
 
     def finish(self) -> None:
         """Send what is left, wait for everything, and begin the next step.
@@ -166,22 +184,38 @@ class BackwardPasses(ABC):
             self._take_woken()
             if self.units:
                 self.open()
-            failed: RuntimeError | None = None
             try:
-                for unit in reversed(self.units):
-                    if unit.pending is None:
-                        self._launch(unit)
-                for unit in reversed(self.units):
-                    try:
-                        self._receive(unit)
-                    except (NegotiationError, HorovodInternalError) as error:
-                        failed = failed or error
-                    finally:
-                        unit.pending = None
-            finally:
+                failed = self._finish()
+            except Exception:  # an interrupt does not wait for what else is under way
                 self.abandon()
+                raise
+            self._forget()
             if failed is not None:
                 raise HorovodInternalError(str(failed)) from failed
+
+    def _finish(self) -> RuntimeError | None:
+        """Send what is left and wait for everything; return what failed first."""
+        failed: RuntimeError | None = None
+        for unit in reversed(self.units):
+            if unit.pending is None:
+                self._launch(unit)
+        waiting = self.units[::-1]
+        while waiting:
+            again = []
+            for unit in waiting:
+                try:
+                    is_here = self._receive(unit)
+                except (NegotiationError, HorovodInternalError) as error:
+                    failed, is_here = failed or error, True
+                except Exception:
+                    unit.pending = None
+                    raise
+                if is_here:
+                    unit.pending = None
+                else:
+                    again.append(unit)
+            waiting = again
+        return failed
 
     def _launch(self, unit: Unit) -> None:
         try:
@@ -227,18 +261,18 @@ class BackwardPasses(ABC):
             f"the gradient of {one.name!r} was changed in place after backward() and before its exchange had ended, so the "
             "change is lost or half lost. Call optimizer.synchronize() before gradients are clipped or unscaled, and then "
             "step() inside `with optimizer.skip_synchronize():`.",
-            stacklevel=4,
+            stacklevel=_level_of_the_program(),
         )
 
     # ---- what differs ---------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _added(self, added: Sequence[Travelling]) -> None:
-        """Take note of parameters that take part from now on."""
+    def _begin(self, channel: Channel) -> None:
+        """Forget the last layout: the channel is another one, as after the world was left and entered, or parameters are."""
 
     @abstractmethod
-    def _begin(self, channel: Channel) -> None:
-        """Begin a step over this channel; it is another one after the world was left and entered again."""
+    def _lay_out(self, some: Sequence[Travelling], channel: Channel) -> None:
+        """Lay out the gradients of some parameters."""
 
     @abstractmethod
     def _send(self, unit: Unit) -> None:
@@ -249,9 +283,23 @@ class BackwardPasses(ABC):
         """Say that everything has been sent, and this unit last."""
 
     @abstractmethod
-    def _receive(self, unit: Unit) -> None:
-        """Wait for a unit and put its result where it belongs."""
+    def _receive(self, unit: Unit) -> bool:
+        """Wait for a unit and put its result where it belongs. False: it was sent again, and is to be received once more."""
 
     @abstractmethod
     def _drop(self, unit: Unit) -> None:
         """Wait for a unit whose result nobody wants."""
+
+
+def _form(one: Travelling) -> Any:
+    """What a layout depends on. It can change only with the memory of the parameter, as by ``model.to(...)``."""
+    parameter = one.parameter
+    return parameter.dtype, parameter.device, parameter.shape, parameter.stride()
+
+
+def _level_of_the_program() -> int:
+    """Return how far above the caller the program stands, which may have called ``step``, or something that calls it."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("guozhuang.", "torch.")):
+        level, frame = level + 1, frame.f_back
+    return level

@@ -13,12 +13,32 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from guozhuang.buckets import DEFAULT_CAP_BYTES, Allocate, Caps, Slot, assign
+
+_storage_use_count = torch._C._storage_Use_Count
+
+
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """Return the dtype of a parameter's gradients; a program may choose another one than that of the parameter."""
+    return parameter.grad_dtype or parameter.dtype
 
 
 class Place:
     """The place of one gradient.
+
+    [Note: kept gradients] After ``zero_grad`` has set ``.grad`` to None a program may still hold the gradient of an earlier
+    step, or something that shares its memory (``p.grad.detach()``). It must not change under its hands. Nobody says so, but
+    references do: the gradient has a storage of its own, over the memory of its place, and more references to the tensor or to
+    that storage than our own tell. A tensor that is held is given memory of its own. Other tensors over the memory cannot be;
+    they keep it, and the place moves. ``p.grad.data = ...``, which ``module.to(...)`` does too, leads a tensor away from it.
+
+    Args:
+        flat: what it lies in.
+        offset: where in it, in elements.
+        parameter: whose gradient it is.
+        allocate: gives flat tensors of zeros.
 
     Attributes:
         wire: what is submitted: all elements of the place in the order of memory, contiguous.
@@ -27,29 +47,50 @@ class Place:
             too, so what the engine writes does not look like a change by the program.
     """
 
-    def __init__(self, flat: Tensor, offset: int, parameter: Tensor) -> None:
+    def __init__(self, flat: Tensor, offset: int, parameter: Tensor, allocate: Allocate) -> None:
+        self._allocate, self._shape = allocate, parameter.shape
         # Only the strides are asked for; an expanded or overlapping parameter gets those of a contiguous one.
-        strides = torch.empty_like(parameter, device="meta").stride()
-        outermost_first = sorted(range(parameter.dim()), key=lambda d: -strides[d])
-        self._flat, self._offset, self._strides = flat, offset, strides
-        self.wire = flat[offset : offset + parameter.numel()].view([parameter.shape[d] for d in outermost_first])
-        self._take(parameter.shape)
+        self._strides = torch.empty_like(parameter, device="meta").stride()
+        dims = [d for d in range(parameter.dim()) if parameter.shape[d] > 1]
+        outermost_first = sorted(dims, key=lambda d: -self._strides[d])
+        self._wire_shape = list(parameter.shape)
+        if outermost_first != dims:
+            # One dim more than there are: a rank with another memory format differs in shape, and does not add up strangers.
+            self._wire_shape = [parameter.shape[d] for d in outermost_first] + [1] * (parameter.dim() + 1 - len(dims))
+        self._lie_in(flat[offset : offset + parameter.numel()])
 
-    def _take(self, shape: torch.Size) -> None:
-        self.gradient = torch.empty(0, dtype=self._flat.dtype, device=self._flat.device)
-        offset = self._flat.storage_offset() + self._offset
-        self.gradient.set_(self._flat.untyped_storage(), offset, shape, self._strides)
-        self._own_references = sys.getrefcount(self.gradient)
+    def is_taken_by(self, gradient: Tensor | None) -> bool:
+        """Whether this gradient lies in the place."""
+        return gradient is self.gradient and self.gradient.data_ptr() == self._address
 
-    def leave_kept(self) -> None:
-        """Before the place is filled anew: if the program still holds the gradient of an earlier step, let that keep its value.
+    def leave_kept(self) -> bool:
+        """Before the place is filled anew: leave its value to who still holds it. See [Note: kept gradients].
 
-        After ``zero_grad`` has set ``.grad`` to None nobody says that the tensor is still held, but its references do. It is
-        given memory of its own. (Other tensors that share its memory, such as ``p.grad.view(-1)``, are not found.)
+        Returns:
+            Whether the place has moved, and with it ``wire``.
         """
-        if sys.getrefcount(self.gradient) > self._own_references:
+        was_led_away = self.gradient.data_ptr() != self._address
+        if _storage_use_count(self._storage._cdata) > self._own_tensors - was_led_away:
+            self._lie_in(self._allocate(self._memory.numel(), self._memory.dtype, self._memory.device))
+            return True
+        if was_led_away:
+            self._show()
+        elif sys.getrefcount(self.gradient) > self._own_references:
             self.gradient.set_(self.gradient.clone())  # type: ignore[call-overload]
-            self._take(self.gradient.shape)
+            self._show()
+        return False
+
+    def _lie_in(self, memory: Tensor) -> None:
+        self._memory, self.wire = memory, memory.view(self._wire_shape)
+        self._show()
+
+    def _show(self) -> None:
+        self._storage = from_dlpack(to_dlpack(self._memory)).untyped_storage()
+        self.gradient = torch.empty(0, dtype=self._memory.dtype, device=self._memory.device)
+        self.gradient.set_(self._storage, 0, self._shape, self._strides)
+        self._address = self.gradient.data_ptr()
+        self._own_references = sys.getrefcount(self.gradient)
+        self._own_tensors = _storage_use_count(self._storage._cdata)
 
 
 class GradientLayout:
@@ -58,14 +99,14 @@ class GradientLayout:
     Args:
         parameters: in the order of their registration; dense, with elements.
         allocate: gives flat tensors of zeros.
-        wire_dtype: the dtype in which a parameter's gradient travels.
+        wire_dtype: the dtype in which gradients of a dtype travel.
     """
 
     def __init__(
         self, parameters: Sequence[Tensor], allocate: Allocate, wire_dtype: Callable[[torch.dtype], torch.dtype]
     ) -> None:
         self._parameters, self._allocate = parameters, allocate
-        slots = [Slot(p.numel(), wire_dtype(p.dtype), p.device) for p in parameters]
+        slots = [Slot(p.numel(), wire_dtype(gradient_dtype(p)), p.device) for p in parameters]
         self._slots = slots
         self._members = assign(slots, range(len(slots) - 1, -1, -1), Caps((DEFAULT_CAP_BYTES,)))
         self._flat_of = {i: number for number, members in enumerate(self._members) for i in members}
@@ -81,7 +122,7 @@ class GradientLayout:
         flat = self._allocate(num_elements, self._slots[index].dtype, self._slots[index].device)
         offset = 0
         for i in members:
-            self._places[i] = Place(flat, offset, self._parameters[i])
+            self._places[i] = Place(flat, offset, self._parameters[i], self._allocate)
             offset += self._slots[i].num_elements
         made = self._places[index]
         assert made is not None

@@ -103,6 +103,10 @@ def grouped(
         chunks = [order[begin:end] for begin, end in pairwise(ends)]
         return [chunk for chunk in chunks if chunk]
     place_of = {id(p): i for i, p in enumerate(parameters)}
-    chosen = [[place_of[id(p)] for p in group if id(p) in place_of] for group in groups]
+    # In the order of the first rank too: ranks may have them from a set.
+    rank_of = {i: place for place, i in enumerate(order)}
+    chosen = [
+        sorted((place_of[id(p)] for p in group if id(p) in place_of), key=rank_of.__getitem__) for group in groups
+    ]
     taken = {i for group in chosen for i in group}
     return [group for group in chosen if group] + [[i] for i in order if i not in taken]

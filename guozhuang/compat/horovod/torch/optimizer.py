@@ -8,19 +8,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from guozhuang.compat.horovod.common.process_sets import ProcessSet, global_process_set
 from guozhuang.compat.horovod.common.state import required
 from guozhuang.errors import explain
+from guozhuang.negotiated import Reduction
+from guozhuang.world import horovod_elastic
 
 from .adasum_exchange import AdasumExchange
 from .backward_passes import BackwardPasses
 from .compression import Compression
 from .functions import broadcast_object
 from .gradient_exchange import Exchange, GradientExchange
-from .mpi_ops import Adasum, Average, size
+from .mpi_ops import Adasum, Average, allreduce, size
 from .named_parameters import ParameterGroups, check_groups, grouped, names_of
 
 # What a learning-rate scheduler or the like may have put before the class's own, on the optimizer that is wrapped.
@@ -52,7 +55,7 @@ class _Distributed(Optimizer):
         if is_member is None:
             fix = "give it to hvd.init(process_sets=[...]), or call hvd.add_process_set first"
             raise ValueError(explain(f"{self.process_set} is not registered", rank=here.rank, fix=fix))
-        self._is_exchanging = is_member and (here.size > 1 or bool(here.variables.elastic))
+        self._is_exchanging = is_member and (here.size > 1 or horovod_elastic.driver() is not None)
         if self._is_exchanging:
             self._exchange.take([p for group in self.param_groups for p in group["params"]])
 
@@ -100,6 +103,8 @@ class _Distributed(Optimizer):
         """As the wrapped optimizer's. Gradients that are under way are given up."""
         self._exchange.abandon()
         super().load_state_dict(state_dict)
+        # Loading replaces them; a scheduler that was made for the wrapped optimizer goes on changing that one's.
+        self._wrapped.param_groups, self._wrapped.state = self.param_groups, self.state
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """As the wrapped optimizer's, between steps.
@@ -167,15 +172,15 @@ class _DistributedOptimizer(_Distributed):
         """Synchronize, unless inside ``skip_synchronize``, and step as the wrapped optimizer does.
 
         Args:
-            closure: computes the loss and its gradients anew; they are combined each time it was called.
+            closure: computes the loss and its gradients anew; they are combined each time it was called, if it did not call
+                ``synchronize`` itself. LBFGS, which decides by the loss how often to call it, gets that of all ranks.
             *args, **kwargs: what the wrapped optimizer's ``step`` takes besides.
 
         Returns:
             What the wrapped optimizer's ``step`` returns.
         """
-        again = closure
         if self._should_synchronize:
-            if self._synchronized:
+            if self._synchronized and not self._exchange.is_open:  # else that step was skipped, and new gradients came
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
                     "This can cause training slowdown: everything is exchanged twice. Call step() inside "
@@ -184,8 +189,7 @@ class _DistributedOptimizer(_Distributed):
                 )
             if closure is None or self._exchange.is_open:
                 self.synchronize()
-            if closure is not None:
-                again = self._synchronizing(closure)
+        again = None if closure is None else self._synchronizing(closure, self._should_synchronize)
         # Some take no closure, so none is passed on where there is none.
         told = (again, *args) if again is not None or args else ()
         result = super().step(*told, **kwargs)
@@ -193,13 +197,21 @@ class _DistributedOptimizer(_Distributed):
         self._stepped()
         return result
 
-    def _synchronizing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _synchronizing(self, closure: Callable[[], Any], always: bool) -> Callable[[], Any]:
         def call() -> Any:
+            self._synchronized = False
             loss = closure()
-            self.synchronize()
-            return loss
+            if self._exchange.is_open or (always and not self._synchronized):
+                self.synchronize()
+            return self._of_all_ranks(loss) if isinstance(self, LBFGS) and self._is_exchanging else loss
 
         return call
+
+    def _of_all_ranks(self, loss: Any) -> Tensor:
+        own = loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64)
+        return allreduce(
+            own.clone(), name=f"loss.{min(self._names.values())}", op=self.op, process_set=self.process_set
+        )
 
     # The wrapped class's own ``step``, which this one calls, runs the hooks that users register; PyTorch is told so.
     step.hooked = True  # type: ignore[attr-defined]
@@ -278,7 +290,8 @@ def DistributedOptimizer(
         gradient_predivide_factor: of Average: gradients are divided by it before they are summed, and by
             size / factor afterwards.
         num_groups: the older form of an integer in ``groups``.
-        groups: gradients travel in so many groups, or in these groups of parameters and each other one by itself.
+        groups: gradients travel in so many groups, or in these groups of parameters and each other one by itself. Not used
+            with Adasum.
         sparse_as_dense: send sparse gradients as dense ones; otherwise their rows are gathered.
         process_set: the ranks that exchange; elsewhere the optimizer steps alone.
 
@@ -286,15 +299,21 @@ def DistributedOptimizer(
         An object of a class with the name of the optimizer's own, derived from it.
 
     Raises:
-        ValueError: names are missing or double, groups cannot be formed, or a number cannot be.
+        ValueError: names are missing or double, groups cannot be formed, a number cannot be, or Adasum with LBFGS.
         NotImplementedError: Adasum in a process set other than the global one.
     """
     if isinstance(optimizer, _Distributed):
         raise ValueError(
             explain("the optimizer is distributed already", value=type(optimizer).__name__, fix="wrap it once")
         )
+    if op not in list(Reduction):
+        raise ValueError(
+            explain("op is none of the reductions", value=op, fix="use hvd.Average, hvd.Sum or hvd.Adasum")
+        )
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError(explain("gradient_predivide_factor not supported with op != Average", value=op))
+    if not gradient_predivide_factor > 0:
+        raise ValueError(explain("gradient_predivide_factor must be > 0", value=gradient_predivide_factor))
     if num_groups != 0:
         text = "Parameter `num_groups` has been replaced by `groups`; pass the number there."
         warnings.warn(text, DeprecationWarning, stacklevel=2)
@@ -304,10 +323,16 @@ def DistributedOptimizer(
         check_groups(groups)
     names = names_of(named_parameters, optimizer.param_groups)
     if op == Adasum and size() > 1:
+        if isinstance(optimizer, LBFGS):
+            fix = "use op=hvd.Average"
+            raise ValueError(explain("LBFGS cannot step on one parameter at a time, as op=Adasum has it do", fix=fix))
         if process_set is not global_process_set:
             raise NotImplementedError(
                 "Adasum works among all ranks only, not in other process sets than the global one."
             )
+        if groups is not None:
+            text = "groups are not used with op=Adasum, which combines each parameter's step by itself."
+            warnings.warn(text, stacklevel=2)
         adaptive: Any = _derived(_DistributedAdasumOptimizer, optimizer)
         adaptive._take_over(optimizer, names, op, process_set)
         adaptive._exchange = AdasumExchange(
