@@ -19,9 +19,15 @@ from tests.ranks import run_ranks
 Case = Callable[[int, int], None]
 
 
-def run_cases(num_ranks: int, cases: Iterable[Case], timeout_s: float = 60.0, **kwargs: Any) -> list[dict[str, str]]:
-    """Return, for each rank, the traceback of each case by its name; "" where it passed."""
-    found: list[dict[str, str]] = run_ranks(_all, num_ranks, list(cases), timeout_s=timeout_s, init=False, **kwargs)
+def run_cases(
+    num_ranks: int, cases: Iterable[Case], timeout_s: float = 60.0, enters: bool = True, **kwargs: Any
+) -> list[dict[str, str]]:
+    """Return, for each rank, the traceback of each case by its name; "" where it passed.
+
+    ``enters`` the Horovod world before the first one; if not, each case enters and leaves it by itself.
+    """
+    found: list[dict[str, str]]
+    found = run_ranks(_all, num_ranks, list(cases), enters, timeout_s=timeout_s, init=False, **kwargs)
     return found
 
 
@@ -34,9 +40,10 @@ def check(outcome: list[dict[str, str]], case: Case) -> None:
         pytest.skip("not reached: a case before it failed")
 
 
-def _all(rank: int, size: int, cases: list[Case]) -> dict[str, str]:
+def _all(rank: int, size: int, cases: list[Case], enters: bool) -> dict[str, str]:
     results: dict[str, str] = {}
-    hvd.init()
+    if enters:
+        hvd.init()
     try:
         for case in cases:
             torch.manual_seed(rank)

@@ -91,7 +91,7 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4])
+@pytest.fixture(scope="module", params=[2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def outcome(request):
     return run_cases(request.param, CASES)
 

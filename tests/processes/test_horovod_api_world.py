@@ -1,16 +1,13 @@
-"""Entering and leaving the Horovod world, parts of it, the timeline, and ranks that are lost."""
+"""Entering and leaving the Horovod world, the timeline, and ranks that are lost."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import os
-import sys
 import threading
 import time
-import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,8 +15,9 @@ import torch.distributed as dist
 
 import guozhuang
 import guozhuang.compat.horovod.torch as hvd
-from guozhuang.compat.horovod.common import basics
 from guozhuang.compat.horovod.common.util import env
+from guozhuang.errors import UsageError
+from tests.processes.horovod_cases import check, run_cases
 from tests.ranks import RankError, run_ranks
 
 ASKING = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
@@ -43,6 +41,9 @@ def test_nothing_works_before_init():
         lambda: hvd.broadcast_object(1),
         lambda: hvd.add_process_set([0]),
         lambda: hvd.remove_process_set(hvd.global_process_set),
+        hvd.global_process_set.size,
+        hvd.global_process_set.rank,
+        hvd.global_process_set.included,
     ]
     for call in calls:
         with pytest.raises(ValueError, match=text):
@@ -52,7 +53,14 @@ def test_nothing_works_before_init():
 
 def alone(rank: int, size: int) -> None:
     """Without any launcher a process is rank 0 of 1, and collectives work."""
+    # One that Guozhuang does not know would start many of them, each for itself.
+    with env(HOROVOD_RANK="1", HOROVOD_SIZE="2"), pytest.raises(UsageError, match="say rank 1 of 2"):
+        hvd.init()
+    assert not hvd.is_initialized() and not dist.is_initialized()
     hvd.init()
+    with pytest.raises(ValueError, match="Set HOROVOD_TIMELINE=DYNAMIC"):
+        hvd.start_timeline("never.json")
+    hvd.stop_timeline()
     assert [getattr(hvd, name)() for name in ASKING] == [0, 1, 0, 1, 0, 1]
     assert torch.equal(hvd.allreduce(torch.arange(3), op=hvd.Sum), torch.arange(3))
     assert torch.equal(hvd.allgather(torch.arange(3)), torch.arange(3))
@@ -107,10 +115,6 @@ def waits(handles: list[int], told: list[str]) -> None:
             told.append(str(error))
 
 
-def test_init_after_shutdown():
-    run_ranks(again_and_again, 2, init=False)
-
-
 def inside_another_world(rank: int, size: int) -> None:
     """A world that was there before stays when Horovod leaves it."""
     guozhuang.init()
@@ -141,8 +145,113 @@ def inside_another_world(rank: int, size: int) -> None:
     assert not dist.is_initialized()
 
 
-def test_inside_another_world():
-    run_ranks(inside_another_world, 2, init=False)
+def timeline(rank: int, size: int) -> None:
+    path = folder() / "timeline.json"
+    with env(HOROVOD_TIMELINE=str(path)):
+        hvd.init()
+    for _ in range(3):
+        hvd.allreduce(torch.ones(8), name="traced tensor")
+    hvd.stop_timeline()
+    hvd.start_timeline(f"{path}.second", mark_cycles=True)
+    hvd.allreduce(torch.ones(8), name="later tensor")
+    hvd.allgather(torch.ones(8), name="gathered")
+    hvd.barrier()
+    hvd.stop_timeline()
+    hvd.barrier()
+    text = path.read_text()
+    assert json.loads(text)
+    assert "allreduce.traced tensor" in text and "later tensor" not in text
+    for word in ("NEGOTIATE_ALLREDUCE", "ALLREDUCE", "start_time_since_epoch_in_micros"):
+        assert word in text
+    assert "CYCLE_START" not in text
+    text = path.with_name("timeline.json.second").read_text()
+    assert json.loads(text)
+    assert "allreduce.later tensor" in text and "allgather.gathered" in text and "CYCLE_START" in text
+    assert sorted(each.name for each in path.parent.iterdir()) == ["timeline.json", "timeline.json.second"]
+    hvd.shutdown()
+
+
+def timeline_that_is_allowed(rank: int, size: int) -> None:
+    path = folder() / "later.json"
+    with env(HOROVOD_TIMELINE="DYNAMIC"):
+        hvd.init()
+    hvd.allreduce(torch.ones(1), name="before")
+    if rank == 0:
+        with pytest.raises(OSError):
+            hvd.start_timeline(f"{path}.is/in/no/folder")
+    hvd.start_timeline(str(path))
+    hvd.allreduce(torch.ones(1), name="after")
+    hvd.shutdown()  # completes the file
+    if rank == 0:
+        text = path.read_text()
+        assert json.loads(text) and "after" in text and "before" not in text
+
+
+def timeline_that_cannot_be_written(rank: int, size: int) -> None:
+    """Rank 0 is told by ``init``, which leaves nothing behind, and the others in what they wait for."""
+    with env(HOROVOD_TIMELINE=str(folder() / "is/in/no/folder")):
+        if rank == 0:
+            with pytest.raises(OSError):
+                hvd.init()
+            assert not hvd.is_initialized() and not dist.is_initialized()
+        else:
+            hvd.init()
+            with pytest.raises(hvd.HorovodInternalError, match="shut down by rank 0"):
+                hvd.barrier()
+            hvd.shutdown()
+
+
+def one_leaves(rank: int, size: int) -> None:
+    hvd.init()
+    hvd.allreduce(torch.ones(1))
+    if rank == 0:
+        with pytest.raises(hvd.HorovodInternalError, match="shut down by rank 1"):
+            hvd.allreduce(torch.ones(1), name="waits")
+    hvd.shutdown()
+
+
+def one_does_not_come(rank: int, size: int) -> None:
+    with env(HOROVOD_STALL_CHECK_TIME_SECONDS="0.5", HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="1.5"):
+        hvd.init()
+    hvd.allreduce(torch.ones(1))
+    told = folder() / "told"
+    if rank == 0:
+        with pytest.raises(hvd.HorovodInternalError, match=r"missing: rank 1 for allreduce\.lonely"):
+            hvd.allreduce(torch.ones(1), name="lonely")
+        told.touch()
+    else:
+        deadline = time.monotonic() + 30
+        while not told.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        with pytest.raises(hvd.HorovodInternalError, match=r"allreduce\.lonely"):
+            hvd.allreduce(torch.ones(1), name="too late")
+    hvd.shutdown()
+
+
+def folder() -> Path:
+    """One that the ranks share."""
+    return Path(os.environ["FOLDER"])
+
+
+WORLDS = [
+    again_and_again,
+    inside_another_world,
+    timeline,
+    timeline_that_is_allowed,
+    timeline_that_cannot_be_written,
+    one_leaves,
+    one_does_not_come,
+]
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    return run_cases(2, WORLDS, enters=False, env={"FOLDER": str(tmp_path_factory.mktemp("shared"))})
+
+
+@pytest.mark.parametrize("case", WORLDS, ids=lambda case: case.__name__)
+def test_worlds(outcome, case):
+    check(outcome, case)
 
 
 def on_a_group_of_the_script(rank: int, size: int) -> None:
@@ -155,170 +264,6 @@ def on_a_group_of_the_script(rank: int, size: int) -> None:
 
 def test_on_a_group_of_the_script():
     run_ranks(on_a_group_of_the_script, 2)
-
-
-class FakeCommunicator:
-    """What of mpi4py's communicators is used."""
-
-    def __init__(self, members: list[int]) -> None:
-        self.members = members
-
-    def Get_size(self) -> int:
-        return len(self.members)
-
-    def Get_group(self) -> list[int]:
-        return self.members
-
-
-def with_fake_mpi(size: int) -> None:
-    mpi: Any = types.ModuleType("mpi4py.MPI")
-    mpi.COMM_WORLD = FakeCommunicator(list(range(size)))
-    mpi.Group = types.SimpleNamespace(
-        Translate_ranks=lambda group, ranks, world: [world.index(group[r]) for r in ranks]
-    )
-    sys.modules["mpi4py"], sys.modules["mpi4py.MPI"] = types.ModuleType("mpi4py"), mpi
-
-
-def parts_of_the_world(rank: int, size: int) -> None:
-    """Each half is a world of its own; as a list, then as a communicator."""
-    with_fake_mpi(size)
-    half = [0, 1, 2] if rank < 3 else [3, 4]
-    for comm in (half, FakeCommunicator(half)):
-        sets = hvd.ProcessSet([1])
-        hvd.init(comm=comm, process_sets=[sets])
-        place = half.index(rank)
-        assert (hvd.rank(), hvd.size()) == (place, len(half))
-        assert (hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()) == (place, len(half), 0, 1)
-        assert hvd.global_process_set.ranks == list(range(len(half)))
-        assert hvd.allreduce(torch.tensor([float(rank)]), op=hvd.Sum).item() == sum(half)
-        assert hvd.broadcast(torch.tensor([rank]), len(half) - 1).item() == half[-1]
-        assert sets.included() == (place == 1)
-        hvd.init(comm=comm)
-        with pytest.raises(ValueError, match="called before"):
-            hvd.init(comm=[0, 4])
-        hvd.shutdown()
-    hvd.init(comm=[])  # everybody
-    assert hvd.size() == size
-    hvd.shutdown()
-    named = hvd.ProcessSet(FakeCommunicator([4, 2]))
-    hvd.init(process_sets=[named])
-    assert named.ranks == [2, 4] and named.mpi_comm is not None
-    hvd.shutdown()
-    for wrong, text in (([0, 99], "does not exist"), ([0, 0], "twice"), ([size - 1, *range(size - 1)], "rising")):
-        with pytest.raises(ValueError, match=text):
-            hvd.init(comm=wrong)
-        assert not hvd.is_initialized()
-
-
-def test_parts_of_the_world():
-    run_ranks(parts_of_the_world, 5, init=False)
-
-
-def one_is_left_out(rank: int, size: int) -> str:
-    try:
-        hvd.init(comm=[0, 2])
-        told = f"{hvd.allreduce(torch.tensor([rank]), op=hvd.Sum).item()}"
-    except ValueError as error:
-        told = str(error)
-    hvd.shutdown()
-    on_two_nodes(rank)
-    groups_of_parts(rank)
-    return told
-
-
-def on_two_nodes(rank: int) -> None:
-    """Rank 0 is alone on its node; on the other one the launcher counts the ranks the other way round."""
-    node, local_rank, local_size = [(1, 0, 1), (0, 1, 2), (0, 0, 2)][rank]
-    told = {"GROUP_WORLD_SIZE": 2, "GROUP_RANK": node, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size}
-    with env(**{name: f"{value}" for name, value in told.items()}):
-        hvd.init()
-        found = tuple(getattr(hvd, name)() for name in ASKING[2:])
-        assert found == [(0, 1, 1, 2), (1, 2, 0, 1), (0, 2, 0, 2)][rank]
-        assert not hvd.mpi_ops.is_homogeneous()
-        hvd.shutdown()
-
-
-def groups_of_parts(rank: int) -> None:
-    """The group of ``comm`` ends with the Horovod world, also where that could not be entered."""
-    guozhuang.init()
-    before = dict(dist.distributed_c10d._world.pg_map)
-    for _ in range(2):
-        hvd.init(comm=[rank])
-        assert hvd.size() == 1 and len(dist.distributed_c10d._world.pg_map) > len(before)
-        hvd.shutdown()
-        assert dist.distributed_c10d._world.pg_map == before
-    for name in ("Engine", "_told"):
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="cannot be entered"):
-            patch.setattr(basics, name, cannot)
-            hvd.init(comm=[rank])
-        assert dist.distributed_c10d._world.pg_map == before
-        assert not hvd.is_initialized()
-    guozhuang.shutdown()
-
-
-def cannot(*_: object) -> None:
-    raise RuntimeError("it cannot be entered")
-
-
-def test_one_is_left_out():
-    first, second, third = run_ranks(one_is_left_out, 3, init=False)
-    assert (first, third) == ("2", "2")
-    assert "does not name the process" in second and "[0, 2]" in second
-
-
-def traced(rank: int, size: int, path: str) -> None:
-    hvd.init()
-    for _ in range(3):
-        hvd.allreduce(torch.ones(8), name="traced tensor")
-    hvd.stop_timeline()
-    hvd.start_timeline(path + ".second", mark_cycles=True)
-    hvd.allreduce(torch.ones(8), name="later tensor")
-    hvd.allgather(torch.ones(8), name="gathered")
-    hvd.barrier()
-    hvd.stop_timeline()
-    hvd.shutdown()
-
-
-def test_timeline(tmp_path: Path):
-    path = tmp_path / "timeline.json"
-    run_ranks(traced, 2, str(path), init=False, env={"HOROVOD_TIMELINE": str(path)})
-    text = path.read_text()
-    assert json.loads(text)
-    assert "allreduce.traced tensor" in text and "later tensor" not in text
-    for word in ("NEGOTIATE_ALLREDUCE", "ALLREDUCE", "start_time_since_epoch_in_micros"):
-        assert word in text
-    assert "CYCLE_START" not in text
-    text = (tmp_path / "timeline.json.second").read_text()
-    assert json.loads(text)
-    assert "allreduce.later tensor" in text and "allgather.gathered" in text and "CYCLE_START" in text
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["timeline.json", "timeline.json.second"]
-
-
-def traced_later(rank: int, size: int, path: str) -> bool:
-    hvd.init()
-    hvd.allreduce(torch.ones(1), name="before")
-    hvd.start_timeline(path)
-    hvd.allreduce(torch.ones(1), name="after")
-    hvd.shutdown()  # completes the file
-    return "before" in Path(path).read_text() if rank == 0 else False
-
-
-def test_timeline_later(tmp_path: Path):
-    path = tmp_path / "later.json"
-    assert run_ranks(traced_later, 2, str(path), init=False, env={"HOROVOD_TIMELINE": "DYNAMIC"}) == [False, False]
-    assert json.loads(path.read_text())
-
-
-def not_traced(rank: int, size: int) -> None:
-    hvd.init()
-    with pytest.raises(ValueError, match="Set HOROVOD_TIMELINE=DYNAMIC"):
-        hvd.start_timeline("never.json")
-    hvd.stop_timeline()
-    hvd.shutdown()
-
-
-def test_timeline_that_was_not_allowed():
-    run_ranks(not_traced, 1, init=False)
 
 
 def one_dies(rank: int, size: int) -> str:
@@ -347,45 +292,6 @@ def test_a_rank_that_is_lost():
     assert isinstance(outcome[1], RankError) and outcome[1].exit_code == 7
     assert "rank 1" in outcome[0] and "rank 1" in outcome[2]
     assert time.monotonic() - began < 30
-
-
-def one_leaves(rank: int, size: int) -> str:
-    hvd.init()
-    hvd.allreduce(torch.ones(1))
-    if rank == 1:
-        hvd.shutdown()
-        return "left"
-    with pytest.raises(hvd.HorovodInternalError, match="shut down") as raised:
-        hvd.allreduce(torch.ones(1), name="waits")
-    hvd.shutdown()
-    return str(raised.value)
-
-
-def test_a_rank_that_leaves():
-    outcome = run_ranks(one_leaves, 2, init=False)
-    assert "rank 1" in outcome[0]
-
-
-def one_does_not_come(rank: int, size: int, path: str) -> str:
-    hvd.init()
-    hvd.allreduce(torch.ones(1))
-    if rank == 1:
-        deadline = time.monotonic() + 30
-        while not Path(path).exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        with pytest.raises(hvd.HorovodInternalError):
-            hvd.allreduce(torch.ones(1), name="too late")
-        return ""
-    with pytest.raises(hvd.HorovodInternalError) as raised:
-        hvd.allreduce(torch.ones(1), name="lonely")
-    Path(path).touch()
-    return str(raised.value)
-
-
-def test_a_rank_that_does_not_come(tmp_path: Path):
-    env = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3"}
-    outcome = run_ranks(one_does_not_come, 2, str(tmp_path / "told"), init=False, env=env)
-    assert "allreduce.lonely" in outcome[0] and "missing: rank 1" in outcome[0]
 
 
 def tuned(rank: int, size: int) -> None:

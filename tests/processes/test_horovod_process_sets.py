@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -9,8 +10,8 @@ import torch
 
 import guozhuang.compat.horovod.torch as hvd
 from guozhuang.compat.horovod.common.process_sets import global_process_set
-from tests.processes.horovod_cases import Case, _all, check, of_rank, run_cases
-from tests.ranks import run_ranks
+from guozhuang.errors import MismatchError
+from tests.processes.horovod_cases import check, of_rank, run_cases
 
 
 def members(rank: int, size: int) -> None:
@@ -53,6 +54,8 @@ def that_cannot_be(rank: int, size: int) -> None:
         hvd.add_process_set([0, 0])
     with pytest.raises(ValueError, match="at least one"):
         hvd.add_process_set([])
+    with pytest.raises(TypeError, match="integer"):
+        hvd.add_process_set([0.5])
     loose = hvd.ProcessSet([0, 1])
     assert (loose.process_set_id, loose.size(), loose.rank(), loose.included()) == (None, None, None, None)
     with pytest.raises(ValueError, match="not registered"):
@@ -146,12 +149,15 @@ def two_sets_at_once(rank: int, size: int) -> None:
 
 
 def that_differ_between_ranks(rank: int, size: int) -> None:
-    with pytest.raises((hvd.HorovodInternalError, ValueError)):
+    with pytest.raises(MismatchError, match=r"(?s)ranks \[0\].*ranks \[1\]"):
         hvd.add_process_set([0] if rank == 0 else [1])
+    one, other = hvd.add_process_set([0]), hvd.add_process_set([1])
+    with pytest.raises(MismatchError, match="the channel to remove"):
+        hvd.remove_process_set(one if rank == 0 else other)
+    assert hvd.remove_process_set(one) and hvd.remove_process_set(other)
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
     assert hvd.mpi_ops._basics._get_process_set_ids_and_ranks() == {0: list(range(size))}
-    again = hvd.add_process_set([0])
-    assert hvd.remove_process_set(again)
+    assert hvd.remove_process_set(hvd.add_process_set([0]))
 
 
 CASES = [
@@ -164,7 +170,7 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4])
+@pytest.fixture(scope="module", params=[2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def outcome(request):
     return run_cases(request.param, CASES, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
 
@@ -172,20 +178,6 @@ def outcome(request):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_ranks(outcome, case):
     check(outcome, case)
-
-
-def dynamic_by_word(rank: int, size: int, cases: list[Case]) -> list[dict[str, str]]:
-    import os
-
-    hvd.init(process_sets="dynamic")
-    assert os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] == "1"
-    hvd.shutdown()
-    return [_all(rank, size, cases)]
-
-
-def test_dynamic_by_word():
-    outcome = run_ranks(dynamic_by_word, 2, [members], init=False)
-    check([each[0] for each in outcome], members)
 
 
 def static_sets(rank: int, size: int) -> None:
@@ -206,8 +198,9 @@ def static_sets(rank: int, size: int) -> None:
     with pytest.raises(ValueError, match="HOROVOD_DYNAMIC_PROCESS_SETS"):
         hvd.remove_process_set(even)
     again = hvd.ProcessSet(range(0, size, 2))
-    hvd.init(process_sets=[again])  # finds the set of these ranks
-    assert again.process_set_id == 1
+    for _ in range(2):
+        hvd.init(process_sets=[again])  # finds the set of these ranks
+        assert again.process_set_id == 1
     with pytest.raises(ValueError, match="called before"):
         hvd.init(process_sets=[hvd.ProcessSet([1, 2])])
     hvd.init(process_sets="dynamic")
@@ -219,5 +212,23 @@ def static_sets(rank: int, size: int) -> None:
         hvd.global_process_set.size()
 
 
-def test_static_sets():
-    run_ranks(static_sets, 3, init=False)
+def dynamic_by_word(rank: int, size: int) -> None:
+    hvd.init(process_sets="dynamic")
+    assert os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] == "1"  # for worlds to come, too
+    hvd.shutdown()
+    hvd.init()
+    members(rank, size)
+    hvd.shutdown()
+
+
+GIVEN_TO_INIT = [static_sets, dynamic_by_word]
+
+
+@pytest.fixture(scope="module")
+def given_to_init():
+    return run_cases(3, GIVEN_TO_INIT, enters=False)
+
+
+@pytest.mark.parametrize("case", GIVEN_TO_INIT, ids=lambda case: case.__name__)
+def test_given_to_init(given_to_init, case):
+    check(given_to_init, case)

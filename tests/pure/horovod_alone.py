@@ -16,7 +16,7 @@ from guozhuang.buckets import in_process_memory
 from guozhuang.compat.horovod.common.process_sets import enter_global, leave_all
 from guozhuang.compat.horovod.common.state import State, set_state
 from guozhuang.compat.horovod.torch.optimizer import DistributedOptimizer
-from guozhuang.negotiated import Engine, NegotiationError, Reduction, Submission
+from guozhuang.negotiated import Engine, Kind, NegotiationError, Reduction, Submission
 from guozhuang.world import World
 from guozhuang.world.horovod_variables import HorovodVariables
 
@@ -64,6 +64,8 @@ class MirrorChannel:
         self.under_way.discard(submission.name)
         if submission.name in self.broken:
             raise NegotiationError(f"Mismatched data types: {submission.name}")
+        if submission.kind == Kind.BARRIER:
+            return []
         factor = submission.prescale * submission.postscale
         if submission.reduction == Reduction.SUM:
             factor *= self.size

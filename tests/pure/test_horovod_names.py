@@ -5,18 +5,20 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import sys
 import weakref
 
 import pytest
 import torch
 
 import guozhuang.compat.horovod.torch as hvd
-from guozhuang.compat.horovod.common import exceptions, util
+from guozhuang.compat.horovod.common import communicators, exceptions, util
 from guozhuang.compat.horovod.common.basics import HorovodBasics, state
 from guozhuang.compat.horovod.common.engine_settings import set_log_level, settings_from
 from guozhuang.compat.horovod.common.places import place_of
-from guozhuang.compat.horovod.torch import compression, functions, mpi_ops
+from guozhuang.compat.horovod.torch import compression, functions, mpi_ops, objects
 from guozhuang.compat.horovod.torch.handles import HandleTable
+from guozhuang.errors import UsageError
 from guozhuang.negotiated import AutotuneSettings, Handle, NegotiationError, Settings
 from guozhuang.world.horovod_variables import HorovodVariables, read
 
@@ -111,7 +113,7 @@ def test_the_same_things_at_their_own_paths():
     assert exceptions.HorovodInternalError is hvd.HorovodInternalError
     assert hvd.sync_batch_norm.SyncBatchNorm is hvd.SyncBatchNorm
     assert hvd.optimizer.DistributedOptimizer is hvd.DistributedOptimizer
-    assert mpi_ops.is_homogeneous is not None
+    assert mpi_ops.is_homogeneous == mpi_ops._basics.is_homogeneous
     assert state() is None
 
 
@@ -190,7 +192,37 @@ def test_what_is_built(capsys):
 def test_code_of_nccl(monkeypatch, version: tuple[int, ...], code: int):
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
-    assert hvd.nccl_built() == code
+    assert hvd.nccl_built() == util.nccl_built() == code
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    assert hvd.nccl_built() == 0
+
+
+class Communicator:
+    def Get_size(self) -> int:
+        return 1
+
+    def Get_group(self) -> list[int]:
+        return [0]
+
+
+def test_a_communicator_without_mpi4py(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    made = hvd.ProcessSet(Communicator())
+    assert (made.ranks, made.process_set_id) == (None, None) and made.mpi_comm is not None
+    with pytest.raises(UsageError, match="install mpi4py, or give a list of ranks"):
+        communicators.ranks_of(made.mpi_comm)
+
+
+def test_objects_as_bytes(monkeypatch):
+    def inside(x: int) -> int:
+        return x + 1
+
+    pytest.importorskip("cloudpickle")
+    assert objects.unpickled(objects.pickled(inside))(1) == 2
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    assert objects.unpickled(objects.pickled({"a": [1, None]})) == {"a": [1, None]}
+    with pytest.raises(UsageError, match=r"cannot be pickled.*install cloudpickle"):
+        objects.pickled(inside)
 
 
 def test_a_cache_of_results():

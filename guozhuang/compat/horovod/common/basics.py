@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,16 +14,20 @@ from guozhuang import world as gz_world
 from guozhuang.errors import explain
 from guozhuang.groups import subgroups
 from guozhuang.negotiated import Engine, Kind, NegotiationError, Reduction, Settings, Submission
-from guozhuang.world import World, horovod_variables
+from guozhuang.world import World, horovod_elastic, horovod_variables
+from guozhuang.world.horovod_variables import HorovodVariables
 
 from .communicators import checked, is_communicator, ranks_of
 from .engine_settings import set_log_level, settings_from
 from .exceptions import HorovodInternalError
 from .places import place_of
 from .process_sets import ProcessSet, enter_global, find_again, leave_all, register_all
-from .state import NOT_INITIALIZED, Member, State, required, set_state, state
+from .state import State, required, set_state, state
 
-__all__ = ["HorovodBasics", "Member", "State", "state"]
+if TYPE_CHECKING:
+    from guozhuang.compat.horovod.runner.elastic.worker import Membership
+
+__all__ = ["HorovodBasics", "state"]
 
 
 class HorovodBasics:
@@ -50,12 +55,14 @@ class HorovodBasics:
             process_sets: process sets to register, the same on all ranks; or "dynamic" to allow them to come and go.
 
         Raises:
-            ValueError: ``comm`` or ``process_sets`` cannot be; this process is not in ``comm``; a HOROVOD_* variable is wrong;
-                a second call with another ``comm``.
+            ValueError: ``comm`` or ``process_sets`` cannot be; this process is not in ``comm``; a HOROVOD_* variable is wrong,
+                or was set by a launcher that says another rank or size; a second call with another ``comm``.
             OSError: the file that HOROVOD_TIMELINE names cannot be written.
             MismatchError: (a ValueError) ranks have different settings of the engine, or gave different process sets.
             WorldError: a rank did not come in time; the text names it.
             HorovodInternalError: a rank was lost, or did not come, after the ranks had met.
+            RuntimeError: in an elastic run, where ranks that were lost are no error and the next round is waited for: this
+                process is in no round any more ("removed from elastic job"), or the driver is silent.
         """
         dynamic = isinstance(process_sets, str)
         if dynamic and str(process_sets).lower() != "dynamic":
@@ -74,33 +81,15 @@ class HorovodBasics:
             return
         if dynamic:
             horovod_variables.set_dynamic_process_sets()
-        variables = horovod_variables.read()
+        variables = horovod_variables.read()  # what is wrong is said before anybody is waited for
         set_log_level(variables)
         settings = settings_from(variables)
-        if variables.elastic:
+        if horovod_elastic.driver() is None:
+            self._enter(comm, listed, settings)
+        else:
             from guozhuang.compat.horovod.runner.elastic import worker
 
-            worker.join_round()
-        made_world = gz_world.current() is None
-        world = gz_world.init()
-        try:
-            here = _entered(comm, world, variables, settings, made_world=made_world)
-        except BaseException:
-            if made_world:
-                gz_world.shutdown()
-            raise
-        horovod_variables.log_what_means_nothing(here.rank, variables)
-        set_state(here)
-        atexit.unregister(self.shutdown)
-        atexit.register(self.shutdown)
-        gz_world.before_leaving(self.shutdown)
-        try:
-            register_all(listed, here)
-            if variables.timeline and variables.timeline.upper() != "DYNAMIC":
-                here.engine.start_timeline(variables.timeline, bool(variables.timeline_mark_cycles))
-        except BaseException:
-            self.shutdown()
-            raise
+            worker.enter(lambda membership: self._enter(comm, listed, settings, membership))
 
     def shutdown(self) -> None:
         """Leave the world; without one it does nothing. Called at exit by itself, and by ``guozhuang.shutdown()``.
@@ -120,6 +109,33 @@ class HorovodBasics:
             _end(here.made_group)
             if here.made_world and _is_current(here):
                 gz_world.shutdown()
+
+    def _enter(
+        self, comm: Any, listed: Sequence[ProcessSet], settings: Settings, membership: Membership | None = None
+    ) -> None:
+        """Make the Horovod world, as far as the last process set of ``listed``. Leaves nothing behind when it raises."""
+        variables = horovod_variables.read()  # now: an elastic driver has just told this process its place anew
+        made_world = gz_world.current() is None
+        world = gz_world.init(timeout_s=membership.world_timeout_s) if membership and made_world else gz_world.init()
+        try:
+            horovod_variables.check_world(variables, world.rank, world.size)
+            here = _entered(comm, world, variables, settings, membership, made_world=made_world)
+        except BaseException:
+            if made_world:
+                gz_world.shutdown()
+            raise
+        horovod_variables.log_what_means_nothing(here.rank, variables)
+        set_state(here)
+        atexit.unregister(self.shutdown)
+        atexit.register(self.shutdown)
+        gz_world.before_leaving(self.shutdown)
+        try:
+            register_all(listed, here)
+            if variables.timeline and variables.timeline.upper() != "DYNAMIC":
+                here.engine.start_timeline(variables.timeline, bool(variables.timeline_mark_cycles))
+        except BaseException:
+            self.shutdown()
+            raise
 
     def is_initialized(self) -> bool:
         """Tell whether this process is between ``init`` and ``shutdown``, and the world that it entered still there."""
@@ -184,8 +200,7 @@ class HorovodBasics:
 
     def mpi_threads_supported(self) -> bool:
         """Raise ValueError: MPI carries nothing here."""
-        if state() is None:
-            raise ValueError(NOT_INITIALIZED)
+        required()
         raise ValueError(explain("MPI carries nothing here, so there is no answer", fix="ask mpi_enabled() first"))
 
     def mpi_enabled(self) -> bool:
@@ -234,7 +249,13 @@ class HorovodBasics:
 
 
 def _entered(
-    comm: Any, world: World, variables: horovod_variables.HorovodVariables, settings: Settings, *, made_world: bool
+    comm: Any,
+    world: World,
+    variables: HorovodVariables,
+    settings: Settings,
+    membership: Membership | None,
+    *,
+    made_world: bool,
 ) -> State:
     """Start the engine among the ranks that ``comm`` chooses. Every process of the world must call."""
     group, made_group = dist.group.WORLD, None
@@ -249,7 +270,11 @@ def _entered(
     rank = world_ranks.index(world.rank)
     engine = None
     try:
-        engine = Engine(group, settings)
+        engine = _engine(group, settings)
+        if membership is not None:
+            membership.breaks(
+                functools.partial(engine.fail, "the driver of the elastic job has lost a worker of this round")
+            )
         told = _told(engine, world)
     except BaseException:
         if engine is not None:
@@ -293,6 +318,13 @@ def _check_same(comm: Any, here: State) -> None:
     if comm is not None and _chosen(comm, here.world.size) != here.world_ranks:
         what = f"hvd.init was called before, for the ranks {list(here.world_ranks)}"
         raise ValueError(explain(what, value=comm, rank=here.rank, fix="call hvd.shutdown() first"))
+
+
+def _engine(group: dist.ProcessGroup, settings: Settings) -> Engine:
+    try:
+        return Engine(group, settings)
+    except NegotiationError as error:
+        raise HorovodInternalError(str(error)) from error
 
 
 def _told(engine: Engine, world: World) -> list[tuple[int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import operator
 from collections.abc import Sequence
 from typing import Any, TypeGuard
 
@@ -39,8 +40,9 @@ def checked(ranks: Sequence[int], size: int, what: str) -> tuple[int, ...]:
 
     Raises:
         ValueError: there are none, one comes twice, or one is not among 0 .. size - 1.
+        TypeError: one is no whole number.
     """
-    chosen = tuple(int(rank) for rank in ranks)
+    chosen = tuple(operator.index(rank) for rank in ranks)
     if not chosen:
         raise ValueError(explain(f"{what} needs at least one rank", value=list(chosen)))
     if len(set(chosen)) != len(chosen):

@@ -6,6 +6,7 @@ calls and HOROVOD_DYNAMIC_PROCESS_SETS=1 or ``hvd.init(process_sets="dynamic")``
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from guozhuang.negotiated import NegotiationError
 
 from .communicators import checked, is_communicator, ranks_of
 from .exceptions import HorovodInternalError
-from .state import NOT_INITIALIZED, Member, State, required, state
+from .state import Member, State, required
 
 _NOT_DYNAMIC = (
     "process sets can be added and removed after hvd.init() only where that was allowed before. "
@@ -32,6 +33,9 @@ class ProcessSet:
         process_set_id: 0 for all ranks, 1 and up for others; None while it is not registered.
         ranks: rising; None for a communicator that is not registered yet.
         mpi_comm: the communicator, if one was given.
+
+    Raises:
+        TypeError: a rank is no whole number.
     """
 
     process_set_id: int | None = None
@@ -42,7 +46,7 @@ class ProcessSet:
         if is_communicator(ranks_or_comm):
             self.mpi_comm = ranks_or_comm
         else:
-            self.ranks = sorted(int(rank) for rank in ranks_or_comm)
+            self.ranks = sorted(operator.index(rank) for rank in ranks_or_comm)
 
     def size(self) -> int | None:
         """Return how many ranks it has; None while it is not registered."""
@@ -179,7 +183,8 @@ def find_again(process_sets: Sequence[ProcessSet], here: State) -> None:
             what = f"hvd.init was called before, without {each}"
             raise ValueError(explain(what, rank=here.rank, fix="call hvd.shutdown() first, or hvd.add_process_set"))
         each.process_set_id, each.ranks = number, list(ranks)
-        here.sets[number].objects.append(each)
+        if each not in here.sets[number].objects:
+            here.sets[number].objects.append(each)
 
 
 def enter_global(here: State) -> None:
@@ -218,9 +223,7 @@ def member_of(process_set: ProcessSet) -> Member:
     Raises:
         ValueError: not initialised; the set is not registered; this process is no member.
     """
-    here = state()
-    if here is None:
-        raise ValueError(NOT_INITIALIZED)
+    here = required()
     number = process_set.process_set_id
     member = None if number is None else here.sets.get(number)
     if member is None:

@@ -20,8 +20,6 @@ from guozhuang.negotiated import Channel, Engine
 from guozhuang.world import World
 from guozhuang.world.horovod_variables import HorovodVariables
 
-NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
-
 
 @dataclass(eq=False)
 class Member:
@@ -119,7 +117,7 @@ def required() -> State:
         ValueError: there is none.
     """
     if _current.state is None:
-        raise ValueError(NOT_INITIALIZED)
+        raise ValueError("Horovod has not been initialized; use hvd.init().")
     return _current.state
 
 

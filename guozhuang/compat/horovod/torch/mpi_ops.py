@@ -16,7 +16,6 @@ from ..common.process_sets import (
     ProcessSet,
     add_process_set,
     global_process_set,
-    member_of,
     remove_process_set,
 )
 from ..common.state import required
@@ -149,9 +148,8 @@ def join(device: int = -1) -> int:
     collectives fail there. Works among all ranks, not in process sets.
 
     Args:
-        device: -1, or the index of a device of the accelerator. It is checked, and decides nothing: the zeros are made on the
-            kind of device that the others' tensors are on, there on the device of this rank's latest tensors, or the first
-            one where it had none. Without an accelerator every index stands for the CPU.
+        device: index of the device of the accelerator on which the zeros are made where the others' tensors are on theirs, if
+            this rank never had any there; -1: the current one. Without an accelerator it means nothing.
 
     Returns:
         The rank that joined last, the same on all ranks.
@@ -166,7 +164,7 @@ def join(device: int = -1) -> int:
         what = f"device is -1 or the index of a device; there are {num_devices}"
         raise ValueError(explain(what, value=device, rank=here.rank))
     try:
-        handle = here.engine.world.join()
+        handle = here.engine.world.join(device if device >= 0 and num_devices else None)
         handle.wait()
     except NegotiationError as error:
         raise HorovodInternalError(str(error)) from error
@@ -182,5 +180,4 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
         ValueError: not initialised; this process is no member.
         HorovodInternalError: a rank is lost.
     """
-    member_of(process_set)
     synchronize(enqueue(Kind.BARRIER, "barrier", [], None, process_set, lambda *_: None))

@@ -46,11 +46,14 @@ def enqueue(
         **fields: further fields of the ``Submission``.
 
     Raises:
-        ValueError: not initialised; this process is no member; a tensor that is sparse or not contiguous, or of a dtype that
-            nobody sums; other fields that cannot be; a name that is under way.
+        ValueError: not initialised; this process is no member; what is no tensor, or one that is sparse or not contiguous, or
+            of a dtype that nobody sums; other fields that cannot be; a name that is under way.
         HorovodInternalError: the engine stands still after a failure.
     """
     member = member_of(process_set)
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise ValueError(explain(f"{operation} takes tensors", value=type(tensor).__name__, fix="use torch.tensor"))
     # What requires a gradient refuses to be written to, also from the engine's thread.
     sent = tuple([tensor.detach() if tensor.requires_grad else tensor for tensor in tensors])
     fields["outputs"] = sent if in_place else None
