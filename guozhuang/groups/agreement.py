@@ -10,15 +10,25 @@ import contextlib
 import datetime
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Final
 
 import torch.distributed as dist
 from torch.distributed import Store
 
 from ..errors import MismatchError, WorldError, explain, rank_table
 
+_LOOK_S: Final = 1.0
 
-def agree(group: dist.ProcessGroup, what: str, lines: Sequence[str], timeout_s: float, fix: str) -> None:
+
+def agree(
+    group: dist.ProcessGroup,
+    what: str,
+    lines: Sequence[str],
+    timeout_s: float,
+    fix: str,
+    look: Callable[[], object] | None = None,
+) -> None:
     """Raise on every rank unless ``lines`` is the same on all ranks of the group. Every rank must call it.
 
     Args:
@@ -27,6 +37,7 @@ def agree(group: dist.ProcessGroup, what: str, lines: Sequence[str], timeout_s: 
         lines: this rank's description, one item per line.
         timeout_s: seconds to wait for the other ranks.
         fix: what a user does about a difference.
+        look: called about every second while ranks are missing; it raises if they cannot come any more.
 
     Raises:
         MismatchError: ranks differ; the text has a table of a line per rank with the first line that differs.
@@ -42,12 +53,12 @@ def agree(group: dist.ProcessGroup, what: str, lines: Sequence[str], timeout_s: 
     prefix = f"guozhuang/agree/{turn}"
     digest = hashlib.sha256("\n".join([what, *lines]).encode()).hexdigest()
     store.set(f"{prefix}/digest/{rank}", digest)
-    digests = _collect(store, f"{prefix}/digest", size, rank, what, timeout_s)
+    digests = _collect(store, f"{prefix}/digest", size, rank, what, timeout_s, look)
     _forget(store, turn - 2, rank)
     if len(set(digests)) == 1:
         return
     store.set(f"{prefix}/text/{rank}", "\n".join([what, *lines]))
-    texts = [text.split("\n") for text in _collect(store, f"{prefix}/text", size, rank, what, timeout_s)]
+    texts = [text.split("\n") for text in _collect(store, f"{prefix}/text", size, rank, what, timeout_s, look)]
     raise MismatchError(_difference(what, texts, rank, fix))
 
 
@@ -113,10 +124,21 @@ class Notices:
             time.sleep(0.02)
 
 
-def _collect(store: Store, prefix: str, size: int, rank: int, what: str, timeout_s: float) -> list[str]:
+def _collect(
+    store: Store,
+    prefix: str,
+    size: int,
+    rank: int,
+    what: str,
+    timeout_s: float,
+    look: Callable[[], object] | None,
+) -> list[str]:
     keys = [f"{prefix}/{r}" for r in range(size)]
+    deadline = time.monotonic() + timeout_s
+    if look is not None:
+        _look_until(store, keys, deadline, look)
     try:
-        store.wait(keys, datetime.timedelta(seconds=timeout_s))
+        store.wait(keys, datetime.timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
     except (dist.DistStoreError, RuntimeError) as error:
         try:
             missing = [r for r, key in enumerate(keys) if not store.check([key])]
@@ -132,6 +154,22 @@ def _collect(store: Store, prefix: str, size: int, rank: int, what: str, timeout
             )
         ) from error
     return [store.get(key).decode() for key in keys]
+
+
+def _look_until(store: Store, keys: list[str], deadline: float, look: Callable[[], object]) -> None:
+    """Wait until the keys are there, until the deadline, or until the store is gone; with a look about every second."""
+    pause_s, next_look = 0.0005, time.monotonic() + _LOOK_S
+    while (now := time.monotonic()) < deadline:
+        try:
+            if store.check(keys):
+                return
+        except RuntimeError:  # DistNetworkError
+            return
+        if now >= next_look:
+            look()
+            next_look = now + _LOOK_S
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.02)
 
 
 def _difference(what: str, texts: Sequence[list[str]], rank: int, fix: str) -> str:

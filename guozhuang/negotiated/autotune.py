@@ -1,9 +1,11 @@
 """Search for fusion threshold, cycle time and cache while the job runs, by what moves the most bytes in a time.
 
-A score is bytes per microsecond over some rounds; five scores make a sample, of which the median counts. The first sample is
-what the settings say. Then threshold (0 to 64 MiB) and cycle (1 to 100 ms) are tried together: four fixed points, then each
-time the point of the highest expected improvement under a Gaussian process through the samples so far (Jones, Schonlau and
-Welch 1998, doi:10.1023/A:1008306431147). At the best of all these the cache is tried the other way. The best of all is kept.
+A score is bytes per microsecond over some steps of training: a step ends when a name comes again, however many rounds it took,
+since how many it takes is what is searched for. Five scores make a sample, of which the median counts. The first sample that is
+not thrown away is of what the settings say. Then threshold (0 to 64 MiB) and cycle (1 to 100 ms) are tried together: four fixed
+points, then each time the point of the highest expected improvement under a Gaussian process through the samples so far (Jones,
+Schonlau and Welch 1998, doi:10.1023/A:1008306431147). At the best of all these the cache is tried the other way. The best of
+all is kept.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import importlib.util
 import logging
 import statistics
 import warnings
-from collections.abc import Generator
+from collections import Counter
+from collections.abc import Generator, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -86,8 +89,8 @@ class GaussianTuner:
         self.best: tuple[Knobs, float] | None = None
         self._settings = settings
         self._warmups_left = settings.warmup_samples
-        self._steps = self._bytes = 0
-        self._seconds = 0.0
+        self._times: Counter[str] = Counter()  # that a name came since the last score
+        self._bytes, self._seconds = 0, 0.0
         self._scores: list[float] = []
         self._log = Path(settings.log) if settings.log else None
         if self._log is not None:
@@ -99,25 +102,30 @@ class GaussianTuner:
         self._search = self._searching(start, frozenset(fixed))
         self._tried = next(self._search)
 
-    def observe(self, num_bytes: int, seconds: float) -> Knobs | None:
+    def observe(self, names: Iterable[str], num_bytes: int, seconds: float) -> Knobs | None:
         """See ``Tuner``."""
         if self.best is not None:
             return None
-        self._steps += 1
+        names = list(names)
+        is_over = any(self._times[name] >= self._settings.steps_per_sample for name in names) and self._seconds > 0
+        score = self._bytes / (self._seconds * 1e6) if is_over else None  # this round belongs to the next one
+        if is_over:
+            self._times.clear()
+            self._bytes, self._seconds = 0, 0.0
+        self._times.update(names)
         self._bytes += num_bytes
         self._seconds += seconds
-        if self._steps < self._settings.steps_per_sample or self._seconds <= 0:
-            return None
-        score = self._bytes / (self._seconds * 1e6)
-        self._steps, self._bytes, self._seconds = 0, 0, 0.0
-        if self._warmups_left > 0:
-            self._warmups_left -= 1
-            return None
+        return None if score is None else self._take(score)
+
+    def _take(self, score: float) -> Knobs | None:
         self._scores.append(score)
         if len(self._scores) < SCORES_PER_SAMPLE:
             return None
         sample = statistics.median(self._scores)
         self._scores = []
+        if self._warmups_left > 0:
+            self._warmups_left -= 1
+            return None
         self._write(self._tried, sample)
         before = self._tried
         try:

@@ -34,6 +34,10 @@ class ResponseCache:
         """Where a name is held."""
         return self._slots.get(name)
 
+    def name_at(self, slot: int) -> str:
+        """The name that a slot stands for."""
+        return self._held[slot].name
+
     def at(self, slot: int) -> Response | None:
         """What a slot holds."""
         return self._held.get(slot)

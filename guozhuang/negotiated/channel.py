@@ -9,18 +9,18 @@ on. The thread is a daemon: an interpreter that ends does not wait for a peer th
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import explain
+from ..errors import UsageError, explain
 from ..groups.allocation import zeros_for
 from .control import Carriers
 from .execution import Entry, Executor, Result
@@ -30,12 +30,9 @@ from .pace import Pace
 from .plans import Known, Plans
 from .rounds import Outcome, Rounds
 from .settings import Knobs, Settings, Tuner
-from .submission import DuplicateNameError, Handle, Kind, NegotiationError, Submission
+from .submission import JOIN_NAME, DuplicateNameError, Handle, Kind, NegotiationError, Submission
 from .table import Response
 from .tracing import Tracing
-
-_LOG = logging.getLogger("guozhuang")
-_JOIN = "join"
 
 
 @dataclass(frozen=True)
@@ -112,21 +109,23 @@ class Channel:
         From any thread. The tensors must not be touched before the handle is done.
 
         Raises:
-            ValueError: this process is no member, or the submission cannot work.
+            ValueError: this process is no member, or was forked off one; or the submission cannot work.
             DuplicateNameError: something of that name is under way.
             NegotiationError: the channel has ended; the text says why.
         """
         if self._thread is None:
             raise ValueError(explain(f"this process is none of the ranks {list(self.ranks)}", value=submission.name))
-        known = submission.known
-        if known is None or known.channel is not self:
-            request = request_of(submission, self.size, self._memories.places_of)
-            known = Known(self, request, sum([tensor.nbytes for tensor in submission.tensors]))
+        if os.getpid() != self._process:
+            self._refuse_process()
+        tensors, known = submission.tensors, submission.known
+        if known is None or known.channel is not self or known.addresses != _addresses(submission):
+            request = request_of(submission, self.size, self._memories.places_of)  # refuses what has no address
+            known = Known(self, request, sum([tensor.nbytes for tensor in tensors]), _addresses(submission))
             object.__setattr__(submission, "known", known)
         request, num_bytes = known.request, known.num_bytes
         ready = None
         if request.device != "cpu":  # see [Note: streams of a channel]
-            ready = torch.accelerator.current_stream(submission.tensors[0].device).record_event()
+            ready = torch.accelerator.current_stream(tensors[0].device).record_event()
         handle, now = Handle(self._hurry), time.monotonic()
         entry = Entry(request, submission, handle, now, ready)
         with self._changed:
@@ -141,12 +140,21 @@ class Channel:
         self._around.touch()
         return handle
 
-    def join(self) -> Handle:
+    def join(self, device: int | None = None) -> Handle:
         """Say that this rank has nothing more to reduce: it feeds zeros to all-reduces until all ranks of the channel joined.
 
-        Other kinds fail on the ranks that ask for them in the meantime. Errors are those of ``submit``.
+        Other kinds fail on the ranks that ask for them in the meantime. What this rank has under way ends before the join does.
+        Errors are those of ``submit``.
+
+        Args:
+            device: index of the accelerator on which zeros are made where others' tensors are on theirs, if this rank never
+                had any. None: the one that is current in the calling thread.
         """
-        return self.submit(Submission(Kind.JOIN, _JOIN, ()))
+        if device is None and torch.accelerator.is_available():
+            device = torch.accelerator.current_device_index()
+        if self._thread is not None:
+            self._executor.joined_on = device or 0
+        return self.submit(Submission(Kind.JOIN, JOIN_NAME, ()))
 
     def allocate(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a flat tensor of zeros in memory that the group reduces in place.
@@ -156,6 +164,8 @@ class Channel:
         """
         if self._thread is None:
             raise ValueError(explain(f"this process is none of the ranks {list(self.ranks)}"))
+        if os.getpid() != self._process:
+            self._refuse_process()
         return self._memories.allocate(num_elements, dtype, device)
 
     @property
@@ -218,7 +228,15 @@ class Channel:
 
     # The thread.
 
+    def _refuse_process(self) -> NoReturn:
+        """Neither the thread nor the connections are in a process that was forked off; nothing would ever end there."""
+        what = f"this process was forked off the one (pid {self._process}) that makes the collectives"
+        fix = "submit and wait there, or begin a world in the new process"
+        raise UsageError(explain(what, value=os.getpid(), fix=fix))
+
     def _hurry(self, handle: Handle) -> None:
+        if os.getpid() != self._process:
+            self._refuse_process()
         with self._changed:
             if handle.has_ended or handle.is_wanted:
                 return
@@ -233,7 +251,11 @@ class Channel:
                 pass
         except BaseException as error:
             if self._ended is None:
-                self._around.broke(self, error)
+                try:
+                    self._around.broke(self, error)
+                except BaseException:  # nobody else would tell those who wait
+                    self.stop(NegotiationError(str(error)))
+                    raise
 
     def _take_part(self) -> bool:
         """Hold one round when it is due and carry out what it decides; tell whether there will be another one."""
@@ -253,7 +275,16 @@ class Channel:
         knobs, self._knobs = self._knobs, None
         outcome = self._rounds.hold([(each.submission.name, each.request) for each in fresh], leaves, knobs)
         del fresh
-        self._carry_out(outcome)
+        with self._changed:
+            if self._ended is not None:  # what it had has failed; zeros in place of it would be taken for it
+                return False
+            entries = {
+                each.name: self._under_way[each.name] for each in outcome.responses if each.name in self._under_way
+            }
+        zeros_are_due = self._rounds.has_joined or outcome.last_joined is not None
+        assert zeros_are_due or len(entries) == len(outcome.responses), "a rank answers only what it asked for"
+        self._carry_out(outcome, entries)
+        del entries
         with self._changed:
             self._last_round_s = time.monotonic()
             self._pace.ends(self._last_round_s, bool(outcome.responses))
@@ -262,33 +293,33 @@ class Channel:
             self._part(outcome.leaving, leaves)
         return not outcome.leaving
 
-    def _carry_out(self, outcome: Outcome) -> None:
+    def _carry_out(self, outcome: Outcome, entries: Mapping[str, Entry]) -> None:
         if outcome.knobs is not None:
             self._threshold_bytes = outcome.knobs.fusion_threshold_bytes
             self._pace.cycle_time_ms = outcome.knobs.cycle_time_ms
         if self._around.tracing.is_on:
-            self._trace_negotiated(outcome.responses)
+            self._trace_negotiated(outcome.responses, entries)
         good = [response for response in outcome.responses if response.error is None]
         for response in outcome.responses:
             if response.error is not None:
                 self._settle({response.name: NegotiationError(response.error)})
-        num_bytes = 0
+        num_bytes, moved = 0, []
         for batch in self._plans.batches(good, self._threshold_bytes):
             began = time.monotonic()
-            entries = {each.name: self._under_way[each.name] for each in batch if each.name in self._under_way}
-            results = self._executor.carry_out(batch, entries)
+            own = {each.name: entries[each.name] for each in batch if each.name in entries}
+            results = self._executor.carry_out(batch, own)
             if self._around.tracing.is_on:
                 names = [each.name for each in batch]
                 self._around.tracing.carried_out(batch[0].request.kind, names, began, time.monotonic())
             if self._around.tuner is not None:
                 num_bytes += sum(each.request.num_bytes for each in batch)
-            del entries
+                moved += [each.name for each in batch if each.request.shapes]
             if outcome.last_joined is not None and batch[0].request.kind == Kind.JOIN:
-                self._under_way[_JOIN].handle.last_joined = outcome.last_joined
+                entries[JOIN_NAME].handle.last_joined = outcome.last_joined
             self._settle(results)
         if num_bytes and self._around.tuner is not None:
             now = time.monotonic()
-            self._knobs = self._around.tuner.observe(num_bytes, now - self._observed_s)
+            self._knobs = self._around.tuner.observe(moved, num_bytes, now - self._observed_s)
             self._observed_s = now
 
     def _settle(self, results: dict[str, Result] | dict[str, NegotiationError]) -> None:
@@ -299,6 +330,7 @@ class Channel:
                 entry = self._under_way.pop(name, None)
                 if entry is not None:
                     self._pace.settled(entry.handle.is_wanted)
+                    entry.handle.is_wanted = True  # who waits from now on must not be counted
                     taken.append((entry.handle, result))
         for handle, result in taken:
             if isinstance(result, NegotiationError):
@@ -322,10 +354,10 @@ class Channel:
             self._around.left(self, text)
         self.stop(NegotiationError(text))
 
-    def _trace_negotiated(self, responses: Sequence[Response]) -> None:
+    def _trace_negotiated(self, responses: Sequence[Response], entries: Mapping[str, Entry]) -> None:
         now = time.monotonic()
         for response in responses:
-            entry = self._under_way.get(response.name)
+            entry = entries.get(response.name)
             since = now if entry is None else entry.since
             self._around.tracing.negotiated(response.request.kind, [(response.name, since)], now)
 
@@ -334,3 +366,11 @@ class Channel:
             f"{submission.kind.value} of a name that is under way: two tensors must not have the same name at one time"
         )
         return explain(what, value=submission.name, fix="give them different names, or wait for the first one")
+
+
+def _addresses(submission: Submission) -> list[int]:
+    tensors, outputs = submission.tensors, submission.outputs
+    found = list(map(Tensor.data_ptr, tensors))
+    if outputs is not None and outputs is not tensors:
+        found += map(Tensor.data_ptr, outputs)
+    return found

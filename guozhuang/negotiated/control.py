@@ -1,9 +1,14 @@
 """What carries a channel: the words of its rounds, and its data.
 
 [Note: an idle peer is no error] A rank that has something pending waits in a round until all others have something too, which
-may be an hour. So the time-out of the group that carries the words is put out of reach, and the limit is kept by the engine's
-watch (stalls.py), which sees what is pending and for how long. A lost peer breaks the group all the same: shared memory looks
-at the processes, gloo at its connections. What ends a wait from outside is ``abort``, which breaks it here and for the peers.
+may be an hour. So, once the group that carries the words is made, its time-out is put out of reach, and the limit is kept by
+the engine's watch (stalls.py), which sees what is pending and for how long. A lost peer breaks the group all the same: shared
+memory looks at the processes, gloo at its connections. What ends a wait from outside is ``abort``, which breaks it here and for
+the peers.
+
+[Note: what a device has begun] A collective of NCCL is done for the watch as soon as it lies in the device's queue; the device
+may still wait there for a peer that is gone. Then NCCL's own watchdog ends the process after the time-out of the group, unless
+this engine has failed before: its ``abort`` ends NCCL's communicators here, and with them that wait.
 """
 
 from __future__ import annotations
@@ -20,7 +25,8 @@ from torch import Tensor
 from ..groups.base import PythonGroup
 from ..groups.hierarchical.crossing import Crossing, choose_address
 from ..groups.shared_memory import SharedMemoryGroup
-from ..groups.subgroups import subgroup
+from ..groups.subgroups import subgroup, timeout_s
+from .collectives import carried
 
 _OUT_OF_REACH_S: Final = 7 * 24 * 3600.0
 
@@ -39,6 +45,7 @@ class Words:
         self._least.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]
         self._least.asyncOp = self._gather.asyncOp = False
 
+    @carried
     def least(self, vector: Tensor) -> None:
         """Make each byte of ``vector`` the least of all ranks, in place."""
         if self._size > 1:
@@ -58,6 +65,7 @@ class Words:
         """Let go of the group."""
         self._group = None
 
+    @carried
     def _gathered(self, given: Tensor) -> list[Tensor]:
         taken = [torch.empty_like(given) for _ in range(self._size)]
         self._group.allgather([taken], [given], self._gather).wait()
@@ -93,7 +101,9 @@ class Carriers:
             words.set_timeout(datetime.timedelta(seconds=_OUT_OF_REACH_S))
         else:
             address = choose_address(dist.PrefixStore("address", store), rank, [r for r in range(size) if r != rank])
-            crossing = Crossing(dist.PrefixStore("control", store), rank, size, _OUT_OF_REACH_S, address)
+            crossing = Crossing(dist.PrefixStore("control", store), rank, size, timeout_s(group), address)
+            gloo = crossing.group._get_backend(torch.device("cpu"))
+            gloo._set_default_timeout(datetime.timedelta(seconds=_OUT_OF_REACH_S))
             self._aborts.append(crossing.cut)
             self._closes.append(crossing.close)
             words = crossing.group
@@ -127,10 +137,16 @@ class Carriers:
 
     def _twin(self, group: dist.ProcessGroup, members: Sequence[int]) -> Any:
         made: Any = subgroup(group, members)
-        if isinstance(made, PythonGroup):
-            self._aborts.append(made.abort)
+        self._aborts.append(made.abort if isinstance(made, PythonGroup) else lambda: _abort(made))
         self._closes.append(lambda: _give_back(made))
         return made
+
+
+def _abort(group: Any) -> None:
+    """Break a group of PyTorch's own, as far as its backends can be broken: NCCL can. See [Note: what a device has begun]."""
+    for device in group._device_types:
+        with contextlib.suppress(Exception):
+            group._get_backend(device).abort()
 
 
 def _give_back(group: dist.ProcessGroup) -> None:

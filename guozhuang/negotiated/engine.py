@@ -11,11 +11,12 @@ from typing import Final
 
 import torch.distributed as dist
 
-from ..errors import MismatchError, PeerLost, explain
+from ..errors import PeerLost, UsageError, explain
 from ..groups.agreement import agree, store_of
 from ..groups.subgroups import timeout_s
 from .board import Board
 from .channel import Channel, Surroundings
+from .collectives import CarrierError
 from .control import Carriers
 from .settings import Settings, Tuner
 from .stalls import Watch
@@ -25,10 +26,10 @@ from .tracing import Tracing
 _LOG = logging.getLogger("guozhuang")
 _LEAVE_S: Final = 5.0  # for the others to leave too
 _END_S: Final = 2.0  # for a thread whose groups are broken
-_PATIENCE_S: Final = (
-    1.0  # for the end of a process, whose connections end before it, or the word of a rank that knows more
-)
+# For the end of a process, whose connections end before it, or the word of a rank that knows more.
+_PATIENCE_S: Final = 1.0
 _LEAST_STOP_S: Final = 30 * 60.0
+_FIX: Final = "look at that rank's own error, or in the system's log if it was killed"
 
 
 class Engine:
@@ -49,6 +50,8 @@ class Engine:
 
     Raises:
         MismatchError: ranks have different settings.
+        UsageError: autotuning is asked for, and cannot be; on ranks where it could be, a MismatchError.
+        NegotiationError: another rank is lost.
         WorldError: ranks did not come within the time-out of the group.
     """
 
@@ -65,18 +68,14 @@ class Engine:
         turn = whole.add(f"guozhuang/negotiated/turns/{self._rank}", 1)
         self._store: dist.Store = dist.PrefixStore(f"guozhuang/negotiated/{turn}", whole)
         self._board = Board(self._store, self._rank, self._size)
-        shared = ("fusion_threshold_bytes", "cache_capacity", "fuse_groups")
-        lines = [f"{name} = {getattr(settings, name)}" for name in shared]
-        lines.append(f"autotune = {settings.autotune is not None}")
-        agree(group, "settings of negotiated collectives", lines, self._limit_s, "give all ranks the same settings")
-        self._board.read_cards()
         self._tracing = Tracing(writes=self._rank == 0)
         stop_s = settings.stall_stop_s or max(self._limit_s, _LEAST_STOP_S)
         self._watch = Watch(self._board, self._rank, settings, stop_s, lambda: self._channels, self._stop)
         try:
-            self.world = self._make(range(self._size), _tuner(settings) if self._rank == 0 else None)
+            self.world = self._begin(settings)
         except BaseException:
             self._watch.close()
+            self._board.close()
             raise
 
     def add(self, ranks: Sequence[int]) -> Channel:
@@ -97,7 +96,7 @@ class Engine:
             what = f"a channel needs different ranks of 0 to {self._size - 1}"
             raise ValueError(explain(what, value=list(ranks), rank=self._rank))
         fix = "add the same channels in the same order on all ranks"
-        agree(self._group, "the ranks of a new channel", [f"ranks {wanted}"], self._limit_s, fix)
+        self._agree("the ranks of a new channel", [f"ranks {wanted}"], fix)
         return self._make(wanted)
 
     def remove(self, channel: Channel) -> None:
@@ -115,8 +114,9 @@ class Engine:
             raise ValueError(explain(what, value=list(channel.ranks), rank=self._rank))
         fix = "remove the same channels in the same order on all ranks"
         line = f"channel {channel.number} of ranks {list(channel.ranks)}"
-        agree(self._group, "the channel to remove", [line], self._limit_s, fix)
-        self._channels = [each for each in self._channels if each is not channel]
+        self._agree("the channel to remove", [line], fix)
+        with self._lock:
+            self._channels = [each for each in self._channels if each is not channel]
         self._end([channel])
 
     def start_timeline(self, path: str, mark_cycles: bool = False) -> None:
@@ -134,6 +134,13 @@ class Engine:
         """End the trace, if one is being written. Not collective."""
         self._tracing.stop()
 
+    def fail(self, why: str) -> None:
+        """Stand still from now on; what is under way fails, here and on the other ranks. See [Note: failing together].
+
+        For who learns in another way that a rank is lost; from any thread. Not collective; nothing after ``close``.
+        """
+        self._stop(NegotiationError(explain(why, rank=self._rank)))
+
     def close(self) -> None:
         """Leave; what is under way on any rank fails. Every rank should call it, and gets some seconds for it.
 
@@ -148,20 +155,67 @@ class Engine:
             channels, self._channels = self._channels, []
         self._end(channels)
         self._watch.close()
+        self._board.close()
         self._tracing.stop()
 
     # How channels begin and end.
+
+    def _begin(self, settings: Settings) -> Channel:
+        tuner = refusal = None
+        try:
+            tuner = _tuner(settings, decides=self._rank == 0)
+        except UsageError as error:
+            refusal = error
+        shared = ("fusion_threshold_bytes", "cache_capacity", "fuse_groups")
+        lines = [f"{name} = {getattr(settings, name)}" for name in shared]
+        lines.append(f"autotune = {settings.autotune is not None if refusal is None else refusal}")
+        try:
+            self._agree("settings of negotiated collectives", lines, "give all ranks the same settings")
+        finally:
+            if refusal is not None:  # only now, so that the others hear of it and do not wait
+                raise refusal
+        self._board.read_cards()
+        return self._make(range(self._size), tuner)
+
+    def _agree(self, what: str, lines: Sequence[str], fix: str) -> None:
+        agree(self._group, what, lines, self._limit_s, fix, self._look)
+
+    def _look(self) -> None:
+        """Raise if a rank cannot come to what all of them do together."""
+        self._raise_failure()
+        self._board.read_cards()
+        if lost := self._lost(0.0):
+            self._stop(NegotiationError(lost))
+            self._raise_failure()
 
     def _make(self, members: Sequence[int], tuner: Tuner | None = None) -> Channel:
         number = self._num_made
         self._num_made += 1
         rank = list(members).index(self._rank) if self._rank in members else None
         store = dist.PrefixStore(f"channel/{number}", self._store)
-        carriers = Carriers(self._group, members, store) if rank is not None else None
+        carriers = self._connect(members, store) if rank is not None else None
         around = Surroundings(self._settings, self._tracing, self._watch.touch, self._broke, self._left, tuner)
         channel = Channel(number, members, rank, carriers, around)
-        self._channels = [*self._channels, channel]
+        with self._lock:
+            self._channels = [*self._channels, channel]
+            stands_still = self.failure is not None or self._closed
+        if stands_still:  # whoever ended all channels may have come before this one
+            channel.stop(NegotiationError("the engine stands still"))
+            channel.abort()
+            if channel.wait_left(_END_S):
+                channel.give_back()
+            self._raise_failure()
         return channel
+
+    def _connect(self, members: Sequence[int], store: dist.Store) -> Carriers:
+        try:
+            return Carriers(self._group, members, store)
+        except RuntimeError as error:  # a rank is lost, or did not come
+            what = f"the ranks {list(members)} could not connect: {error}"
+            failure = NegotiationError(self._lost(_PATIENCE_S) or explain(what, rank=self._rank, fix=_FIX))
+            self._stop(failure)
+            self._raise_failure()
+            raise failure from error
 
     def _end(self, channels: Sequence[Channel]) -> None:
         """Leave channels, together with their other ranks if those come in time."""
@@ -169,13 +223,13 @@ class Engine:
             channel.leave()
         deadline = time.monotonic() + (_LEAVE_S if self.failure is None else _END_S)
         alone = [each for each in channels if not each.wait_left(max(0.0, deadline - time.monotonic()))]
+        if alone and self._closed:
+            self._board.tell(f"rank {self._rank} has shut down")
+        for channel in alone:  # before what is under way fails here: others must not take part in it any more
+            channel.abort()
         text = explain("negotiated collectives were shut down on this rank", rank=self._rank)
         for channel in channels:
             channel.stop(NegotiationError(text))
-        if alone and self._closed:
-            self._board.tell(f"rank {self._rank} has shut down")
-        for channel in alone:
-            channel.abort()
         for channel in channels:
             if channel.wait_left(_END_S):
                 channel.give_back()
@@ -187,15 +241,19 @@ class Engine:
     def _broke(self, channel: Channel, error: BaseException) -> None:
         with self._lock:
             if self._closed or channel not in self._channels:
-                channel.stop(NegotiationError(str(error)))
-                return
+                return  # it was broken on purpose, and is about to be stopped
             if self.failure is not None:
                 return  # because of it; whoever is finding out the cause stops this channel too
             self.failure = NegotiationError(str(error))  # until more is known
         _LOG.debug("rank %d: a channel of ranks %s broke", self._rank, channel.ranks, exc_info=error)
         for each in self._channels:
             each.abort()
-        self._fail(self._why(channel, error), error)
+        try:
+            text = self._why(channel, error)
+        except Exception as another:  # whatever it is, those who wait must be told
+            _LOG.debug("rank %d: the cause was not found out", self._rank, exc_info=another)
+            text = explain(f"negotiated collectives cannot go on: {error}", rank=self._rank)
+        self._fail(text, error)
 
     def _left(self, channel: Channel, text: str) -> None:
         """Without a rank the world is not whole; other channels end by themselves."""
@@ -214,41 +272,53 @@ class Engine:
         if cause is not failure and not isinstance(cause, NegotiationError):
             failure.__cause__ = cause
         self.failure = failure
-        self._board.tell(text)  # before anybody here learns of it, who may end the process
-        for channel in self._channels:
-            channel.abort()
-        for channel in self._channels:
-            channel.stop(failure)
+        try:
+            self._board.tell(text)  # before anybody here learns of it, who may end the process
+            for channel in self._channels:
+                channel.abort()
+        finally:
+            for channel in self._channels:
+                channel.stop(failure)
 
     def _why(self, channel: Channel, error: BaseException) -> str:
         """Say what ended the engine, and name the lost rank where that can be found out."""
-        fix = "look at that rank's own error, or in the system's log if it was killed"
-        if not isinstance(error, RuntimeError) or isinstance(error, MismatchError):  # not what a lost peer leads to
+        if not isinstance(error, CarrierError):  # not what a lost peer leads to; see [Note: whose error]
             what = f"negotiated collectives ended after {type(error).__name__}: {error}"
             return explain(what, rank=self._rank, fix="mend the cause")
-        ended, words = self._board.news(_PATIENCE_S)
+        if text := self._lost(_PATIENCE_S):
+            return text
+        if isinstance(error.__cause__, PeerLost):
+            lost = channel.ranks[error.__cause__.rank]
+            return explain(f"rank {lost} is lost; negotiated collectives cannot go on: {error}", rank=self._rank)
+        what = f"a collective failed, as it does when a peer is lost; negotiated collectives cannot go on: {error}"
+        return explain(what, rank=self._rank, fix=_FIX)
+
+    def _lost(self, patience_s: float) -> str:
+        """Name ranks that are known to be gone, or say what others told; "" if nothing comes to light within the time."""
+        ended, words = self._board.news(patience_s)
         if words:  # who ended after an error has left word of it
             told = "; ".join(dict.fromkeys(words[rank] for rank in sorted(words)))
             return explain(f"negotiated collectives cannot go on: {told}", rank=self._rank)
         if ended:
             who = ", ".join(f"rank {rank} (pid {pid})" for rank, pid in sorted(ended.items()))
-            return explain(f"{who} is gone; negotiated collectives cannot go on", rank=self._rank, fix=fix)
-        if isinstance(error, PeerLost):
-            lost = channel.ranks[error.rank]
-            return explain(f"rank {lost} is lost; negotiated collectives cannot go on: {error}", rank=self._rank)
-        return explain(f"a peer is lost; negotiated collectives cannot go on: {error}", rank=self._rank, fix=fix)
+            return explain(f"{who} is gone; negotiated collectives cannot go on", rank=self._rank, fix=_FIX)
+        return ""
 
     def _raise_failure(self) -> None:
+        if os.getpid() != self._process:
+            what = f"this process was forked off the one (pid {self._process}) that has the engine"
+            raise UsageError(explain(what, value=os.getpid(), fix="make an engine in a new world"))
         if self.failure is not None:
             raise NegotiationError(*self.failure.args) from self.failure.__cause__
         if self._closed:
             raise NegotiationError(explain("the engine was closed", rank=self._rank))
 
 
-def _tuner(settings: Settings) -> Tuner | None:
+def _tuner(settings: Settings, decides: bool) -> Tuner | None:
+    """Of rank 0; the others could have none if it were to be theirs, so they check, too."""
     if settings.autotune is None:
         return None
-    from .autotune import make_tuner
+    from .autotune import check_available, make_tuner
 
-    tuner: Tuner = make_tuner(settings)
-    return tuner
+    check_available()
+    return make_tuner(settings) if decides else None

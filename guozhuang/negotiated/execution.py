@@ -24,6 +24,7 @@ from . import collectives
 from .adaptive import adaptive_sum
 from .arithmetic import combine, scale
 from .fusion import runs
+from .memory import Scratch
 from .movements import all_gather, all_to_all, broadcast, reduce_scatter
 from .submission import Handle, Kind, Reduction, Submission
 from .table import Request, Response
@@ -91,6 +92,9 @@ class Executor:
         rank: this process in the channel.
         allocate: makes flat zeros in memory that the group reduces in place.
         averages: kinds of device whose floating-point numbers the group averages by itself.
+
+    Attributes:
+        joined_on: the index of the device on which zeros of a rank that has joined are made, if it never had tensors.
     """
 
     def __init__(
@@ -105,11 +109,10 @@ class Executor:
         self._cpu_group: Any = cpu_group
         self._rank, self._size = rank, group.size()
         self._allocate, self._averages = allocate, averages
-        self._buffers: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._buffers: dict[tuple[torch.dtype, torch.device], Scratch] = {}
         self._streams: dict[torch.device, torch.Stream] = {}
-        self._device: torch.device | None = (
-            None  # where this rank's tensors were; zeros of one that has joined go there
-        )
+        self._device: torch.device | None = None  # where this rank's tensors were
+        self.joined_on = 0
 
     def carry_out(self, batch: Sequence[Response], entries: Mapping[str, Entry]) -> dict[str, Result]:
         """Do a batch; every rank of the channel must call, with the same batch.
@@ -125,7 +128,7 @@ class Executor:
         if tensors:
             self._device = tensors[0].device
         elif self._device is None:
-            self._device = torch.device(kind, torch.accelerator.current_device_index())
+            self._device = torch.device(kind, self.joined_on)
         device = self._device
         if device not in self._streams:
             self._streams[device] = torch.Stream(device)
@@ -184,8 +187,9 @@ class Executor:
             submission = entries[response.name].submission
             outputs = _outputs(submission)
             results[response.name] = Result(outputs)
-            given += submission.tensors
-            taken += outputs
+            for pair in _pairs(submission.tensors, outputs):
+                given.append(pair[0])
+                taken.append(pair[1])
         root = batch[0].request.root
         assert root is not None
         broadcast(given, taken, root, self._rank, self._group_for(device))
@@ -197,7 +201,7 @@ class Executor:
         self, batch: Sequence[Response], entries: Mapping[str, Entry], device: torch.device
     ) -> dict[str, Result]:
         request = batch[0].request
-        about = [batch, *[entry.submission for entry in entries.values()]]
+        about = [batch, *[entry.submission.known.token for entry in entries.values()]]
         known = next((entry.submission.known for entry in entries.values()), None)
         repeated: _Repeated | None = None if known is None else known.together.get(about)
         if repeated is not None:
@@ -216,7 +220,8 @@ class Executor:
             outputs, given = _outputs(entry.submission), entry.submission.tensors
             results[response.name] = Result(outputs)
             is_in_place = is_in_place and outputs is given
-            parts += [_Part(num, dtype, *pair) for (num, dtype), *pair in zip(sizes, given, outputs, strict=True)]
+            pairs = _pairs(given, outputs)
+            parts += [_Part(num, dtype, *pair) for (num, dtype), pair in zip(sizes, pairs, strict=True)]
         found = runs(batch) if request.reduction != Reduction.ADASUM else None
         if found is not None:
             together = [[parts[i] for i in run.order] for run in found]
@@ -273,12 +278,9 @@ class Executor:
         combine(flat, request, self._size, flat.device.type in self._averages, collective)
 
     def _buffer(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        held = self._buffers.pop((dtype, device), None)
-        if held is None or held.numel() < num_elements:
-            del held  # before the larger one is made
-            held = self._allocate(num_elements, dtype, device)
-        self._buffers[dtype, device] = held
-        return held[:num_elements]
+        if (dtype, device) not in self._buffers:
+            self._buffers[dtype, device] = Scratch(self._allocate)
+        return self._buffers[dtype, device].take(num_elements, dtype, device)
 
     def _group_for(self, device: torch.device) -> Any:
         return self._cpu_group if device.type == "cpu" else self._group
@@ -288,6 +290,20 @@ def _outputs(submission: Submission) -> Sequence[Tensor]:
     if submission.outputs is not None:
         return submission.outputs
     return [torch.empty_like(tensor, requires_grad=False) for tensor in submission.tensors]
+
+
+def _pairs(given: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Inputs and outputs; the same object where they are the same."""
+    written = [_writable(tensor) for tensor in given]
+    return list(zip(written, written if outputs is given else map(_writable, outputs), strict=True))
+
+
+def _writable(tensor: Tensor) -> Tensor:
+    """The tensor, or the same memory: what was made in ``torch.inference_mode`` can be written only there."""
+    if not tensor.is_inference():
+        return tensor
+    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _stretch(parts: Sequence[_Part]) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -25,28 +26,27 @@ def batches(responses: Sequence[Response], threshold_bytes: int, fuse_groups: bo
         threshold_bytes: of one batch; a larger response goes alone.
         fuse_groups: whether a response of several tensors goes with others.
     """
-    left, found = list(responses), []
+    left = deque((response, _key(response, fuse_groups), response.request.num_bytes) for response in responses)
+    num_alike = Counter(key for _, key, _ in left)
+    found = []
     while left:
-        first, *rest = left
-        key, num_bytes = _key(first, fuse_groups), first.request.num_bytes
+        first, key, num_bytes = left.popleft()
+        num_alike[key] -= 1
         taken, passed, passed_bytes = [first], [], 0
-        if key is None or num_bytes >= threshold_bytes:
-            found.append(taken)
-            left = rest
-            continue
-        for i, other in enumerate(rest):
-            more = other.request.num_bytes
-            if num_bytes + more <= threshold_bytes and _key(other, fuse_groups) == key:
-                taken.append(other)
+        looks, num_ahead = key is not None and num_bytes < threshold_bytes, num_alike[key]
+        while looks and num_ahead:  # nobody looks through all that is left for what is not there
+            other = response, other_key, more = left.popleft()
+            num_ahead -= other_key == key
+            if other_key == key and num_bytes + more <= threshold_bytes:
+                taken.append(response)
+                num_alike[key] -= 1
                 num_bytes += more
                 continue
             passed.append(other)
             passed_bytes += more
-            if num_bytes + passed_bytes > threshold_bytes:
-                passed += rest[i + 1 :]
-                break
+            looks = num_bytes + passed_bytes <= threshold_bytes
         found.append(taken)
-        left = passed
+        left.extendleft(reversed(passed))
     return found
 
 

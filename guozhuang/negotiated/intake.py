@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import explain
-from .submission import DTYPES, Kind, Reduction, Submission
+from .submission import DTYPES, JOIN_NAME, Kind, Reduction, Submission
 from .table import Place, Request
 
 _TAKES_OUTPUTS: Final = (Kind.ALLREDUCE, Kind.BROADCAST)
@@ -40,13 +40,15 @@ def request_of(
     if kind in _NO_TENSORS:
         if tensors:
             _refuse(submission, f"a {kind.value} takes no tensors", len(tensors))
+        if (kind is Kind.JOIN) != (submission.name == JOIN_NAME):
+            _refuse(submission, f"a join, and no barrier, is called {JOIN_NAME!r}", submission.name)
         return _NOTHING._replace(kind=kind)
     if not tensors:
         _refuse(submission, f"{kind.value} needs a tensor", 0)
     device = tensors[0].device
     for tensor in tensors:
         _check(submission, tensor, device)
-    splits = places = None
+    splits = places = root = None
     if outputs is not None:
         if len(outputs) != len(tensors):
             what = f"there must be an output for each of {len(tensors)} inputs"
@@ -60,6 +62,7 @@ def request_of(
     if kind is _BROADCAST:
         if submission.root is None or not 0 <= submission.root < size:
             _refuse(submission, f"a broadcast needs a root, a rank of 0 to {size - 1}", submission.root)
+        root = operator.index(submission.root)
     elif kind is _ALLTOALL:
         splits = _splits(submission, size)
     elif submission.reduction is not _SUM and submission.reduction is not _AVERAGE:
@@ -70,9 +73,9 @@ def request_of(
         tuple([tensor.dtype for tensor in tensors]),
         device.type,
         submission.reduction,
-        submission.prescale,
-        submission.postscale,
-        submission.root,
+        float(submission.prescale),  # these travel as JSON, which knows no numbers of numpy
+        float(submission.postscale),
+        root,
         splits,
         places,
     )
@@ -120,7 +123,7 @@ def _splits(submission: Submission, size: int) -> tuple[int, ...]:
         _refuse(submission, f"splits must have an entry for each of {size} ranks", list(splits))
     if min(splits) < 0 or sum(splits) > num_rows:
         _refuse(submission, f"splits must not be negative, nor sum to more than the {num_rows} rows", list(splits))
-    return tuple(splits)
+    return tuple(map(operator.index, splits))
 
 
 def _refuse(submission: Submission, what: str, value: object, fix: str = "") -> NoReturn:

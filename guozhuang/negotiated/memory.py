@@ -1,15 +1,43 @@
-"""Flat memory that a channel gave out, and where in it a tensor lies."""
+"""Flat memory: that which a channel gave out, and where in it a tensor lies; and that in which it packs."""
 
 from __future__ import annotations
 
 import bisect
 import threading
 from collections.abc import Callable
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from .table import Place
+
+_NUM_TAKEN: Final = 100  # looks at how much was needed, before memory shrinks
+
+
+class Scratch:
+    """Memory that is taken again and again, one piece at a time. It grows at once, and shrinks when less was needed for long.
+
+    Args:
+        allocate: makes flat tensors: ``allocate(num_elements, dtype, device)``.
+    """
+
+    def __init__(self, allocate: Callable[[int, torch.dtype, torch.device], Tensor]) -> None:
+        self._allocate = allocate
+        self._held: Tensor | None = None
+        self._most = self._num_taken = 0
+
+    def take(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A piece, with anything in it; the last one must not be used any more. Dtype and device must be always the same."""
+        self._most, self._num_taken = max(self._most, num_elements), self._num_taken + 1
+        size = 0 if self._held is None else self._held.numel()
+        shrinks = self._num_taken >= _NUM_TAKEN and 2 * self._most < size
+        if self._held is None or size < num_elements or shrinks:
+            self._held = None  # before the other one is made
+            self._held = self._allocate(self._most if shrinks else num_elements, dtype, device)
+        if self._num_taken >= _NUM_TAKEN:
+            self._most = self._num_taken = 0
+        return self._held[:num_elements]
 
 
 class FlatMemories:

@@ -28,7 +28,7 @@ def difference(name: str, requests: Mapping[int, Request], ranks: Sequence[int])
     for rank, other in rest:
         if other[:9] == one[:9]:
             continue
-        for what, aspect, words in _aspects(one.kind):
+        for what, aspect, words in _aspects(one.kind, ranks):
             if aspect(one) != aspect(other):
                 there = f"rank {ranks[first]} has {words(one)}, rank {ranks[rank]} has {words(other)}"
                 return f"Mismatched {what}: {there} (for {name!r})"
@@ -45,7 +45,7 @@ def joined_difference(kind: Kind, name: str, joined: Collection[int], ranks: Seq
     return f"{kind.value.capitalize()} is not supported with Join at this time. {who} joined before {name!r}"
 
 
-def _aspects(kind: Kind) -> list[_Aspect]:
+def _aspects(kind: Kind, ranks: Sequence[int]) -> list[_Aspect]:
     """What must be equal, the most telling first; name, value and words for the value of each."""
     aspects: list[_Aspect] = [
         ("collective operations", lambda request: request.kind, lambda request: request.kind.value),
@@ -66,13 +66,17 @@ def _aspects(kind: Kind) -> list[_Aspect]:
             (f"{kind.value} tensor shapes", lambda request: tuple(shape[1:] for shape in request.shapes), _shapes),
         ]
     if kind == Kind.BROADCAST:
-        aspects.append(("broadcast root ranks", lambda request: request.root, lambda request: f"root {request.root}"))
+        aspects.append(("broadcast root ranks", lambda request: request.root, lambda request: _root(request, ranks)))
     if kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER):
         aspects += [
             ("prescale factors", lambda request: request.prescale, lambda request: f"{request.prescale}"),
             ("postscale factors", lambda request: request.postscale, lambda request: f"{request.postscale}"),
         ]
     return aspects
+
+
+def _root(request: Request, ranks: Sequence[int]) -> str:
+    return f"root {None if request.root is None else ranks[request.root]}"
 
 
 def _word(reduction: Reduction) -> str:

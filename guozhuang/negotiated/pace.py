@@ -3,8 +3,9 @@
 [Note: pace] A round costs each rank some tens of microseconds, and wakes all of them, so it should find much to do; but what is
 ready early should travel while backward still computes. Without a fixed cycle a rank comes when somebody waits; when enough
 bytes have come together (little for the first time since somebody waited, so that sending begins early, then a bucketful); or
-when what came first is some milliseconds old. If a round made nothing ready, ranks are pending on each other's next requests:
-the next one comes after a pause that doubles, unless there is something new on this rank.
+when what came first is some milliseconds old: longer than the backward of a small model, which so goes as one. Whoever wants it
+sooner waits, polls, or fixes the cycle. If a round made nothing ready, ranks are pending on each other's next requests: the
+next one comes after a pause that doubles, unless there is something new on this rank.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class Pace:
         self._num_fresh += 1
         self._fresh_bytes += num_bytes
         is_enough = self._fresh_bytes >= limit and not was_enough
-        return is_idle or (self.cycle_time_ms is None and (is_enough or self._num_wanted > 0 or self._num_fresh == 1))
+        if is_idle or self._num_fresh == 1:  # what is fresh waits for no pause
+            return True
+        return self.cycle_time_ms is None and (is_enough or self._num_wanted > 0)
 
     def wanted(self) -> None:
         """Take note that somebody waits for something that is pending."""

@@ -50,12 +50,16 @@ class Known:
         channel: the one that it was submitted to.
         request: what other ranks know of it.
         num_bytes: of its tensors.
+        addresses: of its tensors, and of its outputs where those are others.
+        token: stands for the submission where that must not be held: batches lie on submissions, which would hold each other.
         together: of the executor: what batches come to of which it is the first.
     """
 
     channel: object
     request: Request
     num_bytes: int
+    addresses: list[int]
+    token: object = field(default_factory=object)
     together: Remembered[Any] = field(default_factory=Remembered)
 
 

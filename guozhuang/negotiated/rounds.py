@@ -10,7 +10,10 @@
    ranks exchange messages: requests that no slot stands for, joins, whether a rank leaves, new settings from rank 0. Each rank
    keeps the same table of requests, and takes from it what no rank is missing from any more.
 3. Both together, cached ones first, are the responses of the round. What ranks disagree in is an error of its own, and only of
-   those who asked. The others enter the cache.
+   those who asked. The others enter the cache when their name comes for the second time: names that come once, as those of
+   unnamed operations, would push lasting ones out.
+4. When all ranks have joined, one more round ends it. What slots stand for and some rank has pending is done in it, with zeros
+   from the others; so here a byte is 1 if this rank has it pending, else 2.
 
 A rank comes to a round when it has something pending, has joined, or leaves. So a round waits for all ranks to have something,
 and an idle rank costs nothing: before that, nothing could have been done. What has joined supplies zeros (execution.py).
@@ -29,11 +32,13 @@ from torch import Tensor
 from .cache import ResponseCache
 from .mismatches import difference, joined_difference
 from .settings import Knobs
-from .submission import Kind
+from .submission import JOIN_NAME, Kind
 from .table import Message, Request, Response, Table, common_places
 
 _OUT_OF_DATE, _NOT_HERE, _READY = 0, 1, 2
-# Names of one-off operations would push lasting ones out; splits change with the data.
+_ASKED, _QUIET = 1, 2  # in the last round of a join
+_MOST_SEEN: Final = 4096  # names that came once
+# What is asked for once, and what changes with the data.
 _NOT_CACHED: Final = (Kind.BARRIER, Kind.JOIN, Kind.ALLTOALL)
 
 
@@ -88,6 +93,8 @@ class Rounds:
         self._counted: dict[int, tuple[str, Request]] = {}  # pending on this rank and in the cache, by slot
         self._unsent: list[tuple[str, Request]] = []  # pending on this rank, and not in the table yet
         self._mine = np.full(64, _NOT_HERE, dtype=np.uint8)  # by slot
+        self._seen: dict[str, None] = {}  # names that came and have no slot; the oldest first
+        self._joins: dict[int, Request] = {}
         self.joined: list[int] = []
         self.num_rounds = self.num_full_rounds = 0
 
@@ -104,24 +111,27 @@ class Rounds:
             leaves: whether it takes part for the last time.
             knobs: new settings for all ranks; of rank 0.
         """
+        ends_join = len(self.joined) == len(self._ranks)
         out_of_date = self._sort(fresh)
         has_news = bool(self._unsent) or leaves or knobs is not None
-        vector = self._vector(out_of_date, has_news)
+        vector = self._vector(out_of_date, has_news, ends_join)
         self._words.least(vector)
         self.num_rounds += 1
         told = vector.numpy()
         for slot in np.flatnonzero(told[1:] == _OUT_OF_DATE).tolist():
+            self._saw(self._cache.name_at(slot))  # it changes, and lasts
             self._cache.evict(slot)
             self._forget(slot)
-        ready = np.flatnonzero(told[1:] == _READY).tolist()
+        ready = np.flatnonzero(told[1:] == (_ASKED if ends_join else _READY)).tolist()
         outcome = Outcome([self._from_slot(slot) for slot in ready])
         if told[0] == 0:
             self._exchange(leaves, knobs, outcome)
+        if ends_join:
+            outcome.responses.append(Response(JOIN_NAME, dict(sorted(self._joins.items())), None, None))
+            outcome.last_joined = self.joined[-1]
+            self.joined.clear()
+            self._joins.clear()
         return outcome
-
-    def missing(self, name: str) -> list[int]:
-        """The ranks that are known not to have asked for what this rank has; none where that is not known."""
-        return self._table.missing(name, set(self.joined))
 
     def _sort(self, fresh: Sequence[tuple[str, Request]]) -> list[int]:
         """Find the slots that stand for new requests; return those that the new requests show to be out of date."""
@@ -140,11 +150,13 @@ class Rounds:
                 out_of_date.append(slot)
         return out_of_date
 
-    def _vector(self, out_of_date: Sequence[int], has_news: bool) -> Tensor:
+    def _vector(self, out_of_date: Sequence[int], has_news: bool, ends_join: bool) -> Tensor:
         num_slots = self._cache.num_slots
         vector = np.empty(1 + num_slots, dtype=np.uint8)
         vector[0] = 0 if has_news else 1
-        if self.has_joined:
+        if ends_join:
+            vector[1:] = np.where(self._mine[:num_slots] == _READY, _ASKED, _QUIET)
+        elif self.has_joined:
             vector[1:] = _NOT_HERE
             vector[[1 + slot for slot in self._cache.slots()]] = _READY
         else:
@@ -179,27 +191,36 @@ class Rounds:
             if told.knobs is not None:
                 outcome.knobs = Knobs(*told.knobs)
             for name, request in told.requests:
-                if request.kind == Kind.JOIN and rank not in self.joined:
+                if request.kind == Kind.JOIN:
                     self.joined.append(rank)
-                self._table.add(rank, name, request)
+                    self._joins[rank] = request
+                else:
+                    self._table.add(rank, name, request)
         if outcome.knobs is not None:
             self._take(outcome.knobs)
         for name, requests in self._table.take_complete(set(self.joined)):
             outcome.responses.append(self._answer(name, requests))
-        if len(self.joined) == len(self._ranks):
-            outcome.last_joined = self.joined[-1]
-            self.joined.clear()
 
     def _answer(self, name: str, requests: dict[int, Request]) -> Response:
         one = next(iter(requests.values()))
         error = difference(name, requests, self._ranks) or self._joined_error(name, one)
         response = Response(name, requests, error, common_places(requests))
-        if error is None and one.kind not in _NOT_CACHED:
+        if error is None and one.kind not in _NOT_CACHED and self._saw(name):
+            del self._seen[name]
             for slot in self._cache.put(response):
                 self._forget(slot)
             if self._cache.num_slots > len(self._mine):
                 self._mine = np.concatenate([self._mine, np.full_like(self._mine, _NOT_HERE)])
         return response
+
+    def _saw(self, name: str) -> bool:
+        """Take note of a name; tell whether it came before, as far as is known."""
+        if name in self._seen:
+            return True
+        if len(self._seen) >= _MOST_SEEN:
+            del self._seen[next(iter(self._seen))]
+        self._seen[name] = None
+        return False
 
     def _joined_error(self, name: str, request: Request) -> str | None:
         if not self.joined:

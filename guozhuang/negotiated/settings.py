@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,7 +14,7 @@ class AutotuneSettings:
     Attributes:
         log: a file for a line per sample; None for none.
         warmup_samples: that are thrown away.
-        steps_per_sample: observations that make one score.
+        steps_per_sample: of training, that make one score; five scores make a sample.
         max_samples: when to stop with the best.
         noise: what the Gaussian process takes for noise, between 0 and 1.
         fixed: names of fields of ``Knobs`` that the user has chosen and that stay.
@@ -45,10 +46,11 @@ class Knobs:
 class Tuner(Protocol):
     """Turns what was observed into knobs. It lives on rank 0 of the world; ``autotune.make_tuner(settings)`` makes it."""
 
-    def observe(self, num_bytes: int, seconds: float) -> Knobs | None:
+    def observe(self, names: Iterable[str], num_bytes: int, seconds: float) -> Knobs | None:
         """Learn of one round of the world's channel that moved something.
 
         Args:
+            names: of what was reduced or moved in it. A step may take one round or many; in the next one names come again.
             num_bytes: that were reduced or moved in it, of this rank's tensors.
             seconds: since the end of the last such round, so with all that was computed in between.
 
@@ -64,8 +66,8 @@ class Settings:
 
     Attributes:
         fusion_threshold_bytes: of small tensors that travel as one; 0: none do.
-        cycle_time_ms: between two rounds. None: a round begins when somebody waits, when enough bytes came together, or when
-            what was submitted first has waited for some milliseconds.
+        cycle_time_ms: between two rounds. None: a round begins when somebody waits, when enough bytes came together (4 MiB the
+            first time, then 25 MiB), or when what was submitted first has waited for 20 ms.
         cache_capacity: how many requests are remembered, so that a repeated one costs a byte; 0: none.
         fuse_groups: whether a grouped operation may travel with others.
         stall_check: whether what waits for long is reported.

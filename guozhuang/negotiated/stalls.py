@@ -8,6 +8,7 @@ name is known, and who is missing. Of the ranks that have it the lowest one says
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -15,9 +16,9 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from ..errors import explain
-from .board import Board
+from .board import Board, StoreSilent
 from .settings import Settings
-from .submission import NegotiationError
+from .submission import JOIN_NAME, NegotiationError
 
 _LOG = logging.getLogger("guozhuang")
 _NUM_TOLD: Final = 20  # names of one rank
@@ -88,10 +89,7 @@ class Watch:
                 if not any(since.values()):
                     self._question, self._next_warning = None, 0.0
                     break
-                try:
-                    self._look(since)
-                except RuntimeError as error:  # the store is gone
-                    _LOG.debug("rank %d: no look at what is pending: %s", self._rank, error)
+                self._look(since)
             if self._closed.is_set():
                 return
 
@@ -101,15 +99,21 @@ class Watch:
         if age_s < self._tick_s:
             return
         self.num_looks += 1
+        try:
+            self._ask_around(since, now, age_s)
+        except StoreSilent as error:
+            _LOG.debug("rank %d: no look at what others have pending: %s", self._rank, error)
+        if age_s >= self._stop_s:
+            self._end(since, now)
+
+    def _ask_around(self, since: dict[int, dict[str, float]], now: float, age_s: float) -> None:
+        """Hear of what has ended the engine elsewhere, answer what was asked, ask and warn."""
         if words := self._board.words():
             self._stop(NegotiationError("; ".join(words.values())))
             return
         num_asked = self._board.num_asked()
         if num_asked > self._num_answered:
             self._answer(num_asked, since)
-        if age_s >= self._stop_s:
-            self._end(since, now)
-            return
         warning_s = self._settings.stall_warning_s
         if self._question is not None:
             number, when = self._question
@@ -139,10 +143,12 @@ class Watch:
             for name, moment in since.get(channel.number, {}).items():
                 if moment > before:
                     continue
-                has = [rank for rank in channel.ranks if name in answers.get(rank, {}).get(channel.number, ())]
-                has = sorted({*has, self._rank})
-                if len(has) < len(channel.ranks):
-                    found.append((name, has, sorted(set(channel.ranks) - set(has))))
+                pending = {rank: answers.get(rank, {}).get(channel.number, ()) for rank in channel.ranks}
+                has = sorted({self._rank, *(rank for rank in channel.ranks if name in pending[rank])})
+                # Who has joined needs nothing to have it done.
+                lacks = [rank for rank in channel.ranks if rank not in has and JOIN_NAME not in pending[rank]]
+                if lacks:
+                    found.append((name, has, lacks))
         return found
 
     def _warn(self, missing: Sequence[tuple[str, list[int], list[int]]], for_s: float) -> None:
@@ -155,9 +161,11 @@ class Watch:
 
     def _end(self, since: dict[int, dict[str, float]], now: float) -> None:
         """Ask once more who is missing, and end the engine."""
-        number = self._ask(since)
-        self._closed.wait(2.5 * self._tick_s)
-        missing = self._missing(number, since, now - self._stop_s)
+        missing: list[tuple[str, list[int], list[int]]] = []
+        with contextlib.suppress(StoreSilent):  # then nobody knows
+            number = self._ask(since)
+            self._closed.wait(2.5 * self._tick_s)
+            missing = self._missing(number, since, now - self._stop_s)
         self._stop(NegotiationError(_words(missing, self._stop_s, self._rank)))
 
 
@@ -173,5 +181,7 @@ def _words(missing: Sequence[tuple[str, list[int], list[int]]], for_s: float, ra
         more = f", and {len(names) - _NUM_TOLD} more" if len(names) > _NUM_TOLD else ""
         lines.append(f"  missing: rank {each} for {', '.join(names[:_NUM_TOLD])}{more}")
     if not lines:
-        lines = ["  no rank is known to be missing: a collective that all of them began does not end"]
+        lines = [
+            "  no rank is known to be missing: a collective that all of them began does not end, or the store is gone"
+        ]
     return "\n".join([explain(f"stalled: {what}", rank=rank, fix=fix), *lines])

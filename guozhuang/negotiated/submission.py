@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+JOIN_NAME: Final = "join"  # of every submission of that kind
 DTYPES: Final = frozenset(
     {
         *(torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool),
@@ -54,7 +55,8 @@ class DuplicateNameError(ValueError):
 class Submission:
     """One collective, as one rank asks for it. Ranks may submit in any order; what has the same name belongs together.
 
-    It may be submitted again to the same channel when it has ended, which costs less; its tensors must lie where they lay.
+    It may be submitted again to the same channel when it has ended, which costs less if its tensors lie where they lay; their
+    shapes and dtypes must be the same.
 
     Attributes:
         kind: which collective.
@@ -98,7 +100,7 @@ class Handle:
         """
         self.received_splits: list[int] | None = None
         self.last_joined: int | None = None
-        self.is_wanted = False  # somebody waits; the channel's lock is over it
+        self.is_wanted = False  # somebody waits, or it is too late for haste; the channel's lock is over it
         self._hurry = hurry
         self._ended = threading.Lock()  # held until the end: the cheapest thing to wait for
         self._ended.acquire()

@@ -96,11 +96,6 @@ class Table:
         ]
         return [(name, self._asked.pop(name)) for name in names]
 
-    def missing(self, name: str, joined: AbstractSet[int]) -> list[int]:
-        """The ranks that a name waits for; none if nobody has asked for it here."""
-        by_rank = self._asked.get(name)
-        return [] if by_rank is None else sorted(set(range(self._size)) - by_rank.keys() - joined)
-
 
 def common_places(requests: Mapping[int, Request]) -> tuple[Place, ...] | None:
     """The places that all requests name."""

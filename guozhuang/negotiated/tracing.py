@@ -1,13 +1,17 @@
 """What the world's rank 0 saw of each operation, as a Chrome trace: how long it was negotiated, how long it ran.
 
 The file is one JSON array that is complete at every moment: what comes replaces the closing bracket, together with a new one.
+Where it cannot be written any further, on a full disk say, it ends; the job goes on.
 Each name is a process of the trace. An operation is a span NEGOTIATE_ALLREDUCE (from its submission on this rank until all
 ranks had it; so by kind) and then a span ALLREDUCE. CYCLE_START marks the beginning of a round, if asked for.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import logging
 import os
 import threading
 import time
@@ -17,6 +21,7 @@ from typing import Any, Final
 from ..errors import UsageError, explain
 from .submission import Kind
 
+_LOG = logging.getLogger("guozhuang")
 _CYCLES: Final = "cycles"
 _END: Final = b"\n]\n"
 
@@ -53,12 +58,17 @@ class Tracing:
                 fix = "stop it first"
                 raise UsageError(explain(f"a timeline is being written to {self._path!r}", value=path, fix=fix))
             if self._writes:
-                self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
                 self._numbers = {}
                 began = {"start_time_since_epoch_in_micros": time.time_ns() // 1000}
                 first = {"name": "clock", "ph": "M", "pid": 0, "tid": 0, "args": began}
-                self._end = os.pwrite(self._file, b"[\n" + json.dumps(first).encode(), 0)
-                os.pwrite(self._file, _END, self._end)
+                data = b"[\n" + json.dumps(first).encode()
+                file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+                try:
+                    os.pwrite(file, data + _END, 0)
+                except OSError:
+                    os.close(file)
+                    raise
+                self._file, self._end = file, len(data)
             self._path = path
             self.is_on, self.marks_cycles = self._writes, self._writes and mark_cycles
 
@@ -97,9 +107,22 @@ class Tracing:
                     lines.append({"name": "process_name", "ph": "M", "pid": number, "tid": 0, "args": {"name": of}})
                 lines.append({**event, "pid": number, "tid": 0})
             if lines:
-                data = b"".join(b",\n" + json.dumps(line).encode() for line in lines)
-                os.pwrite(self._file, data + _END, self._end)
-                self._end += len(data)
+                self._write(b"".join(b",\n" + json.dumps(line).encode() for line in lines))
+
+    def _write(self, data: bytes) -> None:
+        """Append; where that fails, end the file with what was there, and go on without it."""
+        try:
+            if os.pwrite(self._file, data + _END, self._end) < len(data + _END):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._end += len(data)
+        except OSError as error:
+            _LOG.warning("the timeline %s ends here: %s", self._path, error)
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, self._end)
+                os.pwrite(self._file, _END, self._end)
+            self.is_on = self.marks_cycles = False
+            os.close(self._file)
+            self._file = -1
 
 
 def _span(name: str, since_s: float, until_s: float) -> dict[str, Any]:

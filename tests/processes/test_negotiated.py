@@ -78,6 +78,19 @@ def reductions(channel: Channel, rank: int, n: int) -> None:
     parameter = torch.nn.Parameter(full(1.0))
     [out] = in_place(channel, "parameter", parameter).wait()
     assert out is parameter and torch.equal(parameter.detach(), full(n)) and parameter.requires_grad
+    of_inference(channel, rank, total)
+
+
+def of_inference(channel: Channel, rank: int, total: int) -> None:
+    with torch.inference_mode():
+        tensors = [full(rank + 1, num) for num in (4, 7, 5, 3)]
+    handles = [in_place(channel, f"inference.{i}", each) for i, each in enumerate(tensors[:3])]
+    handles.append(reducing(channel, "inference.new", tensors[3]))
+    outs = [handle.wait()[0] for handle in handles]
+    assert all(out is tensor for out, tensor in zip(outs, tensors[:3], strict=False))
+    assert all(out.eq(total).all() for out in outs) and not outs[3].is_inference()
+    [out] = asked(channel, Kind.BROADCAST, "inference", tensors[3], outputs=(tensors[3],), root=0).wait()
+    assert out is tensors[3] and out.eq(1).all()
 
 
 def arithmetic(channel: Channel, rank: int, n: int) -> None:
@@ -374,7 +387,24 @@ def joins(engine: Engine) -> list[int | None]:
         last.append(handle.last_joined)
         [out] = asked(channel, Kind.ALLGATHER, "after", full(rank, 1)).wait()
         assert torch.equal(out, torch.arange(n).float())
+    together(channel)
+    pending = reducing(channel, "cached", full(1.0)) if rank == 0 else None
+    channel.join().wait()
+    if pending is not None:
+        assert pending.done() and torch.equal(pending.wait()[0], full(1.0)), "done before the join is over, with zeros"
+    joins_of_a_part(engine)
     return last
+
+
+def joins_of_a_part(engine: Engine) -> None:
+    part = engine.add(range(1, engine.world.size) if engine.world.size > 1 else [0])
+    if part.rank is not None:
+        for step in range(part.rank + 1):
+            assert torch.equal(reduced(part, "x", full(1.0))[0], full(part.size - step))
+        handle = part.join()
+        handle.wait()
+        assert handle.last_joined == part.size - 1
+        assert torch.equal(reduced(part, "x", full(1.0))[0], full(part.size))
 
 
 @pytest.mark.parametrize(("num_ranks", "name"), [(1, "gloo"), (3, "gloo"), (3, "shm")])

@@ -1,18 +1,24 @@
 """Ranks that die, leave, stall or err: every other rank is told in time, by name, and nothing hangs."""
 
+import datetime
 import logging
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from guozhuang.errors import MismatchError
-from guozhuang.negotiated import Engine, NegotiationError, Settings, stalls
+from guozhuang.errors import MismatchError, UsageError
+from guozhuang.groups.hierarchical.crossing import Crossing
+from guozhuang.negotiated import Channel, Engine, NegotiationError, Settings, control, stalls
+from guozhuang.negotiated import engine as engines
+from guozhuang.negotiated.control import Carriers
 from guozhuang.negotiated.execution import Executor
 from tests.processes.negotiating import an_engine, full, reduced, reducing, run_engines, together
 from tests.processes.shm_ranks import held, run_shm_ranks
@@ -44,7 +50,7 @@ def killed(rank: int, n: int, where: str) -> float:
         reduced(engine.world, f"{i}", full(1.0))
     together(engine.world)
     if rank == n - 1:
-        if where == "idle":
+        if where != "busy":
             time.sleep(0.3)  # the others wait for this one in a round
         else:
             threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -53,7 +59,11 @@ def killed(rank: int, n: int, where: str) -> float:
         os.kill(os.getpid(), signal.SIGKILL)
     of_part = reducing(part, "of the part", full(1.0)) if rank == 0 and n > 2 else None  # the others never ask for it
     began = time.monotonic()
-    if where == "idle":
+    if where == "adding":
+        with pytest.raises(NegotiationError, match=f"rank {n - 1} "):
+            engine.add([0])
+        fails(engine, f"rank {n - 1} ")
+    elif where == "idle":
         pending = [reducing(engine.world, "x", full(1.0)), reducing(engine.world, "y", full(1.0))]
         fails(engine, f"rank {n - 1} ", *pending)
     else:
@@ -70,7 +80,7 @@ def killed(rank: int, n: int, where: str) -> float:
 
 @pytest.mark.parametrize(
     ("num_ranks", "where", "name"),
-    [(2, "idle", "gloo"), (4, "idle", "shm"), (4, "idle", "gloo"), (3, "busy", "shm"), (3, "busy", "gloo")],
+    [(2, "adding", "gloo"), (4, "idle", "shm"), (4, "idle", "gloo"), (3, "busy", "shm"), (3, "busy", "gloo")],
 )
 def test_a_rank_that_was_killed_is_named_at_once(num_ranks: int, where: str, name: str) -> None:
     *others, lost = run_shm_ranks(killed, num_ranks, where, name=name, collect_errors=True, timeout_s=40)
@@ -99,21 +109,28 @@ def test_what_is_under_way_fails_when_a_rank_leaves(name: str) -> None:
 
 
 def left_alone(rank: int, n: int) -> float:
-    from guozhuang.negotiated import engine as module
-
-    module._LEAVE_S = 0.5  # type: ignore[misc]
+    engines._LEAVE_S = 0.5  # type: ignore[misc]
     with an_engine() as engine:
         reduced(engine.world, "x", full(1.0))
         before = time.monotonic()
         if rank == 1:
+            reducing(engine.world, "y", full(1.0))  # it waits in a round for the other one
+            stop = Channel.stop
+
+            def slow_stop(*args: Any) -> None:
+                stop(*args)
+                engine._store.set("stopped", "")
+                time.sleep(1.0)
+
+            Channel.stop = slow_stop  # type: ignore[assignment, method-assign]
             engine.close()
             took = time.monotonic() - before
             engine.close()
             with pytest.raises(NegotiationError, match="shut down"):
                 reducing(engine.world, "y", full(1.0))
             return took
-        time.sleep(1.2)  # idle: nobody tells it
-        with pytest.raises(NegotiationError, match="rank 1"):
+        engine._store.wait(["stopped"], datetime.timedelta(seconds=20))  # idle: nobody tells it
+        with pytest.raises(NegotiationError, match="rank 1"):  # and no zeros in place of what failed there
             reduced(engine.world, "y", full(1.0))
         engine.failure = None
     return time.monotonic() - before
@@ -126,20 +143,38 @@ def test_a_rank_leaves_though_the_others_are_idle(name: str) -> None:
 
 def again_and_again(rank: int, n: int) -> None:
     before = held()
-    for turn in range(3):
+    for turn in range(2):
         with an_engine() as engine:
             part = engine.add([0, 1])
             if part.rank is not None:
                 assert reduced(part, "x", full(1.0))[0].eq(2).all()
             assert reduced(engine.world, f"{turn}", full(1.0))[0].eq(n).all()
-            if turn == 1:
+            if turn == 0:
                 engine.remove(part)
         threads = [thread.name for thread in threading.enumerate() if "negotiated" in thread.name]
         assert not threads
+    added_while_it_fails()
     deadline = time.monotonic() + 5.0
     while (left := held() - before) and time.monotonic() < deadline:
         time.sleep(0.05)  # gloo closes its connections when it pleases
     assert not left, left
+
+
+def added_while_it_fails() -> None:
+    assert dist.group.WORLD is not None
+    engine = Engine(dist.group.WORLD, Settings())
+    carriers = engines.Carriers
+
+    def meanwhile(*args: Any) -> Carriers:
+        engine.fail("something came in between")
+        return carriers(*args)
+
+    engines.Carriers = meanwhile  # type: ignore[assignment, misc]
+    with pytest.raises(NegotiationError, match="came in between"):
+        engine.add(range(engine.world.size))
+    engines.Carriers = carriers  # type: ignore[misc]
+    engine.close()
+    assert not [thread.name for thread in threading.enumerate() if "negotiated" in thread.name]
 
 
 @BACKENDS
@@ -154,10 +189,17 @@ def errs(rank: int, n: int) -> None:
     if rank == 1:
 
         def no_memory(*_: object) -> None:
-            raise MemoryError("not here")
+            raise RuntimeError("not here")
 
         Executor._all_reduce = no_memory  # type: ignore[assignment, method-assign]
-    pattern = "MemoryError: not here"
+    pattern = "ended after RuntimeError: not here"  # not: a peer is lost
+    if rank == 2:
+
+        def fail(*_: object) -> None:
+            raise OSError("nothing can be found out")
+
+        engine._board.news = fail  # type: ignore[assignment, method-assign]
+        pattern = "cannot go on"
     fails(engine, pattern, reducing(engine.world, "x", full(1.0)), reducing(engine.world, "y", full(1.0)))
     engine.close()
 
@@ -244,15 +286,37 @@ def test_an_idle_peer_is_no_error(name: str) -> None:
     run_engines(waits_longer_than_the_time_out, 2, name=name, group_timeout_s=1.5)
 
 
+def one_cannot_begin(rank: int) -> None:
+    def of_rank_0(settings: Settings, decides: bool) -> None:
+        if decides:
+            raise UsageError("no log can be written")
+
+    assert dist.group.WORLD is not None
+    tuner, engines._tuner = engines._tuner, of_rank_0
+    with pytest.raises(UsageError if rank == 0 else MismatchError, match="no log can be written"):
+        Engine(dist.group.WORLD, Settings())
+    engines._tuner = tuner
+
+
 def ends_after_its_group(rank: int, n: int) -> float:
     assert dist.group.WORLD is not None
+    limits: list[float] = []
+    crossing = control.Crossing
+
+    def limited(store: object, rank: int, size: int, timeout_s: float, address: str) -> Crossing:
+        limits.append(timeout_s)
+        return crossing(store, rank, size, timeout_s, address)  # type: ignore[arg-type]
+
+    control.Crossing = limited  # type: ignore[assignment, misc]
     with pytest.raises(MismatchError, match="cache_capacity = 1"):
         Engine(dist.group.WORLD, Settings(cache_capacity=1 + rank))
+    one_cannot_begin(rank)
     with an_engine() as engine:
         reduced(engine.world, "x", full(1.0))
         dist.barrier()
         dist.destroy_process_group()
         began = time.monotonic()
+    assert set(limits) <= {30.0}, "a rank that dies while all connect ends it at the time-out of the group"
     return time.monotonic() - began
 
 
@@ -263,11 +327,23 @@ def test_an_engine_may_end_after_its_group(name: str) -> None:
 
 def forks(engine: Engine) -> None:
     assert reduced(engine.world, "x", torch.ones(2))[0].eq(2).all()
+    pending = reducing(engine.world, "later", torch.ones(2)) if engine.world.rank == 0 else None
     pid = os.fork()
     if pid == 0:
+        calls: list[Callable[[], object]] = [
+            lambda: reducing(engine.world, "x", torch.ones(2)),
+            lambda: engine.world.allocate(5, torch.float32, torch.device("cpu")),
+            lambda: engine.add([0]),
+        ]
+        calls += [] if pending is None else [pending.wait, pending.done]
+        for call in calls:
+            with pytest.raises(UsageError, match="forked"):
+                call()
         engine.close()  # not its own
         os._exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    pending = pending or reducing(engine.world, "later", torch.ones(2))
+    assert pending.wait()[0].eq(2).all()
     assert reduced(engine.world, "x", torch.ones(2))[0].eq(2).all()
 
 

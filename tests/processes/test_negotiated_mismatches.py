@@ -92,6 +92,8 @@ def in_a_part(engine: Engine) -> None:
     if part.rank is not None:
         with pytest.raises(NegotiationError, match=r"rank 1 has shape \[1\], rank 2 has shape \[2\]"):
             reduced(part, "x", full(1.0, part.rank + 1))
+        with pytest.raises(NegotiationError, match="rank 1 has root 1, rank 2 has root 2"):
+            asked(part, Kind.BROADCAST, "x", full(1.0), root=part.rank).wait()
         goes_on(part)
 
 

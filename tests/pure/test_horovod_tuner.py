@@ -31,7 +31,7 @@ def run(tuner, speed_of, knobs, limit=20000):
         if tuner.best is not None:
             return tried
         num_bytes = 1_000_000
-        new = tuner.observe(num_bytes, num_bytes / speed_of(knobs) / 1e6)
+        new = tuner.observe(["x"], num_bytes, num_bytes / speed_of(knobs) / 1e6)
         if new is not None:
             knobs = new
             tried.append(new)
@@ -65,7 +65,7 @@ def test_it_never_ends_worse_than_it_began():
     tried = run(tuner, lambda knobs: 50.0 if knobs == start else 10.0, start)
     assert tuner.best == (start, pytest.approx(50.0))
     assert tried[-1] == start  # and the engine is told so
-    assert tuner.observe(1, 1.0) is None
+    assert tuner.observe(["x"], 1, 1.0) is None
 
 
 @needs_sklearn
@@ -80,13 +80,13 @@ def test_the_cache_is_left_out_where_it_harms():
 def test_points_come_in_order_and_what_is_fixed_stays(tmp_path: Path):
     path = tmp_path / "log.csv"
     fixed = frozenset({"fusion_threshold_bytes", "use_cache"})
-    chosen = AutotuneSettings(str(path), warmup_samples=3, steps_per_sample=2, max_samples=6, fixed=fixed)
+    chosen = AutotuneSettings(str(path), warmup_samples=1, steps_per_sample=2, max_samples=6, fixed=fixed)
     settings = Settings(fusion_threshold_bytes=5 * MB, autotune=chosen)
     tuner = autotune.make_tuner(settings)
     start = Knobs(5 * MB, None, True)
-    # Three scores of two rounds are thrown away, five make the first sample.
-    assert [tuner.observe(1000, 0.001) for _ in range(15)] == [None] * 15
-    assert tuner.observe(1000, 0.001) == Knobs(5 * MB, 5.0, True)
+    # A score ends as its first name comes for the third time. Five are thrown away, five make the first sample.
+    assert [tuner.observe(["x"], 1000, 0.001) for _ in range(20)] == [None] * 20
+    assert tuner.observe(["x"], 1000, 0.001) == Knobs(5 * MB, 5.0, True)
     tried = run(tuner, lambda knobs: knobs.cycle_time_ms or 1.0, Knobs(5 * MB, 5.0, True))
     assert [each.cycle_time_ms for each in tried[:4]] == [5.0, 50.0, 25.0, 10.0]
     assert all((each.fusion_threshold_bytes, each.use_cache) == (5 * MB, True) for each in tried)
@@ -101,15 +101,36 @@ def test_points_come_in_order_and_what_is_fixed_stays(tmp_path: Path):
 
 
 @needs_sklearn
+def test_a_score_is_of_whole_steps_however_many_rounds_they_take():
+    """Else settings that need more rounds for a step would be judged by less of it."""
+    settings = Settings(autotune=AutotuneSettings(warmup_samples=0, steps_per_sample=2, max_samples=0))
+    for rounds in ([["a", "b", "c", "d"]], [["a", "b"], ["c"], ["d"]], [["d"], ["a", "b", "c"]]):
+        tuner = autotune.make_tuner(settings)
+        told = []
+        for _ in range(20):
+            for names in rounds:  # the last one of a step comes after a pause
+                seconds = 0.7 if names is rounds[-1] else 0.1
+                told.append(tuner.observe(names, 1_000_000 * len(names), seconds))
+        step_s = 0.7 + 0.1 * (len(rounds) - 1)
+        knobs = [each for each in told if each is not None]
+        assert knobs == [Knobs(settings.fusion_threshold_bytes, None, False)]
+        assert told.index(knobs[0]) == 10 * len(rounds), "with the first round after ten steps"
+        for _ in range(2):
+            for names in rounds:
+                tuner.observe(names, 1_000_000 * len(names), 0.7 if names is rounds[-1] else 0.1)
+        assert tuner.best[1] == pytest.approx(4 / step_s)
+
+
+@needs_sklearn
 def test_the_median_counts():
     """Two slow scores of five do not make a point look slow."""
     settings = Settings(autotune=AutotuneSettings(warmup_samples=0, steps_per_sample=1, max_samples=0))
     tuner = autotune.make_tuner(settings)
-    for speed in (10.0, 0.1, 11.0, 0.1, 12.0):
-        knobs = tuner.observe(1_000_000, 1.0 / speed)
+    for speed in (10.0, 0.1, 11.0, 0.1, 12.0, 9.0):
+        knobs = tuner.observe(["x"], 1_000_000, 1.0 / speed)
     assert knobs == Knobs(settings.fusion_threshold_bytes, None, False)
     for _ in range(5):
-        knobs = tuner.observe(1_000_000, 1.0 / 9.0)
+        knobs = tuner.observe(["x"], 1_000_000, 1.0 / 9.0)
     assert tuner.best == (Knobs(settings.fusion_threshold_bytes, None, True), pytest.approx(10.0))
 
 

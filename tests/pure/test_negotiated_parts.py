@@ -1,21 +1,25 @@
 """The parts of negotiated collectives that need no other rank."""
 
 import json
+import os
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from guozhuang.errors import UsageError
-from guozhuang.negotiated import Handle, Kind, NegotiationError, Reduction, Settings, Submission
+from guozhuang.negotiated import Handle, Kind, NegotiationError, Reduction, Settings, Submission, fusion
 from guozhuang.negotiated.arithmetic import combine, scale
+from guozhuang.negotiated.channel import Channel, Surroundings
+from guozhuang.negotiated.execution import Entry, Result
 from guozhuang.negotiated.fusion import batches, runs
 from guozhuang.negotiated.intake import request_of
-from guozhuang.negotiated.memory import FlatMemories
+from guozhuang.negotiated.memory import FlatMemories, Scratch
 from guozhuang.negotiated.pace import AGE_S, BYTES, FIRST_BYTES, Pace
-from guozhuang.negotiated.table import Request, Response
+from guozhuang.negotiated.table import Message, Request, Response
 from guozhuang.negotiated.tracing import Tracing
 
 
@@ -60,6 +64,19 @@ def test_what_differs_does_not_travel_together(more: dict[str, object]) -> None:
     assert fused([response("a", 1), odd, response("b", 1)], 100) == ["a b", "odd"]
 
 
+def test_each_response_is_looked_at_once_where_nothing_goes_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+    key = fusion._key
+
+    def counting(response: Response, fuse_groups: bool) -> object:
+        looked.append(response.name)
+        return key(response, fuse_groups)
+
+    monkeypatch.setattr(fusion, "_key", counting)
+    many = [response(f"{i}", 1, prescale=float(i)) for i in range(500)]
+    assert fused(many, 1 << 20) == [each.name for each in many] == looked
+
+
 def test_groups_and_broadcasts() -> None:
     group = response("group", 2, num_tensors=2)
     assert fused([response("a", 1), group], 100) == ["a group"]
@@ -84,6 +101,19 @@ def test_runs_are_neighbours_in_any_order() -> None:
     assert [(run.order, run.num_elements) for run in found] == [((1, 0, 3), 17), ((2, 4), 5)]
     assert runs([*placed, response("x", 1)]) is None
     assert [run.num_elements for run in runs([placed[0], placed[0]]) or []] == [10, 10], "one memory under two names"
+
+
+def test_memory_for_packing_grows_at_once_and_shrinks_when_little_was_needed_for_long() -> None:
+    made: list[int] = []
+
+    def allocate(num: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        made.append(num)
+        return torch.zeros(num, dtype=dtype, device=device)
+
+    scratch, cpu = Scratch(allocate), torch.device("cpu")
+    for num in (10, 8, 1000, *[30, 40] * 300, 500):
+        assert len(scratch.take(num, torch.float32, cpu)) == num
+    assert made == [10, 1000, 40, 500]
 
 
 def test_flat_memories_know_where_tensors_lie() -> None:
@@ -165,10 +195,36 @@ def test_the_pace_of_a_cycle() -> None:
     assert pace.submitted(1, 5.0) and pace.due(5.0) == 5.0
     pace.begins(5.0)
     pace.ends(5.001, True)
+    pace.submitted(1, 5.002)
     assert not pace.submitted(1 << 30, 5.002)
     pace.wanted()
     assert pace.due(5.002) == pytest.approx(5.01), "neither bytes nor haste"
     assert pace.due(5.02) == 5.02
+    for _ in range(6):
+        pace.begins(6.0)
+        pace.ends(6.0, False)
+    assert pace.due(6.0) == pytest.approx(6.02), "others are not ready"
+    assert pace.submitted(1, 6.001), "whoever sleeps until then must wake"
+    assert pace.due(6.001) == pytest.approx(6.01)
+
+
+def test_who_comes_to_wait_while_it_ends_is_not_counted() -> None:
+    around = Surroundings(Settings(), Tracing(writes=False), *[lambda *_: None] * 3)  # type: ignore[arg-type]
+    channel = Channel(0, [0], None, None, around)
+    handle = Handle(channel._hurry)
+    one = Submission(Kind.ALLREDUCE, "x", (torch.zeros(1),))
+    channel._under_way["x"] = Entry(response("x", 1).request, one, handle, 0.0, None)
+    channel._pace.submitted(4, 0.0)
+    complete = handle.complete
+
+    def late(*args: object) -> None:
+        assert not handle.done(), "between the end and the word of it"
+        channel._hurry(handle)
+        complete(*args)  # type: ignore[arg-type]
+
+    handle.complete = late  # type: ignore[assignment, method-assign]
+    channel._settle({"x": Result(one.tensors)})
+    assert handle.done() and channel._pace._num_wanted == channel._pace._num_pending == 0
 
 
 def test_a_handle_waits_and_hurries_once() -> None:
@@ -213,6 +269,25 @@ def test_requests_say_where_tensors_lie_only_if_they_are_reduced_in_place() -> N
     assert even.splits == (2, 2) and even.shapes == ((4, 1),)
     with pytest.raises(ValueError, match="barrier takes no tensors"):
         request_of(Submission(Kind.BARRIER, "x", (tensor,)), 2, places_of)
+    for kind, name in ((Kind.BARRIER, "join"), (Kind.JOIN, "x")):
+        with pytest.raises(ValueError, match="is called 'join'"):
+            request_of(Submission(kind, name, ()), 2, places_of)
+
+
+def test_numbers_of_numpy_travel_as_those_of_python() -> None:
+    def places_of(tensors: tuple[Tensor, ...]) -> None:
+        return None
+
+    scales = {"prescale": np.float32(0.5), "postscale": torch.tensor(2.0)}
+    tensor = torch.zeros(4, 1)
+    for submission in (
+        Submission(Kind.ALLREDUCE, "x", (tensor,), **scales),  # type: ignore[arg-type]
+        Submission(Kind.BROADCAST, "x", (tensor,), root=np.int64(1)),  # type: ignore[arg-type]
+        Submission(Kind.ALLTOALL, "x", (tensor,), splits=tuple(np.array([1, 3]))),
+    ):
+        request = request_of(submission, 2, places_of)
+        [(_, other)] = Message.decoded(Message([("x", request)]).encoded()).requests
+        assert other == request
 
 
 def test_settings_refuse_what_cannot_be() -> None:
@@ -247,5 +322,32 @@ def test_a_trace_is_complete_after_every_event(tmp_path: Path) -> None:
     silent.stop()
     with pytest.raises(OSError, match="no folder"):
         tracing.start(str(tmp_path / "no folder" / "x"), mark_cycles=False)
+    with pytest.raises(OSError, match="No space"):
+        tracing.start("/dev/full", mark_cycles=False)
     tracing.start(str(tmp_path / "third"), mark_cycles=False)
+    tracing.stop()
+
+
+def test_a_trace_ends_where_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, tracing = tmp_path / "trace.json", Tracing(writes=True)
+    tracing.start(str(path), mark_cycles=True)
+    tracing.round_began(1.0)
+    before = path.read_text()
+    pwrite, num_calls = os.pwrite, 0
+
+    def half(file: int, data: bytes, offset: int) -> int:
+        nonlocal num_calls
+        num_calls += 1
+        return pwrite(file, data[: len(data) // 2] if num_calls == 1 else data, offset)
+
+    monkeypatch.setattr(os, "pwrite", half)
+    for i in range(3):
+        tracing.carried_out(Kind.ALLREDUCE, ["x"], 1.0, 2.0 + i)
+    assert path.read_text() == before and not tracing.is_on
+    [said] = [each.getMessage() for each in caplog.records]
+    assert said.startswith(f"the timeline {path} ends here: ") and "No space left" in said
+    tracing.stop()
+    tracing.start(str(path), mark_cycles=False)
     tracing.stop()

@@ -10,6 +10,7 @@ import torch
 from guozhuang.negotiated import Handle, Kind, Reduction, Submission
 from guozhuang.negotiated.execution import Entry, Executor
 from guozhuang.negotiated.mismatches import difference
+from guozhuang.negotiated.plans import Known
 from guozhuang.negotiated.table import Request, Response
 from tests.pure.test_lane_streams import Stream
 
@@ -37,6 +38,7 @@ def test_a_batch_stands_between_what_was_launched_before_and_after(monkeypatch: 
     for name in ("a", "b"):
         submission = Submission(Kind.ALLREDUCE, name, (torch.ones(2),))
         request = Request(Kind.ALLREDUCE, ((2,),), (torch.float32,), "cuda", Reduction.SUM, 2.0, 1.0, None, None, None)
+        object.__setattr__(submission, "known", Known(None, request, 8, []))
         ready: Any = trainer.record_event()
         entries[name] = Entry(request, submission, Handle(lambda handle: None), 0.0, ready)
         batch.append(Response(name, {0: request}, None, None))
@@ -56,6 +58,22 @@ def test_a_batch_stands_between_what_was_launched_before_and_after(monkeypatch: 
         "leave channel",
         "trainer waits for event 6",
     ]
+
+
+def test_zeros_of_a_rank_that_joined_and_never_had_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[torch.device] = []
+    monkeypatch.setattr(torch, "Stream", lambda device: Stream(f"{device}", []))
+
+    def allocate(num: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        made.append(device)
+        return torch.ones(num, dtype=dtype)
+
+    group: Any = Alone()
+    executor = Executor(group, group, 0, allocate, frozenset())
+    executor.joined_on = 3
+    request = Request(Kind.ALLREDUCE, ((2,),), (torch.float32,), "cuda", Reduction.SUM, 1.0, 1.0, None, None, None)
+    assert executor.carry_out([Response("x", {1: request}, None, None)], {}) == {}
+    assert made == [torch.device("cuda", 3)] == list(executor._streams)
 
 
 def test_a_tensor_on_an_accelerator_on_one_rank_only() -> None:
