@@ -20,11 +20,13 @@ _RECORD = re.compile(
     r"|Exception ignored in|terminate called)"
 )
 _MAX_MESSAGE = 40  # lines of an exception's text behind its first
-# How the end of a rank looks to the others: gloo, the store, NCCL, and our own error.
+# How the end of a rank looks to the others: gloo, the store, NCCL, and our own errors.
 _LOST_PEER = re.compile(
     r"PeerLost|Connection (?:closed|reset) by peer|Connection refused|[Bb]roken pipe|Read error \[|Write error \["
     r"|failed to (?:recv|send), got|DistNetworkError|the process that keeps the store .* is gone"
     r"|ncclRemoteError|remote process exited|Socket (?:closed|Timeout)|Application timeout caused pair closure"
+    r"|collectives of ranks .* were shut down by rank|negotiated collectives cannot go on: rank \d+ has shut down"
+    r"|rank \d+ .*is (?:gone|lost); negotiated collectives"
 )
 
 

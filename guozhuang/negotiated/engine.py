@@ -78,11 +78,12 @@ class Engine:
             self._board.close()
             raise
 
-    def add(self, ranks: Sequence[int]) -> Channel:
+    def add(self, ranks: Sequence[int], called: str = "channel") -> Channel:
         """Make a channel of some ranks. Every rank of the engine's group must call it, with the same ranks.
 
         Args:
             ranks: in the engine's group, in any order.
+            called: the user's word for it, in errors.
 
         Raises:
             ValueError: there is no such rank, or one is named twice.
@@ -93,10 +94,10 @@ class Engine:
         self._raise_failure()
         wanted = sorted(ranks)
         if not wanted or len(set(wanted)) < len(wanted) or wanted[0] < 0 or wanted[-1] >= self._size:
-            what = f"a channel needs different ranks of 0 to {self._size - 1}"
+            what = f"a {called} needs different ranks of 0 to {self._size - 1}"
             raise ValueError(explain(what, value=list(ranks), rank=self._rank))
-        fix = "add the same channels in the same order on all ranks"
-        self._agree("the ranks of a new channel", [f"ranks {wanted}"], fix)
+        fix = f"add the same {called}s in the same order on all ranks"
+        self._agree(f"the ranks of a new {called}", [f"ranks {wanted}"], fix)
         return self._make(wanted)
 
     def remove(self, channel: Channel) -> None:

@@ -46,6 +46,11 @@ def parameters_that_cannot_be_sent(rank: int, size: int) -> None:
     hvd.broadcast_parameters([("a", good)], root_rank=0)
 
 
+def no_optimizer(rank: int, size: int) -> None:
+    with pytest.raises(ValueError, match="no optimizer: an object of Linear"):
+        hvd.broadcast_optimizer_state(torch.nn.Linear(1, 1), 0)
+
+
 def parameters_that_differ(rank: int, size: int) -> None:
     """Nothing is under way afterwards: it can be called again at once, with the same names."""
     names = [f"p.{number:03}" for number in range(200)]
@@ -274,6 +279,7 @@ CASES = [
     parameters_of_a_dictionary,
     parameters_of_a_list,
     parameters_that_cannot_be_sent,
+    no_optimizer,
     parameters_that_differ,
     optimizers_after_a_failure,
     fresh_optimizers_change_nothing,

@@ -84,6 +84,13 @@ def test_parts_of_the_world():
     run_ranks(parts_of_the_world, 5, init=False)
 
 
+def worlds_that_overlap(rank: int, size: int) -> None:
+    text = r"rank 0 gave \[0, 1\], rank 1 gave \[1, 2\]"
+    with pytest.raises(ValueError, match=text):
+        hvd.init(comm=[[0, 1], [1, 2], [1, 2]][rank])
+    assert not hvd.is_initialized()
+
+
 def one_is_left_out(rank: int, size: int) -> str:
     try:
         hvd.init(comm=[0, 2])
@@ -92,6 +99,7 @@ def one_is_left_out(rank: int, size: int) -> str:
         told = str(error)
     hvd.shutdown()
     on_two_nodes(rank)
+    worlds_that_overlap(rank, size)
     groups_of_parts(rank)
     in_rounds(rank, size)
     return told

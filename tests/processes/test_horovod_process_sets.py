@@ -56,6 +56,8 @@ def that_cannot_be(rank: int, size: int) -> None:
         hvd.add_process_set([])
     with pytest.raises(TypeError, match="integer"):
         hvd.add_process_set([0.5])
+    with pytest.raises(ValueError, match=r"objects of hvd\.ProcessSet, not of list"):
+        hvd.init(process_sets=[[0]])
     loose = hvd.ProcessSet([0, 1])
     assert (loose.process_set_id, loose.size(), loose.rank(), loose.included()) == (None, None, None, None)
     with pytest.raises(ValueError, match="not registered"):

@@ -52,6 +52,8 @@ if __name__ == "__main__":
     raises(ValueError, "hosts and hostfile exclude each other", hosts="a:1", hostfile="f")
     raises(ValueError, "use_gloo and use_mpi exclude each other", use_gloo=True, use_mpi=True)
     raises(ValueError, "num_proc must be at least 1", num_proc=0)
+    raises(ValueError, "num_proc is a whole number (got '2')", num_proc="2")
+    raises(ValueError, "args is a tuple", args=3)
     raises(ValueError, "more ranks than there are slots", num_proc=3, hosts="localhost:2")
     print("done")
 """

@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 from guozhuang.launch import tracebacks
 from guozhuang.launch.failures import Failure, describe, exit_code, first
 
@@ -37,6 +39,19 @@ def test_who_lost_a_peer_is_no_cause() -> None:
     assert first({0: abort}) == 0
     killed = failed(0, -signal.SIGKILL, 10.0, [LOST])
     assert first({0: killed, 1: failed(1, 1, 10.1, raised(LOST))}) == 0
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "NegotiationError: [rank 0] the collectives of ranks [0, 1] were shut down by rank 1 while allreduce.x was under way.",
+        "HorovodInternalError: [rank 0] negotiated collectives cannot go on: rank 1 has shut down.",
+        "HorovodInternalError: [rank 2] rank 1 (pid 77) is gone; negotiated collectives cannot go on.",
+        "HorovodInternalError: [rank 2] rank 1 is lost; negotiated collectives cannot go on: a read failed.",
+    ],
+)
+def test_whom_another_rank_left_alone_in_a_negotiated_collective_is_no_cause(error: str) -> None:
+    assert first({0: failed(0, 1, 10.0, raised(error)), 1: failed(1, 3, 10.5)}) == 1
 
 
 def test_who_raised_and_was_ended_while_leaving_is_the_cause() -> None:

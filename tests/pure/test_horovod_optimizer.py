@@ -13,7 +13,7 @@ from torch import Tensor
 
 from guozhuang.compat.horovod.common.process_sets import ProcessSet
 from guozhuang.compat.horovod.torch.compression import Compression, Compressor
-from guozhuang.compat.horovod.torch.mpi_ops import Adasum, Average, Sum
+from guozhuang.compat.horovod.torch.mpi_ops import Adasum, Average, Max, Sum
 from guozhuang.negotiated import Kind, Reduction
 
 from .horovod_alone import (
@@ -78,7 +78,10 @@ def test_it_cannot_be_wrapped_twice_and_copies_are_plain(channel: MirrorChannel)
         ({"backward_passes_per_step": 0}, ValueError, "backward_passes_per_step must be > 0"),
         ({"gradient_predivide_factor": 2.0, "op": Sum}, ValueError, "op != Average"),
         ({"gradient_predivide_factor": 0.0}, ValueError, "must be > 0"),
-        ({"op": 6}, ValueError, "none of the reductions"),
+        ({"op": 6}, ValueError, "no way to combine"),
+        ({"op": Max}, ValueError, "use hvd.Average, Sum or Adasum"),
+        ({"compression": "fp16"}, ValueError, "no compress and decompress"),
+        ({"optimizer": net_of_three()}, ValueError, "wraps an optimizer"),
         ({"groups": -1}, ValueError, "positive integer or a list"),
     ],
 )

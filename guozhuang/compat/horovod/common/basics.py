@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 
 from guozhuang import world as gz_world
-from guozhuang.errors import explain
+from guozhuang.errors import UsageError, explain
 from guozhuang.groups import subgroups
 from guozhuang.negotiated import Engine, Kind, NegotiationError, Reduction, Settings, Submission
 from guozhuang.world import World, horovod_elastic, horovod_variables
 from guozhuang.world.horovod_variables import HorovodVariables
 
+from . import worlds
 from .communicators import checked, is_communicator, ranks_of
 from .engine_settings import set_log_level, settings_from
 from .exceptions import HorovodInternalError
@@ -56,8 +57,8 @@ class HorovodBasics:
 
         Raises:
             ValueError: ``comm`` or ``process_sets`` cannot be; this process is not in ``comm``; a HOROVOD_* variable is wrong,
-                or was set by a launcher that says another rank or size; a second call with another ``comm``.
-            OSError: the file that HOROVOD_TIMELINE names cannot be written.
+                or was set by a launcher that says another rank or size; a second call with another ``comm``; processes
+                that ``comm`` names gave another one; on rank 0 alone: the file of HOROVOD_TIMELINE cannot be written.
             MismatchError: (a ValueError) ranks have different settings of the engine, or gave different process sets.
             WorldError: a rank did not come in time; the text names it.
             HorovodInternalError: a rank was lost, or did not come, after the ranks had met.
@@ -132,7 +133,7 @@ class HorovodBasics:
         try:
             register_all(listed, here)
             if variables.timeline and variables.timeline.upper() != "DYNAMIC":
-                here.engine.start_timeline(variables.timeline, bool(variables.timeline_mark_cycles))
+                _start_timeline(here, variables.timeline)
         except BaseException:
             self.shutdown()
             raise
@@ -261,11 +262,12 @@ def _entered(
     group, made_group = dist.group.WORLD, None
     assert group is not None, "guozhuang.world.init made or found it"
     world_ranks = _chosen(comm, world.size)
+    worlds.compare(group, world_ranks)
+    if world.rank not in world_ranks:
+        what = "hvd.init(comm=...) does not name the process that calls it"
+        fix = "give each process the list of the world that it is in"
+        raise ValueError(explain(what, value=list(world_ranks), rank=world.rank, fix=fix))
     if len(world_ranks) < world.size:
-        if world.rank not in world_ranks:
-            what = "hvd.init(comm=...) does not name the process that calls it"
-            fix = "give each process the list of the world that it is in"
-            raise ValueError(explain(what, value=list(world_ranks), rank=world.rank, fix=fix))
         group = made_group = subgroups.subgroup(group, world_ranks)
     rank = world_ranks.index(world.rank)
     engine = None
@@ -301,6 +303,15 @@ def _entered(
     )
     enter_global(here)
     return here
+
+
+def _start_timeline(here: State, path: str) -> None:
+    try:
+        here.engine.start_timeline(path, bool(here.variables.timeline_mark_cycles))
+    except OSError as error:
+        what = f"HOROVOD_TIMELINE, or --timeline-filename, names a file that cannot be written: {error.strerror}"
+        fix = "make its folder, name another file, or leave it out"
+        raise UsageError(explain(what, value=path, rank=here.rank, fix=fix)) from error
 
 
 def _chosen(comm: Any, size: int) -> tuple[int, ...]:

@@ -142,7 +142,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 def register(process_set: ProcessSet, ranks: tuple[int, ...], here: State) -> None:
     """Make the channel of a process set and give it the next id. Every rank of the world must call."""
     try:
-        channel = here.engine.add(ranks)
+        channel = here.engine.add(ranks, called="process set")
     except (NegotiationError, WorldError) as error:
         raise HorovodInternalError(str(error)) from error
     number, here.next_set = here.next_set, here.next_set + 1
@@ -207,6 +207,9 @@ def ranks_in(process_set: ProcessSet, here: State) -> tuple[int, ...]:
     Raises:
         ValueError: one of them does not exist, or comes twice; or there are none.
     """
+    if not isinstance(process_set, ProcessSet):
+        what = f"hvd.init takes objects of hvd.ProcessSet, not of {type(process_set).__name__}"
+        raise ValueError(explain(what, value=process_set, rank=here.rank, fix="give hvd.ProcessSet([0, 1])"))
     ranks: Sequence[int] | None = process_set.ranks
     if process_set.mpi_comm is not None:
         members = ranks_of(process_set.mpi_comm)
@@ -224,6 +227,9 @@ def member_of(process_set: ProcessSet) -> Member:
         ValueError: not initialised; the set is not registered; this process is no member.
     """
     here = required()
+    if not isinstance(process_set, ProcessSet):
+        what = f"process_set is no object of hvd.ProcessSet, but of {type(process_set).__name__}"
+        raise ValueError(explain(what, value=process_set, rank=here.rank, fix="leave it out, or give a registered one"))
     number = process_set.process_set_id
     member = None if number is None else here.sets.get(number)
     if member is None:

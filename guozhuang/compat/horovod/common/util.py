@@ -155,6 +155,9 @@ def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[int | 
 
     def chosen(op: int | None, average: bool | None) -> int:
         if average is None:
+            if op is not None and not isinstance(op, int):
+                fix = "use hvd.Average, hvd.Sum and the like"
+                raise ValueError(explain("op is none of the reductions", value=op, fix=fix))
             return int(reduce_ops.Average if op is None else op)
         if op is not None:
             what = "op takes the place of average, and both were given"

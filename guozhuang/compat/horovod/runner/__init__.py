@@ -101,6 +101,11 @@ def run(
         num_proc = np
     min_num_proc = min_np if min_num_proc is None else min_num_proc
     max_num_proc = max_np if max_num_proc is None else max_num_proc
+    if not callable(func):
+        raise UsageError(explain("horovod.run starts a function", value=func, fix="give what can be called"))
+    if not isinstance(args, (tuple, list)) or not isinstance(kwargs, (dict, type(None))):
+        what = "args is a tuple, and kwargs a dict or None"
+        raise UsageError(explain(what, value=(args, kwargs), fix="write args=(x,) for one argument"))
     if hosts is not None and hostfile is not None:
         raise UsageError(explain("hosts and hostfile exclude each other", fix="leave one out"))
     if use_gloo and use_mpi:

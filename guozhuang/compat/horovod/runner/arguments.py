@@ -195,6 +195,8 @@ def check_counts(found: argparse.Namespace) -> None:
         ("--slots-per-host", found.slots, 1),
         ("--reset-limit", found.reset_limit, 0),
     ):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise UsageError(explain(f"{name} is a whole number", value=value, fix="give an int"))
         if value is not None and value < least:
             raise UsageError(explain(f"{name} must be at least {least}", value=value, fix="give a larger number"))
     least = found.num_proc if found.min_num_proc is None else found.min_num_proc

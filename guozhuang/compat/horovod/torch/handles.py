@@ -66,7 +66,7 @@ class HandleTable:
         try:
             outputs = found.handle.wait()
         except NegotiationError as error:
-            raise HorovodInternalError(str(error)) from error
+            raise HorovodInternalError(str(error)) from error.__cause__  # the same words once
         return found.finish(outputs, found.handle)
 
     def left(self) -> None:

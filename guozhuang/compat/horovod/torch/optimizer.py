@@ -15,7 +15,6 @@ from torch.optim import LBFGS, Optimizer
 from guozhuang.compat.horovod.common.process_sets import ProcessSet, global_process_set
 from guozhuang.compat.horovod.common.state import required
 from guozhuang.errors import explain
-from guozhuang.negotiated import Reduction
 from guozhuang.world import horovod_elastic
 
 from .adasum_exchange import AdasumExchange
@@ -23,7 +22,7 @@ from .backward_passes import BackwardPasses
 from .compression import Compression
 from .functions import broadcast_object
 from .gradient_exchange import Exchange, GradientExchange
-from .mpi_ops import Adasum, Average, allreduce, size
+from .mpi_ops import Adasum, Average, Sum, allreduce, size
 from .named_parameters import ParameterGroups, check_groups, grouped, names_of
 
 # What a learning-rate scheduler or the like may have put before the class's own, on the optimizer that is wrapped.
@@ -306,10 +305,14 @@ def DistributedOptimizer(
         raise ValueError(
             explain("the optimizer is distributed already", value=type(optimizer).__name__, fix="wrap it once")
         )
-    if op not in list(Reduction):
-        raise ValueError(
-            explain("op is none of the reductions", value=op, fix="use hvd.Average, hvd.Sum or hvd.Adasum")
-        )
+    if not isinstance(optimizer, Optimizer):
+        what = "DistributedOptimizer wraps an optimizer of torch.optim, or one derived from torch.optim.Optimizer"
+        raise ValueError(explain(what, value=type(optimizer).__name__, fix="give the optimizer, not the model"))
+    if op not in (Average, Sum, Adasum):
+        raise ValueError(explain("op is no way to combine gradients", value=op, fix="use hvd.Average, Sum or Adasum"))
+    if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
+        fix = "give hvd.Compression.none, hvd.Compression.fp16, or an object with both"
+        raise ValueError(explain("compression has no compress and decompress", value=compression, fix=fix))
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError(explain("gradient_predivide_factor not supported with op != Average", value=op))
     if not gradient_predivide_factor > 0:

@@ -66,10 +66,13 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         model: not needed; Horovod looks for sparse embeddings in it before it makes a step, and there is none here.
 
     Raises:
-        ValueError: LBFGS; the parameters of the ranks differ (on every rank).
+        ValueError: no optimizer, or LBFGS; the parameters of the ranks differ (on every rank).
         HorovodInternalError: a rank is lost. The optimizer stays as it was, but for tensors that it had already, which may hold
             root's values.
     """
+    if not hasattr(optimizer, "param_groups"):
+        what = f"what has no param_groups is no optimizer: an object of {type(optimizer).__name__}"
+        raise ValueError(explain(what, fix="give the optimizer; parameters are for hvd.broadcast_parameters"))
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(explain("the state of LBFGS cannot be broadcast", fix="use another optimizer"))
     rank = required().rank

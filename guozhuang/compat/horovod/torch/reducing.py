@@ -178,7 +178,13 @@ def _begin(
     try:
         reduction = Reduction(op)
     except ValueError:
-        raise ValueError(explain("op is none of Average, Sum, Adasum, Min, Max and Product", value=op)) from None
+        fix = "use hvd.Average and the like"
+        raise ValueError(
+            explain("op is none of Average, Sum, Adasum, Min, Max and Product", value=op, fix=fix)
+        ) from None
+    for which, factor in (("prescale_factor", prescale), ("postscale_factor", postscale)):
+        if isinstance(factor, str) or not hasattr(factor, "__float__"):
+            raise ValueError(explain(f"{which} is a number", value=factor, fix="leave it out, or give a float"))
     if op == Adasum and process_set.process_set_id != 0:
         raise NotImplementedError("Adasum works among all ranks only, not in other process sets than the global one")
 
