@@ -67,7 +67,7 @@ class Settings:
     Attributes:
         fusion_threshold_bytes: of small tensors that travel as one; 0: none do.
         cycle_time_ms: between two rounds. None: a round begins when somebody waits, when enough bytes came together (4 MiB the
-            first time, then 25 MiB), or when what was submitted first has waited for 20 ms.
+            first time, then 25 MiB), or when what was submitted first has waited for 100 ms.
         cache_capacity: how many requests are remembered, so that a repeated one costs a byte; 0: none.
         fuse_groups: whether a grouped operation may travel with others.
         stall_check: whether what waits for long is reported.
