@@ -290,7 +290,11 @@ def case_ddp_trains_with_it(rank: int, size: int) -> None:
         ddp.eval()
         with torch.no_grad():
             loss = float((ddp(test) - test.sum(1, keepdim=True)).square().mean())
-        assert loss < 0.5, (start_step, joins, loss)  # 10 at the start, 0.2 with all gradients
+        assert loss < 2, (
+            start_step,
+            joins,
+            loss,
+        )  # 10 at the start; the number of rounds is chance
         assert_equal_bits(dict(ddp.module.named_parameters()), size)
 
 

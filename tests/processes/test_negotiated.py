@@ -216,7 +216,7 @@ def over_nodes(rank: int, num_ranks: int, layout: str) -> None:
     assert engine.failure is None
 
 
-@pytest.mark.parametrize("layout", ["aabb", "abb", "ab"])
+@pytest.mark.parametrize("layout", ["aabb", *(pytest.param(each, marks=pytest.mark.slow) for each in ("abb", "ab"))])
 def test_every_kind_over_several_nodes(layout: str) -> None:
     run_ranks(over_nodes, len(layout), layout)
 

@@ -25,6 +25,8 @@ from tests.processes.shm_ranks import held, run_shm_ranks
 from tests.ranks import RankError
 
 BACKENDS = pytest.mark.parametrize("name", ["shm", "gloo"])
+# For what takes seconds on each.
+SLOW_ON_GLOO = pytest.mark.parametrize("name", ["shm", pytest.param("gloo", marks=pytest.mark.slow)])
 SOON_S = 6.0
 
 
@@ -136,7 +138,7 @@ def left_alone(rank: int, n: int) -> float:
     return time.monotonic() - before
 
 
-@BACKENDS
+@SLOW_ON_GLOO
 def test_a_rank_leaves_though_the_others_are_idle(name: str) -> None:
     assert all(took < 4.0 for took in run_shm_ranks(left_alone, 2, name=name))
 
@@ -177,7 +179,7 @@ def added_while_it_fails() -> None:
     assert not [thread.name for thread in threading.enumerate() if "negotiated" in thread.name]
 
 
-@BACKENDS
+@SLOW_ON_GLOO
 def test_engines_come_and_go_and_leave_nothing(name: str) -> None:
     run_shm_ranks(again_and_again, 3, name=name)
 
@@ -229,7 +231,7 @@ def stalls_for_a_while(rank: int, n: int, folder: str) -> None:
             assert handle.wait()[0].eq(n).all()
 
 
-@BACKENDS
+@SLOW_ON_GLOO
 def test_a_stall_is_reported_once_with_the_ranks_that_are_missing(name: str, tmp_path: Path) -> None:
     run_shm_ranks(stalls_for_a_while, 3, str(tmp_path), name=name)
     logs = [(tmp_path / f"{rank}").read_text() for rank in range(3)]
@@ -270,7 +272,7 @@ def stalls_for_ever(rank: int, n: int) -> None:
     assert not [thread.name for thread in threading.enumerate() if "negotiated" in thread.name]
 
 
-@BACKENDS
+@SLOW_ON_GLOO
 def test_a_stall_ends_at_its_limit(name: str) -> None:
     run_shm_ranks(stalls_for_ever, 3, name=name)
 
@@ -281,7 +283,7 @@ def waits_longer_than_the_time_out(engine: Engine) -> None:
     assert reduced(engine.world, "x", full(1.0))[0].eq(2).all()
 
 
-@BACKENDS
+@SLOW_ON_GLOO
 def test_an_idle_peer_is_no_error(name: str) -> None:
     run_engines(waits_longer_than_the_time_out, 2, name=name, group_timeout_s=1.5)
 

@@ -565,13 +565,13 @@ def test_a_transfer_without_its_other_side_ends_in_time() -> None:
 def stopped(rank: int, size: int) -> None:
     """Rank 1 is stopped in the middle of a large payload; later sends to others get through, and it can go on."""
     with group(rank, size, timeout_s=2.0) as (peers, _, p2p):
-        large = torch.zeros(30_000_000)
+        large = torch.zeros(100_000_000)  # takes some 50 ms at the least
         if rank == 1:
             with pytest.raises(PeerLost):
                 p2p.recv(large, 0, 0).wait()
         if rank == 0:
             transfer = p2p.send(large, 1, 0)
-            time.sleep(0.02)
+            time.sleep(0.005)
             os.kill(peers.pids[1], signal.SIGSTOP)
             try:
                 with pytest.raises(PeerLost, match="rank 1 did not come"):
@@ -820,13 +820,13 @@ def test_a_thread_that_falls_over_fails_everything_and_hangs_nobody() -> None:
 def one_is_stopped(rank: int, size: int) -> None:
     """Rank 1 is stopped with slots of rank 0 in its hands; rank 0 sends to rank 2 all the same."""
     with group(rank, size, timeout_s=2.0) as (peers, _, p2p):
-        large = torch.zeros(30_000_000)
+        large = torch.zeros(100_000_000)  # takes some 50 ms at the least
         if rank == 1:
             with pytest.raises(PeerLost):
                 p2p.recv(large, 0, 0).wait()
         elif rank == 0:
             transfer = p2p.send(large, 1, 0)
-            time.sleep(0.02)
+            time.sleep(0.005)
             os.kill(peers.pids[1], signal.SIGSTOP)
             try:
                 p2p.send(large[:2_000_000], 2, 0).wait()
