@@ -184,6 +184,8 @@ def what_cannot_be_sent(rank: int, size: int) -> None:
             call(torch.zeros(3), prescale_factor="a")
         with pytest.raises(ValueError, match=r"process_set is no object.*of int .got 3"):
             call(torch.zeros(3), process_set=3)
+    with pytest.raises(ValueError, match=r"postscale_factor is a number .got 'a'"):
+        hvd.reducescatter(torch.zeros(3), postscale_factor="a")
     for layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc):
         with pytest.raises(ValueError, match=f"dense.*{layout}"):
             hvd.allreduce_async(torch.zeros(2, 2).to_sparse(layout=layout))

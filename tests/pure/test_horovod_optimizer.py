@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,19 +22,11 @@ from .horovod_alone import (
     assert_equal,
     distributed,
     loss_of,
-    mirror_world,
     net_of_three,
     sent,
     sgd,
     train,
 )
-
-
-@pytest.fixture
-def channel() -> Iterator[MirrorChannel]:
-    with mirror_world() as made:
-        yield made
-
 
 # ---- what it is ---------------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import warnings
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -30,13 +29,6 @@ from .horovod_alone import (
     sgd,
     train,
 )
-
-
-@pytest.fixture
-def channel() -> Iterator[MirrorChannel]:
-    with mirror_world() as made:
-        yield made
-
 
 # ---- what stands around it --------------------------------------------------------------------------------------------------
 

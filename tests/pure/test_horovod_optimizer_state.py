@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from torch import Tensor
 from guozhuang.compat.horovod.torch import optimizer_state
 from guozhuang.compat.horovod.torch.mpi_ops import Adasum, Average
 
-from .horovod_alone import MirrorChannel, assert_equal, distributed, mirror_world, net_of_three, train
+from .horovod_alone import MirrorChannel, assert_equal, distributed, net_of_three, train
 
 Make = Callable[[Any], torch.optim.Optimizer]
 MAKERS: dict[str, Make] = {
@@ -32,12 +32,6 @@ MAKERS: dict[str, Make] = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
     "named": lambda params: torch.optim.SGD([(f"p{i}", p) for i, p in enumerate(params)], lr=0.1, momentum=0.9),
 }
-
-
-@pytest.fixture
-def channel() -> Iterator[MirrorChannel]:
-    with mirror_world() as made:
-        yield made
 
 
 class Wire:

@@ -6,7 +6,6 @@ import copy
 import gc
 import pickle
 import warnings
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,19 +23,11 @@ from .horovod_alone import (
     assert_equal,
     distributed,
     loss_of,
-    mirror_world,
     net_of_three,
     sent,
     sgd,
     train,
 )
-
-
-@pytest.fixture
-def channel() -> Iterator[MirrorChannel]:
-    with mirror_world() as made:
-        yield made
-
 
 # ---- synchronize and step ---------------------------------------------------------------------------------------------------
 

@@ -224,14 +224,17 @@ VERSIONS static void dither_naturally(const float *x, size_t n, float most, floa
     }
 }
 
-/* Numbers of levels to what these stand for, as shares of the greatest magnitude. */
+/* What the number of a level stands for, as a share of the greatest magnitude. */
+INLINE float power_of(int32_t level, int32_t top) {
+    const int32_t size = level < 0 ? -level : level;
+    const float power = float_of((uint32_t)(size - top + 127) << 23), value = size == 0 ? 0.0f : power;
+    return level < 0 ? -value : value;
+}
+
+/* Numbers of levels to what these stand for. */
 VERSIONS static void to_powers(float *levels, size_t n, float count) {
     const int32_t top = (int32_t)count;
-    EACH(n) {
-        const int32_t level = (int32_t)levels[k], size = level < 0 ? -level : level;
-        const float power = float_of((uint32_t)(size - top + 127) << 23), value = size == 0 ? 0.0f : power;
-        levels[k] = level < 0 ? -value : value;
-    }
+    EACH(n) levels[k] = power_of((int32_t)levels[k], top);
 }
 
 VERSIONS static void pack4(const unsigned char *levels, size_t num_bytes, unsigned char *packed) {
@@ -278,11 +281,7 @@ VERSIONS static void keep_levels(const float *x, const unsigned char *levels, si
 VERSIONS static void keep_powers(const float *x, const unsigned char *levels, size_t n, float count, float scale,
                                  float *lost) {
     const int32_t top = (int32_t)count;
-    EACH(n) {
-        const int32_t level = (int32_t)levels[k] - top - 1, size = level < 0 ? -level : level;
-        const float power = float_of((uint32_t)(size - top + 127) << 23), value = size == 0 ? 0.0f : power;
-        lost[k] = x[k] - (level < 0 ? -value : value) * scale;
-    }
+    EACH(n) lost[k] = x[k] - power_of((int32_t)levels[k] - top - 1, top) * scale;
 }
 
 static void dither_encode_all(const shape *s, const blocks *b, float *room) {

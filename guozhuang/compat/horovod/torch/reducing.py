@@ -16,7 +16,7 @@ from ..common.util import get_average_backwards_compatibility_fun
 from . import submitting
 from .compression import Compression, Compressor
 from .handles import synchronize
-from .submitting import Adasum, check_group, enqueue
+from .submitting import Adasum, check_group, enqueue, scales
 
 handle_average_backwards_compatibility = get_average_backwards_compatibility_fun(submitting)
 
@@ -182,9 +182,6 @@ def _begin(
         raise ValueError(
             explain("op is none of Average, Sum, Adasum, Min, Max and Product", value=op, fix=fix)
         ) from None
-    for which, factor in (("prescale_factor", prescale), ("postscale_factor", postscale)):
-        if isinstance(factor, str) or not hasattr(factor, "__float__"):
-            raise ValueError(explain(f"{which} is a number", value=factor, fix="leave it out, or give a float"))
     if op == Adasum and process_set.process_set_id != 0:
         raise NotImplementedError("Adasum works among all ranks only, not in other process sets than the global one")
 
@@ -201,8 +198,7 @@ def _begin(
         finish,
         in_place=in_place,
         reduction=reduction,
-        prescale=float(prescale),
-        postscale=float(postscale),
+        **scales(prescale, postscale),
     )
 
 

@@ -15,7 +15,7 @@ from ..common.process_sets import ProcessSet, global_process_set
 from .compression import Compression, Compressor
 from .gathering import gather_all
 from .handles import synchronize
-from .submitting import Average, Sum, check_group, enqueue
+from .submitting import Average, Sum, check_group, enqueue, scales
 
 
 def reducescatter(
@@ -118,8 +118,7 @@ def _begin(
         process_set,
         finish,
         reduction=Reduction(op),
-        prescale=float(prescale),
-        postscale=float(postscale),
+        **scales(prescale, postscale),
     )
 
 

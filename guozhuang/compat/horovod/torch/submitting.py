@@ -69,6 +69,14 @@ def enqueue(
     return table.add(handle, finish)
 
 
+def scales(prescale: float, postscale: float) -> dict[str, Any]:
+    """Return the factors of a reduction as fields for ``enqueue``; ValueError if one is no number."""
+    for which, factor in (("prescale_factor", prescale), ("postscale_factor", postscale)):
+        if isinstance(factor, str) or not hasattr(factor, "__float__"):
+            raise ValueError(explain(f"{which} is a number", value=factor, fix="leave it out, or give a float"))
+    return {"prescale": float(prescale), "postscale": float(postscale)}
+
+
 def check_group(tensors: Sequence[Tensor]) -> None:
     """Raise ValueError if these cannot be the tensors of a grouped operation."""
     if isinstance(tensors, Tensor) or not tensors or not all(isinstance(each, Tensor) for each in tensors):
