@@ -34,8 +34,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.links_rank import TORCH, TORCH_FP16, Plan
-from guozhuang.named_exchanges import METHODS
 from guozhuang.strategies import STRATEGIES
+from guozhuang.strategies.exchanges import METHODS
 from tests.hosts.network import Hosts, missing, run_everywhere
 
 RANKS = 4

@@ -31,8 +31,8 @@ from guozhuang import strategies
 from guozhuang.errors import UsageError
 from guozhuang.exchange import GradientExchange
 from guozhuang.exchange.warmup import Warmup
-from guozhuang.named_exchanges import METHODS
 from guozhuang.optim import QAdam
+from guozhuang.strategies.exchanges import METHODS
 from guozhuang.workloads import bert
 
 TORCH, TORCH_FP16 = "torch-ddp", "torch-ddp fp16 hook"

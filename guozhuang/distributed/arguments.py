@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..buckets import Caps
 from ..errors import UsageError, explain
+from ..gradients.buckets import Caps
 
 _MIB = 1 << 20
 

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from ..buckets import Caps, Slot, assign, place
 from ..errors import WorldError, explain
 from ..exchange import AllReduce, Work
-from ..reducer import GradientViews
-from ..reducer.passes import weakly
+from ..gradients.buckets import Caps, Slot, assign, place
+from ..gradients.passes import weakly
+from ..gradients.views import GradientViews
 
 
 class DelayedGradients:

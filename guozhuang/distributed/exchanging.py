@@ -9,7 +9,7 @@ from ..errors import UsageError, explain
 from ..exchange import AllReduce, CommHook, GradientExchange
 from ..exchange.cast import Cast
 from ..exchange.comm_hook import Hook, check_hook
-from ..reducer import Reducer
+from ..gradients.reducer import Reducer
 from .precision import Precision
 from .weight_exchanging import AroundSteps
 

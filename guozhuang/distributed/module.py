@@ -20,7 +20,8 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.utils import _to_kwargs
 
 from ..errors import UsageError, WorldError, explain
-from ..reducer import Options, Reducer
+from ..gradients.passes import Options
+from ..gradients.reducer import Reducer
 from ..sync_batch_norm import use_on_cpu
 from ..timeline import Timeline
 from .arguments import (

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
-from ..buckets import Caps
 from ..errors import UsageError, explain
 from ..exchange import CommHook, GradientExchange
 from ..exchange.comm_hook import Hook
-from ..reducer import Reducer
+from ..gradients.buckets import Caps
+from ..gradients.reducer import Reducer
 
 
 class TorchSurface:

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..buckets import Bucket
 from ..errors import UsageError, explain
+from ..gradients.buckets import Bucket
 from .base import GradientExchange, Work
 from .compressed import Compressed, CompressedState
 

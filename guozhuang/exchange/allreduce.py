@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from ..buckets import Bucket
+from ..gradients.buckets import Bucket
 from .base import Done, GradientExchange, Work
 
 

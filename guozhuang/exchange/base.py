@@ -12,8 +12,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch.distributed as dist
 
-from ..buckets import Bucket
 from ..errors import UsageError, explain
+from ..gradients.buckets import Bucket
 
 State = TypeVar("State")
 

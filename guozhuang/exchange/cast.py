@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..buckets import Bucket
+from ..gradients.buckets import Bucket
 from .base import GradientExchange, Work
 
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GradBucket
 
-from ..buckets import Bucket
 from ..errors import UsageError, explain
+from ..gradients.buckets import Bucket
 from .base import GradientExchange, Work
 
 # By name, so that PyTorch's hooks are imported by those who use them.

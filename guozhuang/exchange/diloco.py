@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..buckets import Bucket
 from ..errors import UsageError, WorldError, explain
+from ..gradients.buckets import Bucket
 from ..groups.subgroups import end_together, twin
 from .allreduce import AllReduce
 from .average import wide

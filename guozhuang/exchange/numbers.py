@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..buckets import Bucket
+from ..gradients.buckets import Bucket
 
 
 def num_numbers(bucket: Bucket) -> int:

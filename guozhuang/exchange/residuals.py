@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..buckets import Bucket
+from ..gradients.buckets import Bucket
 from ..world import versions
 from .numbers import is_finite, num_numbers
 

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..buckets import Bucket
 from ..errors import UsageError, explain
+from ..gradients.buckets import Bucket
 from ..world import versions
 from .allreduce import AllReduce
 from .base import GradientExchange, Work

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..buckets import Bucket
 from ..errors import UsageError, explain
+from ..gradients.buckets import Bucket
 from .average import Average
 from .base import GradientExchange, Work
 from .weights import Named, WeightExchange

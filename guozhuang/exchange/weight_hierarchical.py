@@ -34,8 +34,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..buckets import Bucket
 from ..errors import UsageError, WorldError, explain
+from ..gradients.buckets import Bucket
 from ..groups.subgroups import end_together
 from .allreduce import AllReduce
 from .base import Done, GradientExchange, Work

@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..buckets import DEFAULT_CAP_BYTES, Caps, Slot, assign
+from ..gradients.buckets import DEFAULT_CAP_BYTES, Caps, Slot, assign
 
 #: Every parameter, slice and block begins at a multiple of this many elements: 64 bytes of float32.
 ALIGN_ELEMENTS = 16

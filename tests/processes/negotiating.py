@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from guozhuang.negotiated import Channel, Engine, Handle, Kind, Reduction, Settings, Submission
+from guozhuang.gradients.named import Channel, Engine, Handle, Kind, Reduction, Settings, Submission
 from tests.processes.shm_ranks import run_shm_ranks
 
 

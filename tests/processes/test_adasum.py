@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from guozhuang import DistributedDataParallel
-from guozhuang.buckets import Bucket
 from guozhuang.errors import UsageError
 from guozhuang.exchange.adasum import Adasum
+from guozhuang.gradients.buckets import Bucket
 from guozhuang.lab.measure import tcp_sent_bytes
 from tests.processes.cases import assert_equal_across_ranks, batch, mlp, names_of_cases, results_of_cases
 from tests.processes.test_compressed import SHAPES, buckets_of, exchange_all, fill

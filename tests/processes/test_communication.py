@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from guozhuang import DistributedDataParallel
-from guozhuang.buckets import FIRST_CAP_BYTES
+from guozhuang.gradients.buckets import FIRST_CAP_BYTES
 from guozhuang.timeline import Instant, Timeline
 from tests.ranks import run_ranks
 

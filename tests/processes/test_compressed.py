@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from guozhuang import DistributedDataParallel
-from guozhuang.buckets import Bucket
 from guozhuang.errors import UsageError
 from guozhuang.exchange.adasum import Adasum
 from guozhuang.exchange.base import GradientExchange
@@ -29,6 +28,7 @@ from guozhuang.exchange.onebit import OneBit
 from guozhuang.exchange.powersgd import PowerSGD
 from guozhuang.exchange.quantize import MinMax8
 from guozhuang.exchange.sparsify import RandomK, TopK
+from guozhuang.gradients.buckets import Bucket
 from tests.processes.cases import names_of_cases, results_of_cases
 from tests.pure.test_codecs import bagua_uint8
 from tests.ranks import RankError, run_ranks

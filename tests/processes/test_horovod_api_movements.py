@@ -9,7 +9,7 @@ import torch
 
 import guozhuang.compat.horovod.torch as hvd
 from guozhuang.compat.horovod.torch import reducing
-from guozhuang.negotiated import Channel, Handle
+from guozhuang.gradients.named import Channel, Handle
 from tests.processes.horovod_cases import check, of_all, of_rank, run_cases
 
 DTYPES = [

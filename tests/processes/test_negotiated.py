@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from guozhuang.groups.hierarchical import HierarchicalGroup
-from guozhuang.negotiated import (
+from guozhuang.gradients.named import (
     Channel,
     DuplicateNameError,
     Engine,
@@ -21,6 +20,7 @@ from guozhuang.negotiated import (
     Reduction,
     Settings,
 )
+from guozhuang.groups.hierarchical import HierarchicalGroup
 from tests.processes.negotiating import asked, full, in_place, reduced, reducing, run_engines, together
 from tests.ranks import run_ranks
 

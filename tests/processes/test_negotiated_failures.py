@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 from guozhuang.errors import MismatchError, UsageError
+from guozhuang.gradients.named import Channel, Engine, NegotiationError, Settings, control, stalls
+from guozhuang.gradients.named import engine as engines
+from guozhuang.gradients.named.control import Carriers
+from guozhuang.gradients.named.execution import Executor
 from guozhuang.groups.hierarchical.crossing import Crossing
-from guozhuang.negotiated import Channel, Engine, NegotiationError, Settings, control, stalls
-from guozhuang.negotiated import engine as engines
-from guozhuang.negotiated.control import Carriers
-from guozhuang.negotiated.execution import Executor
 from tests.processes.negotiating import an_engine, full, reduced, reducing, run_engines, together
 from tests.processes.shm_ranks import held, run_shm_ranks
 from tests.ranks import RankError

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from guozhuang.negotiated import Channel, Engine, Kind, NegotiationError, Reduction, Submission
+from guozhuang.gradients.named import Channel, Engine, Kind, NegotiationError, Reduction, Submission
 from tests.processes.negotiating import asked, full, reduced, run_engines
 
 

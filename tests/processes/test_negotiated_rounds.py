@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from guozhuang.errors import UsageError
-from guozhuang.negotiated import Channel, Engine, Kind, Knobs, Reduction, Settings, Submission, collectives
-from guozhuang.negotiated import engine as engines
-from guozhuang.negotiated.control import Words
+from guozhuang.gradients.named import Channel, Engine, Kind, Knobs, Reduction, Settings, Submission, collectives
+from guozhuang.gradients.named import engine as engines
+from guozhuang.gradients.named.control import Words
 from tests.processes.negotiating import an_engine, asked, full, in_place, reduced, reducing, run_engines, together
 
 

@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from guozhuang import DistributedDataParallel
-from guozhuang.buckets import Bucket
 from guozhuang.errors import PeerLost, UsageError
 from guozhuang.exchange.parameter_server import AsyncParameterServer, ParameterServer
 from guozhuang.exchange.parameter_server.meeting import connect
 from guozhuang.exchange.parameter_server.server import serve
+from guozhuang.gradients.buckets import Bucket
 from guozhuang.groups.agreement import store_of
 from guozhuang.lab.measure import tcp_sent_bytes
 from guozhuang.world.requests import requested_servers

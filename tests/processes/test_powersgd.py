@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from guozhuang import DistributedDataParallel
-from guozhuang.buckets import Bucket
 from guozhuang.errors import UsageError
 from guozhuang.exchange import AllReduce
 from guozhuang.exchange.powersgd import PowerSGD
 from guozhuang.exchange.warmup import Warmup
+from guozhuang.gradients.buckets import Bucket
 from tests.processes.cases import names_of_cases, results_of_cases
 from tests.processes.test_compressed import buckets_of, exchange_all, fill, gradient
 

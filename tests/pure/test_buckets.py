@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from guozhuang.buckets import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, Bucket, Caps, Slot, assign, place
+from guozhuang.gradients.buckets import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, Bucket, Caps, Slot, assign, place
 
 DTYPES = (torch.float32, torch.float16, torch.float64, torch.bfloat16, torch.complex64)
 DEVICES = (torch.device("cpu"), torch.device("meta"))

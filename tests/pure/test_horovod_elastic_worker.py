@@ -17,7 +17,7 @@ from guozhuang.compat.horovod.runner.elastic import worker
 from guozhuang.compat.horovod.runner.elastic.board import DriverBoard, HostUpdateResult, WorkerBoard
 from guozhuang.compat.horovod.runner.elastic.lost_peers import LostPeers
 from guozhuang.errors import MismatchError, UsageError, WorldError
-from guozhuang.negotiated import NegotiationError
+from guozhuang.gradients.named import NegotiationError
 from guozhuang.world import horovod_elastic, session
 from guozhuang.world.rendezvous import roll_call
 from guozhuang.world.stores import serve

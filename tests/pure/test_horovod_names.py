@@ -19,7 +19,7 @@ from guozhuang.compat.horovod.common.places import place_of
 from guozhuang.compat.horovod.torch import compression, functions, mpi_ops, objects
 from guozhuang.compat.horovod.torch.handles import HandleTable
 from guozhuang.errors import UsageError
-from guozhuang.negotiated import AutotuneSettings, Handle, NegotiationError, Settings
+from guozhuang.gradients.named import AutotuneSettings, Handle, NegotiationError, Settings
 from guozhuang.world.horovod_variables import HorovodVariables, read
 
 NONE = "Compression.none"

@@ -13,7 +13,7 @@ from torch import Tensor
 from guozhuang.compat.horovod.common.process_sets import ProcessSet
 from guozhuang.compat.horovod.torch.compression import Compression, Compressor
 from guozhuang.compat.horovod.torch.mpi_ops import Adasum, Average, Max, Sum
-from guozhuang.negotiated import Kind, Reduction
+from guozhuang.gradients.named import Kind, Reduction
 
 from .horovod_alone import (
     MAKERS,

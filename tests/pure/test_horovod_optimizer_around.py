@@ -14,7 +14,7 @@ from guozhuang.compat.horovod.common.process_sets import ProcessSet
 from guozhuang.compat.horovod.common.state import Member, required
 from guozhuang.compat.horovod.torch.compression import Compression
 from guozhuang.compat.horovod.torch.mpi_ops import Adasum, Average, HorovodInternalError
-from guozhuang.negotiated import Reduction, Submission
+from guozhuang.gradients.named import Reduction, Submission
 
 from .horovod_alone import (
     MAKERS,

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from guozhuang.buckets import in_process_memory
 from guozhuang.compat.horovod.torch.gradient_layout import GradientLayout
 from guozhuang.compat.horovod.torch.named_parameters import check_groups, grouped, names_of
+from guozhuang.gradients.buckets import in_process_memory
 
 
 def _parameters(*shapes: tuple[int, ...]) -> list[Tensor]:

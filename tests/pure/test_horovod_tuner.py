@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from guozhuang.errors import UsageError
-from guozhuang.negotiated import AutotuneSettings, Knobs, Settings, autotune
+from guozhuang.gradients.named import AutotuneSettings, Knobs, Settings, autotune
 
 MB = 1 << 20
 # Imported here, not in a test: importing it sets environment variables.

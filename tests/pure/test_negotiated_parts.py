@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from guozhuang.errors import UsageError
-from guozhuang.negotiated import Handle, Kind, NegotiationError, Reduction, Settings, Submission, fusion
-from guozhuang.negotiated.arithmetic import combine, scale
-from guozhuang.negotiated.channel import Channel, Surroundings
-from guozhuang.negotiated.execution import Entry, Result
-from guozhuang.negotiated.fusion import batches, runs
-from guozhuang.negotiated.intake import request_of
-from guozhuang.negotiated.memory import FlatMemories, Scratch
-from guozhuang.negotiated.pace import AGE_S, BYTES, FIRST_BYTES, Pace
-from guozhuang.negotiated.table import Message, Request, Response
-from guozhuang.negotiated.tracing import Tracing
+from guozhuang.gradients.named import Handle, Kind, NegotiationError, Reduction, Settings, Submission, fusion
+from guozhuang.gradients.named.arithmetic import combine, scale
+from guozhuang.gradients.named.channel import Channel, Surroundings
+from guozhuang.gradients.named.execution import Entry, Result
+from guozhuang.gradients.named.fusion import batches, runs
+from guozhuang.gradients.named.intake import request_of
+from guozhuang.gradients.named.memory import FlatMemories, Scratch
+from guozhuang.gradients.named.pace import AGE_S, BYTES, FIRST_BYTES, Pace
+from guozhuang.gradients.named.table import Message, Request, Response
+from guozhuang.gradients.named.tracing import Tracing
 
 
 def response(name: str, num: int, kind: Kind = Kind.ALLREDUCE, num_tensors: int = 1, **more: object) -> Response:

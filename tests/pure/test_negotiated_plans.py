@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import torch
 
-from guozhuang.negotiated.plans import Plans, Remembered
-from guozhuang.negotiated.submission import Kind, Reduction
-from guozhuang.negotiated.table import Request, Response
+from guozhuang.gradients.named.plans import Plans, Remembered
+from guozhuang.gradients.named.submission import Kind, Reduction
+from guozhuang.gradients.named.table import Request, Response
 
 
 def _response(name: str, num_elements: int = 4) -> Response:

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from guozhuang.negotiated.rounds import Outcome, Rounds
-from guozhuang.negotiated.settings import Knobs
-from guozhuang.negotiated.submission import Kind, Reduction
-from guozhuang.negotiated.table import Message, Request, Table
+from guozhuang.gradients.named.rounds import Outcome, Rounds
+from guozhuang.gradients.named.settings import Knobs
+from guozhuang.gradients.named.submission import Kind, Reduction
+from guozhuang.gradients.named.table import Message, Request, Table
 
 
 class Meeting:

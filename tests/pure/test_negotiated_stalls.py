@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from guozhuang.negotiated import NegotiationError, Settings
-from guozhuang.negotiated.board import Board, StoreSilent
-from guozhuang.negotiated.stalls import Watch
+from guozhuang.gradients.named import NegotiationError, Settings
+from guozhuang.gradients.named.board import Board, StoreSilent
+from guozhuang.gradients.named.stalls import Watch
 
 
 class SilentStore:

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from guozhuang.negotiated import Handle, Kind, Reduction, Submission
-from guozhuang.negotiated.execution import Entry, Executor
-from guozhuang.negotiated.mismatches import difference
-from guozhuang.negotiated.plans import Known
-from guozhuang.negotiated.table import Request, Response
+from guozhuang.gradients.named import Handle, Kind, Reduction, Submission
+from guozhuang.gradients.named.execution import Entry, Executor
+from guozhuang.gradients.named.mismatches import difference
+from guozhuang.gradients.named.plans import Known
+from guozhuang.gradients.named.table import Request, Response
 from tests.pure.test_lane_streams import Stream
 
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence
 
+from guozhuang.data_parallel.scatter_gather import gather, scatter
 from guozhuang.errors import UsageError
-from guozhuang.scatter_gather import gather, scatter
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", ["left", "right"])

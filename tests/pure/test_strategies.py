@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import guozhuang as gz
-from guozhuang import strategies
 from guozhuang.errors import UsageError
+from guozhuang.strategies import table as strategies
 from guozhuang.world import World
 
 ALONE = World(0, 1, 0, 1, 0, 1, torch.device("cpu"), "alone")

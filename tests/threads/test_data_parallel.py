@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from guozhuang.data_parallel import DataParallel
-from guozhuang.replicas import replicate
+from guozhuang.data_parallel.replicas import replicate
 
 CPUS = ["cpu", "cpu"]
 

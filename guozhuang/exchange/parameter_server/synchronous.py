@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from guozhuang.buckets import Bucket
 from guozhuang.errors import UsageError, explain
 from guozhuang.exchange.base import Done, GradientExchange, Work
 from guozhuang.exchange.numbers import is_finite, where_not_finite
+from guozhuang.gradients.buckets import Bucket
 
 from .lines import Errand
 from .links import Links

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from guozhuang import world as gz_world
 from guozhuang.errors import UsageError, explain
+from guozhuang.gradients.named import Engine, Kind, NegotiationError, Reduction, Settings, Submission
 from guozhuang.groups import subgroups
-from guozhuang.negotiated import Engine, Kind, NegotiationError, Reduction, Settings, Submission
 from guozhuang.world import World, horovod_elastic, horovod_variables
 from guozhuang.world.horovod_variables import HorovodVariables
 

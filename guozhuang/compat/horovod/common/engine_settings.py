@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from guozhuang.negotiated import AutotuneSettings, Settings
-from guozhuang.negotiated.autotune import check_available
+from guozhuang.gradients.named import AutotuneSettings, Settings
+from guozhuang.gradients.named.autotune import check_available
 from guozhuang.world.horovod_variables import HorovodVariables
 
 # A variable that fixes a knob of the tuner, and the field of ``negotiated.Knobs`` that it fixes.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from guozhuang.errors import WorldError, explain
-from guozhuang.negotiated import NegotiationError
+from guozhuang.gradients.named import NegotiationError
 
 from .communicators import checked, is_communicator, ranks_of
 from .exceptions import HorovodInternalError

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from guozhuang.negotiated import Channel, Engine
+from guozhuang.gradients.named import Channel, Engine
 from guozhuang.world import World
 from guozhuang.world.horovod_variables import HorovodVariables
 

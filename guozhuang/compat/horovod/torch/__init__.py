@@ -1,7 +1,7 @@
 """Horovod's interface for PyTorch: ``import horovod.torch as hvd``.
 
 One process per device, each calls ``hvd.init()``; gradients are averaged by ``hvd.DistributedOptimizer``. Collectives are
-matched between ranks by name, see ``guozhuang.negotiated``.
+matched between ranks by name, see ``guozhuang.gradients.named``.
 """
 
 from __future__ import annotations

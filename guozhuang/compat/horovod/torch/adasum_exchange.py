@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from guozhuang.compat.horovod.common.process_sets import ProcessSet
-from guozhuang.negotiated import Channel, Handle, Kind, Reduction, Submission
+from guozhuang.gradients.named import Channel, Handle, Kind, Reduction, Submission
 
 from .backward_passes import BackwardPasses, Travelling, Unit
 from .gradient_layout import GradientLayout

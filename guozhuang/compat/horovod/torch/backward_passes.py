@@ -20,8 +20,8 @@ from torch import Tensor
 from guozhuang.compat.horovod.common.exceptions import HorovodInternalError
 from guozhuang.compat.horovod.common.process_sets import ProcessSet, member_of
 from guozhuang.errors import explain
-from guozhuang.negotiated import Channel, NegotiationError
-from guozhuang.reducer.passes import weakly
+from guozhuang.gradients.named import Channel, NegotiationError
+from guozhuang.gradients.passes import weakly
 
 
 class Travelling:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from guozhuang.errors import explain
-from guozhuang.negotiated import Handle, Kind
+from guozhuang.gradients.named import Handle, Kind
 
 from ..common.process_sets import ProcessSet, global_process_set, member_of
 from ..common.state import required

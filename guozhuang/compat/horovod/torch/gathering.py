@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from guozhuang.negotiated import Handle, Kind
+from guozhuang.gradients.named import Handle, Kind
 
 from ..common.exceptions import HorovodInternalError
 from ..common.process_sets import ProcessSet, global_process_set

@@ -22,7 +22,7 @@ from torch import Tensor
 from guozhuang.compat.horovod.common.process_sets import ProcessSet
 from guozhuang.errors import explain
 from guozhuang.exchange.sparse import no_rows
-from guozhuang.negotiated import Channel, Handle, Kind, NegotiationError, Reduction, Submission
+from guozhuang.gradients.named import Channel, Handle, Kind, NegotiationError, Reduction, Submission
 
 from .backward_passes import BackwardPasses, Travelling, Unit
 from .compression import Compression

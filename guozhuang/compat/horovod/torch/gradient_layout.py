@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from guozhuang.buckets import DEFAULT_CAP_BYTES, Allocate, Caps, Slot, assign
+from guozhuang.gradients.buckets import DEFAULT_CAP_BYTES, Allocate, Caps, Slot, assign
 
 _storage_use_count = torch._C._storage_Use_Count
 

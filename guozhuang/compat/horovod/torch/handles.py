@@ -10,7 +10,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from guozhuang.errors import explain
-from guozhuang.negotiated import Handle, NegotiationError
+from guozhuang.gradients.named import Handle, NegotiationError
 
 from ..common.exceptions import HorovodInternalError
 

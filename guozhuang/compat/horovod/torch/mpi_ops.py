@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from guozhuang.errors import explain
-from guozhuang.negotiated import Kind, NegotiationError
+from guozhuang.gradients.named import Kind, NegotiationError
 
 from ..common.basics import HorovodBasics
 from ..common.exceptions import HorovodInternalError

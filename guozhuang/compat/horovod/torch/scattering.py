@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from guozhuang.errors import explain
-from guozhuang.negotiated import Handle, Kind, Reduction
+from guozhuang.gradients.named import Handle, Kind, Reduction
 
 from ..common.process_sets import ProcessSet, global_process_set
 from .compression import Compression, Compressor

@@ -8,7 +8,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from guozhuang.errors import explain
-from guozhuang.negotiated import Kind, NegotiationError, Reduction, Submission
+from guozhuang.gradients.named import Kind, NegotiationError, Reduction, Submission
 
 from ..common.exceptions import HorovodInternalError
 from ..common.process_sets import ProcessSet, member_of

@@ -23,7 +23,7 @@ from guozhuang.compat.horovod.runner.elastic.board import HostUpdateResult as Ho
 from guozhuang.compat.horovod.runner.elastic.board import Round, Update, WorkerBoard
 from guozhuang.compat.horovod.runner.elastic.lost_peers import LostPeers
 from guozhuang.errors import MismatchError, WorldError, explain
-from guozhuang.negotiated import NegotiationError
+from guozhuang.gradients.named import NegotiationError
 from guozhuang.world import horovod_elastic, waiting
 
 # A waiting worker looks at the store after such pauses.

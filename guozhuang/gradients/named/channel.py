@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import UsageError, explain
-from ..groups.allocation import zeros_for
+from ...errors import UsageError, explain
+from ...groups.allocation import zeros_for
 from .control import Carriers
 from .execution import Entry, Executor, Result
 from .intake import request_of

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..exchange.adasum import factors
+from ...exchange.adasum import factors
 from . import collectives
 
 _NUM_COLUMNS = 1 << 18  # that are seen as float64 at a time

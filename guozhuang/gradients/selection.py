@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from ..buckets import Allocate, Caps, Slot, assign, place
-from .gradients import GradientViews
+from .buckets import Allocate, Caps, Slot, assign, place
+from .views import GradientViews
 
 
 class Selection:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from ..errors import UsageError, explain
+from ...errors import UsageError, explain
 from .submission import Kind
 
 _LOG = logging.getLogger("guozhuang")

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..buckets import Bucket
 from ..exchange.base import Work
 from ..timeline import Timeline
+from .buckets import Bucket
 
 
 @dataclass(frozen=True)

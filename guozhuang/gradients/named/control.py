@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..groups.base import PythonGroup
-from ..groups.hierarchical.crossing import Crossing, choose_address
-from ..groups.shared_memory import SharedMemoryGroup
-from ..groups.subgroups import subgroup, timeout_s
+from ...groups.base import PythonGroup
+from ...groups.hierarchical.crossing import Crossing, choose_address
+from ...groups.shared_memory import SharedMemoryGroup
+from ...groups.subgroups import subgroup, timeout_s
 from .collectives import carried
 
 _OUT_OF_REACH_S: Final = 7 * 24 * 3600.0

@@ -29,12 +29,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 
-from ..buckets import Bucket, Caps
 from ..errors import PeerLost, WorldError, explain
 from ..exchange.base import GradientExchange, Work
 from ..exchange.sparse import all_gather_mean, no_rows
 from ..groups.allocation import zeros_for
 from ..timeline import Timeline
+from .buckets import Bucket, Caps
 from .passes import Options, Pass, record_ends, record_start, weakly
 from .selection import Selection
 from .unused import UnusedReport, UsedAnywhere

@@ -9,7 +9,7 @@ from typing import Final, NoReturn
 import torch
 from torch import Tensor
 
-from ..errors import explain
+from ...errors import explain
 from .submission import DTYPES, JOIN_NAME, Kind, Reduction, Submission
 from .table import Place, Request
 

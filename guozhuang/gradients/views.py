@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..buckets import Placement
+from .buckets import Placement
 
 
 class _WithValue(torch.autograd.Function):

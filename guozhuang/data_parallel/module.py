@@ -14,8 +14,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.nn import Module
 
-from guozhuang import replicas as _replicas
-from guozhuang import scatter_gather as _scatter_gather
+from guozhuang.data_parallel import replicas as _replicas
+from guozhuang.data_parallel import scatter_gather as _scatter_gather
 from guozhuang.errors import UsageError, explain
 
 __all__ = ["DataParallel", "Imbalance", "MisplacedModuleError", "data_parallel"]

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
-from ..errors import explain
+from ...errors import explain
 from .board import Board, StoreSilent
 from .settings import Settings
 from .submission import JOIN_NAME, NegotiationError

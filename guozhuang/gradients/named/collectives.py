@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import MismatchError
+from ...errors import MismatchError
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -25,7 +25,7 @@ from guozhuang.errors import UsageError, explain
 from guozhuang.exchange import GradientExchange
 from guozhuang.groups import round_robin
 from guozhuang.groups.subgroups import timeout_s
-from guozhuang.named_exchanges import METHODS, Method
+from guozhuang.strategies.exchanges import METHODS, Method
 from guozhuang.timeline import Timeline
 from guozhuang.world import World, current, requested_groups, requested_strategy, requested_timeline
 

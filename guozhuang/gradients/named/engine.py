@@ -11,9 +11,9 @@ from typing import Final
 
 import torch.distributed as dist
 
-from ..errors import PeerLost, UsageError, explain
-from ..groups.agreement import agree, store_of
-from ..groups.subgroups import timeout_s
+from ...errors import PeerLost, UsageError, explain
+from ...groups.agreement import agree, store_of
+from ...groups.subgroups import timeout_s
 from .board import Board
 from .channel import Channel, Surroundings
 from .collectives import CarrierError

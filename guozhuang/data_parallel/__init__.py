@@ -1,0 +1,5 @@
+"""One process, several devices: ``DataParallel``."""
+
+from .module import DataParallel, MisplacedModuleError, data_parallel
+
+__all__ = ["DataParallel", "MisplacedModuleError", "data_parallel"]
