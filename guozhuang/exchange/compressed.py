@@ -33,11 +33,11 @@ from ..errors import UsageError, explain
 from ..gradients.buckets import Bucket
 from ..world import versions
 from .base import Done, GradientExchange, Work
-from .codec import Codec
+from .codecs.base import Codec
+from .codecs.topk import Sparsifier
 from .lane import Lane
 from .numbers import is_finite, num_numbers, numbers, some_of, where_not_finite
 from .residuals import Residuals
-from .sparsify import Sparsifier
 
 _NUM_LANES = 2  # one computes while the other sends
 # Before each row's code two float32: 0.0, or NaN for a row that holds what no code can express; and 0.0, or 1.0 for a row of a

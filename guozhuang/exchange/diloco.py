@@ -30,7 +30,7 @@ from ..groups.subgroups import end_together, twin
 from .allreduce import AllReduce
 from .average import wide
 from .base import GradientExchange, Work
-from .codec import Codec
+from .codecs.base import Codec
 from .compressed import Compressed
 from .fragments import Piece, cut
 from .weight_lane import NotFinite, as_real

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from ..errors import UsageError, WorldError, explain
 from ..groups.subgroups import end_together, twin
-from .codec import Codec
+from .codecs.base import Codec
+from .codecs.quantize8 import MinMax8
 from .numbers import is_finite
-from .quantize import MinMax8
 from .weight_lane import NotFinite, as_real, mean
 from .weights import FlatWeights, Named, WeightExchange
 

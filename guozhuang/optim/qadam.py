@@ -29,7 +29,7 @@ from ..errors import UsageError, explain
 
 if TYPE_CHECKING:
     from ..exchange.base import GradientExchange
-    from ..exchange.codec import Codec
+    from ..exchange.codecs.base import Codec
 
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _STATE_HOOKS = (
@@ -155,8 +155,8 @@ class QAdam(Optimizer):
         """Return what ``ddp.use_exchange`` takes: an all-reduce in the warm-up, then the coded momentum."""
         from ..exchange.adam_momentum import AdamMomentum
         from ..exchange.allreduce import AllReduce
+        from ..exchange.codecs.quantize8 import MinMax8
         from ..exchange.compressed import Compressed
-        from ..exchange.quantize import MinMax8
         from ..exchange.warmup import Warmup
 
         compressed = Compressed(self._codec or MinMax8(), error_feedback=self._error_feedback, seed=self._seed)

@@ -59,43 +59,43 @@ def _after_warmup(then: GradientExchange[Any]) -> GradientExchange[Any]:
 
 
 def _quantize8() -> GradientExchange[Any]:
+    from guozhuang.exchange.codecs.quantize8 import MinMax8
     from guozhuang.exchange.compressed import Compressed
-    from guozhuang.exchange.quantize import MinMax8
 
     return Compressed(MinMax8())
 
 
 def _quantize4() -> GradientExchange[Any]:
+    from guozhuang.exchange.codecs.dithering import Dithering
     from guozhuang.exchange.compressed import Compressed
-    from guozhuang.exchange.dithering import Dithering
 
     return Compressed(Dithering(bits=4), error_feedback=True)
 
 
 def _dithering() -> GradientExchange[Any]:
+    from guozhuang.exchange.codecs.dithering import Dithering
     from guozhuang.exchange.compressed import Compressed
-    from guozhuang.exchange.dithering import Dithering
 
     return Compressed(Dithering(bits=4, partition="natural"))
 
 
 def _onebit() -> GradientExchange[Any]:
+    from guozhuang.exchange.codecs.onebit import OneBit
     from guozhuang.exchange.compressed import Compressed
-    from guozhuang.exchange.onebit import OneBit
 
     return _after_warmup(Compressed(OneBit(), error_feedback=True))
 
 
 def _topk() -> GradientExchange[Any]:
+    from guozhuang.exchange.codecs.topk import TopK
     from guozhuang.exchange.compressed import Compressed
-    from guozhuang.exchange.sparsify import TopK
 
     return _after_warmup(Compressed(TopK(0.01), error_feedback=True))
 
 
 def _randomk() -> GradientExchange[Any]:
+    from guozhuang.exchange.codecs.topk import RandomK
     from guozhuang.exchange.compressed import Compressed
-    from guozhuang.exchange.sparsify import RandomK
 
     return _after_warmup(Compressed(RandomK(0.05), error_feedback=True))
 
@@ -119,7 +119,7 @@ def _qadam(optimizer: Optimizer) -> Optimizer:
 
 
 def _onebit_adam(optimizer: Optimizer) -> Optimizer:
-    from guozhuang.exchange.onebit import OneBit
+    from guozhuang.exchange.codecs.onebit import OneBit
     from guozhuang.optim import QAdam
 
     return QAdam.around(optimizer, warmup_steps=_ADAM_WARMUP_STEPS, codec=OneBit(), error_feedback=True)
@@ -146,8 +146,8 @@ def _diloco() -> Any:
 
 
 def _overlapped_local_sgd() -> Any:
+    from guozhuang.exchange.codecs.dithering import Dithering
     from guozhuang.exchange.diloco import DiLoCo
-    from guozhuang.exchange.dithering import Dithering
 
     # With this outer optimizer the weights that arrive are the mean of those that were sent.
     return DiLoCo(
@@ -199,8 +199,8 @@ def _sparse_rows() -> Any:
 
 
 def _sparse_rows8() -> Any:
+    from guozhuang.exchange.codecs.quantize8 import MinMax8
     from guozhuang.exchange.compressed import Compressed
-    from guozhuang.exchange.quantize import MinMax8
     from guozhuang.exchange.sparse_rows import SparseRows
 
     return SparseRows(Compressed(MinMax8()))

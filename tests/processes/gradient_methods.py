@@ -13,13 +13,13 @@ from guozhuang.exchange import AllReduce
 from guozhuang.exchange.adasum import Adasum
 from guozhuang.exchange.base import GradientExchange
 from guozhuang.exchange.cast import Cast
+from guozhuang.exchange.codecs.dithering import Dithering
+from guozhuang.exchange.codecs.onebit import OneBit
+from guozhuang.exchange.codecs.quantize8 import MinMax8
+from guozhuang.exchange.codecs.topk import RandomK, TopK
 from guozhuang.exchange.compressed import Compressed
-from guozhuang.exchange.dithering import Dithering
 from guozhuang.exchange.hierarchical import Hierarchical
-from guozhuang.exchange.onebit import OneBit
 from guozhuang.exchange.powersgd import PowerSGD
-from guozhuang.exchange.quantize import MinMax8
-from guozhuang.exchange.sparsify import RandomK, TopK
 from guozhuang.exchange.warmup import Warmup
 
 _NODES = {1: "a", 2: "ab", 3: "abb", 4: "aabb", 8: "aaabbbbc"}

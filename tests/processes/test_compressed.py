@@ -21,13 +21,13 @@ from guozhuang import DistributedDataParallel
 from guozhuang.errors import UsageError
 from guozhuang.exchange.adasum import Adasum
 from guozhuang.exchange.base import GradientExchange
-from guozhuang.exchange.codec import Codec
+from guozhuang.exchange.codecs.base import Codec
+from guozhuang.exchange.codecs.dithering import Dithering
+from guozhuang.exchange.codecs.onebit import OneBit
+from guozhuang.exchange.codecs.quantize8 import MinMax8
+from guozhuang.exchange.codecs.topk import RandomK, TopK
 from guozhuang.exchange.compressed import Compressed
-from guozhuang.exchange.dithering import Dithering
-from guozhuang.exchange.onebit import OneBit
 from guozhuang.exchange.powersgd import PowerSGD
-from guozhuang.exchange.quantize import MinMax8
-from guozhuang.exchange.sparsify import RandomK, TopK
 from guozhuang.gradients.buckets import Bucket
 from tests.processes.cases import names_of_cases, results_of_cases
 from tests.pure.test_codecs import bagua_uint8

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from guozhuang import DistributedDataParallel
 from guozhuang.errors import UsageError, WorldError
 from guozhuang.exchange.async_average import AsyncModelAverage
+from guozhuang.exchange.codecs.dithering import Dithering
+from guozhuang.exchange.codecs.quantize8 import MinMax8
 from guozhuang.exchange.decentralized import Decentralized, partner
-from guozhuang.exchange.dithering import Dithering
 from guozhuang.exchange.low_precision_decentralized import LowPrecisionDecentralized, RingState
-from guozhuang.exchange.quantize import MinMax8
 from guozhuang.exchange.weights import WeightExchange
 from guozhuang.lab.measure import tcp_sent_bytes
 from tests.processes.cases import names_of_cases, results_of_cases

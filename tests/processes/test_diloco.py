@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from guozhuang import DistributedDataParallel
 from guozhuang.errors import UsageError
+from guozhuang.exchange.codecs.dithering import Dithering
+from guozhuang.exchange.codecs.quantize8 import MinMax8
 from guozhuang.exchange.diloco import DiLoCo
-from guozhuang.exchange.dithering import Dithering
 from guozhuang.exchange.fragments import cut
-from guozhuang.exchange.quantize import MinMax8
 from guozhuang.exchange.weight_lane import as_real
 from guozhuang.lab.measure import tcp_sent_bytes
 from tests.processes.cases import assert_equal_across_ranks, mlp, names_of_cases, results_of_cases, sent_per_step

@@ -19,12 +19,12 @@ from guozhuang.errors import UsageError
 from guozhuang.exchange import AllReduce
 from guozhuang.exchange.base import GradientExchange
 from guozhuang.exchange.cast import Cast
+from guozhuang.exchange.codecs.dithering import Dithering
+from guozhuang.exchange.codecs.quantize8 import MinMax8
 from guozhuang.exchange.compressed import Compressed
-from guozhuang.exchange.dithering import Dithering
 from guozhuang.exchange.hierarchical import Hierarchical
 from guozhuang.exchange.node_groups import num_groups
 from guozhuang.exchange.powersgd import PowerSGD
-from guozhuang.exchange.quantize import MinMax8
 from guozhuang.exchange.warmup import Warmup
 from guozhuang.groups.hierarchical.nodes import Nodes
 from tests.processes.cases import assert_equal_across_ranks, names_of_cases, results_of_cases

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from guozhuang import DistributedDataParallel
 from guozhuang.errors import UsageError
 from guozhuang.exchange.adam_momentum import AdamMomentum
-from guozhuang.exchange.codec import Codec
+from guozhuang.exchange.codecs.base import Codec
+from guozhuang.exchange.codecs.onebit import OneBit
+from guozhuang.exchange.codecs.quantize8 import MinMax8
 from guozhuang.exchange.compressed import Compressed
-from guozhuang.exchange.onebit import OneBit
-from guozhuang.exchange.quantize import MinMax8
 from guozhuang.lab.measure import tcp_sent_bytes
 from guozhuang.optim import QAdam
 from tests.processes.cases import assert_equal_across_ranks, batch, mlp, names_of_cases, results_of_cases

@@ -14,8 +14,8 @@ from guozhuang import DistributedDataParallel
 from guozhuang.errors import UsageError
 from guozhuang.exchange import AllReduce, CommHook
 from guozhuang.exchange.base import GradientExchange
+from guozhuang.exchange.codecs.quantize8 import MinMax8
 from guozhuang.exchange.compressed import Compressed
-from guozhuang.exchange.quantize import MinMax8
 from guozhuang.exchange.sparse_rows import SparseRows
 from guozhuang.world import versions
 from tests.processes.cases import names_of_cases, results_of_cases

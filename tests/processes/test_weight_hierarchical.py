@@ -18,6 +18,7 @@ from guozhuang.exchange import AllReduce
 from guozhuang.exchange.async_average import AsyncModelAverage
 from guozhuang.exchange.average import Average
 from guozhuang.exchange.cast import Cast
+from guozhuang.exchange.codecs.quantize8 import MinMax8
 from guozhuang.exchange.compressed import Compressed
 from guozhuang.exchange.decentralized import Decentralized
 from guozhuang.exchange.diloco import DiLoCo
@@ -26,7 +27,6 @@ from guozhuang.exchange.hierarchical import Hierarchical
 from guozhuang.exchange.local_sgd import LocalSGD
 from guozhuang.exchange.low_precision_decentralized import LowPrecisionDecentralized
 from guozhuang.exchange.node_groups import num_groups
-from guozhuang.exchange.quantize import MinMax8
 from guozhuang.exchange.warmup import WeightWarmup
 from guozhuang.exchange.weight_hierarchical import InsideNodes, WeightHierarchical
 from guozhuang.exchange.weights import WeightExchange

@@ -19,12 +19,12 @@ from guozhuang.distributed import steps_behind
 from guozhuang.errors import MismatchError
 from guozhuang.exchange.allreduce import AllReduce
 from guozhuang.exchange.async_average import AsyncModelAverage
+from guozhuang.exchange.codecs.quantize8 import MinMax8
 from guozhuang.exchange.decentralized import Decentralized
 from guozhuang.exchange.diloco import DiLoCo
 from guozhuang.exchange.every import Every
 from guozhuang.exchange.low_precision_decentralized import LowPrecisionDecentralized
 from guozhuang.exchange.parameter_server import AsyncParameterServer
-from guozhuang.exchange.quantize import MinMax8
 from guozhuang.exchange.warmup import WeightWarmup
 from tests.processes.cases import names_of_cases, on_two_and_three_ranks
 from tests.processes.mean_of_two import (

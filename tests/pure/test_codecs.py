@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from guozhuang.errors import UsageError
-from guozhuang.exchange import kernels, quantize
-from guozhuang.exchange.codec import Codec
-from guozhuang.exchange.dithering import Dithering, chances
-from guozhuang.exchange.onebit import OneBit
-from guozhuang.exchange.quantize import MinMax8
-from guozhuang.exchange.sparsify import RandomK, TopK
+from guozhuang.exchange import kernels
+from guozhuang.exchange.codecs import quantize8
+from guozhuang.exchange.codecs.base import Codec
+from guozhuang.exchange.codecs.dithering import Dithering, chances
+from guozhuang.exchange.codecs.onebit import OneBit
+from guozhuang.exchange.codecs.quantize8 import MinMax8
+from guozhuang.exchange.codecs.topk import RandomK, TopK
 
 DITHERINGS = [
     Dithering(bits, partition, normalize, block)
@@ -89,7 +90,7 @@ def test_minmax8_where_the_least_rounds_below_the_lowest_level() -> None:
     random = torch.Generator().manual_seed(0)
     least = 100 * torch.rand(4000, 1, generator=random)
     rows = torch.cat([least, least + torch.rand(4000, 1, generator=random)], dim=1)
-    scale, upper = quantize._scale_and_upper(rows)
+    scale, upper = quantize8._scale_and_upper(rows)
     assert ((rows[:, :1] * scale).round() - (upper - 255) < 0).any()
     assert ((there_and_back(MinMax8(), rows) - rows).abs() < 0.01).all()
 
@@ -257,7 +258,7 @@ KERNELS: dict[str, Callable[[int], Codec]] = {
 
 def encode_by_torch(codec: Codec, rows: Tensor, codes: Tensor, random: torch.Generator) -> None:
     if isinstance(codec, MinMax8):
-        quantize.encode_by_torch(rows, codes)
+        quantize8.encode_by_torch(rows, codes)
     elif isinstance(codec, Dithering):
         first, second = torch.randint(2**32, (2,), generator=random).tolist()
         codec.encode_by_torch(rows, codes, (first, second))
@@ -267,7 +268,7 @@ def encode_by_torch(codec: Codec, rows: Tensor, codes: Tensor, random: torch.Gen
 
 
 def decode_by_torch(codec: Codec, codes: Tensor, rows: Tensor) -> None:
-    by_torch = quantize.decode_by_torch if isinstance(codec, MinMax8) else codec.decode_by_torch  # type: ignore[attr-defined]
+    by_torch = quantize8.decode_by_torch if isinstance(codec, MinMax8) else codec.decode_by_torch  # type: ignore[attr-defined]
     by_torch(codes, rows)
 
 

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from guozhuang.errors import UsageError
 from guozhuang.exchange import AllReduce
 from guozhuang.exchange.average import Average
+from guozhuang.exchange.codecs.quantize8 import MinMax8
 from guozhuang.exchange.compressed import Compressed
 from guozhuang.exchange.diloco import DiLoCo
 from guozhuang.exchange.every import Every
 from guozhuang.exchange.fragments import cut
 from guozhuang.exchange.local_sgd import LocalSGD
-from guozhuang.exchange.quantize import MinMax8
 from guozhuang.exchange.warmup import Warmup, WeightWarmup
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=8)

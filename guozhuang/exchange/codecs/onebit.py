@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import kernels
-from .blocks import BlockCodec
-from .kernels import Kind, Task
+from .. import kernels
+from ..kernels import Kind, Task
+from .base import BlockCodec
 
 _SMALL = 2.0**-64
 _GREATEST = torch.finfo(torch.float32).max

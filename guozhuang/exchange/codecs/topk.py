@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import UsageError, explain
-from .codec import Codec, aligned
+from ...errors import UsageError, explain
+from .base import Codec, aligned
 
 _MAX_ELEMENTS = 2**31  # places travel in int32
 

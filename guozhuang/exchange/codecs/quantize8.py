@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import kernels
-from .codec import Codec, aligned
-from .kernels import Kind, Task
+from .. import kernels
+from ..kernels import Kind, Task
+from .base import Codec, aligned
 
 _EPSILON = 1e-7
 _LARGE = 1e38  # of float32

@@ -20,10 +20,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..errors import UsageError, explain
-from . import kernels
-from .blocks import BlockCodec
-from .kernels import Kind, Task
+from ...errors import UsageError, explain
+from .. import kernels
+from ..kernels import Kind, Task
+from .base import BlockCodec
 
 _TINY = torch.finfo(torch.float32).tiny
 _BITS_32 = 2**32 - 1
