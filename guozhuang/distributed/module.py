@@ -355,8 +355,9 @@ class DistributedDataParallel(TorchSurface, WeightExchanging, Exchanging, nn.Mod
         """Return a context for loops in which ranks have different numbers of batches. Every rank must enter it.
 
         Args:
-            divide_by_initial_world_size: True: every sample weighs the same, sums are divided by all ranks; False: they are
-                divided by the ranks that still have data.
+            divide_by_initial_world_size: True: sums of gradients are divided by all ranks, so every batch weighs the same;
+                False: they are divided by the ranks that still have data. A sample of a short last batch weighs more
+                than the others under a mean loss: divide the sum of its losses by the full batch size instead.
             enable: False makes it do nothing.
             throw_on_early_termination: raise RuntimeError on every rank as soon as one has no more data.
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 # struct tcp_info of the kernel's header linux/tcp.h; its fields never move, new ones are appended.
 _NOTSENT_OFFSET = 144  # u32 tcpi_notsent_bytes: accepted from the process, not yet sent
@@ -57,21 +58,28 @@ class LastGradient:
     """Marks the moment at which this rank has computed its last gradient of a backward pass.
 
     While it searches, every parameter carries a hook and the one whose gradient came last is remembered. Then only that
-    one keeps its hook, so that the measured steps carry the cost of a single call.
+    one keeps its hook, so that the measured steps carry the cost of a single call. A step in which that parameter gets no
+    gradient has no mark, and starts the search again.
 
     Create it on the bare model, before a strategy wraps it: hooks run in the order of their registration, so the mark
-    is taken before the strategy's own work on the last gradient begins, and that work counts as exchange.
+    is taken before the strategy's own work on the last gradient begins, and that work counts as exchange. Hooks of a second
+    search run after the strategy's: from then on backward includes the start of the last bucket's exchange.
     """
 
     def __init__(self, model: nn.Module, clock: Clock) -> None:
         self.mark: Any = None
         self.name = ""
         self._clock = clock
-        self._handles = {
-            name: parameter.register_post_accumulate_grad_hook(self._hook(name))
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad
-        }
+        self._parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        self._handles: dict[str, RemovableHandle] = {}
+        self._search()
+
+    def take(self) -> Any:
+        """Return the mark of the backward pass that has just ended; None where the watched parameter had no part in it."""
+        mark, self.mark = self.mark, None
+        if mark is None:
+            self._search()
+        return mark
 
     def keep_last(self) -> None:
         """End the search: only the parameter that came last in the latest backward is watched from now on.
@@ -83,9 +91,13 @@ class LastGradient:
             raise RuntimeError(
                 "no parameter received a gradient in the warm-up steps: the loss does not depend on the model"
             )
-        for name, handle in self._handles.items():
-            if name != self.name:
-                handle.remove()
+        for name in [name for name in self._handles if name != self.name]:
+            self._handles.pop(name).remove()
+
+    def _search(self) -> None:
+        for name, parameter in self._parameters.items():
+            if name not in self._handles:
+                self._handles[name] = parameter.register_post_accumulate_grad_hook(self._hook(name))
 
     def _hook(self, name: str) -> Callable[[torch.Tensor], None]:
         def note(_: torch.Tensor) -> None:

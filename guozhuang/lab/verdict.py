@@ -3,8 +3,10 @@
 The rules, all on results alone:
 
 1. Only strategies that train and came to their end can be recommended; a bound on speed cannot, nor an exact strategy
-   whose ranks ended with different weights, nor one that diverged. An inexact one can be; it is called so, and what it is
-   compared with is the fastest exact one.
+   whose ranks ended with different weights, nor one that diverged: its final loss is not a number, or it lies above the loss
+   of the first step by more than :data:`DIVERGED` times that loss. Those that cannot be recommended are compared with
+   nothing either. An inexact strategy can be recommended; the verdict calls it inexact and compares it with the fastest
+   exact one.
 2. The fastest is the one with the highest median of samples/s.
 3. Others tie with it when the ranges of both over the rounds overlap and the medians are less than :data:`TIE` apart
    (with one round there are no ranges: less than :data:`TIE_OF_ONE_ROUND`). Among those that tie the simplest is taken.
@@ -28,6 +30,9 @@ RESTLESS = 1.25
 #: A relative distance of all weights beyond which rounding alone is not the likely reason (fp32, some hundred steps).
 ROUNDING_DISTANCE = 1e-3
 
+#: How often the loss of the first step fits into the rise of the loss of a training that diverged.
+DIVERGED = 10.0
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -50,30 +55,28 @@ class Verdict:
 
 def judge(results: Results) -> Verdict:
     """Apply the rules."""
-    candidates = [
-        row for row in results.rows if row.ok and row.trains and not _drifted(row) and math.isfinite(row.final_loss)
-    ]
+    candidates = [row for row in results.rows if row.ok and row.trains and not _drifted(row) and not _diverged(row)]
     if not candidates:
         ended = any(row.ok and row.trains for row in results.rows)
         why = "every strategy that trains went astray" if ended else "no strategy that trains came to its end"
         headline = f"Nothing to recommend: {why}."
-        return Verdict(None, headline, (), (), tuple(_cautions(results, None)))
+        return Verdict(None, headline, (), (), tuple(_cautions(results, None, candidates)))
     fastest = max(candidates, key=lambda row: row.samples_per_s)
     tied = [row for row in candidates if row is fastest or _tie(fastest, row)]
     chosen = min(tied, key=lambda row: row.simplicity)
     reasons = [
-        _speed(results, chosen, fastest, tied),
+        _speed(results, chosen, fastest, candidates),
         *_efficiency(results, chosen),
         _time(chosen),
         *_memory(results, chosen),
-        *_compression(results, chosen),
+        *_compression(chosen, candidates),
     ]
     return Verdict(
         chosen.name,
-        _headline(results, chosen, tied),
+        _headline(chosen, tied, candidates),
         tuple(reasons),
         how(results, chosen),
-        tuple(_cautions(results, chosen)),
+        tuple(_cautions(results, chosen, candidates)),
     )
 
 
@@ -98,24 +101,23 @@ def how(results: Results, row: Row) -> tuple[str, ...]:
     )
 
 
-def _headline(results: Results, chosen: Row, tied: Sequence[Row]) -> str:
+def _headline(chosen: Row, tied: Sequence[Row], candidates: Sequence[Row]) -> str:
     others = [row.name for row in tied if row is not chosen]
     if others:
         return f"Take {chosen.name}: it is as fast as {_listed(others)} within the spread, and the simplest of them."
-    trained = sum(row.trains and row.ok for row in results.rows)
-    if trained == 1:
-        return f"Take {chosen.name}: it is the only strategy here that trains and came to its end."
+    if len(candidates) == 1:
+        return f"Take {chosen.name}: it is the only strategy here that trains and came to its end with a usable result."
     inexact = "" if chosen.exact else ", and it is inexact"
     return f"Take {chosen.name}: it is the fastest strategy that trains this workload on this machine{inexact}."
 
 
-def _speed(results: Results, chosen: Row, fastest: Row, tied: Sequence[Row]) -> str:
+def _speed(results: Results, chosen: Row, fastest: Row, candidates: Sequence[Row]) -> str:
     text = f"It trains {units.rate(chosen.samples_per_s)} samples/s"
     if len(chosen.rounds) > 1:
         text += f" ({units.rate(chosen.slowest)} to {units.rate(chosen.fastest)} over {len(chosen.rounds)} rounds)"
     text += f", an epoch in {units.duration(results.epoch_s(chosen))}"
-    trained = [row for row in results.rows if row.ok and row.trains and row is not chosen]
-    runner_up = max(trained, key=lambda row: row.samples_per_s).name if trained else "single"
+    others = [row for row in candidates if row is not chosen]
+    runner_up = max(others, key=lambda row: row.samples_per_s).name if others else "single"
     ratios = [
         f"{units.times(ratio)} {name}"
         for name in dict.fromkeys(("single", "torch-ddp", runner_up))
@@ -191,9 +193,9 @@ def _memory(results: Results, chosen: Row) -> list[str]:
     return [text + "."]
 
 
-def _compression(results: Results, chosen: Row) -> list[str]:
+def _compression(chosen: Row, candidates: Sequence[Row]) -> list[str]:
     """Say where sending less does not pay."""
-    inexact = [row.name for row in results.rows if row.ok and row.trains and not row.exact and row is not chosen]
+    inexact = [row.name for row in candidates if not row.exact and row is not chosen]
     if not chosen.exact or not inexact:
         return []
     were = "was" if len(inexact) == 1 else "were"
@@ -202,12 +204,12 @@ def _compression(results: Results, chosen: Row) -> list[str]:
     ]
 
 
-def _inexact(results: Results, chosen: Row) -> list[str]:
+def _inexact(chosen: Row, candidates: Sequence[Row]) -> list[str]:
     """Say what an inexact strategy is worth beside the fastest exact one."""
     if chosen.exact:
         return []
     text = f"{chosen.name} is inexact: its weights are not those that one process would end with."
-    exact = [row for row in results.rows if row.ok and row.exact and row.trains and not _drifted(row)]
+    exact = [row for row in candidates if row.exact]
     if exact:
         best = max(exact, key=lambda row: row.samples_per_s)
         text += f" The fastest exact strategy is {best.name}, with {units.rate(best.samples_per_s)} samples/s"
@@ -219,15 +221,16 @@ def _inexact(results: Results, chosen: Row) -> list[str]:
     return [text + " What it costs shows at the end of a whole training, not in so few steps: try both on yours."]
 
 
-def _cautions(results: Results, chosen: Row | None) -> list[str]:
-    found = [] if chosen is None else _inexact(results, chosen)
+def _cautions(results: Results, chosen: Row | None, candidates: Sequence[Row]) -> list[str]:
+    found = [] if chosen is None else _inexact(chosen, candidates)
     found += [f"{row.name} failed: {short(row.failure.cause)}" for row in results.rows if row.failure is not None]
     for row in results.rows:
         if row.ok and _drifted(row):
             found.append(f"{row.name} claims to be exact, and its ranks ended with different weights: do not use it.")
-        if row.ok and not math.isfinite(row.final_loss):
+        if row.ok and _diverged(row):
             found.append(
-                f"{row.name} ended with a loss of {row.final_loss}: training diverged, and its results mean nothing."
+                f"{row.name} began with a loss of {row.losses[0]:.4g} and ended with one of {row.final_loss:.4g}: "
+                "training diverged, and its results mean nothing."
             )
         far = row.difference is not None and not row.difference.distance <= ROUNDING_DISTANCE  # also when it is NaN
         if row.exact and far and row.difference is not None:
@@ -238,10 +241,9 @@ def _cautions(results: Results, chosen: Row | None) -> list[str]:
     if chosen is not None:
         ahead = [
             row.name
-            for row in results.rows
-            if row.ok and row.trains and row is not chosen and row.fastest >= chosen.slowest and not _tie(chosen, row)
-            and row.samples_per_s < chosen.samples_per_s
-        ]  # fmt: skip
+            for row in candidates
+            if row.samples_per_s < chosen.samples_per_s and row.fastest >= chosen.slowest and not _tie(chosen, row)
+        ]
         if ahead and len(chosen.rounds) > 1:
             found.append(
                 f"The rounds spread so far that one of {_listed(ahead)} was as fast as one of {chosen.name}: "
@@ -280,6 +282,12 @@ def _tie(fastest: Row, other: Row) -> bool:
 
 def _drifted(row: Row) -> bool:
     return row.exact and row.ranks_identical is False
+
+
+def _diverged(row: Row) -> bool:
+    """See rule 1; a training that begins with a loss of exactly 0 diverged where it ends above :data:`DIVERGED`."""
+    first, last = row.losses[0], row.final_loss
+    return not math.isfinite(last) or last - first > DIVERGED * (abs(first) or 1.0)
 
 
 def short(cause: str, num_characters: int = 200) -> str:

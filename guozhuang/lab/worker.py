@@ -139,8 +139,10 @@ class _Trainer:
         with self._span("optimizer"):
             self.optimizer.step()
             self.optimizer.zero_grad()
-        # Divided parameters are other objects than those that are watched; backward then ends when it returns.
-        last_gradient = returned if self.divided else self.last_gradient.mark
+        # Divided parameters are other objects than those that are watched. There, and in a step without a mark, backward
+        # ends when it returns.
+        last_gradient = None if self.divided else self.last_gradient.take()
+        last_gradient = returned if last_gradient is None else last_gradient
         self.recording.marks.append((start, fetched, computed, last_gradient, returned, now()))
         self.recording.losses.append(loss.detach())
         if self._progress is not None:

@@ -80,6 +80,18 @@ def test_a_shared_parameter_is_last_only_when_its_whole_gradient_is_there() -> N
     assert last.name in ("0.weight", "0.bias")
 
 
+def test_a_step_without_the_last_parameter_has_no_mark_and_starts_the_search_again() -> None:
+    first, second = nn.Linear(3, 3), nn.Linear(3, 1)
+    last = measure.LastGradient(nn.Sequential(first, second), measure.Clock(torch.device("cpu")))
+    second(first(torch.ones(2, 3))).sum().backward()
+    last.keep_last()
+    assert last.take() is not None and last.name.startswith("0.")
+    second(torch.ones(2, 3)).sum().backward()
+    assert last.take() is None
+    second(torch.ones(2, 3)).sum().backward()
+    assert last.take() is not None and last.name.startswith("1.")
+
+
 def test_a_loss_without_the_model_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="does not depend on the model"):
         measure.LastGradient(nn.Linear(1, 1), measure.Clock(torch.device("cpu"))).keep_last()

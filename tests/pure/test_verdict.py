@@ -3,6 +3,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import pytest
+
 from guozhuang.lab.results import Difference, Failure, Row
 from guozhuang.lab.verdict import judge
 from tests.pure.made_up import comparison, row, usual
@@ -128,12 +130,30 @@ def test_where_sending_less_does_not_pay_that_is_said() -> None:
     assert not any("does not pay" in reason for reason in judge(usual()).reasons)
 
 
-def test_what_diverged_is_not_recommended() -> None:
-    broken = row("diloco", 200, 201)
-    rounds = [
-        replace(one, ranks=tuple(replace(r, losses=(math.nan,) * 65) for r in one.ranks)) for one in broken.rounds
-    ]
-    broken = replace(broken, rounds=tuple(rounds))
-    assert judge(comparison(row("ddp", 50, 51), broken)).recommended == "ddp"
+def _with_losses(found: Row, first: float, later: float) -> Row:
+    losses = (first, *[later] * 64)
+    rounds = [replace(one, ranks=tuple(replace(r, losses=losses) for r in one.ranks)) for one in found.rounds]
+    return replace(found, rounds=tuple(rounds))
+
+
+@pytest.mark.parametrize(
+    ("first", "later"), [(math.nan, math.nan), (0.7, math.inf), (0.7, 1e9), (0.7, 8.0), (-3.0, 40.0), (0.0, 1e9)]
+)
+def test_what_diverged_is_neither_recommended_nor_compared_with(first: float, later: float) -> None:
+    broken = _with_losses(row("diloco", 200, 201), first, later)
+    verdict = judge(comparison(row("single", 40, 41), row("ddp", 50, 51), broken))
+    assert verdict.recommended == "ddp"
+    assert not any("diloco" in text for text in (verdict.headline, *verdict.reasons))
+    assert any("diloco began with a loss" in one and "diverged" in one for one in verdict.cautions)
     alone = judge(comparison(broken))
     assert alone.recommended is None and "astray" in alone.headline
+    assert "only strategy" in judge(comparison(row("ddp", 50, 51), broken)).headline
+
+
+@pytest.mark.parametrize(
+    ("first", "later"), [(0.7, 0.1), (0.7, 5.0), (-3.0, -40.0), (-3.0, 2.0), (0.0, 0.5), (1e-6, 1e-6)]
+)
+def test_a_loss_of_the_order_of_the_first_is_no_divergence(first: float, later: float) -> None:
+    verdict = judge(comparison(_with_losses(row("diloco", 200, 201), first, later), row("ddp", 50, 51)))
+    assert verdict.recommended == "diloco"
+    assert not any("diverged" in one for one in verdict.cautions)
