@@ -17,11 +17,10 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("timeline",),
     ("world", "data"),
-    ("groups", "gradients.buckets"),
+    ("groups", "gradients.buckets", "weights.flat"),
     ("exchange", "sync_batch_norm"),
-    ("gradients", "optim"),  # an optimizer may bring its exchange
-    ("distributed", "data_parallel", "parallel"),
-    ("sharding",),  # ranks begin equal by distributed.equal_start
+    ("gradients", "weights", "optim"),  # an optimizer may bring its exchange
+    ("distributed", "data_parallel", "sharding", "parallel"),
     ("strategies", "checkpoint"),
     ("workloads",),
     ("lab",),

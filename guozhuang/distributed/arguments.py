@@ -151,17 +151,3 @@ def refuse_optimizers_in_backward(parameters: Iterable[nn.Parameter]) -> None:
                 fix="call the optimizer's step() after backward",
             )
         )
-
-
-def sparse_names(module: nn.Module) -> frozenset[str]:
-    """Return the names of parameters whose gradients are sparse: those of modules with ``sparse=True`` (Embedding).
-
-    A parameter that several modules share has the name that ``module.named_parameters()`` gives it.
-    """
-    sparse = {
-        id(parameter)
-        for part in module.modules()
-        if getattr(part, "sparse", False) is True
-        for parameter in part.parameters(recurse=False)
-    }
-    return frozenset(name for name, parameter in module.named_parameters() if id(parameter) in sparse)

@@ -10,8 +10,8 @@ from ..exchange import AllReduce, CommHook, GradientExchange
 from ..exchange.cast import Cast
 from ..exchange.comm_hook import Hook, check_hook
 from ..gradients.reducer import Reducer
+from ..weights.around import AroundSteps
 from .precision import Precision
-from .weight_exchanging import AroundSteps
 
 _WRAP_ANEW = "wrap the module anew"
 

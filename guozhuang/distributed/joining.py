@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.algorithms.join import JoinHook
 
 from ..errors import UsageError, explain
-from .equal_start import broadcast_tensors, state_of
+from ..weights.equal_start import broadcast_tensors, state_of
 
 if TYPE_CHECKING:
     from .module import DistributedDataParallel

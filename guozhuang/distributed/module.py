@@ -24,22 +24,21 @@ from ..gradients.passes import Options
 from ..gradients.reducer import Reducer
 from ..sync_batch_norm import use_on_cpu
 from ..timeline import Timeline
+from ..weights.around import WeightExchanging
+from ..weights.equal_start import broadcast_tensors, describe, sparse_names, state_of, verify_equal_layout
 from .arguments import (
     bucket_caps,
     choose_devices,
     choose_group,
     refuse_optimizers_in_backward,
-    sparse_names,
     sync_choices,
 )
 from .delayed import DelayedGradients
-from .equal_start import broadcast_tensors, describe, state_of, verify_equal_layout
 from .exchanging import Exchanging
 from .joining import ShadowSteps, check_can_join, refuse_switch, sync_buffers, tell_synchronization
 from .outputs import tensors_with_graph
 from .precision import MixedPrecision, Precision
 from .torch_surface import TorchSurface
-from .weight_exchanging import WeightExchanging
 
 
 class DistributedDataParallel(TorchSurface, WeightExchanging, Exchanging, nn.Module, Joinable):

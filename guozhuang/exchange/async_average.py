@@ -37,9 +37,10 @@ import torch.distributed as dist
 from ..errors import PeerLost, UsageError, WorldError, explain
 from ..groups.agreement import Notices
 from ..groups.subgroups import end_together, timeout_s
+from ..weights.flat import Named
 from .lane import Lane
 from .weight_lane import WeightLane, mean
-from .weights import Named, WeightExchange
+from .weights import WeightExchange
 
 _LOOK_EVERY_S = 0.005  # while others have not come to agree
 

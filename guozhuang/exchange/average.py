@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..weights.flat import FlatWeights, Named
 from .weight_lane import NotFinite, as_real, mean
-from .weights import FlatWeights, Named, WeightExchange
+from .weights import WeightExchange
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

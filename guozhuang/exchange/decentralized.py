@@ -24,8 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import UsageError, WorldError, explain
+from ..weights.flat import Named
 from .weight_lane import WeightLane, mean
-from .weights import Named, WeightExchange
+from .weights import WeightExchange
 
 _PEERS = ("all", "shift_one")
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from ..errors import UsageError, WorldError, explain
 from ..gradients.buckets import Bucket
 from ..groups.subgroups import end_together, twin
+from ..weights.flat import FlatWeights, Named
 from .allreduce import AllReduce
 from .average import wide
 from .base import GradientExchange, Work
@@ -34,7 +35,7 @@ from .codecs.base import Codec
 from .compressed import Compressed
 from .fragments import Piece, cut
 from .weight_lane import NotFinite, as_real
-from .weights import FlatWeights, Named, WeightExchange
+from .weights import WeightExchange
 
 
 def _unfilled(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -14,10 +14,11 @@ from typing import Any
 import torch.distributed as dist
 
 from ..errors import UsageError, explain
+from ..weights.flat import Named
 from .base import GradientExchange
 from .warmup import after_warmups
 from .weight_hierarchical import WeightHierarchical
-from .weights import Named, WeightExchange
+from .weights import WeightExchange
 
 
 @dataclass(frozen=True)

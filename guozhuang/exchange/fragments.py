@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .weights import Named
+from ..weights.flat import Named
 
 
 @dataclass(frozen=True)

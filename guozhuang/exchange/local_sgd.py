@@ -17,8 +17,9 @@ from typing import Any
 import torch.distributed as dist
 
 from ..errors import UsageError, explain
+from ..weights.flat import Named
 from .average import Average, AverageState
-from .weights import Named, WeightExchange
+from .weights import WeightExchange
 
 
 @dataclass(frozen=True)

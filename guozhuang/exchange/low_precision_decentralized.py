@@ -26,11 +26,12 @@ from torch import Tensor
 
 from ..errors import UsageError, WorldError, explain
 from ..groups.subgroups import end_together, twin
+from ..weights.flat import FlatWeights, Named
 from .codecs.base import Codec
 from .codecs.quantize8 import MinMax8
 from .numbers import is_finite
 from .weight_lane import NotFinite, as_real, mean
-from .weights import FlatWeights, Named, WeightExchange
+from .weights import WeightExchange
 
 _HEADER_BYTES = 8  # before the code: 0.0, or NaN where t holds what no code can express
 _REPLICAS = ("own", "left", "right")

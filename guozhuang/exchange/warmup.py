@@ -15,9 +15,10 @@ import torch.distributed as dist
 
 from ..errors import UsageError, explain
 from ..gradients.buckets import Bucket
+from ..weights.flat import Named
 from .average import Average
 from .base import GradientExchange, Work
-from .weights import Named, WeightExchange
+from .weights import WeightExchange
 
 
 @dataclass(frozen=True)

@@ -37,13 +37,14 @@ from torch import Tensor
 from ..errors import UsageError, WorldError, explain
 from ..gradients.buckets import Bucket
 from ..groups.subgroups import end_together
+from ..weights.flat import FlatWeights, Named
 from .allreduce import AllReduce
 from .base import Done, GradientExchange, Work
 from .hierarchical import is_plain
 from .node_groups import NodeGroups, find_nodes, groups_alone, inside_of, make_groups, make_up_for, num_groups
 from .warmup import after_warmups
 from .weight_lane import as_real
-from .weights import FlatWeights, Named, WeightExchange
+from .weights import WeightExchange
 
 
 @dataclass

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ..errors import WorldError, explain
 from ..groups.subgroups import end_together
+from ..weights.flat import FlatWeights, Named
 from .lane import Lane, LaneWork
 from .numbers import is_finite
-from .weights import FlatWeights, Named
 
 _log = logging.getLogger("guozhuang")
 

@@ -10,20 +10,16 @@ ranks' weights differ between exchanges; :meth:`WeightExchange.agree` makes them
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ..errors import UsageError, explain
+from ..weights.flat import Named
 from .base import GradientExchange
 
 State = TypeVar("State")
-
-#: (name, parameter) pairs in one order on all ranks.
-Named = Sequence[tuple[str, Tensor]]
 
 
 class WeightExchange(ABC, Generic[State]):
@@ -108,93 +104,3 @@ class WeightExchange(ABC, Generic[State]):
     @abstractmethod
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> float | None:
         """Return the bytes that one rank sends per step on average, for that many weights; None if only counting can tell."""
-
-
-class FlatWeights:
-    """Copies of many parameters as few flat tensors: one per device and dtype, in the order of the parameters.
-
-    Args:
-        parameters: (name, parameter) pairs; whole tensors of any shape, contiguous or not.
-        dtype: of the copies; None keeps each parameter's own.
-
-    Attributes:
-        names: of the parameters in each flat tensor.
-    """
-
-    def __init__(self, parameters: Named, dtype: torch.dtype | None = None) -> None:
-        self._groups: list[list[Tensor]] = []
-        self.names: list[list[str]] = []
-        self._kinds: list[tuple[torch.device, torch.dtype]] = []
-        for name, parameter in parameters:
-            kind = parameter.device, dtype or parameter.dtype
-            if kind not in self._kinds:
-                self._kinds.append(kind)
-                self._groups.append([])
-                self.names.append([])
-            at = self._kinds.index(kind)
-            self._groups[at].append(parameter.detach())
-            self.names[at].append(name)
-
-    def __len__(self) -> int:
-        """Return the number of flat tensors."""
-        return len(self._groups)
-
-    def empty(self) -> list[Tensor]:
-        """Make flat tensors, not filled."""
-        sizes = [sum(p.numel() for p in group) for group in self._groups]
-        return [
-            torch.empty(n, dtype=dtype, device=device) for n, (device, dtype) in zip(sizes, self._kinds, strict=True)
-        ]
-
-    def copy(self) -> list[Tensor]:
-        """Make flat tensors that hold the weights."""
-        flats = self.empty()
-        self.read(flats)
-        return flats
-
-    def views(self, flats: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Cut flat tensors into views of the parameters' shapes."""
-        return [
-            [part.view(p.shape) for part, p in zip(flat.split([p.numel() for p in group]), group, strict=True)]
-            for flat, group in zip(flats, self._groups, strict=True)
-        ]
-
-    @torch.no_grad()
-    def read(self, into: Sequence[Tensor]) -> None:
-        """Copy the parameters into flat tensors."""
-        for views, group in zip(self.views(into), self._groups, strict=True):
-            torch._foreach_copy_(views, group)
-
-    @torch.no_grad()
-    def write(self, source: Sequence[Tensor]) -> None:
-        """Copy flat tensors into the parameters, in place."""
-        for views, group in zip(self.views(source), self._groups, strict=True):
-            torch._foreach_copy_(group, views)
-
-    @torch.no_grad()
-    def subtract_from(self, flats: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-        """Write flat tensors minus the parameters, in the dtype of the copies, into others."""
-        for views, outs, group in zip(self.views(flats), self.views(out), self._groups, strict=True):
-            for view, result, parameter in zip(views, outs, group, strict=True):
-                torch.sub(view, parameter, out=result)
-
-    @torch.no_grad()
-    def mix(self, source: Sequence[Tensor], kept: float) -> None:
-        """Make each parameter ``kept`` of itself and the rest of flat tensors, rounded to its dtype once."""
-        for views, group in zip(self.views(source), self._groups, strict=True):
-            if all(view.dtype == parameter.dtype for view, parameter in zip(views, group, strict=True)):
-                torch._foreach_mul_(group, kept)
-                torch._foreach_add_(group, views, alpha=1 - kept)
-            else:
-                for v, p in zip(views, group, strict=True):  # one wide copy at a time
-                    p.copy_(p.to(v.dtype).mul_(kept).add_(v, alpha=1 - kept))
-
-    @torch.no_grad()
-    def add(self, source: Sequence[Tensor]) -> None:
-        """Add flat tensors to the parameters, rounded to their dtype once."""
-        for views, group in zip(self.views(source), self._groups, strict=True):
-            for v, p in zip(views, group, strict=True):
-                if v.dtype == p.dtype:
-                    p.add_(v)
-                else:
-                    p.copy_(p.to(v.dtype).add_(v))

@@ -12,10 +12,9 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from ..distributed.arguments import sparse_names
-from ..distributed.equal_start import broadcast_tensors, describe, state_of, verify_equal_layout
 from ..errors import UsageError, explain
 from ..sync_batch_norm import use_on_cpu
+from ..weights.equal_start import broadcast_tensors, describe, sparse_names, state_of, verify_equal_layout
 from .carrier import Carrier, arrival_of
 from .elementwise import check_elementwise
 from .gathered import GatheredCarrier

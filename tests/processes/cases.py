@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from guozhuang.exchange.weights import Named, WeightExchange
+from guozhuang.exchange.weights import WeightExchange
 from guozhuang.lab.measure import tcp_sent_bytes
+from guozhuang.weights.flat import Named
 from tests.ranks import run_ranks
 
 

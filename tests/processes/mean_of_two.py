@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from guozhuang import DistributedDataParallel
-from guozhuang.exchange.weights import FlatWeights, Named, WeightExchange
+from guozhuang.exchange.weights import WeightExchange
+from guozhuang.weights.flat import FlatWeights, Named
 
 
 @dataclass

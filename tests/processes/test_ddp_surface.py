@@ -22,10 +22,10 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from guozhuang import DistributedDataParallel
-from guozhuang.distributed.arguments import choose_devices, sparse_names
-from guozhuang.distributed.equal_start import describe
+from guozhuang.distributed.arguments import choose_devices
 from guozhuang.distributed.outputs import tensors_with_graph
 from guozhuang.groups.agreement import agree, store_of
+from guozhuang.weights.equal_start import describe, sparse_names
 from tests.processes.cases import (
     assert_equal_across_ranks,
     assert_same_grads,

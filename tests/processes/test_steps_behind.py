@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from guozhuang.distributed import steps_behind
-from guozhuang.distributed.steps_behind import StepsBehind
 from guozhuang.errors import UsageError, WorldError
+from guozhuang.weights import steps_behind
+from guozhuang.weights.steps_behind import StepsBehind
 from tests.processes.cases import names_of_cases, on_two_and_three_ranks
 from tests.processes.mean_of_two import (
     assert_equal_everywhere,

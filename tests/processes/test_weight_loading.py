@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from guozhuang import DistributedDataParallel
-from guozhuang.distributed import steps_behind
 from guozhuang.errors import MismatchError
 from guozhuang.exchange.allreduce import AllReduce
 from guozhuang.exchange.async_average import AsyncModelAverage
@@ -26,6 +25,7 @@ from guozhuang.exchange.every import Every
 from guozhuang.exchange.low_precision_decentralized import LowPrecisionDecentralized
 from guozhuang.exchange.parameter_server import AsyncParameterServer
 from guozhuang.exchange.warmup import WeightWarmup
+from guozhuang.weights import steps_behind
 from tests.processes.cases import names_of_cases, on_two_and_three_ranks
 from tests.processes.mean_of_two import (
     MeanOfTwo,

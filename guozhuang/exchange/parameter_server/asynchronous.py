@@ -26,7 +26,8 @@ from torch import Tensor
 
 from guozhuang.errors import UsageError, explain
 from guozhuang.exchange.numbers import is_finite
-from guozhuang.exchange.weights import FlatWeights, Named, WeightExchange
+from guozhuang.exchange.weights import WeightExchange
+from guozhuang.weights.flat import FlatWeights, Named
 
 from .lines import Errand
 from .links import Links

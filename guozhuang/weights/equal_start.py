@@ -14,6 +14,7 @@ from torch.distributed import _broadcast_coalesced
 
 from ..groups import agree
 from ..groups.subgroups import timeout_s
+from .flat import FlatWeights
 
 _BROADCAST_BYTES = 250 << 20  # how much memory the flattened copies of one broadcast may take
 
@@ -25,6 +26,20 @@ def describe(named_tensors: Iterable[tuple[str, Tensor]], sparse: frozenset[str]
     whether it requires a gradient, and whether that is sparse (its name is in ``sparse``).
     """
     return [_line(name, tensor, name in sparse) for name, tensor in named_tensors]
+
+
+def sparse_names(module: nn.Module) -> frozenset[str]:
+    """Return the names of parameters whose gradients are sparse: those of modules with ``sparse=True`` (Embedding).
+
+    A parameter that several modules share has the name that ``module.named_parameters()`` gives it.
+    """
+    sparse = {
+        id(parameter)
+        for part in module.modules()
+        if getattr(part, "sparse", False) is True
+        for parameter in part.parameters(recurse=False)
+    }
+    return frozenset(name for name, parameter in module.named_parameters() if id(parameter) in sparse)
 
 
 def _line(name: str, tensor: Tensor, sparse: bool) -> str:
@@ -81,8 +96,6 @@ def take_mean(named: Sequence[tuple[str, Tensor]], group: dist.ProcessGroup) -> 
     """Average over ranks what differs from rank 0; what is equal stays as it is, bit for bit, and so does infinity."""
     if group.size() == 1:
         return
-    from ..exchange.weights import FlatWeights
-
     wide = torch.float64 if any(t.dtype == torch.float64 for _, t in named) else torch.float32
     mean = FlatWeights(named, dtype=wide)
     flats = mean.copy()

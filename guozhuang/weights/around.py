@@ -20,8 +20,8 @@ from .hook_of import HookOf
 from .steps_behind import MAKE_EVERY_STEP, StepsBehind
 
 if TYPE_CHECKING:
+    from ..distributed.module import DistributedDataParallel
     from ..exchange.weights import WeightExchange
-    from .module import DistributedDataParallel
 
 _log = logging.getLogger("guozhuang")
 _EVERYBODY = "call model.eval(), model.state_dict() or model.agree() on every rank, not on one alone"
