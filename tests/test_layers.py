@@ -15,7 +15,7 @@ PACKAGE = ROOT / "guozhuang"
 # design stands on another part of it, they are two rows here.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("timeline",),
+    ("timeline", "net", "watch"),
     ("world", "data"),
     ("groups", "gradients.buckets", "weights.flat"),
     ("exchange", "sync_batch_norm"),

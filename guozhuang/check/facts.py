@@ -23,11 +23,11 @@ from guozhuang.check import meeting
 from guozhuang.check.results import SOURCE, Facts, Interface, Network, Resources
 from guozhuang.errors import UsageError
 from guozhuang.groups.shared_memory import engine
+from guozhuang.net.meet import host_identity
 from guozhuang.world import requested_backend, requested_gloo_interface, requested_nccl_interface
 from guozhuang.world.cores import quota_cores
 from guozhuang.world.devices import BIND_DEVICES, SHARED_MEMORY, choose
 from guozhuang.world.identity import Identity
-from guozhuang.world.rendezvous import host_identity
 
 T = TypeVar("T")
 

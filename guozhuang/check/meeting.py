@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from guozhuang.world.identity import Identity, MeetingPoint
+from guozhuang.net.meeting_point import MeetingPoint
+from guozhuang.world.identity import Identity
 
 
 def host(found: Identity) -> str:

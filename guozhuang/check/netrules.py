@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from guozhuang.check.results import Facts, Finding, Interface, Network, Results, is_loopback
 from guozhuang.check.words import listed
-from guozhuang.world.interfaces import is_local_bridge
+from guozhuang.net.interfaces import is_local_bridge
 
 
 def interfaces(results: Results) -> Iterator[Finding]:

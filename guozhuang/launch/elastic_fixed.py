@@ -26,8 +26,8 @@ from guozhuang.launch.elastic_stores import (
     wait_for,
 )
 from guozhuang.launch.patient_store import Caller, PatientStore, look_s
-from guozhuang.world import search
-from guozhuang.world.identity import PortSequence
+from guozhuang.net import search
+from guozhuang.net.meeting_point import PortSequence
 
 _AGENTS = "guozhuang agents"  # what agents tell each other begins so; the rest of a store is the ranks'
 _NODE_0 = "the agent of node 0"

@@ -56,8 +56,8 @@ from guozhuang.launch.elastic_stores import (
     wait_for,
 )
 from guozhuang.launch.patient_store import PatientStore
-from guozhuang.world import search
-from guozhuang.world.search import is_loopback, resolve
+from guozhuang.net import search
+from guozhuang.net.search import is_loopback, resolve
 
 _ALIVE_S = 5
 _DEFAULTS = {"keep_alive_interval": 1, "keep_alive_max_attempt": _ALIVE_S, "last_call_timeout": 2}

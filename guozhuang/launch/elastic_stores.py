@@ -23,10 +23,11 @@ import torch.distributed as dist
 from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.launch.patient_store import PatientStore
 from guozhuang.launch.say import say
-from guozhuang.world import interfaces, search, stores, waiting
-from guozhuang.world.door import Door, pass_through
-from guozhuang.world.identity import PortSequence
-from guozhuang.world.search import is_loopback, resolve
+from guozhuang.net import interfaces, search, waiting
+from guozhuang.net import store as stores
+from guozhuang.net.door import Door, pass_through
+from guozhuang.net.meeting_point import PortSequence
+from guozhuang.net.search import is_loopback, resolve
 
 LOOPBACK = "127.0.0.1"
 _ANSWER_S = 10.0  # for what accepted a connection to show that it is a store

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from guozhuang.launch import tracebacks
-from guozhuang.world.heartbeat_report import EXIT_CODE
+from guozhuang.watch.report import EXIT_CODE
 
 _LAST_LINES = 12  # that are shown of the rank that failed first
 _LEAVING_LINES = 3  # that a rank may print between its traceback and its end

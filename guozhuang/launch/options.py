@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from guozhuang.errors import UsageError, explain
 from guozhuang.launch import command_line, hosts, hosts_options, nodes, python_path, script, torchrun_options
-from guozhuang.world import cores, interfaces
+from guozhuang.net import interfaces
+from guozhuang.world import cores
 from guozhuang.world.identity import LaunchedNode
 from guozhuang.world.requests import hang_timeout, requested_secret
 
@@ -209,7 +210,7 @@ def _loopback(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _interface(found: argparse.Namespace, environ: Mapping[str, str], node: LaunchedNode | None) -> dict[str, str]:
     """The network interface that leads to the other nodes, for gloo and NCCL."""
-    from guozhuang.world import search
+    from guozhuang.net import search
 
     if node is not None and node.meeting_point is not None:
         own = search.own_address(node.meeting_point.hosts, node.meeting_point.others)

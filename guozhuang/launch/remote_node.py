@@ -34,9 +34,9 @@ from guozhuang.launch.outer import Outer
 from guozhuang.launch.say import say
 from guozhuang.launch.servers import VARIABLE as SERVERS
 from guozhuang.launch.servers import Servers
-from guozhuang.world import interfaces
-from guozhuang.world.door import Door, NotOurDoorError, WrongSecretError, knock, pass_through
-from guozhuang.world.rendezvous import host_identity
+from guozhuang.net import interfaces
+from guozhuang.net.door import Door, NotOurDoorError, WrongSecretError, knock, pass_through
+from guozhuang.net.meet import host_identity
 
 _KNOCK_S = 5.0
 _STORE_S = 300.0

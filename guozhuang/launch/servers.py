@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 from guozhuang.errors import WorldError, explain
 from guozhuang.launch.failures import how
-from guozhuang.world import search
-from guozhuang.world.identity import MeetingPoint
-from guozhuang.world.stores import listen, serve
+from guozhuang.net import search
+from guozhuang.net.meeting_point import MeetingPoint
+from guozhuang.net.store import listen, serve
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import WorkerGroup

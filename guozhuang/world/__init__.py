@@ -1,8 +1,7 @@
 """Who am I: the world of this process, found out from its environment.
 
 Read in this order: ``identity`` (what a launcher can tell), ``torchrun``, ``slurm``, ``mpi`` (launchers), ``discovery`` (the
-list of all), ``rendezvous`` (how ranks find each other: in ``stores`` where the place is told, else by ``search`` at a sequence
-of ``ports``; with a ``door`` before it, and nobody is ``waiting`` for ever), ``session`` (``init`` and ``shutdown``).
+list of all), ``guozhuang.net.meet`` (how ranks find each other), ``session`` (``init`` and ``shutdown``).
 """
 
 # First: it says so where PyTorch is too old, or was built without torch.distributed.

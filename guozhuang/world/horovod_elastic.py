@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from guozhuang.errors import UsageError, WorldError, explain
-from guozhuang.world import cores, interfaces
+from guozhuang.net import interfaces
+from guozhuang.world import cores
 from guozhuang.world.horovod_variables import OF_A_PROCESS
 from guozhuang.world.variables import number
 
@@ -196,6 +197,6 @@ class Seat:
 def verdict_key(round_number: int) -> str:
     """The key of the driver's store at which ranks that still wait for each other look for a reason to stop waiting.
 
-    It is that of ``rendezvous.roll_call`` in the first world of that round; ``session.meet`` names the part around it.
+    It is that of ``net.meet.roll_call`` in the first world of that round; ``session.meet`` names the part around it.
     """
     return f"guozhuang/{round_number}/1/verdict"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
+
+from guozhuang.net.meeting_point import MeetingPoint, PortSequence
 
 
 @dataclass(frozen=True)
@@ -31,54 +33,6 @@ class World:
     num_nodes: int
     device: torch.device
     launcher: str
-
-
-@dataclass(frozen=True)
-class MeetingPoint:
-    """The TCP store through which ranks find each other.
-
-    Attributes:
-        host: name or address of the machine that keeps the store.
-        port: its TCP port.
-        is_kept_by_launcher: the launcher keeps the store already; otherwise rank 0 starts it.
-        attempt: separates the runs that share one store, where a launcher starts ranks again after a failure.
-        secret: if not empty, and rank 0 keeps the store where other machines can reach it, a door that asks for it stands in
-            front of the store.
-        is_loopback_meant: where ``host`` stands for loopback, all ranks are on this machine. If not, it does so on rank 0's
-            own node only, and the others come from outside.
-    """
-
-    host: str
-    port: int
-    is_kept_by_launcher: bool = False
-    attempt: str = "0"
-    secret: bytes = field(default=b"", repr=False)
-    is_loopback_meant: bool = True
-
-
-@dataclass(frozen=True)
-class PortSequence:
-    """Where ranks meet whom the launcher tells no port: rank 0 opens a door at the first that is free, the others knock.
-
-    See [Note: meeting without a message] in ``search``.
-
-    Attributes:
-        hosts: names and addresses by which rank 0's node may be known, the likeliest first; empty: only ``note`` tells it.
-        ports: TCP ports, in the order to try.
-        secret: proves that a door belongs to this run.
-        is_one_node: all ranks are on one node, and loopback is enough.
-        others: names of other nodes: rank 0 opens its door on the interface that leads to them.
-        note: path of a file in a folder that all nodes share, in which rank 0 says where its door is; "" for none.
-        attempt: as in ``MeetingPoint``.
-    """
-
-    hosts: tuple[str, ...]
-    ports: tuple[int, ...]
-    secret: bytes = field(repr=False)
-    is_one_node: bool = False
-    others: tuple[str, ...] = ()
-    note: str = ""
-    attempt: str = "0"
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from guozhuang.errors import UsageError, explain
-from guozhuang.world import node_lists, ports
-from guozhuang.world.identity import Identity, LaunchedNode, PortSequence
+from guozhuang.net import meeting_point as points
+from guozhuang.net.meeting_point import PortSequence
+from guozhuang.world import node_lists
+from guozhuang.world.identity import Identity, LaunchedNode
 from guozhuang.world.requests import requested_secret
 from guozhuang.world.variables import asked_meeting, number
 
@@ -157,18 +159,18 @@ def _meeting_point(
         fix = "export GUOZHUANG_SECRET=$(openssl rand -hex 32) for all of them (mpiexec -genvlist GUOZHUANG_SECRET)"
         raise UsageError(explain(what, fix=fix))
     key = [launcher.name, str(size), *found.key]
-    secret = ports.secret(given, key)
+    secret = points.secret(given, key)
     # Inside a Slurm job the first of its nodes is a good guess too.
     nodes = node_lists.expand(environ["SLURM_JOB_NODELIST"]) if environ.get("SLURM_JOB_NODELIST") else []
     hosts = ("127.0.0.1",) if is_one_node else tuple(dict.fromkeys([*asked_host, *found.hosts, *nodes[:1]]))
     return PortSequence(
         hosts=hosts,
         # Without a key of the launcher's the secret keeps the ports of two runs apart.
-        ports=tuple(dict.fromkeys([*asked_port, *ports.sequence([*key, ports.secret(given, ["ports"]).hex()])])),
+        ports=tuple(dict.fromkeys([*asked_port, *points.sequence([*key, points.secret(given, ["ports"]).hex()])])),
         secret=secret,
         is_one_node=is_one_node,
         others=() if is_one_node else tuple(found.hosts[:3]),
-        note="" if is_one_node else _note(environ, ports.secret(given, ["note", *key]).hex()[:24]),
+        note="" if is_one_node else _note(environ, points.secret(given, ["note", *key]).hex()[:24]),
     )
 
 

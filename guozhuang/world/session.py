@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from guozhuang.errors import UsageError, WorldError, explain
+from guozhuang.net.meeting_point import MeetingPoint, PortSequence
 from guozhuang.world.devices import (
     BIND_DEVICES,
     backend_of_cpu_ranks,
@@ -36,13 +37,13 @@ from guozhuang.world.devices import (
     devices_seen,
     num_cuda,
 )
-from guozhuang.world.identity import Identity, MeetingPoint, PortSequence, World
+from guozhuang.world.identity import Identity, World
 from guozhuang.world.requests import HangTimeout, requested_backend, requested_hang_timeout
 from guozhuang.world.versions import default_store
 
 # Launchers and how ranks meet are imported by what enters a world: ``import guozhuang`` stays cheap for everybody else.
 if TYPE_CHECKING:
-    from guozhuang.world.rendezvous import Meeting
+    from guozhuang.net.meet import Meeting
 
 DEFAULT_TIMEOUT_S = 600.0
 # See [Note: leaving].
@@ -118,9 +119,9 @@ def init(
     backend = backend if backend is not None else requested_backend()
     if dist.is_initialized():
         return _adopt(backend, device, timeout_s)
+    from guozhuang.net.meet import Told, roll_call
     from guozhuang.world import slurm
     from guozhuang.world.discovery import discover
-    from guozhuang.world.rendezvous import Told, roll_call
 
     identity = discover(os.environ)
     hang_timeout = requested_hang_timeout()
@@ -220,16 +221,18 @@ def _start_heartbeat(
     if hang_timeout == "off":
         _log.info("no heartbeat: it was switched off")
         return
-    from guozhuang.world import heartbeat
+    from guozhuang.watch import heartbeat
 
     point = identity.meeting_point
     keeps = world.rank == 0 and not (isinstance(point, MeetingPoint) and point.is_kept_by_launcher)
-    _session.has_heartbeat = heartbeat.start(store, world, hang_timeout, keeps_store=keeps, behind_door=behind_door)
+    _session.has_heartbeat = heartbeat.start(
+        store, world.rank, world.size, hang_timeout, keeps_store=keeps, behind_door=behind_door
+    )
 
 
 def _stop_heartbeat() -> None:
     if _session.has_heartbeat:
-        from guozhuang.world import heartbeat
+        from guozhuang.watch import heartbeat
 
         _session.has_heartbeat = False
         heartbeat.stop()
@@ -311,8 +314,8 @@ def _check_same(world: World, backend: str | None, device: str | torch.device | 
 
 def _adopt(backend: str | None, device: str | torch.device | None, timeout_s: float) -> World:
     """A world around the process group that the user made. ``timeout_s`` is for the ranks to find each other."""
+    from guozhuang.net.meet import Told, roll_call
     from guozhuang.world.discovery import discover
-    from guozhuang.world.rendezvous import Told, roll_call
 
     rank, size, found = dist.get_rank(), dist.get_world_size(), str(dist.get_backend())
     if backend is not None and backend.lower() not in (found, dist.get_backend_config()):
@@ -357,12 +360,18 @@ def meet(identity: Identity, timeout_s: float) -> tuple[dist.Store, Meeting]:
     Raises:
         UsageError, WorldError: the store cannot be kept, or not be reached in time.
     """
-    from guozhuang.world.rendezvous import open_store
+    from guozhuang.net.meet import open_store
 
     meeting = _session.meeting
     if meeting is None or identity.meeting_point is None or _session.met_at != identity.meeting_point:
         _leave_meeting()
-        meeting = _session.meeting = open_store(identity, timeout_s)
+        meeting = _session.meeting = open_store(
+            identity.meeting_point,
+            identity.rank,
+            timeout_s,
+            says=not identity.local_rank,  # one line a node is enough; where nobody told, each rank
+            is_one_node=identity.local_size == identity.size,
+        )
         _session.generation, _session.met_at = 0, identity.meeting_point
         # Before the interpreter ends: threads that serve a door must not see it end.
         atexit.unregister(_leave_meeting)
@@ -380,7 +389,7 @@ def _leave_meeting() -> None:
 
 def _complete(identity: Identity, hosts: list[str]) -> Identity:
     """Fill in what the environment did not tell, from the host of each rank."""
-    from guozhuang.world.rendezvous import places
+    from guozhuang.net.meet import places
 
     local_rank, local_size, node_rank, num_nodes = places(hosts, identity.rank) if len(hosts) > 1 else (0, 1, 0, 1)
     return replace(
@@ -397,7 +406,7 @@ def _set_interfaces(is_remote: bool, host: str | None) -> None:
 
     Ranks of one machine need no other interface than loopback; those of several the one that leads to rank 0.
     """
-    from guozhuang.world import interfaces
+    from guozhuang.net import interfaces
 
     wanted: dict[str, str] = {}
     if is_remote and host is not None:

@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from guozhuang.errors import UsageError, explain
-from guozhuang.world import node_lists, ports
-from guozhuang.world.identity import Identity, LaunchedNode, PortSequence
+from guozhuang.net import meeting_point as points
+from guozhuang.net.meeting_point import PortSequence
+from guozhuang.world import node_lists
+from guozhuang.world.identity import Identity, LaunchedNode
 from guozhuang.world.requests import requested_secret
 from guozhuang.world.variables import asked_meeting, number
 
@@ -135,7 +137,7 @@ def _meeting_point(environ: Mapping[str, str], step: _Step) -> PortSequence:
     text = environ.get("SLURM_STEP_RESV_PORTS", "").strip()
     reserved = node_lists.ports(text)[:_MAX_RESERVED] if text else []
     # The ports depend on job and step alone: who looks at a firewall or a log can come to the same.
-    derived = ports.sequence(key)
+    derived = points.sequence(key)
     # Slurm 22 reserves the same ports for all parts of a step; where each has its own they come last, and do no harm.
     wanted = [*derived, *reserved] if any(environ.get(name) for name in _PARTS) else [*reserved, *derived]
     nodes = node_lists.expand(environ["SLURM_STEP_NODELIST"]) if environ.get("SLURM_STEP_NODELIST") else []
@@ -149,7 +151,7 @@ def _meeting_point(environ: Mapping[str, str], step: _Step) -> PortSequence:
     return PortSequence(
         hosts=hosts,
         ports=tuple(dict.fromkeys([*asked_port, *wanted])),
-        secret=ports.secret(requested_secret(environ), key),
+        secret=points.secret(requested_secret(environ), key),
         is_one_node=is_one_node,
         others=() if is_one_node else tuple(nodes[1:4]),
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from guozhuang.errors import UsageError, explain
-from guozhuang.world.identity import Identity, MeetingPoint
+from guozhuang.net.meeting_point import MeetingPoint
+from guozhuang.world.identity import Identity
 from guozhuang.world.requests import requested_secret
 from guozhuang.world.variables import bare_host, is_address, number
 
@@ -101,7 +102,7 @@ def _meeting_point(environ: Mapping[str, str], is_one_node: bool) -> MeetingPoin
     assert port is not None
     host = bare_host(environ["MASTER_ADDR"])
     is_kept_by_launcher = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    # See [Note: where rank 0 listens] in ``stores``.
+    # See [Note: where rank 0 listens] in ``net.store``.
     has_own_name = not (is_address(host) or host.lower() in _LOCAL_NAMES)
     return MeetingPoint(
         host=host,

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 import guozhuang as gz
+from guozhuang.net.meeting_point import PortSequence
 from guozhuang.world.discovery import discover
-from guozhuang.world.identity import PortSequence
 
 
 def silent(listener: socket.socket, kept: list[socket.socket]) -> None:

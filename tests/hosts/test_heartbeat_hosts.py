@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from guozhuang.world.heartbeat_report import EXIT_CODE
+from guozhuang.watch.report import EXIT_CODE
 from tests.hosts.network import Hosts, missing
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.skipif(bool(missing()), reason=missing() or "it can")]

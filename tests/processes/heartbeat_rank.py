@@ -17,7 +17,8 @@ import torch.distributed as dist
 import torch.utils.data
 
 import guozhuang  # noqa: F401 - registers "shm"
-from guozhuang.world import World, heartbeat
+from guozhuang.watch import heartbeat
+from guozhuang.world import World
 
 INTERVAL_S = 0.3
 
@@ -29,9 +30,9 @@ def enter(hang_timeout_s: float | None) -> int:
     me = World(rank, size, rank, size, 0, 1, torch.device("cpu"), "environment")
     store = dist.PrefixStore("test", dist.distributed_c10d._get_default_store())
     keeps = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    assert heartbeat.start(store, me, hang_timeout_s, keeps_store=keeps, interval_s=INTERVAL_S)
+    assert heartbeat.start(store, me.rank, me.size, hang_timeout_s, keeps_store=keeps, interval_s=INTERVAL_S)
     threads = threading.active_count()
-    assert heartbeat.start(store, me, hang_timeout_s)  # a second time does nothing
+    assert heartbeat.start(store, me.rank, me.size, hang_timeout_s)  # a second time does nothing
     assert threading.active_count() == threads
     return rank
 

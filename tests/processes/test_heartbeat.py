@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 import guozhuang as gz
-from guozhuang.world.heartbeat_report import EXIT_CODE
+from guozhuang.watch.report import EXIT_CODE
 from tests.processes import heartbeat_rank
 from tests.ranks import PRELOADED, free_port, run_ranks
 

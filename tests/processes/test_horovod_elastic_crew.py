@@ -21,7 +21,7 @@ from guozhuang.compat.horovod.runner.elastic.doors import Doors
 from guozhuang.compat.horovod.runner.elastic.remote_crew import RemoteCrew, Told
 from guozhuang.compat.horovod.runner.elastic.writing import Room
 from guozhuang.launch import ssh
-from guozhuang.world.rendezvous import host_identity
+from guozhuang.net.meet import host_identity
 
 
 def of_kind(events: queue.Queue[Event], kind: type[Any], limit_s: float = 20.0) -> Any:

@@ -16,9 +16,9 @@ import pytest
 import torch.distributed as dist
 
 from guozhuang.errors import UsageError, WorldError
-from guozhuang.world import door as doors
-from guozhuang.world import waiting
-from guozhuang.world.door import Door, NotOurDoorError, WrongSecretError, enter, knock, pass_through
+from guozhuang.net import door as doors
+from guozhuang.net import waiting
+from guozhuang.net.door import Door, NotOurDoorError, WrongSecretError, enter, knock, pass_through
 
 SECRET = bytes(range(16))
 LIMIT = datetime.timedelta(seconds=10)

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 
 from guozhuang.errors import UsageError
-from guozhuang.world import World, heartbeat
-from guozhuang.world.heartbeat_line import Watch, Word, look_at_neighbours, process_state
-from guozhuang.world.heartbeat_report import hang, last_line, losses, table, trouble
-from guozhuang.world.heartbeat_rules import GONE, STOPPED, AwakeClock, Beat, Judge, Limits
-from guozhuang.world.heartbeat_threads import Heartbeat
-from guozhuang.world.stacks import MAX_STACK_BYTES, MainThread, is_of_a_collective, merged, ranks_text, stacks_text
+from guozhuang.watch import heartbeat
+from guozhuang.watch.beats import Heartbeat
+from guozhuang.watch.judge import GONE, STOPPED, AwakeClock, Beat, Judge, Limits
+from guozhuang.watch.report import hang, last_line, losses, table, trouble
+from guozhuang.watch.stacks import MAX_STACK_BYTES, MainThread, is_of_a_collective, merged, ranks_text, stacks_text
+from guozhuang.watch.words import Watch, Word, look_at_neighbours, process_state
 
 LIMITS = Limits.of(1.0)
 
@@ -390,10 +390,6 @@ def test_a_watch_waits_for_ranks_that_have_not_begun() -> None:
 # ---- start and stop
 
 
-def world_of(size: int, rank: int = 0) -> World:
-    return World(rank, size, rank, size, 0, 1, torch.device("cpu"), "alone")
-
-
 def test_the_interval_grows_with_the_world_and_sooner_behind_a_door() -> None:
     for size, behind_door, interval_s in (
         (2, True, 1),
@@ -406,7 +402,7 @@ def test_the_interval_grows_with_the_world_and_sooner_behind_a_door() -> None:
 
 
 def made_heart(store: dist.Store, rank: int = 0, interval_s: float = 0.05, keeps_store: bool = False) -> Heartbeat:
-    return Heartbeat(store, world_of(2, rank), None, Limits.of(interval_s), keeps_store)
+    return Heartbeat(store, rank, 2, None, Limits.of(interval_s), keeps_store)
 
 
 def failure_of_a_collective() -> BaseException:
@@ -484,8 +480,8 @@ def test_who_keeps_the_store_leaves_when_nobody_needs_it(is_lost: bool) -> None:
 
 def test_nothing_runs_alone_or_over_a_store_in_memory(caplog: pytest.LogCaptureFixture) -> None:
     threads = threading.active_count()
-    assert not heartbeat.start(dist.HashStore(), world_of(1), 5.0)
-    assert not heartbeat.start(dist.HashStore(), world_of(2), 5.0)
+    assert not heartbeat.start(dist.HashStore(), 0, 1, 5.0)
+    assert not heartbeat.start(dist.HashStore(), 0, 2, 5.0)
     assert threading.active_count() == threads
     assert [r.levelname for r in caplog.records] == ["WARNING", "WARNING"], "a time-out was asked for"
     heartbeat.stop()
@@ -494,4 +490,4 @@ def test_nothing_runs_alone_or_over_a_store_in_memory(caplog: pytest.LogCaptureF
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf")])
 def test_a_time_that_is_none_is_refused(value: float) -> None:
     with pytest.raises(UsageError, match="hang_timeout_s must be a number of seconds above 0"):
-        heartbeat.start(dist.HashStore(), world_of(2), value)
+        heartbeat.start(dist.HashStore(), 0, 2, value)

@@ -18,9 +18,9 @@ from guozhuang.compat.horovod.runner.elastic.board import DriverBoard, HostUpdat
 from guozhuang.compat.horovod.runner.elastic.lost_peers import LostPeers
 from guozhuang.errors import MismatchError, UsageError, WorldError
 from guozhuang.gradients.named import NegotiationError
+from guozhuang.net.meet import roll_call
+from guozhuang.net.store import serve
 from guozhuang.world import horovod_elastic, session
-from guozhuang.world.rendezvous import roll_call
-from guozhuang.world.stores import serve
 
 
 def test_the_variables_of_a_worker() -> None:

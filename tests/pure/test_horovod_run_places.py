@@ -23,7 +23,7 @@ from guozhuang.launch.output import Places
 from guozhuang.launch.rank import horovods_variables
 from guozhuang.launch.remote_link import Link
 from guozhuang.launch.streams import NamedPipe, Stream, Trace
-from guozhuang.world import interfaces
+from guozhuang.net import interfaces
 
 ROOT = Path(__file__).resolve().parents[2]
 

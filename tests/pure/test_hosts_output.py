@@ -22,7 +22,7 @@ from guozhuang.launch.hosts_output import Display
 from guozhuang.launch.remote_link import Link
 from guozhuang.launch.screen import Screen
 from guozhuang.launch.target import Target
-from guozhuang.world.heartbeat_report import EXIT_CODE
+from guozhuang.watch.report import EXIT_CODE
 
 FIRST, SECOND = Link("a", 0, False), Link("b", 1, False)
 

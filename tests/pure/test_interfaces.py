@@ -7,8 +7,8 @@ import socket
 import pytest
 
 from guozhuang.errors import UsageError, WorldError
-from guozhuang.world import interfaces
-from guozhuang.world.interfaces import GLOO, NCCL, Interface
+from guozhuang.net import interfaces
+from guozhuang.net.interfaces import GLOO, NCCL, Interface
 
 LOOPBACK = next((name for name in ("lo", "lo0") if name in interfaces._names()), "")
 pytestmark = pytest.mark.skipif(not LOOPBACK, reason="needs a loopback interface by the name of lo or lo0")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from guozhuang.errors import UsageError
+from guozhuang.net.meeting_point import PortSequence
 from guozhuang.world import mpi
 from guozhuang.world.discovery import discover
-from guozhuang.world.identity import PortSequence
 
 URI = "735641600.0;tcp://192.0.2.2,10.0.0.2:48331;tcp6://[2001:db8::2]:33391"
 

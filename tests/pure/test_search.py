@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 
 from guozhuang.errors import UsageError, WorldError
-from guozhuang.world import interfaces, ports, search, waiting
-from guozhuang.world.door import Door, passage_from
-from guozhuang.world.identity import PortSequence
+from guozhuang.net import interfaces, search, waiting
+from guozhuang.net import meeting_point as ports
+from guozhuang.net.door import Door, passage_from
+from guozhuang.net.meeting_point import PortSequence
 
 OTHER_JOB = ports.secret(b"", ["another"])
 

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from guozhuang.errors import UsageError
-from guozhuang.world import node_lists, ports
+from guozhuang.net import meeting_point as ports
+from guozhuang.net.meeting_point import PortSequence
+from guozhuang.world import node_lists
 from guozhuang.world.discovery import discover
-from guozhuang.world.identity import PortSequence
 from guozhuang.world.slurm import hint, node_of
 
 # ---- lists

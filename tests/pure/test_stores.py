@@ -17,9 +17,13 @@ import torch.distributed as dist
 from guozhuang.errors import UsageError, WorldError
 from guozhuang.launch import elastic_stores
 from guozhuang.launch.elastic_fixed import FixedMeeting
-from guozhuang.world import interfaces, ports, rendezvous, search, stores, torchrun, waiting
-from guozhuang.world.identity import Identity, MeetingPoint, PortSequence
-from guozhuang.world.rendezvous import Told, host_identity, open_store, roll_call
+from guozhuang.net import interfaces, search, waiting
+from guozhuang.net import meet as rendezvous
+from guozhuang.net import meeting_point as ports
+from guozhuang.net import store as stores
+from guozhuang.net.meet import Told, host_identity, open_store, roll_call
+from guozhuang.net.meeting_point import MeetingPoint, PortSequence
+from guozhuang.world import torchrun
 
 ADDRESS = search.own_address([], [])
 needs_an_address = pytest.mark.skipif(ADDRESS.startswith("127."), reason="needs an address besides loopback")
@@ -83,10 +87,10 @@ def test_who_reaches_nobody_ends_in_time_and_says_why(
     host: str, words: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(waiting, "FIRST_NOTICE_S", 0.3)
-    identity = Identity("environment", 1, 2, meeting_point=MeetingPoint(host, free_port()))
+    point = MeetingPoint(host, free_port())
     started = time.monotonic()
     with caplog.at_level(logging.WARNING, "guozhuang"), pytest.raises(WorldError) as caught:
-        open_store(identity, 0.5)
+        open_store(point, 1, 0.5)
     assert time.monotonic() - started < 1.5
     assert words in str(caught.value) and "[rank 1]" in str(caught.value)
     assert ("DNS or /etc/hosts" in str(caught.value)) == (host != "127.0.0.1")
@@ -192,7 +196,7 @@ def test_a_store_of_torchrun_has_no_door_whatever_secret_is_exported(caplog: pyt
     point = MeetingPoint(ADDRESS, store.port, is_kept_by_launcher=True, secret=SECRET)
     with caplog.at_level(logging.WARNING, "guozhuang"):
         for rank in range(3):
-            meeting = open_store(Identity("torchrun", rank, 3, meeting_point=point), 5)
+            meeting = open_store(point, rank, 5)
             assert meeting.store.add("count", 1) == rank + 1
             meeting.close()
     [said] = [each.getMessage() for each in caplog.records]
@@ -282,10 +286,9 @@ def test_who_is_missing_is_said_while_waiting_and_at_the_end(
 
 def test_a_store_on_loopback_is_named_as_a_likely_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_AFTER_VERDICT_S", 0.0)
-    for local_size, expected in ((None, True), (1, True), (2, False)):
+    for is_one_node, expected in ((False, True), (True, False)):
         point = MeetingPoint("127.0.0.1", free_port())
-        identity = Identity("environment", 0, 2, local_size=local_size, meeting_point=point)
-        store = dist.PrefixStore("part", open_store(identity, 5).store)
+        store = dist.PrefixStore("part", open_store(point, 0, 5, is_one_node=is_one_node).store)
         with pytest.raises(WorldError, match="1 of 2 ranks did not come") as caught:
             roll_call(store, 0, 2, 0.1)
         assert ("where ranks of other hosts cannot come" in str(caught.value)) is expected

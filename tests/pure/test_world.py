@@ -11,7 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from guozhuang.errors import UsageError, WorldError
-from guozhuang.world import devices, interfaces, session
+from guozhuang.net import interfaces
+from guozhuang.net.meet import places
+from guozhuang.net.meeting_point import MeetingPoint
+from guozhuang.world import devices, session
 from guozhuang.world.devices import (
     UNKNOWN,
     backend_of_cpu_ranks,
@@ -22,8 +25,7 @@ from guozhuang.world.devices import (
     uuids,
 )
 from guozhuang.world.discovery import discover
-from guozhuang.world.identity import Identity, MeetingPoint
-from guozhuang.world.rendezvous import places
+from guozhuang.world.identity import Identity
 from guozhuang.world.requests import (
     hang_timeout,
     requested_backend,

@@ -26,11 +26,11 @@ from guozhuang.errors import PeerLost, UsageError, WorldError, explain
 from guozhuang.groups.agreement import store_of
 from guozhuang.groups.hierarchical.crossing import Crossing, choose_address
 from guozhuang.groups.subgroups import timeout_s
-from guozhuang.world.door import pass_through
-from guozhuang.world.rendezvous import host_identity
+from guozhuang.net.door import pass_through
+from guozhuang.net.meet import host_identity
+from guozhuang.net.search import own_address
+from guozhuang.net.store import loopback_address
 from guozhuang.world.requests import requested_secret, requested_servers
-from guozhuang.world.search import own_address
-from guozhuang.world.stores import loopback_address
 
 _PAUSES_S = (0.002, 0.05)  # between two looks into a store: the first, and the longest
 _PATIENCE_S = 1.0  # for word of the cause, which who noticed it first leaves in the store

@@ -28,12 +28,12 @@ import torch.distributed as dist
 from guozhuang.errors import UsageError, WorldError
 from guozhuang.exchange.parameter_server import meeting
 from guozhuang.exchange.parameter_server.session import Session
-from guozhuang.world.door import Door
-from guozhuang.world.identity import MeetingPoint
+from guozhuang.net.door import Door
+from guozhuang.net.meeting_point import MeetingPoint
+from guozhuang.net.search import LOOPBACK
+from guozhuang.net.store import listen
+from guozhuang.net.store import serve as serve_store
 from guozhuang.world.requests import requested_secret
-from guozhuang.world.search import LOOPBACK
-from guozhuang.world.stores import listen
-from guozhuang.world.stores import serve as serve_store
 
 _LOOK_S = 0.05
 _LINGER_S = 2.0  # for another model's workers, after the last of one have left

@@ -1,7 +1,7 @@
 """How the function of ``horovod.run`` comes to its processes, and what they return comes back.
 
 [Note: pickles] Reading a pickle can run anything, so none is read that did not come from this run. The mailbox is a store on
-loopback of the launcher's host, behind doors (``guozhuang.world.door``) that let in who knows a secret of the run. Other users
+loopback of the launcher's host, behind doors (``guozhuang.net.door``) that let in who knows a secret of the run. Other users
 of that host could reach the store itself; so each pickle is signed with the secret too.
 """
 
@@ -20,8 +20,8 @@ from collections.abc import Iterator, Sequence
 import torch.distributed as dist
 
 from guozhuang.errors import WorldError, explain
-from guozhuang.world import interfaces
-from guozhuang.world.door import Door, NotOurDoorError, knock, passage_from
+from guozhuang.net import interfaces
+from guozhuang.net.door import Door, NotOurDoorError, knock, passage_from
 
 _SECRET_BYTES = 32
 _LOOPBACK = "127.0.0.1"

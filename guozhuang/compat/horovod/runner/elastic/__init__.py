@@ -12,5 +12,5 @@ Workers that are started for new slots come first, and only then the running one
 
 [Note: bytes] All that driver and workers tell each other goes through one ``torch.distributed.TCPStore``, which the driver
 keeps on loopback, and where the ranks of each round meet too, so that nothing is lost with rank 0. To other hosts it opens
-doors that ask for a secret of this run (``guozhuang.world.door``), and ssh starts there what starts the workers.
+doors that ask for a secret of this run (``guozhuang.net.door``), and ssh starts there what starts the workers.
 """

@@ -8,8 +8,8 @@ import secrets
 import socket
 from collections.abc import Sequence
 
-from guozhuang.world import interfaces
-from guozhuang.world.door import Door
+from guozhuang.net import interfaces
+from guozhuang.net.door import Door
 
 _SECRET_BYTES = 32
 _MAX_DOORS = 16

@@ -43,9 +43,10 @@ from guozhuang.errors import UsageError, explain
 from guozhuang.launch import guard, python_path, ssh
 from guozhuang.launch.failures import exit_code, how
 from guozhuang.launch.order import FirstFailure
-from guozhuang.world import horovod_elastic, interfaces
-from guozhuang.world.rendezvous import host_identity
-from guozhuang.world.stores import serve
+from guozhuang.net import interfaces
+from guozhuang.net.meet import host_identity
+from guozhuang.net.store import serve
+from guozhuang.world import horovod_elastic
 
 _WHO = "horovodrun"
 _TURN_S, _BEAT_S = 0.05, 1.0

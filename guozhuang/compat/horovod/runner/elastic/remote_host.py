@@ -25,9 +25,9 @@ from guozhuang.compat.horovod.runner.elastic.crew import Crew, Ended, Event, Pri
 from guozhuang.compat.horovod.runner.elastic.writing import Room
 from guozhuang.errors import WorldError, explain
 from guozhuang.launch import python_path
+from guozhuang.net.door import NotOurDoorError, Passage, knock, passage_from
+from guozhuang.net.meet import host_identity
 from guozhuang.world import horovod_elastic
-from guozhuang.world.door import NotOurDoorError, Passage, knock, passage_from
-from guozhuang.world.rendezvous import host_identity
 
 _KNOCK_S = 5.0
 _LOOK_S = 0.1

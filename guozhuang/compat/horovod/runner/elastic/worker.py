@@ -24,7 +24,8 @@ from guozhuang.compat.horovod.runner.elastic.board import Round, Update, WorkerB
 from guozhuang.compat.horovod.runner.elastic.lost_peers import LostPeers
 from guozhuang.errors import MismatchError, WorldError, explain
 from guozhuang.gradients.named import NegotiationError
-from guozhuang.world import horovod_elastic, waiting
+from guozhuang.net import waiting
+from guozhuang.world import horovod_elastic
 
 # A waiting worker looks at the store after such pauses.
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.01, 0.2

@@ -34,9 +34,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from guozhuang.errors import UsageError, WorldError, explain
-from guozhuang.world import interfaces, waiting
-from guozhuang.world.door import NotOurDoorError, Passage, enter, passage_from
-from guozhuang.world.identity import PortSequence
+from guozhuang.net import interfaces, waiting
+from guozhuang.net.door import NotOurDoorError, Passage, enter, passage_from
+from guozhuang.net.meeting_point import PortSequence
 from guozhuang.world.variables import is_address
 
 # A knock gets more time in each round: a stranger's silence must not cost much, a busy rank 0 may need a moment.

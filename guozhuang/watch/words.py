@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, replace
 import psutil
 import torch.distributed as dist
 
-from guozhuang.world import heartbeat_report as texts
-from guozhuang.world.heartbeat_rules import GONE, STOPPED, Beat, Judge, Limits
-from guozhuang.world.stacks import merged, ranks_text
+from guozhuang.watch import report as texts
+from guozhuang.watch.judge import GONE, STOPPED, Beat, Judge, Limits
+from guozhuang.watch.stacks import merged, ranks_text
 
 # A process that began so much earlier or later than the one that is meant has taken over its number.
 _SAME_BIRTH_S = 5.0

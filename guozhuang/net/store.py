@@ -20,8 +20,8 @@ import time
 import torch.distributed as dist
 
 from guozhuang.errors import UsageError, WorldError, explain
-from guozhuang.world import search, waiting
-from guozhuang.world.identity import MeetingPoint
+from guozhuang.net import search, waiting
+from guozhuang.net.meeting_point import MeetingPoint
 
 _BACKLOG = 2048
 _ONE_TRY_S = 5.0

@@ -26,8 +26,8 @@ import threading
 import time
 
 from guozhuang.errors import UsageError, WorldError, explain
-from guozhuang.world import waiting
-from guozhuang.world.relay import Relay, relay_both_ways
+from guozhuang.net import waiting
+from guozhuang.net.relay import Relay, relay_both_ways
 
 HANDSHAKE_S = 5.0
 _MAGIC = b"GZ-DOOR1"

@@ -15,12 +15,10 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
-from guozhuang.world.heartbeat_end import end
-from guozhuang.world.heartbeat_line import Watch, Word, look_at_neighbours, process_state, read_reports
-from guozhuang.world.heartbeat_report import EXIT_CODE
-from guozhuang.world.heartbeat_rules import GONE, AwakeClock, Beat, Judge, Limits
-from guozhuang.world.identity import World
-from guozhuang.world.stacks import (
+from guozhuang.watch.ending import end
+from guozhuang.watch.judge import GONE, AwakeClock, Beat, Judge, Limits
+from guozhuang.watch.report import EXIT_CODE
+from guozhuang.watch.stacks import (
     OWN_THREADS,
     MainThread,
     error_text,
@@ -28,6 +26,7 @@ from guozhuang.world.stacks import (
     place_of_error,
     stacks_text,
 )
+from guozhuang.watch.words import Watch, Word, look_at_neighbours, process_state, read_reports
 
 # Each is one more chance to see a main thread that goes round a loop move.
 _LOOKS_PER_BEAT = 4
@@ -58,16 +57,17 @@ class Heartbeat:
 
     Args:
         store: a client of its own, of which no other thread makes use.
-        world: of this process.
+        rank: of this process.
+        size: number of ranks.
         hang_timeout_s: see ``heartbeat.start``.
         limits: the same on every rank.
         keeps_store: see ``heartbeat.start``.
     """
 
     def __init__(
-        self, store: dist.Store, world: World, hang_timeout_s: float | None, limits: Limits, keeps_store: bool
+        self, store: dist.Store, rank: int, size: int, hang_timeout_s: float | None, limits: Limits, keeps_store: bool
     ) -> None:
-        self.world, self._limits, self._hang_timeout_s = world, limits, hang_timeout_s
+        self.rank, self.size, self._limits, self._hang_timeout_s = rank, size, limits, hang_timeout_s
         self._store, self._keeps_store = store, keeps_store
         self._stopped, self._wake = threading.Event(), threading.Event()
         self._clock = AwakeClock(2 * limits.interval_s)
@@ -142,7 +142,7 @@ class Heartbeat:
         _log.exception(
             "[rank %d] the heartbeat of this rank has ended by an error of its own; the training goes on, and the others "
             "will miss this rank's signs of life. Please report it, with these lines",
-            self.world.rank,
+            self.rank,
         )
 
     def _keep_guard(self) -> None:
@@ -154,7 +154,7 @@ class Heartbeat:
                 since_answer_s, num_answers = 0.0, self._num_answers
                 if self._is_cut_off:
                     self._is_cut_off = False
-                    _log.warning("[rank %d] the store of the world answers again", self.world.rank)
+                    _log.warning("[rank %d] the store of the world answers again", self.rank)
                 continue
             since_answer_s += clock_s - before_s
             if self._closing or (since_answer_s < self._limits.lost_s and not self._trouble):
@@ -192,7 +192,7 @@ class Heartbeat:
             what = f"no answer from the store of the world for {since_s:.0f} s: {who} is gone or stopped, or this node cut off"
         if keeper is not None and keeper[1] == self._node:
             what += f" (its process {keeper[2]} is {process_state(keeper[2], keeper[3])})"
-        return f"[rank {self.world.rank}] {what}. No rank can hear another one any more; this is where this one stands:"
+        return f"[rank {self.rank}] {what}. No rank can hear another one any more; this is where this one stands:"
 
     def _stacks(self) -> str:
         return stacks_text() if self._error is None else error_text(self._error)
@@ -220,7 +220,7 @@ class Heartbeat:
         word = self._word
         self._closing = self._closing or (word is not None and word.closing)
         if word is not None and word.wants > self._gave:
-            self._store.set(f"stacks/{self.world.rank}", self._stacks())
+            self._store.set(f"stacks/{self.rank}", self._stacks())
             self._gave = word.wants
         self._beat()
         if self._closing:
@@ -235,7 +235,7 @@ class Heartbeat:
             report, lines = self._watch.round(self._clock())
             self._word = self._watch.word
             for line in lines:
-                _log.warning("[rank %d] %s", self.world.rank, line)
+                _log.warning("[rank %d] %s", self.rank, line)
             if report is not None:
                 self._seen = report.number
                 self._tell(report.full, report.ends)
@@ -252,7 +252,7 @@ class Heartbeat:
     def _perhaps_take_over(self) -> None:
         clock_s, before = self._clock(), self._word
         silent_s = clock_s - self._word_since_s
-        if before is None and self.world.rank != 0 and silent_s < self._limits.mute_s:
+        if before is None and self.rank != 0 and silent_s < self._limits.mute_s:
             return  # rank 0 begins
         is_given_away = before is not None and before.watcher < 0 and self._tried <= before.term
         if before is not None and not is_given_away and silent_s < self._patience_s(before, silent_s):
@@ -262,15 +262,15 @@ class Heartbeat:
         self._tried = max(self._tried, before.term if before is not None else 0) + 1
         if self._store.add(f"term/{self._tried}", 1) > 1:
             return
-        judge = Judge(self.world.size, self._limits, self._hang_timeout_s, clock_s)
+        judge = Judge(self.size, self._limits, self._hang_timeout_s, clock_s)
         if before is not None and before.watcher >= 0:
             judge.silent_since(before.watcher, clock_s - silent_s)
-        me = (self.world.rank, self._node, self._pid, self._born_s)
+        me = (self.rank, self._node, self._pid, self._born_s)
         keeper = me if self._keeps_store else before.keeper if before is not None else None
-        word = Word(self._tried, self.world.rank, process=me[1:], keeper=keeper)
-        self._watch = Watch(self._store, self.world.size, word, judge)
+        word = Word(self._tried, self.rank, process=me[1:], keeper=keeper)
+        self._watch = Watch(self._store, self.size, word, judge)
         if before is not None:
-            _log.info("[rank %d] watches the others from now on", self.world.rank)
+            _log.info("[rank %d] watches the others from now on", self.rank)
 
     def _patience_s(self, word: Word, silent_s: float) -> float:
         """For how long the word of the watching rank may stay out before this one takes its place."""
@@ -296,12 +296,12 @@ class Heartbeat:
             place=place.text,
             waits_in=place.waits_in,
             gave=self._gave,
-            saw=look_at_neighbours(self._word, self._node, self.world.rank) if self._word is not None else {},
+            saw=look_at_neighbours(self._word, self._node, self.rank) if self._word is not None else {},
             trouble=_in_words(error) if error is not None else "",
             left=self._farewell,
             let_go=self._closing,
         )
-        self._store.set(f"beat/{self.world.rank}", beat.to_bytes().decode())
+        self._store.set(f"beat/{self.rank}", beat.to_bytes().decode())
 
     def _say_farewell(self) -> None:
         self._beat()
@@ -317,8 +317,8 @@ class Heartbeat:
                 time.sleep(0.02)
 
     def _others_hold_on(self) -> bool:
-        gone = {self.world.rank, *(self._word.lost if self._word is not None else ())}
-        keys = [f"beat/{rank}" for rank in range(self.world.size) if rank not in gone]
+        gone = {self.rank, *(self._word.lost if self._word is not None else ())}
+        keys = [f"beat/{rank}" for rank in range(self.size) if rank not in gone]
         if not keys:
             return False
         if not all(self._store.check([key]) for key in keys):
@@ -329,7 +329,7 @@ class Heartbeat:
     # ---- what the user sees
 
     def _tell(self, text: str, ends: bool) -> None:
-        text = f"[rank {self.world.rank}] {text}"
+        text = f"[rank {self.rank}] {text}"
         if ends:
             self._is_ending = True
             # Longest where the store or the word is: the others read it once per interval.

@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 
 from guozhuang.errors import rank_table
-from guozhuang.world.heartbeat_rules import Beat, Judge
-from guozhuang.world.stacks import merged, ranks_text
+from guozhuang.watch.judge import Beat, Judge
+from guozhuang.watch.stacks import merged, ranks_text
 
 EXIT_CODE = 75
 _MAX_ROWS = 20

@@ -122,7 +122,7 @@ class MainThread:
     """How long the main thread has been standing at one place, from a look at it now and then.
 
     Standing means: at every look the same calls, each at the same instruction. A thread that goes round a loop of one long
-    call looks the same; so standing alone is no proof of a hang, see [Note: what a hang is] in ``heartbeat_rules``.
+    call looks the same; so standing alone is no proof of a hang, see [Note: what a hang is] in ``judge``.
     """
 
     def __init__(self, now_s: float) -> None:

@@ -15,9 +15,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 from guozhuang.errors import UsageError, WorldError, explain
-from guozhuang.world import search, stores, waiting
-from guozhuang.world.door import Door, Passage, pass_through, passage_from
-from guozhuang.world.identity import Identity, MeetingPoint, PortSequence
+from guozhuang.net import search, waiting
+from guozhuang.net import store as stores
+from guozhuang.net.door import Door, Passage, pass_through, passage_from
+from guozhuang.net.meeting_point import MeetingPoint, PortSequence
 
 # A waiting rank looks into the store at least that often, and soon after it began to wait; the rank that keeps the store
 # leaves it open for longer when it gives up, for the others to read why.
@@ -70,40 +71,52 @@ class Told:
     note: str = ""
 
 
-def open_store(identity: Identity, timeout_s: float) -> Meeting:
+def open_store(
+    point: MeetingPoint | PortSequence | None,
+    rank: int,
+    timeout_s: float,
+    *,
+    says: bool = True,
+    is_one_node: bool = False,
+) -> Meeting:
     """Connect to the store of the world; rank 0 starts it where the launcher does not keep one.
 
     In a world of one the store is in memory and no port is opened. Otherwise rank 0 listens at one address (torch's own store
-    would at every interface); see [Note: where rank 0 listens] in ``stores``. With a secret the store is on loopback and a
+    would at every interface); see [Note: where rank 0 listens] in ``net.store``. With a secret the store is on loopback and a
     door at that address.
+
+    Args:
+        point: where the ranks meet; None in a world of one.
+        rank: of this process.
+        timeout_s: limit for all of it, in seconds.
+        says: whether this rank says in the log what is waited for when it takes long.
+        is_one_node: all ranks are known to be on this node.
 
     Raises:
         UsageError: the port is taken.
         WorldError: nothing that speaks the store's language, and knows the secret, answered within ``timeout_s``.
     """
-    point = identity.meeting_point
-    says = not identity.local_rank  # one line a node is enough; where nobody told, each rank
     if point is None:
         return Meeting(dist.HashStore())
     if isinstance(point, PortSequence):
-        return _meet_at_a_sequence(point, identity.rank, timeout_s, says)
+        return _meet_at_a_sequence(point, rank, timeout_s, says)
     is_open = stores.loopback_address(point.host) is None or not point.is_loopback_meant
-    if identity.rank == 0 and not point.is_kept_by_launcher:
+    if rank == 0 and not point.is_kept_by_launcher:
         listener = stores.listen(point)
         address = str(listener.getsockname()[0])
         if is_open and point.secret:
             return _behind_a_door(listener, point.secret, address, timeout_s)
         store = stores.serve(listener, timeout_s)
-        if not is_open and identity.local_size != identity.size:
+        if not is_open and not is_one_node:
             store.set(_ONLY_HERE, f"{address}:{point.port}")
         return Meeting(store, address)
     if is_open and point.secret and not point.is_kept_by_launcher:
         limit = time.monotonic() + timeout_s
         host = stores.where_to_go(point)
-        passage = pass_through(host, point.port, point.secret, timeout_s, rank=identity.rank, says=says)
+        passage = pass_through(host, point.port, point.secret, timeout_s, rank=rank, says=says)
         left_s = max(limit - time.monotonic(), 1.0)
-        return _through(passage, host, identity.rank, left_s, f"{host}:{point.port}")
-    if is_open and point.secret and identity.rank == 0:
+        return _through(passage, host, rank, left_s, f"{host}:{point.port}")
+    if is_open and point.secret and rank == 0:
         # Only our own launcher puts a door before its store, and tells its ranks an address on loopback.
         _log.warning(
             "GUOZHUANG_SECRET is set, but the launcher that keeps the store at %s:%d asks for no secret: who reaches it is in. "
@@ -111,7 +124,7 @@ def open_store(identity: Identity, timeout_s: float) -> Meeting:
             *(point.host, point.port),
         )
     where = f"{point.host}:{point.port} (MASTER_ADDR:MASTER_PORT)"
-    return Meeting(*stores.reach(point, identity.rank, timeout_s, where, says=says))
+    return Meeting(*stores.reach(point, rank, timeout_s, where, says=says))
 
 
 def _meet_at_a_sequence(point: PortSequence, rank: int, timeout_s: float, says: bool) -> Meeting:

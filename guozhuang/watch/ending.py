@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from guozhuang.world.heartbeat_report import EXIT_CODE
-from guozhuang.world.stacks import OWN_THREADS
+from guozhuang.watch.report import EXIT_CODE
+from guozhuang.watch.stacks import OWN_THREADS
 
 # What may be waited for while the main thread may hold the lock of the log or of stdout for ever.
 _SAY_S = 1.0

@@ -39,9 +39,8 @@ from typing import Any
 import torch.distributed as dist
 
 from guozhuang.errors import UsageError, explain
-from guozhuang.world.heartbeat_rules import Limits
-from guozhuang.world.heartbeat_threads import Heartbeat
-from guozhuang.world.identity import World
+from guozhuang.watch.beats import Heartbeat
+from guozhuang.watch.judge import Limits
 
 # Behind a door every request goes through the Python of rank 0, which has a training step to do.
 _RANKS_PER_SECOND, _RANKS_PER_SECOND_BEHIND_A_DOOR = 500, 50
@@ -50,7 +49,8 @@ _log = logging.getLogger("guozhuang")
 
 def start(
     store: dist.Store,
-    world: World,
+    rank: int,
+    size: int,
     hang_timeout_s: float | None,
     *,
     keeps_store: bool = False,
@@ -64,7 +64,8 @@ def start(
 
     Args:
         store: of this world: no other world may use its keys ("heartbeat/...").
-        world: of this process.
+        rank: of this process.
+        size: number of ranks.
         hang_timeout_s: after so many seconds in which no rank started a collective while the main thread of one stood
             still, the stacks of all ranks are printed and every rank ends itself with exit code 75. None: lost ranks are
             reported, but nothing is ended and no hang is looked for. The value of the watching rank (first rank 0) counts.
@@ -83,11 +84,11 @@ def start(
         if value is not None and not (math.isfinite(value) and value > 0):
             raise UsageError(explain(f"{name} must be a number of seconds above 0", value=value, fix="leave it out"))
     if _state.running is not None:
-        if _state.running.world == world:
+        if (_state.running.rank, _state.running.size) == (rank, size):
             return True
         stop()
-    if world.size == 1 or not isinstance(_innermost(store), dist.TCPStore):
-        why = "there is one rank" if world.size == 1 else "the store of the world is no TCPStore"
+    if size == 1 or not isinstance(_innermost(store), dist.TCPStore):
+        why = "there is one rank" if size == 1 else "the store of the world is no TCPStore"
         _log.log(logging.INFO if hang_timeout_s is None else logging.WARNING, "no heartbeat: %s", why)
         return False
     if not _state.handles_fork:
@@ -95,11 +96,11 @@ def start(
         _state.handles_fork = True
     atexit.unregister(_at_exit)
     atexit.register(_at_exit)  # again, to come before what was registered until now
-    limits = Limits.of(usual_interval_s(world.size, behind_door) if interval_s is None else interval_s)
+    limits = Limits.of(usual_interval_s(size, behind_door) if interval_s is None else interval_s)
     prefixed: Any = dist.PrefixStore("heartbeat", store)
     own = prefixed.clone()  # See [Note: two threads].
     own.set_timeout(timedelta(seconds=limits.lost_s))
-    _state.running = Heartbeat(own, world, hang_timeout_s, limits, keeps_store)
+    _state.running = Heartbeat(own, rank, size, hang_timeout_s, limits, keeps_store)
     _state.running.start()
     return True
 
