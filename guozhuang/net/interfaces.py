@@ -52,6 +52,15 @@ def is_local_bridge(name: str) -> bool:
     return _LOCAL_BRIDGE.fullmatch(name) is not None
 
 
+def is_address(host: str) -> bool:
+    """Whether this is an IPv4 or IPv6 address, and no name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
 def own_address_towards(host: str) -> str:
     """The address of this node that packets to ``host`` leave from; nothing is sent.
 

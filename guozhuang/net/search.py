@@ -37,7 +37,6 @@ from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.net import interfaces, waiting
 from guozhuang.net.door import NotOurDoorError, Passage, enter, passage_from
 from guozhuang.net.meeting_point import PortSequence
-from guozhuang.world.variables import is_address
 
 # A knock gets more time in each round: a stranger's silence must not cost much, a busy rank 0 may need a moment.
 _FIRST_KNOCK_S, _LONGEST_KNOCK_S = 1.0, 5.0
@@ -110,7 +109,7 @@ def own_address(hints: Sequence[str], others: Sequence[str]) -> str:
             address = interfaces.own_address_towards(other)
             if not is_loopback(address) and address not in inner:
                 return address
-    if any(is_address(hint) and is_loopback(hint) for hint in hints):
+    if any(interfaces.is_address(hint) and is_loopback(hint) for hint in hints):
         return LOOPBACK  # where the others look: nodes that are all on this machine
     return _outward_address(mine)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from guozhuang.errors import UsageError, explain
+from guozhuang.net.interfaces import is_address
 from guozhuang.net.meeting_point import MeetingPoint
 from guozhuang.world.identity import Identity
 from guozhuang.world.requests import requested_secret
-from guozhuang.world.variables import bare_host, is_address, number
+from guozhuang.world.variables import bare_host, number
 
 _NEEDED = ("RANK", "WORLD_SIZE")
 # Any of these without the two above means that somebody meant this process to be one of several.

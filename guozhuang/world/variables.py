@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Mapping
 
@@ -56,12 +55,3 @@ def bare_host(text: str) -> str:
     """A name or address without what surrounds it: IPv6 addresses are often written in brackets, as before a port."""
     text = text.strip()
     return text[1:-1] if text.startswith("[") and text.endswith("]") else text
-
-
-def is_address(host: str) -> bool:
-    """Whether this is an IPv4 or IPv6 address, and no name."""
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
