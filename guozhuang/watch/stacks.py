@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType
 
+import torch
 import torch.distributed as dist
 
 from guozhuang.errors import WorldError
@@ -40,6 +41,8 @@ _LIBRARIES = tuple(
     {
         *(sysconfig.get_paths()[name] + _SEP for name in ("stdlib", "platstdlib", "purelib", "platlib")),
         os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + _SEP,
+        # An environment may borrow the packages of another one, and torch with them.
+        os.path.dirname(os.path.dirname(os.path.abspath(torch.__file__))) + _SEP,
     }
 )
 # Functions that only call another one.
