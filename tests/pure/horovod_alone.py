@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from guozhuang.compat.horovod.common.process_sets import enter_global, leave_all
 from guozhuang.compat.horovod.common.state import State, set_state
+from guozhuang.compat.horovod.common.variables import HorovodVariables
 from guozhuang.compat.horovod.torch.optimizer import DistributedOptimizer
 from guozhuang.gradients.buckets import in_process_memory
 from guozhuang.gradients.named import Engine, Kind, NegotiationError, Reduction, Submission
 from guozhuang.world import World
-from guozhuang.world.horovod_variables import HorovodVariables
 
 
 class MirrorHandle:

@@ -16,11 +16,11 @@ from guozhuang.compat.horovod.common import communicators, exceptions, util
 from guozhuang.compat.horovod.common.basics import HorovodBasics, state
 from guozhuang.compat.horovod.common.engine_settings import set_log_level, settings_from
 from guozhuang.compat.horovod.common.places import place_of
+from guozhuang.compat.horovod.common.variables import HorovodVariables, read
 from guozhuang.compat.horovod.torch import compression, functions, mpi_ops, objects
 from guozhuang.compat.horovod.torch.handles import HandleTable
 from guozhuang.errors import UsageError
 from guozhuang.gradients.named import AutotuneSettings, Handle, NegotiationError, Settings
-from guozhuang.world.horovod_variables import HorovodVariables, read
 
 NONE = "Compression.none"
 PROCESS_SET = "process_set=global_process_set"

@@ -7,9 +7,9 @@ import os
 
 import pytest
 
+from guozhuang.compat.horovod.common import variables as horovod_variables
+from guozhuang.compat.horovod.common.variables import HorovodVariables, read, without_meaning
 from guozhuang.errors import UsageError
-from guozhuang.world import horovod_variables
-from guozhuang.world.horovod_variables import HorovodVariables, read, without_meaning
 
 
 def test_nothing_is_set() -> None:

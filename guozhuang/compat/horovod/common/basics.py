@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 
 from guozhuang import world as gz_world
+from guozhuang.compat.horovod.common import variables as horovod_variables
+from guozhuang.compat.horovod.common.variables import HorovodVariables
 from guozhuang.errors import UsageError, explain
 from guozhuang.gradients.named import Engine, Kind, NegotiationError, Reduction, Settings, Submission
 from guozhuang.groups import subgroups
-from guozhuang.world import World, horovod_elastic, horovod_variables
-from guozhuang.world.horovod_variables import HorovodVariables
+from guozhuang.world import World, horovod_elastic
 
 from . import worlds
 from .communicators import checked, is_communicator, ranks_of

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from guozhuang.compat.horovod.common.variables import HorovodVariables
 from guozhuang.gradients.named import Channel, Engine
 from guozhuang.world import World
-from guozhuang.world.horovod_variables import HorovodVariables
 
 
 @dataclass(eq=False)

@@ -7,12 +7,12 @@ import logging
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 
+from guozhuang.compat.horovod.common import variables as horovod_variables
 from guozhuang.compat.horovod.runner import tuning
 from guozhuang.errors import UsageError, explain
 from guozhuang.launch import agent, hosts, nodes, ssh
 from guozhuang.launch.hosts import Host
 from guozhuang.launch.order import FirstFailure, Order
-from guozhuang.world import horovod_variables
 
 _HERE = "localhost"
 _log = logging.getLogger("guozhuang")

@@ -8,10 +8,10 @@ from __future__ import annotations
 import pickle
 import sys
 
+from guozhuang.compat.horovod.common import variables as horovod_variables
 from guozhuang.compat.horovod.common.basics import state
 from guozhuang.compat.horovod.runner import mailbox
 from guozhuang.errors import UsageError, explain
-from guozhuang.world import horovod_variables
 from guozhuang.world.requests import requested_task
 
 

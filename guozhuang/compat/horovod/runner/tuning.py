@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from guozhuang.compat.horovod.common.variables import LOG_LEVELS
 from guozhuang.errors import UsageError, explain
-from guozhuang.world.horovod_variables import LOG_LEVELS
 
 
 @dataclass(frozen=True)

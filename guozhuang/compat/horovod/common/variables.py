@@ -15,11 +15,6 @@ from guozhuang.errors import UsageError, explain
 _BEGIN = "HOROVOD_"
 _log = logging.getLogger("guozhuang")
 
-# What a launcher tells one process of who it is, in a run that is elastic or not; no other run inherits it.
-OF_A_PROCESS = tuple(
-    _BEGIN + name
-    for name in ("HOSTNAME", "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "ELASTIC")
-)
 # The variables that were named in the log of this process already.
 _named: set[str] = set()
 
