@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from guozhuang.errors import UsageError, WorldError
-from guozhuang.launch.say import say
+from guozhuang.launch.console.say import say
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -153,7 +153,7 @@ def test_commands() -> None:
 def test_options_of_run() -> None:
     from torch.distributed.run import get_args_parser
 
-    from guozhuang.launch.options import parser
+    from guozhuang.launch.options.plan import parser
 
     torchrun = options(get_args_parser())
     assert torchrun <= options(parser()), "every option of torchrun is an option of guozhuang run"

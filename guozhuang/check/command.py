@@ -17,7 +17,8 @@ from guozhuang.check.results import Absence, Results, exit_code, from_json, to_j
 from guozhuang.check.verdict import judge
 from guozhuang.errors import UsageError, explain
 from guozhuang.lab.interruption import ended_by_signals
-from guozhuang.launch import hosts, ssh
+from guozhuang.launch.hosts import placement as hosts
+from guozhuang.launch.hosts import ssh
 from guozhuang.world import session, slurm
 
 _START_S = 30.0  # for processes to start

@@ -17,11 +17,11 @@ from typing import NoReturn
 from guozhuang import timeline
 from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.launch import torch_log
+from guozhuang.launch.console.say import say
 from guozhuang.launch.failures import describe, exit_code, first
-from guozhuang.launch.options import Plan, plan
+from guozhuang.launch.options.plan import Plan, plan
 from guozhuang.launch.order import FirstFailure, Order
 from guozhuang.launch.outer import Outer
-from guozhuang.launch.say import say
 from guozhuang.world import horovod_elastic
 
 _log = logging.getLogger("guozhuang")
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str], outer: Outer | None = None, order: Order | No
         order = order or Order()
         ours = plan(arguments, os.environ)
         if ours.hosts:
-            from guozhuang.launch import hosts
+            from guozhuang.launch.hosts import placement as hosts
 
             return hosts.start(ours, arguments, order)
         ours = dataclasses.replace(ours, variables={**ours.variables, **order.variables})

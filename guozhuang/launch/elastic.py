@@ -26,14 +26,16 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHand
 from torch.distributed.launcher.api import LaunchConfig
 
 from guozhuang.errors import WorldError, explain
-from guozhuang.launch import elastic_command, elastic_meeting, guard, torchrun_options, tracebacks
-from guozhuang.launch.elastic_base import AnewError, Meeting
+from guozhuang.launch import elastic_command, guard, tracebacks
+from guozhuang.launch.console.output import Output
+from guozhuang.launch.console.say import say
 from guozhuang.launch.elastic_logs import Logs
-from guozhuang.launch.elastic_signs import OtherNodeError
 from guozhuang.launch.failures import Failure, exit_code, first, headline
+from guozhuang.launch.options import torchrun as torchrun_options
 from guozhuang.launch.outer import Outer
-from guozhuang.launch.output import Output
-from guozhuang.launch.say import say
+from guozhuang.launch.rendezvous import choice as elastic_meeting
+from guozhuang.launch.rendezvous.base import AnewError, Meeting
+from guozhuang.launch.rendezvous.signs import OtherNodeError
 from guozhuang.launch.servers import ServersError, ServersOfANode
 from guozhuang.world import versions
 from guozhuang.world.identity import LaunchedNode

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from guozhuang.errors import UsageError, explain
-from guozhuang.launch.output import Output, Places
+from guozhuang.launch.console.output import Output, Places
 
 if TYPE_CHECKING:
     from guozhuang.launch.elastic import Run

@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from guozhuang import cli
-from guozhuang.launch import ssh
+from guozhuang.launch.hosts import ssh
 from tests.hosts.sshd import Sshd, missing, none_left, processes_with
 from tests.hosts.warm import Launcher, Warm
 

@@ -26,7 +26,7 @@ from typing import Any
 from tests.ranks import PRELOADED
 
 _START_S = 60.0
-_AGENT = "guozhuang.launch.remote_node"
+_AGENT = "guozhuang.launch.hosts.node"
 # The stand-in: hands its streams and arguments to the server, and ends as the process there does.
 _CLIENT = """#!{python} -IS
 import json, os, socket, sys
@@ -111,7 +111,7 @@ def _launch(
     python: str, folder: str, environment: dict[str, str], arguments: list[str], said: str, lost_after_s: float
 ) -> None:
     from guozhuang import cli
-    from guozhuang.launch import hosts_run
+    from guozhuang.launch.hosts import run as hosts_run
 
     os.setpgid(0, 0)  # as a shell does; in the session of its parent, so that it can be stopped
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -127,9 +127,6 @@ def _launch(
 
 
 def _serve(path: str) -> None:
-    import guozhuang.launch.elastic
-    import guozhuang.launch.options
-    import guozhuang.launch.remote_node  # noqa: F401
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
     server = socket.socket(socket.AF_UNIX)
@@ -188,7 +185,7 @@ class _Popen(subprocess.Popen):  # type: ignore[type-arg]
                     signal.signal(number, signal.SIG_DFL)
                 preexec_fn()
                 _close_all_but(*pass_fds)
-                from guozhuang.launch import remote_node
+                from guozhuang.launch.hosts import node as remote_node
 
                 code = remote_node.main(list(map(str, pass_fds)))
                 sys.stdout.flush()

@@ -20,7 +20,7 @@ from guozhuang.compat.horovod.runner.elastic.discovery import DiscoveryError, Ho
 from guozhuang.compat.horovod.runner.elastic.doors import Doors
 from guozhuang.compat.horovod.runner.elastic.remote_crew import RemoteCrew, Told
 from guozhuang.compat.horovod.runner.elastic.writing import Room
-from guozhuang.launch import ssh
+from guozhuang.launch.hosts import ssh
 from guozhuang.net.meet import host_identity
 
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from guozhuang.errors import UsageError
-from guozhuang.launch.options import plan
+from guozhuang.launch.options.plan import plan
 from tests.launching import Launched, guozhuang, write
 from tests.ranks import free_port
 

@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from guozhuang.launch import ssh
-from guozhuang.launch.remote_link import Link
+from guozhuang.launch.hosts import ssh
+from guozhuang.launch.hosts.link import Link
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="what a supervisor finds of its descendants, it finds by /proc"

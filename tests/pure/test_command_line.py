@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.run import get_args_parser
 
-from guozhuang.launch import command_line
-from guozhuang.launch.options import parser
+from guozhuang.launch.options import command_line
+from guozhuang.launch.options.plan import parser
 
 OPTIONS = st.sampled_from(
     [

@@ -16,13 +16,14 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, dynamic_rendezvous
 
 from guozhuang.errors import WorldError
-from guozhuang.launch import elastic_nodes, elastic_stores
-from guozhuang.launch.elastic_base import AnewError, Meeting
-from guozhuang.launch.elastic_fixed import FixedMeeting
-from guozhuang.launch.elastic_nodes import ElasticMeeting
-from guozhuang.launch.elastic_signs import OtherNodeError, Others
-from guozhuang.launch.elastic_stores import Kept
-from guozhuang.launch.patient_store import PatientStore, look_s
+from guozhuang.launch.rendezvous import elastic as elastic_nodes
+from guozhuang.launch.rendezvous import stores as elastic_stores
+from guozhuang.launch.rendezvous.base import AnewError, Meeting
+from guozhuang.launch.rendezvous.elastic import ElasticMeeting
+from guozhuang.launch.rendezvous.fixed import FixedMeeting
+from guozhuang.launch.rendezvous.patient_store import PatientStore, look_s
+from guozhuang.launch.rendezvous.signs import OtherNodeError, Others
+from guozhuang.launch.rendezvous.stores import Kept
 
 _QUICK = datetime.timedelta(seconds=0.2)
 Open = Callable[..., list[Any]]

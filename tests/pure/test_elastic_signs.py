@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch.distributed as dist
 
-from guozhuang.launch import elastic_signs
-from guozhuang.launch.elastic_signs import OtherNodeError, Others
-from guozhuang.launch.patient_store import PatientStore
+from guozhuang.launch.rendezvous import signs as elastic_signs
+from guozhuang.launch.rendezvous.patient_store import PatientStore
+from guozhuang.launch.rendezvous.signs import OtherNodeError, Others
 
 Make = Callable[..., list[Others]]
 

@@ -16,7 +16,7 @@ from guozhuang.compat.horovod.runner.elastic import driver
 from guozhuang.compat.horovod.runner.elastic.crew import Printed
 from guozhuang.compat.horovod.runner.elastic.printing import Printing
 from guozhuang.compat.horovod.runner.elastic.writing import Room, Writer
-from guozhuang.launch.target import Target
+from guozhuang.launch.console.target import Target
 
 
 def until(what: Callable[[], object], limit_s: float = 10.0) -> None:

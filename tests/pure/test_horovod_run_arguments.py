@@ -17,7 +17,9 @@ from guozhuang.compat.horovod.runner import argument_names, arguments, elastic_r
 from guozhuang.compat.horovod.runner.elastic import driver
 from guozhuang.compat.horovod.runner.settings import ElasticSettings
 from guozhuang.errors import UsageError
-from guozhuang.launch import hosts_run, options, ssh
+from guozhuang.launch.hosts import run as hosts_run
+from guozhuang.launch.hosts import ssh
+from guozhuang.launch.options import plan as options
 from guozhuang.launch.order import FirstFailure
 
 PROGRAM = ["python", "train.py", "--np", "3"]

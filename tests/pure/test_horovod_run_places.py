@@ -16,13 +16,16 @@ import setuptools
 
 from guozhuang.compat.horovod.runner import mailbox
 from guozhuang.errors import UsageError, WorldError
-from guozhuang.launch import hosts_failure, options, python_path, ssh
+from guozhuang.launch import python_path
+from guozhuang.launch.console.output import Places
+from guozhuang.launch.console.streams import NamedPipe, Stream, Trace
 from guozhuang.launch.elastic_logs import Logs, copies_of
-from guozhuang.launch.hosts_failure import Failure
-from guozhuang.launch.output import Places
+from guozhuang.launch.hosts import failure as hosts_failure
+from guozhuang.launch.hosts import ssh
+from guozhuang.launch.hosts.failure import Failure
+from guozhuang.launch.hosts.link import Link
+from guozhuang.launch.options import plan as options
 from guozhuang.launch.rank import horovods_variables
-from guozhuang.launch.remote_link import Link
-from guozhuang.launch.streams import NamedPipe, Stream, Trace
 from guozhuang.net import interfaces
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guozhuang.errors import UsageError
-from guozhuang.launch import hosts, meeting, ssh
-from guozhuang.launch.hosts import Host, parse_hosts, place, plan, read_hostfile
+from guozhuang.launch.hosts import meeting, ssh
+from guozhuang.launch.hosts import placement as hosts
+from guozhuang.launch.hosts.placement import Host, parse_hosts, place, plan, read_hostfile
 
 SCRIPT = ["train.py", "--lr", "1"]
 

@@ -16,12 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.elastic.agent.server.api import WorkerState
 
-from guozhuang.launch import elastic, hosts_output
+from guozhuang.launch import elastic
+from guozhuang.launch.console import display as hosts_output
+from guozhuang.launch.console.display import Display
+from guozhuang.launch.console.screen import Screen
+from guozhuang.launch.console.target import Target
 from guozhuang.launch.failures import Failure, describe
-from guozhuang.launch.hosts_output import Display
-from guozhuang.launch.remote_link import Link
-from guozhuang.launch.screen import Screen
-from guozhuang.launch.target import Target
+from guozhuang.launch.hosts.link import Link
 from guozhuang.watch.report import EXIT_CODE
 
 FIRST, SECOND = Link("a", 0, False), Link("b", 1, False)

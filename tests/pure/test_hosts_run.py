@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from guozhuang.launch import hosts_failure
-from guozhuang.launch.hosts import plan
-from guozhuang.launch.hosts_run import Run
-from guozhuang.launch.remote_link import Link
+from guozhuang.launch.hosts import failure as hosts_failure
+from guozhuang.launch.hosts.link import Link
+from guozhuang.launch.hosts.placement import plan
+from guozhuang.launch.hosts.run import Run
 
 
 class MadeUp(Link):

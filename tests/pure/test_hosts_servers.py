@@ -11,9 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from guozhuang.errors import UsageError
-from guozhuang.launch import hosts, hosts_failure, hosts_servers, options
-from guozhuang.launch.hosts_run import Run
-from guozhuang.launch.remote_link import Link
+from guozhuang.launch.hosts import failure as hosts_failure
+from guozhuang.launch.hosts import placement as hosts
+from guozhuang.launch.hosts import servers as hosts_servers
+from guozhuang.launch.hosts.link import Link
+from guozhuang.launch.hosts.run import Run
+from guozhuang.launch.options import plan as options
 
 SCRIPT = ["train.py", "--servers", "9"]
 

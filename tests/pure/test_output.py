@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from guozhuang.launch import output
-from guozhuang.launch.output import Output
-from guozhuang.launch.screen import Lines, Screen
-from guozhuang.launch.streams import NamedPipe, OwnTerminal, Stream, Trace
-from guozhuang.launch.target import Target
+from guozhuang.launch.console import output
+from guozhuang.launch.console.output import Output
+from guozhuang.launch.console.screen import Lines, Screen
+from guozhuang.launch.console.streams import NamedPipe, OwnTerminal, Stream, Trace
+from guozhuang.launch.console.target import Target
 
 
 class Reader:

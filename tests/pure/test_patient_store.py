@@ -12,7 +12,7 @@ from types import FrameType
 import pytest
 import torch.distributed as dist
 
-from guozhuang.launch.patient_store import Caller, PatientStore
+from guozhuang.launch.rendezvous.patient_store import Caller, PatientStore
 
 
 class Deaf(dist.Store):

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from guozhuang.errors import UsageError
-from guozhuang.launch import options
-from guozhuang.launch.options import Plan
+from guozhuang.launch.options import plan as options
+from guozhuang.launch.options.plan import Plan
 from guozhuang.world import cores
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from guozhuang import cli
-from guozhuang.launch.say import say
+from guozhuang.launch.console.say import say
 
 SAY = Path(__file__).resolve().parents[2] / "guozhuang" / "launch" / "say.py"
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from guozhuang.launch.escapes import rows_up, without_escapes
-from guozhuang.launch.screen import MAX_LINE, Lines, Screen, mark
-from guozhuang.launch.terminal import Terminal
+from guozhuang.launch.console.escapes import rows_up, without_escapes
+from guozhuang.launch.console.screen import MAX_LINE, Lines, Screen, mark
+from guozhuang.launch.console.terminal import Terminal
 from tests.glass import Glass
 
 M0, M1 = b"[0] ", b"[1] "

@@ -15,8 +15,8 @@ import pytest
 import torch.distributed as dist
 
 from guozhuang.errors import UsageError, WorldError
-from guozhuang.launch import elastic_stores
-from guozhuang.launch.elastic_fixed import FixedMeeting
+from guozhuang.launch.rendezvous import stores as elastic_stores
+from guozhuang.launch.rendezvous.fixed import FixedMeeting
 from guozhuang.net import interfaces, search, waiting
 from guozhuang.net import meet as rendezvous
 from guozhuang.net import meeting_point as ports

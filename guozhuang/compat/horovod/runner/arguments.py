@@ -10,7 +10,7 @@ from typing import Any
 from guozhuang.compat.horovod.runner import tuning
 from guozhuang.compat.horovod.version import __version__
 from guozhuang.errors import UsageError, explain
-from guozhuang.launch import command_line
+from guozhuang.launch.options import command_line
 
 _HOSTS_FIX = "leave out all but one of them"
 _START_HELP = "Seconds for hosts to be reached, and again to be ready; elastic: for a process to call hvd.init()."

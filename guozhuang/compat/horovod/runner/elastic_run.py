@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from guozhuang.compat.horovod.common import variables as horovod_variables
 from guozhuang.compat.horovod.runner import static_run
 from guozhuang.compat.horovod.runner.settings import ElasticSettings
-from guozhuang.launch import nodes
+from guozhuang.launch.options import nodes
 
 _ELASTIC_TIMEOUT_S = 600.0
 _START_TIMEOUT_S = 30.0

@@ -12,7 +12,7 @@ from typing import Any
 from guozhuang.compat.horovod.runner import argument_names, arguments, elastic_run, launch, static_run
 from guozhuang.compat.horovod.runner.mailbox import Mailbox
 from guozhuang.errors import UsageError, explain
-from guozhuang.launch.say import say
+from guozhuang.launch.console.say import say
 
 _TASK = "guozhuang.compat.horovod.runner.task"
 

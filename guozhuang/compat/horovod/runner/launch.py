@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from guozhuang.compat.horovod.runner import arguments, elastic_run, static_run
 from guozhuang.errors import UsageError, WorldError
-from guozhuang.launch.say import say
+from guozhuang.launch.console.say import say
 
 _WHO = "horovodrun"
 

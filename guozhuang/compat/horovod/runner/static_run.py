@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from guozhuang.compat.horovod.common import variables as horovod_variables
 from guozhuang.compat.horovod.runner import tuning
 from guozhuang.errors import UsageError, explain
-from guozhuang.launch import agent, hosts, nodes, ssh
-from guozhuang.launch.hosts import Host
+from guozhuang.launch import agent
+from guozhuang.launch.hosts import placement, ssh
+from guozhuang.launch.hosts.placement import Host
+from guozhuang.launch.options import nodes
 from guozhuang.launch.order import FirstFailure, Order
 
 _HERE = "localhost"
@@ -56,8 +58,8 @@ def hosts_of(found: argparse.Namespace) -> list[Host]:
         UsageError: they cannot be read.
     """
     if found.hostfile is not None:
-        return hosts.read_hostfile(found.hostfile)
-    return [] if found.hosts is None else hosts.parse_hosts(found.hosts)
+        return placement.read_hostfile(found.hostfile)
+    return [] if found.hosts is None else placement.parse_hosts(found.hosts)
 
 
 def places(found: argparse.Namespace) -> list[tuple[str, int]]:
@@ -69,7 +71,7 @@ def places(found: argparse.Namespace) -> list[tuple[str, int]]:
     named = hosts_of(found)
     if not named:
         return [(_HERE, found.num_proc)]
-    return [(name, int(count)) for name, count in hosts.place(named, found.num_proc, None)]
+    return [(name, int(count)) for name, count in placement.place(named, found.num_proc, None)]
 
 
 def words_for(found: argparse.Namespace, placed: Sequence[tuple[str, int]]) -> tuple[list[str], dict[str, str]]:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from guozhuang.launch.hosts import parse_hosts
+from guozhuang.launch.hosts.placement import parse_hosts
 
 _ASK_EVERY_S = 1.0
 # A script that hangs is ended; the hosts stay what they were.

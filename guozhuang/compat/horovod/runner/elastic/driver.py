@@ -40,8 +40,9 @@ from guozhuang.compat.horovod.runner.elastic.remote_crew import RemoteCrew, Told
 from guozhuang.compat.horovod.runner.elastic.writing import Room
 from guozhuang.compat.horovod.runner.settings import ElasticSettings
 from guozhuang.errors import UsageError, explain
-from guozhuang.launch import guard, python_path, ssh
+from guozhuang.launch import guard, python_path
 from guozhuang.launch.failures import exit_code, how
+from guozhuang.launch.hosts import ssh
 from guozhuang.launch.order import FirstFailure
 from guozhuang.net import interfaces
 from guozhuang.net.meet import host_identity

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from guozhuang.compat.horovod.runner.elastic.writing import Writer
 from guozhuang.errors import UsageError, explain
-from guozhuang.launch.escapes import without_escapes
-from guozhuang.launch.screen import Lines, mark
-from guozhuang.launch.target import Target, is_same
+from guozhuang.launch.console.escapes import without_escapes
+from guozhuang.launch.console.screen import Lines, mark
+from guozhuang.launch.console.target import Target, is_same
 
 _KEPT_LINES = 40  # of each worker, for the report of a failure
 _MAX_WAITING_BYTES = 1 << 20  # of a worker without a rank, for its file

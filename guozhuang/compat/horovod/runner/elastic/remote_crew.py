@@ -19,9 +19,10 @@ from typing import Any
 
 from guozhuang.compat.horovod.runner.elastic.crew import Ended, Event, Lost, Printed, Reached, Said, Started
 from guozhuang.compat.horovod.runner.elastic.writing import Room
-from guozhuang.launch import hosts_failure, ssh
-from guozhuang.launch.hosts_run import LOST_AFTER_S
-from guozhuang.launch.remote_link import Link
+from guozhuang.launch.hosts import failure as hosts_failure
+from guozhuang.launch.hosts import ssh
+from guozhuang.launch.hosts.link import Link
+from guozhuang.launch.hosts.run import LOST_AFTER_S
 
 _PING_S = 2.0
 _LOOK_S = 0.1

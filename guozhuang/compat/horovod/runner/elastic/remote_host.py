@@ -2,7 +2,8 @@
 
 ``python -m guozhuang.compat.horovod.runner.elastic.remote_host IN OUT``, where IN is a descriptor for lines of JSON from the
 driver: first what the host is told, then requests. What happens goes to standard output, a line of JSON each (``remote_crew``
-reads it). The wire below both is that of ``guozhuang.launch.remote``; as there, all ends when nobody holds the other end of IN.
+reads it). The wire below both is that of ``guozhuang.launch.hosts.supervisor``; as there, all ends when nobody holds the
+other end of IN.
 
 The driver opens a door on each of its addresses; the first that lets this host in is taken. A passage leads from loopback here
 through that door to the store, so that workers, and all scripts, find the store on loopback on every host.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from guozhuang.launch.target import Target
+from guozhuang.launch.console.target import Target
 
 _MOST_BYTES = 1 << 22
 

@@ -34,11 +34,11 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from guozhuang.launch.log_files import LogFile
-from guozhuang.launch.say import WHO, say
-from guozhuang.launch.screen import mark
-from guozhuang.launch.streams import PATIENCE_S, NamedPipe, OwnTerminal, Stream, Trace
-from guozhuang.launch.target import Target, is_same
+from guozhuang.launch.console.log_files import LogFile
+from guozhuang.launch.console.say import WHO, say
+from guozhuang.launch.console.screen import mark
+from guozhuang.launch.console.streams import PATIENCE_S, NamedPipe, OwnTerminal, Stream, Trace
+from guozhuang.launch.console.target import Target, is_same
 
 _LOOK_S = 0.1  # between looks at log files
 _DRAIN_S = 5.0  # for a pipe that somebody still writes to, at the end

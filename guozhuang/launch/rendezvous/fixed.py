@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
 from guozhuang.errors import WorldError, explain
-from guozhuang.launch.elastic_base import Meeting
-from guozhuang.launch.elastic_signs import SILENCE_S, OtherNodeError, Others
-from guozhuang.launch.elastic_stores import (
+from guozhuang.launch.rendezvous.base import Meeting
+from guozhuang.launch.rendezvous.patient_store import Caller, PatientStore, look_s
+from guozhuang.launch.rendezvous.signs import SILENCE_S, OtherNodeError, Others
+from guozhuang.launch.rendezvous.stores import (
     LOOPBACK,
     Kept,
     find,
@@ -25,7 +26,6 @@ from guozhuang.launch.elastic_stores import (
     say_if_open,
     wait_for,
 )
-from guozhuang.launch.patient_store import Caller, PatientStore, look_s
 from guozhuang.net import search
 from guozhuang.net.meeting_point import PortSequence
 
@@ -34,7 +34,7 @@ _NODE_0 = "the agent of node 0"
 
 
 class FixedMeeting(Meeting):
-    """As many nodes as were said. See [Note: stores] in elastic_stores.py.
+    """As many nodes as were said. See [Note: stores] in stores.py.
 
     Args:
         host: the address of node 0; of no meaning with one node.

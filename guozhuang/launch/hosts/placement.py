@@ -16,14 +16,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from guozhuang.errors import UsageError, explain
-from guozhuang.launch import hosts_options, hosts_servers, ssh
-from guozhuang.launch.hosts_options import DEFAULT_START_TIMEOUT_S as DEFAULT_START_TIMEOUT_S
-from guozhuang.launch.hosts_options import add_arguments as add_arguments
+from guozhuang.launch.console.say import say
+from guozhuang.launch.hosts import options as hosts_options
+from guozhuang.launch.hosts import servers as hosts_servers
+from guozhuang.launch.hosts import ssh
+from guozhuang.launch.hosts.options import DEFAULT_START_TIMEOUT_S as DEFAULT_START_TIMEOUT_S
+from guozhuang.launch.hosts.options import add_arguments as add_arguments
 from guozhuang.launch.order import Order
-from guozhuang.launch.say import say
 
 if TYPE_CHECKING:
-    from guozhuang.launch.options import Plan
+    from guozhuang.launch.options.plan import Plan
 
 _SECRET_BYTES = 32
 _MAX_RANKS = 1024  # of a host: more are a slip, mostly the port of ssh
@@ -113,7 +115,7 @@ def start(ours: Plan, arguments: Sequence[str], order: Order | None = None) -> i
     Raises:
         UsageError: the command line cannot work; no host was started.
     """
-    from guozhuang.launch.hosts_run import Run
+    from guozhuang.launch.hosts.run import Run
 
     script = [ours.elastic.training_script, *ours.elastic.training_script_args]
     order = order or Order()

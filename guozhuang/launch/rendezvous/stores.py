@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from guozhuang.errors import UsageError, WorldError, explain
-from guozhuang.launch.patient_store import PatientStore
-from guozhuang.launch.say import say
+from guozhuang.launch.console.say import say
+from guozhuang.launch.rendezvous.patient_store import PatientStore
 from guozhuang.net import interfaces, search, waiting
 from guozhuang.net import store as stores
 from guozhuang.net.door import Door, pass_through

@@ -1,8 +1,8 @@
 """What the supervisor of a host runs: it finds the way to the first host, then becomes the agent of its host.
 
-``python -m guozhuang.launch.remote_node IN OUT``, where IN and OUT are descriptors for lines of JSON from and to the
+``python -m guozhuang.launch.hosts.node IN OUT``, where IN and OUT are descriptors for lines of JSON from and to the
 launcher. The first line says what this node is; it answers "ready" and does what it is told until it is told "go". Where
-it is to run parameter servers it watches those then (remote_servers.py), and there is no agent.
+it is to run parameter servers it watches those then (node_servers.py), and there is no agent.
 
 [Note: the meeting point] The first host opens a store on loopback and a door (``world.door``) on each address that others
 might reach it by, each at a port that the kernel gave; the others knock at all of them. The launcher takes the first door
@@ -29,9 +29,10 @@ from typing import Any
 import torch.distributed as dist
 
 from guozhuang.errors import UsageError, WorldError, explain
-from guozhuang.launch import agent, remote_servers
+from guozhuang.launch import agent
+from guozhuang.launch.console.say import say
+from guozhuang.launch.hosts import node_servers
 from guozhuang.launch.outer import Outer
-from guozhuang.launch.say import say
 from guozhuang.launch.servers import VARIABLE as SERVERS
 from guozhuang.launch.servers import Servers
 from guozhuang.net import interfaces
@@ -93,7 +94,7 @@ class Node:
     def _serve(self, port: int) -> int:
         servers = Servers(self._serves, self._num_servers, say)
         with contextlib.closing(servers), self._channel.watched():
-            self._channel.say({"server": remote_servers.run(servers, f"127.0.0.1:{port}", self._is_store_there)})
+            self._channel.say({"server": node_servers.run(servers, f"127.0.0.1:{port}", self._is_store_there)})
         return 1
 
     def _is_store_there(self) -> bool:

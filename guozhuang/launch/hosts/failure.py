@@ -7,11 +7,11 @@ import signal
 import sys
 from dataclasses import dataclass
 
-from guozhuang.launch.remote import NO_FOLDER, NO_PACKAGE
-from guozhuang.launch.remote_link import Link
+from guozhuang.launch.hosts.link import Link
+from guozhuang.launch.hosts.supervisor import NO_FOLDER, NO_PACKAGE
 
 LOST = 255  # the exit code where a host could not be reached, or was lost; ssh's own
-# How an agent says that another node was the cause (agent.py, elastic_signs.py, failures.py).
+# How an agent says that another node was the cause (agent.py, signs.py, failures.py).
 _ELSEWHERE = re.compile(
     rb"guozhuang run: (node [0-9]+(: | \(host )|the first failure was on|the agent of node [0-9]|the other nodes gave)"
     rb"|a rank of another node"

@@ -22,15 +22,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from guozhuang.launch import hosts_failure, ssh
-from guozhuang.launch.hosts_failure import LOST, Failure, said
-from guozhuang.launch.hosts_output import Display
-from guozhuang.launch.meeting import candidates, choose
+from guozhuang.launch.console.display import Display
+from guozhuang.launch.hosts import failure as hosts_failure
+from guozhuang.launch.hosts import ssh
+from guozhuang.launch.hosts.failure import LOST, Failure, said
+from guozhuang.launch.hosts.link import Link
+from guozhuang.launch.hosts.meeting import candidates, choose
 from guozhuang.launch.order import FirstFailure
-from guozhuang.launch.remote_link import Link
 
 if TYPE_CHECKING:
-    from guozhuang.launch.hosts import Hosts
+    from guozhuang.launch.hosts.placement import Hosts
 
 _PING_S = 2.0
 # A host that hears nothing from the launcher for so long ends its ranks; an interrupted network may come back before.
@@ -50,7 +51,7 @@ _REACH_S = 5.0
 _LAST_WORDS_S = 10.0
 # How long the hosts may take to hear that the launcher is about to be stopped by Ctrl-Z.
 _PAUSE_S = 1.0
-# While the begin of a line waits for its end; see hosts_output.py.
+# While the begin of a line waits for its end; see console/display.py.
 _HOLDING_S = 0.03
 
 
@@ -139,7 +140,7 @@ class Run:
                 "package": "guozhuang",
                 "lost_after_s": LOST_AFTER_S,
                 "lost_grace_s": _LOST_GRACE_S,
-                "command": ["-m", "guozhuang.launch.remote_node"],
+                "command": ["-m", "guozhuang.launch.hosts.node"],
                 "node": {
                     "node_rank": link.node_rank,
                     "num_nodes": len(self._of_ranks),
@@ -175,7 +176,7 @@ class Run:
         return [f"--timeline={name}"]
 
     def _meet(self) -> None:
-        """All hosts find the way to the first one. See [Note: the meeting point] in remote_node.py."""
+        """All hosts find the way to the first one. See [Note: the meeting point] in node.py."""
         self._await("agent", self._links)
         if len(self._links) == 1:
             return

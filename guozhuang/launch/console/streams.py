@@ -25,9 +25,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from guozhuang.launch.escapes import rows_up, without_escapes
-from guozhuang.launch.say import WHO, say
-from guozhuang.launch.screen import Lines, Screen, mark
+from guozhuang.launch.console.escapes import rows_up, without_escapes
+from guozhuang.launch.console.say import WHO, say
+from guozhuang.launch.console.screen import Lines, Screen, mark
 
 _KEPT_LINES = 400  # of each rank, for the report of a failure
 _READ_BYTES = 65536

@@ -28,7 +28,7 @@ import time
 import torch.distributed as dist
 
 from guozhuang.errors import WorldError
-from guozhuang.launch.patient_store import ANSWER_S, PatientStore
+from guozhuang.launch.rendezvous.patient_store import ANSWER_S, PatientStore
 
 SILENCE_S = ANSWER_S
 _SIGN_S = 1.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 
-from guozhuang.launch.escapes import without_escapes
-from guozhuang.launch.screen import Lines
+from guozhuang.launch.console.escapes import without_escapes
+from guozhuang.launch.console.screen import Lines
 
 _MAX_BYTES = 1 << 17  # of what is new; before that nothing is of interest for a report
 

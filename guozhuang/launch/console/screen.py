@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from guozhuang.launch.escapes import rows_up
-from guozhuang.launch.terminal import Terminal
+from guozhuang.launch.console.escapes import rows_up
+from guozhuang.launch.console.terminal import Terminal
 
 _COLOURS = (36, 33, 35, 32, 34, 31)  # cyan first: red last, because it reads as an error
 # A line that is longer is passed on in pieces: memory is bounded, whatever a rank writes.

@@ -12,10 +12,10 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 
 from guozhuang.errors import UsageError, WorldError, explain
-from guozhuang.launch.elastic_fixed import FixedMeeting
-from guozhuang.launch.elastic_nodes import ElasticMeeting
-from guozhuang.launch.elastic_signs import SILENCE_S
 from guozhuang.launch.outer import Outer
+from guozhuang.launch.rendezvous.elastic import ElasticMeeting
+from guozhuang.launch.rendezvous.fixed import FixedMeeting
+from guozhuang.launch.rendezvous.signs import SILENCE_S
 from guozhuang.world.identity import LaunchedNode
 
 _DEFAULT_PORTS = {"static": 29500, "c10d": 29400}  # torchrun's
@@ -25,7 +25,7 @@ _UNDER_A_LAUNCHER_S = 30.0  # the launcher of several hosts notices before, and 
 def meet(
     options: argparse.Namespace, config: LaunchConfig, secret: bytes | None, node: LaunchedNode | None, outer: Outer
 ) -> RendezvousHandler:
-    """Choose the way in which nodes meet, and open what this node keeps for it. See [Note: stores] in elastic_stores.py.
+    """Choose the way in which nodes meet, and open what this node keeps for it. See [Note: stores] in stores.py.
 
     Args:
         options: torchrun's, as parsed.

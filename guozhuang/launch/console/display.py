@@ -12,17 +12,17 @@ import select
 import time
 from collections.abc import Callable
 
-from guozhuang.launch.remote_link import Link
-from guozhuang.launch.say import WHO
-from guozhuang.launch.screen import Lines
-from guozhuang.launch.target import Target, is_same
+from guozhuang.launch.console.say import WHO
+from guozhuang.launch.console.screen import Lines
+from guozhuang.launch.console.target import Target, is_same
+from guozhuang.launch.hosts.link import Link
 
 # An unfinished line of the first host is shown when it has stood for so long: pipes cut lines anywhere.
 _PATIENCE_S = 0.05
 # How long the reader of our output may take nothing after the launcher was told to end; what is left then is dropped.
 _OVER_S = 0.2
 _OURS = f"{WHO}: ".encode()
-# How an agent begins to tell how its node ended (failures.py, agent.py, elastic.py, elastic_signs.py). Should the
+# How an agent begins to tell how its node ended (failures.py, agent.py, elastic.py, signs.py). Should the
 # words differ, the report is shown all the same, but at once and not at the end.
 _REPORT = re.compile(
     _OURS + rb"(rank [0-9]+ failed first|the ranks hung, |rank [0-9]+ \(process |torch elastic gave the ranks"

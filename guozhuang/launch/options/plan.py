@@ -10,7 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from guozhuang.errors import UsageError, explain
-from guozhuang.launch import command_line, hosts, hosts_options, nodes, python_path, script, torchrun_options
+from guozhuang.launch import python_path
+from guozhuang.launch.hosts import options as hosts_options
+from guozhuang.launch.hosts import placement
+from guozhuang.launch.options import command_line, nodes, script
+from guozhuang.launch.options import torchrun as torchrun_options
 from guozhuang.net import interfaces
 from guozhuang.world import cores
 from guozhuang.world.identity import LaunchedNode
@@ -109,7 +113,7 @@ def parser() -> argparse.ArgumentParser:
         help="Write what each rank prints into FOLDER/rank.N/stdout and stderr too, on the rank's host.",
     )
     ours.add_argument("--timestamps", action="store_true", help="Put the time before each line that ranks print.")
-    hosts.add_arguments(ours)
+    placement.add_arguments(ours)
     if "PET_NPROC_PER_NODE" not in os.environ:
         found.set_defaults(nproc_per_node=None)
     return found
@@ -125,7 +129,7 @@ def plan(arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
     """
     found = command_line.read(parser(), arguments)
     chosen: list[str] = []
-    if hosts.is_asked_for(found):
+    if placement.is_asked_for(found):
         # Another node reads the rest of the command line, and its folder is carried there.
         return Plan(found, 0, {}, None, chosen, hosts=True)
     script.check(found, environ)

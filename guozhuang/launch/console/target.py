@@ -7,8 +7,8 @@ import selectors
 from collections import deque
 from collections.abc import Callable
 
-from guozhuang.launch.say import say
-from guozhuang.launch.screen import Screen
+from guozhuang.launch.console.say import say
+from guozhuang.launch.console.screen import Screen
 
 _PIECE_BYTES = 4096  # so many a pipe takes at once that has room at all
 _SAY_S = 1.0

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
-from guozhuang.launch.elastic_signs import OtherNodeError, Others
-from guozhuang.launch.say import say
+from guozhuang.launch.console.say import say
+from guozhuang.launch.rendezvous.signs import OtherNodeError, Others
 
 
 class AnewError(Exception):

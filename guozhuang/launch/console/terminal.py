@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from guozhuang.launch.escapes import CSI, OSC, RESET, number, only_colours, width
+from guozhuang.launch.console.escapes import CSI, OSC, RESET, number, only_colours, width
 
 _ERASE_REST = b"\x1b[K"  # of the row
 _ERASE = b"\r" + _ERASE_REST

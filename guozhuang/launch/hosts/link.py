@@ -1,6 +1,6 @@
 """The launcher's end of the wire to one host: the process there or the ssh client for it, and what comes through.
 
-See [Note: the wire] in remote.py.
+See [Note: the wire] in supervisor.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from guozhuang.launch import ssh
+from guozhuang.launch.hosts import ssh
 
 _HEAD_BYTES = 5
 _CHUNK_BYTES = 1 << 16

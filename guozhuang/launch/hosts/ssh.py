@@ -70,7 +70,7 @@ class Options:
 
 def supervisor_source() -> bytes:
     """What is sent to a host, with the zero byte that ends it."""
-    return Path(__file__).with_name("remote.py").read_bytes() + b"\0"
+    return Path(__file__).with_name("supervisor.py").read_bytes() + b"\0"
 
 
 def local_command(token: str) -> list[str]:

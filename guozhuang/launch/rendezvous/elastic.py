@@ -1,4 +1,4 @@
-"""Nodes that come and go between a least and a most: torch elastic's dynamic rendezvous, with the stores of elastic_stores.py.
+"""Nodes that come and go between a least and a most: torch elastic's dynamic rendezvous, with the stores of stores.py.
 
 [Note: elastic] Five things differ from what torch elastic does by itself.
 1. A node that joins later. Torch elastic makes the ranks' store once and tells its address in that round only; whoever comes
@@ -11,7 +11,7 @@
 4. A node that was taken for dead and goes on (it was stopped): torch elastic lets its ranks run, beside those of the others.
    Here it begins anew, with the others.
 5. Nodes that end at different times: torch elastic waits for five minutes, deaf, and then says nothing. Here a node whose
-   ranks have ended well waits for all others, and begins anew with them where they must (elastic_signs.py).
+   ranks have ended well waits for all others, and begins anew with them where they must (signs.py).
 
 [Note: half met] A node can be lost after torch elastic has counted it and before all have heard where the ranks meet, and
 which rank is whose. Torch elastic waits for it to the end of its patience. Here whoever waits looks at the others, and the
@@ -42,9 +42,10 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
 
 from guozhuang.errors import UsageError, WorldError, explain
-from guozhuang.launch.elastic_base import AnewError, Meeting
-from guozhuang.launch.elastic_signs import OtherNodeError, Others
-from guozhuang.launch.elastic_stores import (
+from guozhuang.launch.rendezvous.base import AnewError, Meeting
+from guozhuang.launch.rendezvous.patient_store import PatientStore
+from guozhuang.launch.rendezvous.signs import OtherNodeError, Others
+from guozhuang.launch.rendezvous.stores import (
     LOOPBACK,
     Kept,
     interface_address,
@@ -55,7 +56,6 @@ from guozhuang.launch.elastic_stores import (
     say_if_open,
     wait_for,
 )
-from guozhuang.launch.patient_store import PatientStore
 from guozhuang.net import search
 from guozhuang.net.search import is_loopback, resolve
 

@@ -1,0 +1,1 @@
+"""What the launcher and the ranks print, shown on one terminal."""

@@ -1,0 +1,1 @@
+"""The command line of ``guozhuang run``: what can be asked for, and whether it can work."""
