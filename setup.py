@@ -1,8 +1,8 @@
 """The C parts: the shared-memory group's engine and its sums over pages of zeros, the codes of gradients, and
 the used rows of tables; and the extras. All else stands in pyproject.toml.
 
-The C parts are optional: without a compiler, or where it does not compile, the package installs all the same and its twins in
-Python do the work.
+The C parts are optional: without a compiler, or where it does not compile, the package installs all the same. Gloo takes the
+place of shared memory then, and twins in Python that of the codes and rows.
 """
 
 import sys
@@ -12,7 +12,7 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 
 SHARED_MEMORY, KERNELS = Path("guozhuang/groups/shared_memory"), Path("guozhuang/exchange/kernels")
-# No contraction: a product and a sum must round as they do in the twin. Nobody reads floating-point exception flags,
+# No contraction: a product and a sum must round as they do in Python. Nobody reads floating-point exception flags,
 # and without them more loops become vectors. Names stay inside the library.
 FLAGS = ["-O3", "-std=c11", "-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno", "-fvisibility=hidden"]
 

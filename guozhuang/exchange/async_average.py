@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import PeerLost, UsageError, WorldError, explain
-from ..groups.agreement import Notices
+from ..groups.agreement import StepNotices
 from ..groups.subgroups import end_together, timeout_s
 from ..weights.flat import Named
 from .lane import Lane
@@ -64,7 +64,7 @@ class AsyncState:
     group: dist.ProcessGroup
     lane: WeightLane | None
     meeting: Lane | None
-    notices: Notices | None
+    notices: StepNotices | None
     device: torch.device
     began_s: float
     num_rounds: int = 0
@@ -109,7 +109,7 @@ class AsyncModelAverage(WeightExchange[AsyncState]):
         device, now_s = parameters[0][1].device, time.monotonic()
         if group.size() == 1:
             return AsyncState(group, None, None, None, device, now_s)
-        notices = Notices(group, "async-average")
+        notices = StepNotices(group, "async-average")
         return AsyncState(group, WeightLane(parameters, group, num_copies=2), Lane(group), notices, device, now_s)
 
     def before_step(self, state: AsyncState, step: int) -> None:

@@ -111,7 +111,7 @@ def _own_of(group: dist.ProcessGroup, parts: Sequence[Sequence[int]]) -> dist.Pr
 
 def _identity() -> str:
     if sys.platform == "linux":
-        from ..groups.shared_memory.meeting import identity
+        from ..groups.shared_memory.rendezvous import identity
 
         return identity()
     return f"{platform.node()} uid:{os.getuid()}"

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import UnusedParameterError, explain, rank_table
-from ..groups import Notices
+from ..groups import StepNotices
 
 
 class UnusedReport:
@@ -24,7 +24,7 @@ class UnusedReport:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._rank, self._size = group.rank(), group.size()
-        self._notices = Notices(group, "unused") if self._size > 1 else None
+        self._notices = StepNotices(group, "unused") if self._size > 1 else None
 
     def error(self, missing: Sequence[str], step: int) -> UnusedParameterError:
         """Leave a notice of what this rank missed in a step and compose the error with the notices of all ranks."""

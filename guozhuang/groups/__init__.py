@@ -1,5 +1,5 @@
 """Who can talk to whom, and how ranks of a group agree."""
 
-from .agreement import Notices, agree
+from .agreement import StepNotices, agree
 
-__all__ = ["Notices", "agree"]
+__all__ = ["StepNotices", "agree"]

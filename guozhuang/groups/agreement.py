@@ -84,7 +84,7 @@ def _forget(store: Store, turn: int, rank: int) -> None:
             store.delete_key(f"guozhuang/agree/{turn}/{kind}/{rank}")
 
 
-class Notices:
+class StepNotices:
     """Words that ranks leave for each other in the store, for the moment in which something has gone wrong.
 
     Args:

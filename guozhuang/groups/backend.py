@@ -1,7 +1,7 @@
 """The backend name "shm" for torch.distributed: what kind of group it becomes is found out when a group is made.
 
-All ranks on one node: shared memory. Several nodes: hierarchical. No Linux: gloo, and the log says so. Importing this module
-loads nothing but torch.distributed; registering starts nothing.
+All ranks on one node: shared memory. Several nodes: hierarchical. No Linux, or a rank without the C part: gloo, and the
+log says so. Importing this module loads nothing but torch.distributed; registering starts nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _create(told: Any, options: Any) -> Any:
         if rank == 0:
             _LOG.warning('"shm" needs Linux (this is %s): its groups are gloo groups here', sys.platform)
         return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-    from guozhuang.groups.shared_memory import roll_call
+    from guozhuang.groups import roll_call
 
     try:
         return _create_on_linux(told)
@@ -43,17 +43,25 @@ def _create(told: Any, options: Any) -> Any:
 
 
 def _create_on_linux(told: Any) -> Any:
-    from guozhuang.groups.shared_memory import roll_call
-    from guozhuang.groups.shared_memory.meeting import identity
+    from guozhuang.groups import roll_call
+    from guozhuang.groups.shared_memory.engine import native_built
+    from guozhuang.groups.shared_memory.rendezvous import identity
 
     store, rank, size, timeout = told.store, told.group_rank, told.group_size, told.timeout
     node = identity()
+    store.set(f"engine/{rank}", "built" if native_built() else "")
     mine = roll_call.this_process(node)
 
     def ended(peer: int) -> int | None:
         return _ended(told.global_ranks_in_group[peer], node) if told.global_ranks_in_group else None
 
     cards = roll_call.call(store, _TOPIC, rank, size, str(mine), timeout.total_seconds(), ended)
+    lacking = [peer for peer in range(size) if store.get(f"engine/{peer}") != b"built"]
+    if lacking:
+        if rank == 0:
+            text = '"shm" needs its C part, which was not built for ranks %s: its groups are gloo groups here'
+            _LOG.warning(text + " (install a C compiler and reinstall guozhuang)", lacking)
+        return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
     identities = [roll_call.Process.read(card).node for card in cards]
     if len(set(identities)) == 1:
         from guozhuang.groups.shared_memory import SharedMemoryGroup
@@ -66,7 +74,7 @@ def _create_on_linux(told: Any) -> Any:
 
 def _ended(global_rank: int, node: str) -> int | None:
     """The pid of a rank that has left a card when the default group was made, if it has ended since then."""
-    from guozhuang.groups.shared_memory import roll_call
+    from guozhuang.groups import roll_call
 
     default = dist.group.WORLD
     if default is None or default.name() != "shm":

@@ -128,7 +128,7 @@ class RoundRobinGroup(PythonGroup):
 
     def barrier(self, *args: Any, **kwargs: Any) -> dist.Work:
         """Wait for all ranks in every group, so that what was begun before it in any of them has its end; turns nothing."""
-        return _Every([group.barrier(*args, **kwargs) for group in self.groups])
+        return _EveryWork([group.barrier(*args, **kwargs) for group in self.groups])
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -151,7 +151,7 @@ class RoundRobinGroup(PythonGroup):
             group.shutdown()
 
 
-class _Every(dist._Work):
+class _EveryWork(dist._Work):
     """The work of a call that every group got."""
 
     def __init__(self, works: Sequence[Any]) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..errors import MismatchError, explain, rank_table
 from ..groups.shared_memory import SharedMemoryGroup
 from ..groups.shared_memory.program import DTYPE_OF
-from ..groups.shared_memory.shared_segments import SharedSegments
+from ..groups.shared_memory.segments import SharedSegments
 from .carrier import Arrival, check_nothing_came
 from .embedding_rows import LendingHook, embeddings_of
 from .linear_gradients import PlacingHook, linear_layers_of

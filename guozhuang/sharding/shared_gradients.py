@@ -24,8 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ..groups.shared_memory.program import DTYPE_OF
-from ..groups.shared_memory.segments import Segment
-from ..groups.shared_memory.shared_segments import SharedSegments
+from ..groups.shared_memory.segments import Segment, SharedSegments
 from ..groups.shared_memory.sparse import PAGE_BYTES, Piece, add, num_pages, take
 from .carrier import check_gradient
 from .embedding_rows import LentGradient, RowPlace

@@ -38,8 +38,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UsageError, explain
-from ..groups.shared_memory.segments import Segment
-from ..groups.shared_memory.shared_segments import PrivateView, SharedSegments
+from ..groups.shared_memory.segments import PrivateView, Segment, SharedSegments
 from .parts import Layout, dense_stride
 
 ALIGN_BYTES: Final = 1 << 16  # every bucket begins at a page, also where pages are large

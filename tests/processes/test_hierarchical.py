@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from guozhuang.errors import PeerLost, UsageError, WorldError
+from guozhuang.groups.gloo import Crossing
 from guozhuang.groups.hierarchical import HierarchicalGroup
 from guozhuang.groups.hierarchical.collectives import PART_BYTES
-from guozhuang.groups.hierarchical.crossing import Crossing
 from tests.ranks import RankError, run_ranks
 
 # One letter per rank: its node.

@@ -19,7 +19,7 @@ from guozhuang.gradients.named import Channel, Engine, NegotiationError, Setting
 from guozhuang.gradients.named import engine as engines
 from guozhuang.gradients.named.control import Carriers
 from guozhuang.gradients.named.execution import Executor
-from guozhuang.groups.hierarchical.crossing import Crossing
+from guozhuang.groups.gloo import Crossing
 from tests.processes.negotiating import an_engine, full, reduced, reducing, run_engines, together
 from tests.processes.shm_ranks import held, run_shm_ranks
 from tests.ranks import RankError

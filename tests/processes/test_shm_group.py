@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import gc
+import logging
 import os
 import threading
 import time
@@ -14,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from guozhuang.errors import UsageError
-from guozhuang.groups.shared_memory import SharedMemoryGroup
-from guozhuang.groups.shared_memory.works import Turns
+from guozhuang.groups.shared_memory import SharedMemoryGroup, engine
+from guozhuang.groups.turns import Turns
 from tests.processes.shm_ranks import held, run_shm_ranks
 
 # Elements: nothing, one, not a multiple of anything, one shot, just more than one shot, several chunks.
@@ -480,3 +481,27 @@ def test_names_and_refusals() -> None:
 def test_a_group_of_one() -> None:
     run_shm_ranks(gathers_and_scatters, 1)
     run_shm_ranks(names, 1)
+
+
+def without_the_c_part(rank: int, n: int) -> None:
+    """Where the C part was built on some ranks only, all of them use gloo, and the log says so once."""
+    built = engine._engine
+    engine._engine = None if rank == 1 else built
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("guozhuang").addHandler(handler)
+    try:
+        group = dist.new_group(backend="shm")
+    finally:
+        engine._engine = built
+        logging.getLogger("guozhuang").removeHandler(handler)
+    assert built is not None and not isinstance(group, SharedMemoryGroup)
+    assert [("[1]" in text, "gloo" in text) for text in said] == ([(True, True)] if rank == 0 else [])
+    value = torch.ones(3)
+    dist.all_reduce(value, group=group)
+    assert value.tolist() == [n] * 3
+
+
+def test_ranks_without_the_c_part_use_gloo() -> None:
+    run_shm_ranks(without_the_c_part, 2, name="gloo")

@@ -26,11 +26,11 @@ import torch
 import torch.distributed as dist
 
 from guozhuang.errors import MismatchError, PeerLost, UsageError, WorldError
-from guozhuang.groups.shared_memory import meeting
+from guozhuang.groups.shared_memory import rendezvous as meeting
 from guozhuang.groups.shared_memory.arena import Arena
-from guozhuang.groups.shared_memory.control import MAIN_BYTES, STATE_OFFSET, State
-from guozhuang.groups.shared_memory.meeting import Peers, identity, meet
+from guozhuang.groups.shared_memory.engine import MAIN_BYTES, STATE_OFFSET, RankState
 from guozhuang.groups.shared_memory.point_to_point import PointToPoint, Transfer
+from guozhuang.groups.shared_memory.rendezvous import Peers, identity, meet
 from guozhuang.groups.shared_memory.segments import Segment
 from tests.processes.shm_ranks import run_shm_ranks
 from tests.ranks import RankError, run_ranks
@@ -152,7 +152,7 @@ def breaks_off(rank: int, size: int, where: str, how: str) -> str:
                 os.kill(os.getpid(), signal.SIGKILL)
             raise KeyError("made up")
 
-        setattr(meeting._Meeting, where, fail)
+        setattr(meeting._MeshSetup, where, fail)
     start = time.monotonic()
     try:
         met(rank, size, timeout_s=15.0).close()
@@ -187,7 +187,7 @@ def test_a_rank_that_breaks_off_in_the_middle(where: str, how: str) -> None:
 def is_broken_after_failing(rank: int, size: int) -> None:
     """A rank that failed late tells those that have met already."""
     if rank == 1:
-        real = meeting._Meeting._take_main
+        real = meeting._MeshSetup._take_main
 
         def fail(self: Any, peer: int) -> Segment:
             taken = real(self, peer)
@@ -195,7 +195,7 @@ def is_broken_after_failing(rank: int, size: int) -> None:
             barrier(size)
             raise KeyError("made up")
 
-        meeting._Meeting._take_main = fail  # type: ignore[method-assign]
+        meeting._MeshSetup._take_main = fail  # type: ignore[method-assign]
         with pytest.raises(KeyError):
             met(rank, size)
         barrier(size)
@@ -203,7 +203,7 @@ def is_broken_after_failing(rank: int, size: int) -> None:
         peers = met(rank, size)
         barrier(size)
         barrier(size)
-        assert word(peers.segments[1].address + STATE_OFFSET).value == State.BROKEN
+        assert word(peers.segments[1].address + STATE_OFFSET).value == RankState.BROKEN
         peers.close()
 
 
@@ -654,7 +654,7 @@ def leaves(rank: int, size: int) -> None:
             barrier(size)
             time.sleep(0.3 * rank)
             p2p.send(torch.full((4,), float(rank)), 0, 0).wait()
-            word(peers.segments[rank].address + STATE_OFFSET).value = State.LEFT
+            word(peers.segments[rank].address + STATE_OFFSET).value = RankState.LEFT
         else:
             directed = p2p.recv(torch.empty(4), 1, 8)
             barrier(size)
@@ -751,7 +751,7 @@ def one_gives_up(rank: int, size: int) -> float:
         barrier(size)
         start = time.monotonic()
         if rank == 1:
-            word(peers.segments[1].address + STATE_OFFSET).value = State.BROKEN
+            word(peers.segments[1].address + STATE_OFFSET).value = RankState.BROKEN
             for transfer in waiting:
                 with pytest.raises(WorldError, match="this group is broken"):
                     transfer.wait()
@@ -768,7 +768,7 @@ def one_gives_up(rank: int, size: int) -> float:
         took_s = time.monotonic() - start
         barrier(size)
         if rank == 2:
-            word(peers.segments[2].address + STATE_OFFSET).value = State.BROKEN
+            word(peers.segments[2].address + STATE_OFFSET).value = RankState.BROKEN
         if rank == 0:
             with pytest.raises(PeerLost, match="gave up on the group"):  # nobody is left that could send
                 waiting[2].wait()
@@ -880,7 +880,7 @@ def test_a_group_with_a_member_that_cannot_come_fails_at_once(how: str) -> None:
 
 def segment_is_refused(rank: int, size: int, where: str) -> None:
     """Rank 1 cannot make, or map, a segment; all learn of it, nothing stays open, and the group goes on."""
-    from guozhuang.groups.shared_memory.shared_segments import SharedSegments
+    from guozhuang.groups.shared_memory.segments import SharedSegments
 
     dist.barrier()
     segments = SharedSegments(dist.group.WORLD)  # type: ignore[arg-type]

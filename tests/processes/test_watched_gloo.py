@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from guozhuang.errors import PeerLost, WorldError
-from guozhuang.groups.shared_memory.other_devices import WatchedGloo
+from guozhuang.groups.gloo import WatchedGloo
 from tests.ranks import RankError, run_ranks
 
 

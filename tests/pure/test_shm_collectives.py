@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from guozhuang.groups.shared_memory import arithmetic, collectives
-from guozhuang.groups.shared_memory.collectives import Piece, Reduction, Window
-from guozhuang.groups.shared_memory.link import REMEMBERED_BYTES, Link, size_of
-from guozhuang.groups.shared_memory.program import DTYPE_OF, Op, Place, Program
+from guozhuang.groups.shared_memory import collectives
+from guozhuang.groups.shared_memory.collectives import Reduction, Span, Window
+from guozhuang.groups.shared_memory.endpoint import REMEMBERED_BYTES, Endpoint, size_of
+from guozhuang.groups.shared_memory.program import DTYPE_OF, ChunkPlace, Op, Program
+from tests.pure import program_in_python
 
 WINDOW_BYTES = 1 << 16
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.bool]
@@ -47,7 +48,7 @@ def touched(program: Program, number: int) -> tuple[list[tuple[int, int]], list[
             continue
         length = min(stream.chunk_bytes, stream.num_bytes - chunk * stream.chunk_bytes)
 
-        def interval(place: Place, chunk: int = chunk, length: int = length, stride: int = stream.chunk_bytes):
+        def interval(place: ChunkPlace, chunk: int = chunk, length: int = length, stride: int = stream.chunk_bytes):
             start = place.base + (chunk % 3 * place.ring_bytes if place.ring_bytes else chunk * stride)
             return start, start + length
 
@@ -66,7 +67,7 @@ def simulate(programs: Sequence[Program], order: random.Random) -> None:
     assert len(rounds) == 1, "ranks would wait in different numbers of barriers"
     assert len({program.trailing_barrier for program in programs}) == 1
     for program in programs:
-        arithmetic.check(program)
+        program_in_python.check(program)
     for number in range(rounds.pop()):
         ranks = list(range(len(programs)))
         accesses = [touched(program, number) for program in programs]
@@ -77,7 +78,7 @@ def simulate(programs: Sequence[Program], order: random.Random) -> None:
                 assert not overlap(writes_b, reads_a), f"ranks {b} and {a} race in round {number}"
         order.shuffle(ranks)
         for rank in ranks:
-            arithmetic.work(programs[rank], number)
+            program_in_python.work(programs[rank], number)
 
 
 def values(num_elements: int, dtype: torch.dtype, rank: int) -> Tensor:
@@ -89,8 +90,8 @@ def values(num_elements: int, dtype: torch.dtype, rank: int) -> Tensor:
     return torch.randint(-50, 50, (num_elements,), generator=generator).to(dtype)
 
 
-def piece(tensor: Tensor) -> Piece:
-    return Piece(tensor.data_ptr(), tensor.numel() * tensor.itemsize)
+def piece(tensor: Tensor) -> Span:
+    return Span(tensor.data_ptr(), tensor.numel() * tensor.itemsize)
 
 
 def combined(tensors: Sequence[Tensor], op: Op, scale: float) -> Tensor:
@@ -288,7 +289,7 @@ def test_remembered_programs_are_bounded_by_what_they_take(num_ranks: int) -> No
         bases = [10**14 + rank * 10**9 for rank in range(num_ranks)]
         window = collectives.ring_window(bases, 32 << 20, num_ranks, 1 << 20, False)
         return collectives.reduce_staged(
-            window, 0, Piece(10**13 + i * 10**8, num_ranks << 20), Reduction(0, 0, 1.0), None
+            window, 0, Span(10**13 + i * 10**8, num_ranks << 20), Reduction(0, 0, 1.0), None
         )
 
     tracemalloc.start()
@@ -296,7 +297,7 @@ def test_remembered_programs_are_bounded_by_what_they_take(num_ranks: int) -> No
     taken = tracemalloc.get_traced_memory()[0] / 20
     tracemalloc.stop()
     assert taken / 2 < size_of(programs[0]) < taken * 3
-    link = Link(None, SimpleNamespace(segments=[]), None, 0, 0)
+    link = Endpoint(None, SimpleNamespace(segments=[]), None, 0, 0)
     num = REMEMBERED_BYTES // size_of(programs[0]) + 5
     for i in range(num):
         assert link.remembered(i, lambda i=i: programs[i % 20]) is programs[i % 20]

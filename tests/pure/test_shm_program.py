@@ -1,4 +1,4 @@
-"""Programs and their arithmetic: the C engine against its twin, bit by bit, and both against plain torch."""
+"""Programs and their arithmetic: the C engine against an oracle in Python, bit by bit, and both against plain torch."""
 
 from __future__ import annotations
 
@@ -14,40 +14,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from guozhuang.errors import UsageError
-from guozhuang.groups.shared_memory import arithmetic, control, engine
+from guozhuang.groups.shared_memory import _engine
+from guozhuang.groups.shared_memory import engine as control
 from guozhuang.groups.shared_memory.program import (
     DTYPE_OF,
     ELEMENT_BYTES,
     TORCH_DTYPES,
+    ChunkPlace,
+    ChunkStream,
     DType,
-    Kind,
     Op,
-    Place,
     Program,
-    Stream,
+    StreamKind,
 )
+from tests.pure import program_in_python
 
 FLOATS = (DType.F32, DType.F64, DType.F16, DType.BF16)
 BITWISE = (Op.BAND, Op.BOR, Op.BXOR)
 PAIRS = [(d, o) for d in DType for o in Op if not (d in FLOATS and o in BITWISE)]
 
-needs_c = pytest.mark.skipif(not engine.native_built(), reason="the C engine was not built")
-
-
-def work_in_c(program: Program) -> None:
-    from guozhuang.groups.shared_memory import _engine
-
-    _engine.work(program)
-
 
 def work_in_python(program: Program) -> None:
-    arithmetic.check(program)
+    program_in_python.check(program)
     for number in range(program.rounds):
-        arithmetic.work(program, number)
+        program_in_python.work(program, number)
 
 
-WORKERS = [pytest.param(work_in_c, marks=needs_c, id="c"), pytest.param(work_in_python, id="python")]
+WORKERS = [pytest.param(_engine.work, id="c"), pytest.param(work_in_python, id="python")]
 Work = Callable[[Program], None]
 
 
@@ -60,8 +53,8 @@ def made_up(dtype: DType, num_elements: int, seed: int) -> Tensor:
     return tensor
 
 
-def place(tensor: Tensor) -> Place:
-    return Place(tensor.data_ptr())
+def place(tensor: Tensor) -> ChunkPlace:
+    return ChunkPlace(tensor.data_ptr())
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -80,17 +73,21 @@ def reduction(
     places = tuple(map(place, dsts)), tuple(map(place, srcs))
     return Program(
         (
-            Stream(
-                Kind.REDUCE, 0, num_bytes, chunk_bytes or max(num_bytes, 1), *places, DTYPE_OF[srcs[0].dtype], op, scale
+            ChunkStream(
+                StreamKind.REDUCE,
+                0,
+                num_bytes,
+                chunk_bytes or max(num_bytes, 1),
+                *places,
+                DTYPE_OF[srcs[0].dtype],
+                op,
+                scale,
             ),
         )
     )
 
 
-@needs_c
 def test_c_and_python_agree_on_the_layout() -> None:
-    from guozhuang.groups.shared_memory import _engine
-
     first, second = control.DESCRIPTOR_OFFSETS
     assert (
         control.MAGIC,
@@ -131,14 +128,13 @@ def test_areas_of_the_main_segment_do_not_overlap() -> None:
     )
 
 
-@needs_c
 @pytest.mark.parametrize(("dtype", "op"), PAIRS, ids=lambda v: v.name)
 @pytest.mark.parametrize("num_srcs", [1, 2, 3, 5])
-def test_c_equals_the_twin(dtype: DType, op: Op, num_srcs: int) -> None:
+def test_c_equals_the_oracle(dtype: DType, op: Op, num_srcs: int) -> None:
     num_elements = 20_011 // ELEMENT_BYTES[dtype]  # several blocks and an odd end
     scale = 1 / 3 if dtype in FLOATS and num_srcs % 2 else 1.0
     results = []
-    for work in (work_in_c, work_in_python):
+    for work in (_engine.work, work_in_python):
         srcs = [made_up(dtype, num_elements, seed) for seed in range(num_srcs)]
         dsts = [srcs[-1], torch.empty_like(srcs[0]), srcs[0]]  # in place, and elsewhere
         work(reduction(dsts, srcs, op, scale))
@@ -207,11 +203,19 @@ def test_streams_through_a_ring(work: Work, data: st.DataObject) -> None:
     mine, other = torch.randn(num_elements), torch.randn(num_elements)
     expected = (mine + other) * 0.5
     ring = torch.full((3 * (chunk + 16),), float("nan"))
-    in_ring = Place(ring.data_ptr(), (chunk + 16) * 4)
+    in_ring = ChunkPlace(ring.data_ptr(), (chunk + 16) * 4)
     streams = (
-        Stream(Kind.COPY, 0, num_elements * 4, chunk * 4, (in_ring,), (place(other),)),
-        Stream(
-            Kind.REDUCE, 1, num_elements * 4, chunk * 4, (place(mine),), (place(mine), in_ring), DType.F32, Op.SUM, 0.5
+        ChunkStream(StreamKind.COPY, 0, num_elements * 4, chunk * 4, (in_ring,), (place(other),)),
+        ChunkStream(
+            StreamKind.REDUCE,
+            1,
+            num_elements * 4,
+            chunk * 4,
+            (place(mine),),
+            (place(mine), in_ring),
+            DType.F32,
+            Op.SUM,
+            0.5,
         ),
     )
     program = Program(streams)
@@ -233,13 +237,13 @@ def test_programs_that_make_no_sense_are_refused(work: Work) -> None:
         good._replace(chunk_bytes=6),
         good._replace(dsts=()),
         good._replace(srcs=()),
-        good._replace(srcs=(Place(b.data_ptr() + 2),)),
-        good._replace(srcs=(Place(b.data_ptr(), -4),)),
+        good._replace(srcs=(ChunkPlace(b.data_ptr() + 2),)),
+        good._replace(srcs=(ChunkPlace(b.data_ptr(), -4),)),
         good._replace(dtype=99),
         good._replace(op=99),
         good._replace(op=Op.BOR),
         good._replace(dtype=DType.I32, scale=0.5),
-        good._replace(kind=Kind.COPY, srcs=(place(b), place(b))),
+        good._replace(kind=StreamKind.COPY, srcs=(place(b), place(b))),
     ]
     for stream in wrong:
         with pytest.raises(ValueError):
@@ -252,8 +256,8 @@ def test_programs_that_make_no_sense_are_refused(work: Work) -> None:
 
 
 def test_rounds() -> None:
-    def stream(stage: int, num_bytes: int, chunk_bytes: int) -> Stream:
-        return Stream(Kind.COPY, stage, num_bytes, chunk_bytes, (Place(0),), (Place(0),))
+    def stream(stage: int, num_bytes: int, chunk_bytes: int) -> ChunkStream:
+        return ChunkStream(StreamKind.COPY, stage, num_bytes, chunk_bytes, (ChunkPlace(0),), (ChunkPlace(0),))
 
     assert Program().rounds == 1 and Program().num_barriers == 0
     assert Program(trailing_barrier=True).num_barriers == 1
@@ -263,62 +267,16 @@ def test_rounds() -> None:
     assert Program((stream(0, 10, 30),), num_rounds=6).num_barriers == 5
 
 
-@pytest.mark.parametrize("native", [pytest.param(True, marks=needs_c), False])
-def test_plain_functions(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not native:
-        monkeypatch.setattr(engine, "_engine", None)
-    assert engine.native_built() == native
-    a, b = torch.randn(5000), torch.randn(5000)
-    expected = (a + b) * 0.5
-    engine.reduce_into([a, b], [a, b], "sum", 0.5)
-    assert torch.equal(a, expected) and torch.equal(b, expected)
-    engine.reduce_into([torch.empty(0)], [torch.empty(0)])
-    bits = torch.tensor([5, 6])
-    engine.reduce_into([bits], [bits, torch.tensor([3, 3])], "band")
-    assert bits.tolist() == [1, 2]
-    engine.copy(a.data_ptr() + 4, bits.data_ptr(), 8)
-    assert a[1:3].view(torch.int32).tolist() == [1, 0] and torch.equal(a[3:], b[3:])
-    with pytest.raises(ValueError):
-        engine.copy(a.data_ptr(), bits.data_ptr(), -1)
-    with pytest.raises(ValueError):
-        engine.reduce([a.data_ptr()], [b.data_ptr() + 1], 4, DType.F32, Op.SUM, 1.0)
-
-
-@pytest.mark.parametrize(
-    ("dsts", "srcs", "op", "scale"),
-    [
-        ([], [torch.zeros(2)], "sum", 1.0),
-        ([torch.zeros(2)], [], "sum", 1.0),
-        ([torch.zeros(2)], [torch.zeros(3)], "sum", 1.0),
-        ([torch.zeros(2)], [torch.zeros(2, dtype=torch.float64)], "sum", 1.0),
-        ([torch.zeros(2, 2)], [torch.zeros(2, 2)], "sum", 1.0),
-        ([torch.zeros(4)[::2]], [torch.zeros(2)], "sum", 1.0),
-        ([torch.zeros(2)], [torch.zeros(2)], "mean", 1.0),
-        ([torch.zeros(2)], [torch.zeros(2)], "band", 1.0),
-        ([torch.zeros(2, dtype=torch.int64)], [torch.zeros(2, dtype=torch.int64)], "sum", 0.5),
-        ([torch.zeros(2, dtype=torch.complex64)], [torch.zeros(2, dtype=torch.complex64)], "sum", 1.0),
-    ],
-)
-def test_reduce_into_refuses(dsts: list[Tensor], srcs: list[Tensor], op: str, scale: float) -> None:
-    with pytest.raises(UsageError):
-        engine.reduce_into(dsts, srcs, op, scale)
-
-
-def test_reduce_into_refuses_memory_that_overlaps_in_part() -> None:
-    whole = torch.zeros(10)
-    with pytest.raises(UsageError, match="overlap"):
-        engine.reduce_into([whole[:8]], [whole[2:]])
-
-
-@needs_c
 def test_denormal_halves_survive_where_torch_flushes_denormal_numbers() -> None:
     code = """
 import torch
-from guozhuang.groups.shared_memory import engine
+from guozhuang.groups.shared_memory import _engine
+from guozhuang.groups.shared_memory.program import *
 tiny = torch.ones(21, dtype=torch.int16).view(torch.float16)
 dst = torch.empty_like(tiny)
 torch.set_flush_denormal(True)
-engine.reduce_into([dst], [tiny, tiny])
+places = (ChunkPlace(dst.data_ptr()),), (ChunkPlace(tiny.data_ptr()),) * 2
+_engine.work(Program((ChunkStream(StreamKind.REDUCE, 0, 42, 42, *places, DType.F16),)))
 assert (dst.view(torch.int16) == 2).all(), dst.view(torch.int16)
 """
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=60)

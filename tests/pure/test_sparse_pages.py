@@ -1,4 +1,4 @@
-"""Sums over memory whose pages of zeros are marked: the C functions, their twin, and plain sums agree."""
+"""Sums over memory whose pages of zeros are marked: the C functions and plain sums agree."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from guozhuang.groups.shared_memory import sparse
 from guozhuang.groups.shared_memory.program import DTYPE_OF
 from guozhuang.groups.shared_memory.sparse import PAGE_BYTES, add, num_pages, take
 
 PAGES = 6
-ENGINES = [False] + ([True] if sparse._sparse is not None else [])
 
 
 def paged(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -37,11 +35,10 @@ def values(seed: int, holes: list[int], num: int, dtype: torch.dtype) -> Tensor:
     offset=st.integers(0, 100),
     end=st.integers(101, PAGES * PAGE_BYTES // 4),
     low=st.integers(0, 1000),
-    native=st.sampled_from(ENGINES),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
 )
 def test_sums_are_those_of_the_buffers(
-    holes: list[list[int]], offset: int, end: int, low: int, native: bool, dtype: torch.dtype
+    holes: list[list[int]], offset: int, end: int, low: int, dtype: torch.dtype
 ) -> None:
     end, offset = end * 4 // dtype.itemsize, offset * 4 // dtype.itemsize
     end, itemsize = max(end, offset + 1), dtype.itemsize
@@ -52,7 +49,7 @@ def test_sums_are_those_of_the_buffers(
         gradient = values(step, its_holes, end - offset, dtype)
         where = buffer.data_ptr() + offset * itemsize
         mark = marks.data_ptr() + offset * itemsize // PAGE_BYTES
-        take([(where, gradient.data_ptr(), gradient.numel() * itemsize, mark)], native=native)
+        take([(where, gradient.data_ptr(), gradient.numel() * itemsize, mark)])
         exact[step % 2][offset:end] = gradient
         assert torch.equal(buffer, exact[step % 2])
         for page in range(PAGES):
@@ -62,13 +59,12 @@ def test_sums_are_those_of_the_buffers(
     into = torch.full((end - low,), 7.0, dtype=dtype)
     srcs = tuple(buffer.data_ptr() + low * itemsize for buffer, _ in ranks)
     marks_at = tuple(marks.data_ptr() + low * itemsize // PAGE_BYTES for _, marks in ranks)
-    add(into.data_ptr(), srcs, marks_at, into.numel() * itemsize, DTYPE_OF[dtype], 0.5, native=native)
+    add(into.data_ptr(), srcs, marks_at, into.numel() * itemsize, DTYPE_OF[dtype], 0.5)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     expected = ((exact[0][low:end].to(wide) + exact[1][low:end].to(wide)) * 0.5).to(dtype)
     assert torch.equal(into, expected)
 
 
-@pytest.mark.skipif(sparse._sparse is None, reason="the C functions were not built")
 def test_pages_of_zeros_are_left_out() -> None:
     buffer, marks = paged()
     gradient = values(0, [0, 2, 3], buffer.numel(), torch.float32)

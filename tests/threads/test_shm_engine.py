@@ -1,9 +1,8 @@
-"""Engines of several ranks as threads over one piece of memory: barriers, descriptors, failures; C, Python, and both mixed."""
+"""Engines of several ranks as threads over one piece of memory: barriers, descriptors, failures."""
 
 from __future__ import annotations
 
 import ctypes
-import itertools
 import mmap
 import os
 import random
@@ -19,37 +18,42 @@ from typing import TypeVar
 import pytest
 import torch
 
-from guozhuang.groups.shared_memory.control import (
+from guozhuang.groups.shared_memory.engine import (
     ARRIVED_OFFSET,
     CONTROL_BYTES,
     DESCRIPTOR_BYTES,
     DOING_BYTES,
     PRIVATE_BYTES,
-    State,
+    Engine,
+    RankState,
+    make_engine,
 )
-from guozhuang.groups.shared_memory.engine import Engine, make_engine, native_built
-from guozhuang.groups.shared_memory.program import DType, Kind, Op, Outcome, Place, Program, Status, Stream
+from guozhuang.groups.shared_memory.program import (
+    ChunkPlace,
+    ChunkStream,
+    DType,
+    Op,
+    Outcome,
+    Program,
+    Status,
+    StreamKind,
+)
 
 T = TypeVar("T")
-Kinds = tuple[bool, ...]
 
 LIMIT_S = 20.0
 MEET = Program(trailing_barrier=True)
 OK = (0, ())
-KINDS = [pytest.param((False,), id="python")]
-if native_built():
-    KINDS += [pytest.param((True,), id="c"), pytest.param((True, False), id="mixed")]
 
 
 class Ranks:
     """Engines over one anonymous mapping, and a thread for each."""
 
-    def __init__(self, size: int, kinds: Kinds, threads: ThreadPoolExecutor, pidfds: list[list[int]] | None) -> None:
+    def __init__(self, size: int, threads: ThreadPoolExecutor, pidfds: list[list[int]] | None) -> None:
         self.memory = (ctypes.c_char * (size * CONTROL_BYTES)).from_buffer(mmap.mmap(-1, size * CONTROL_BYTES))
         self.controls = [ctypes.addressof(self.memory) + r * CONTROL_BYTES for r in range(size)]
         pidfds = pidfds or [[-1] * size] * size
-        kind = itertools.cycle(kinds)
-        self.engines = [make_engine(r, size, self.controls, pidfds[r], native=next(kind)) for r in range(size)]
+        self.engines = [make_engine(r, size, self.controls, pidfds[r]) for r in range(size)]
         self.threads = threads
 
     def each(self, act: Callable[[int, Engine], T], among: list[int] | None = None) -> list[T]:
@@ -59,19 +63,18 @@ class Ranks:
 
 
 @contextmanager
-def ranks(size: int, kinds: Kinds, pidfds: list[list[int]] | None = None) -> Iterator[Ranks]:
+def ranks(size: int, pidfds: list[list[int]] | None = None) -> Iterator[Ranks]:
     with ThreadPoolExecutor(size) as threads:
-        yield Ranks(size, kinds, threads, pidfds)
+        yield Ranks(size, threads, pidfds)
 
 
 def meet(engine: Engine, deadline_s: float = LIMIT_S, spin_us: int = 0) -> Outcome:
     return engine.run(MEET, None, b"", deadline_s, spin_us)
 
 
-@pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize("spin_us", [0, 30])
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_nobody_passes_a_barrier_before_all_arrived(kinds: Kinds, spin_us: int, size: int) -> None:
+def test_nobody_passes_a_barrier_before_all_arrived(spin_us: int, size: int) -> None:
     progress = [0] * size
     num_barriers = 200
 
@@ -81,14 +84,13 @@ def test_nobody_passes_a_barrier_before_all_arrived(kinds: Kinds, spin_us: int, 
             assert meet(engine, spin_us=spin_us) == OK
             assert min(progress) >= step and max(progress) <= step + 1
 
-    with ranks(size, kinds) as world:
+    with ranks(size) as world:
         world.each(walk)
         assert [world.engines[0].arrived_of(r) for r in range(size)] == [num_barriers] * size
 
 
-@pytest.mark.parametrize("kinds", KINDS)
-def test_the_number_of_barriers_wraps_around(kinds: Kinds) -> None:
-    with ranks(3, kinds) as world:
+def test_the_number_of_barriers_wraps_around() -> None:
+    with ranks(3) as world:
         for control in world.controls:
             ctypes.c_uint32.from_address(control + ARRIVED_OFFSET).value = 2**32 - 3
         outcomes = world.each(lambda _, engine: [meet(engine) for _ in range(6)])
@@ -96,8 +98,7 @@ def test_the_number_of_barriers_wraps_around(kinds: Kinds) -> None:
         assert world.engines[0].arrived_of(2) == 3
 
 
-@pytest.mark.parametrize("kinds", KINDS)
-def test_one_barrier_operations_see_each_others_descriptors(kinds: Kinds) -> None:
+def test_one_barrier_operations_see_each_others_descriptors() -> None:
     """Each rank reads the others' private parts at its own pace, while quick ranks begin the next operation."""
 
     def operate(rank: int, engine: Engine) -> None:
@@ -110,15 +111,16 @@ def test_one_barrier_operations_see_each_others_descriptors(kinds: Kinds) -> Non
             found = [p.rstrip(b"\0") for p in engine.privates()]
             assert found == [b"%d of %d" % (r, number) for r in range(3)]
 
-    with ranks(3, kinds) as world:
+    with ranks(3) as world:
         world.each(operate)
 
 
-@pytest.mark.parametrize("kinds", KINDS)
-def test_descriptors_that_differ(kinds: Kinds) -> None:
-    with ranks(3, kinds) as world:
+def test_descriptors_that_differ() -> None:
+    with ranks(3) as world:
         target = torch.zeros(4)
-        copy = Stream(Kind.COPY, 1, 16, 16, (Place(target.data_ptr()),), (Place(torch.ones(4).data_ptr()),))
+        copy = ChunkStream(
+            StreamKind.COPY, 1, 16, 16, (ChunkPlace(target.data_ptr()),), (ChunkPlace(torch.ones(4).data_ptr()),)
+        )
 
         def operate(rank: int, engine: Engine) -> Outcome:
             assert engine.run(MEET, b"same", b"", LIMIT_S, 0) == OK
@@ -131,9 +133,8 @@ def test_descriptors_that_differ(kinds: Kinds) -> None:
         assert not target.any(), "a rank worked on after the descriptors differed"
 
 
-@pytest.mark.parametrize("kinds", KINDS)
-def test_a_run_without_descriptor_continues_the_operation(kinds: Kinds) -> None:
-    with ranks(2, kinds) as world:
+def test_a_run_without_descriptor_continues_the_operation() -> None:
+    with ranks(2) as world:
 
         def operate(rank: int, engine: Engine) -> list[bytes]:
             assert engine.run(MEET, b"long", b"%d" % rank, LIMIT_S, 0) == OK
@@ -144,8 +145,7 @@ def test_a_run_without_descriptor_continues_the_operation(kinds: Kinds) -> None:
         assert world.engines[0].arrived_of(1) == 4
 
 
-@pytest.mark.parametrize("kinds", KINDS)
-def test_staged_all_reduce(kinds: Kinds) -> None:
+def test_staged_all_reduce() -> None:
     """A real collective: each rank copies its tensor into its ring, sums its part of all rings, copies the sums out."""
     size, num_elements, chunk = 3, 40_000, 1_000
     generator = torch.Generator().manual_seed(1)
@@ -156,38 +156,46 @@ def test_staged_all_reduce(kinds: Kinds) -> None:
     share = chunk // size
 
     def reduce_all(rank: int, engine: Engine) -> Outcome:
-        ring = [Place(r.data_ptr(), chunk * 4) for r in rings]
+        ring = [ChunkPlace(r.data_ptr(), chunk * 4) for r in rings]
         first = rank * share
         mine = share if rank < size - 1 else chunk - first
         # Own part of every chunk: the rings' slots are chunk_bytes apart, the part begins at `first`.
-        parts = tuple(Place(r.data_ptr() + first * 4, chunk * 4) for r in rings)
-        sums = tuple(Place(r.data_ptr() + first * 4, chunk * 4) for r in results)
+        parts = tuple(ChunkPlace(r.data_ptr() + first * 4, chunk * 4) for r in rings)
+        sums = tuple(ChunkPlace(r.data_ptr() + first * 4, chunk * 4) for r in results)
         num_chunks = num_elements // chunk
         program = Program(
             (
-                Stream(Kind.COPY, 0, num_elements * 4, chunk * 4, (ring[rank],), (Place(tensors[rank].data_ptr()),)),
-                Stream(Kind.REDUCE, 1, num_chunks * mine * 4, mine * 4, sums, parts, DType.F32, Op.SUM, 0.25),
-                Stream(
-                    Kind.COPY,
+                ChunkStream(
+                    StreamKind.COPY,
+                    0,
+                    num_elements * 4,
+                    chunk * 4,
+                    (ring[rank],),
+                    (ChunkPlace(tensors[rank].data_ptr()),),
+                ),
+                ChunkStream(
+                    StreamKind.REDUCE, 1, num_chunks * mine * 4, mine * 4, sums, parts, DType.F32, Op.SUM, 0.25
+                ),
+                ChunkStream(
+                    StreamKind.COPY,
                     2,
                     num_elements * 4,
                     chunk * 4,
-                    (Place(tensors[rank].data_ptr()),),
-                    (Place(results[rank].data_ptr(), chunk * 4),),
+                    (ChunkPlace(tensors[rank].data_ptr()),),
+                    (ChunkPlace(results[rank].data_ptr(), chunk * 4),),
                 ),
             ),
         )
         return engine.run(program, b"all_reduce", b"", LIMIT_S, 20)
 
-    with ranks(size, kinds) as world:
+    with ranks(size) as world:
         assert world.each(reduce_all) == [OK] * size
     for tensor in tensors:
         assert torch.equal(tensor, expected)
 
 
-@pytest.mark.parametrize("kinds", KINDS)
-def test_a_late_rank_is_named_when_the_time_runs_out(kinds: Kinds) -> None:
-    with ranks(4, kinds) as world:
+def test_a_late_rank_is_named_when_the_time_runs_out() -> None:
+    with ranks(4) as world:
         begin = time.monotonic()
         outcomes = world.each(lambda _, engine: meet(engine, deadline_s=0.3), among=[0, 2])
         assert 0.25 < time.monotonic() - begin < 3
@@ -198,14 +206,13 @@ def test_a_late_rank_is_named_when_the_time_runs_out(kinds: Kinds) -> None:
         assert outcomes == [(Status.LATE, (0, 2))] * 2
 
 
-@pytest.mark.parametrize("kinds", KINDS)
-def test_a_wait_ends_when_another_thread_of_the_rank_leaves(kinds: Kinds) -> None:
-    with ranks(2, kinds) as world:
+def test_a_wait_ends_when_another_thread_of_the_rank_leaves() -> None:
+    with ranks(2) as world:
 
         def act(rank: int, engine: Engine) -> Outcome:
             if rank == 1:  # it never comes
                 return OK
-            timer = threading.Timer(0.15, engine.set_state, (State.LEFT,))
+            timer = threading.Timer(0.15, engine.set_state, (RankState.LEFT,))
             timer.start()
             try:
                 return meet(engine)
@@ -217,10 +224,9 @@ def test_a_wait_ends_when_another_thread_of_the_rank_leaves(kinds: Kinds) -> Non
         assert time.monotonic() - begin < 2
 
 
-@pytest.mark.parametrize("kinds", KINDS)
-@pytest.mark.parametrize(("state", "status"), [(State.LEFT, Status.LEFT), (State.BROKEN, Status.BROKEN)])
-def test_a_peer_that_left_or_broke_is_noticed_at_once(kinds: Kinds, state: State, status: Status) -> None:
-    with ranks(3, kinds) as world:
+@pytest.mark.parametrize(("state", "status"), [(RankState.LEFT, Status.LEFT), (RankState.BROKEN, Status.BROKEN)])
+def test_a_peer_that_left_or_broke_is_noticed_at_once(state: RankState, status: Status) -> None:
+    with ranks(3) as world:
 
         def act(rank: int, engine: Engine) -> Outcome:
             assert meet(engine) == OK
@@ -234,7 +240,7 @@ def test_a_peer_that_left_or_broke_is_noticed_at_once(kinds: Kinds, state: State
         outcomes = world.each(act)
         assert time.monotonic() - begin < 2
         assert (outcomes[0], outcomes[2]) == ((status, (1,)), (status, (1,)))
-        assert [world.engines[0].state_of(r) for r in range(3)] == [State.ALIVE, state, State.ALIVE]
+        assert [world.engines[0].state_of(r) for r in range(3)] == [RankState.ALIVE, state, RankState.ALIVE]
 
 
 @contextmanager
@@ -250,9 +256,8 @@ def dying_child() -> Iterator[tuple[int, int]]:
         os.close(pidfd)
 
 
-@pytest.mark.parametrize("kinds", KINDS)
-def test_a_dead_peer_is_lost_only_if_it_did_not_arrive(kinds: Kinds) -> None:
-    with dying_child() as (child, pidfd), ranks(3, kinds, [[-1, pidfd, -1]] * 3) as world:
+def test_a_dead_peer_is_lost_only_if_it_did_not_arrive() -> None:
+    with dying_child() as (child, pidfd), ranks(3, [[-1, pidfd, -1]] * 3) as world:
         third = threading.Event()
 
         def act(rank: int, engine: Engine) -> list[Outcome]:
@@ -270,29 +275,26 @@ def test_a_dead_peer_is_lost_only_if_it_did_not_arrive(kinds: Kinds) -> None:
         assert futures == [[OK, (Status.LOST, (1,))], [OK], [OK, (Status.LOST, (1,))]]
 
 
-@pytest.mark.parametrize("kinds", KINDS)
-def test_a_lost_rank_is_named_before_one_that_broke_because_of_it(kinds: Kinds) -> None:
-    with dying_child() as (child, pidfd), ranks(3, kinds, [[-1, -1, pidfd]] * 3) as world:
+def test_a_lost_rank_is_named_before_one_that_broke_because_of_it() -> None:
+    with dying_child() as (child, pidfd), ranks(3, [[-1, -1, pidfd]] * 3) as world:
         os.kill(child, signal.SIGKILL)
-        world.engines[1].set_state(State.BROKEN)
+        world.engines[1].set_state(RankState.BROKEN)
         assert meet(world.engines[0]) == (Status.LOST, (2,))
 
 
-@pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_SEQPACKET])
-def test_a_socket_tells_of_the_end_too(kinds: Kinds, kind: socket.SocketKind) -> None:
+def test_a_socket_tells_of_the_end_too(kind: socket.SocketKind) -> None:
     mine, theirs = socket.socketpair(socket.AF_UNIX, kind)
-    with mine, theirs, ranks(2, kinds, [[-1, mine.fileno()], [-1, -1]]) as world:
+    with mine, theirs, ranks(2, [[-1, mine.fileno()], [-1, -1]]) as world:
         theirs.send(b"a message that waits")
         assert meet(world.engines[0], deadline_s=0.25) == (Status.LATE, (1,))
         theirs.close()
         assert meet(world.engines[0]) == (Status.LOST, (1,))
 
 
-@pytest.mark.parametrize("native", sorted({n for p in KINDS for n in p.values[0]}))
-def test_an_interrupt_in_the_main_thread_breaks_the_rank(native: bool) -> None:
+def test_an_interrupt_in_the_main_thread_breaks_the_rank() -> None:
     assert threading.current_thread() is threading.main_thread()
-    with ranks(2, (native,)) as world:
+    with ranks(2) as world:
         timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
         begin = time.monotonic()
@@ -300,14 +302,13 @@ def test_an_interrupt_in_the_main_thread_breaks_the_rank(native: bool) -> None:
             meet(world.engines[0])
         timer.join()
         assert time.monotonic() - begin < 2
-        assert world.engines[0].state_of(0) == State.BROKEN
+        assert world.engines[0].state_of(0) == RankState.BROKEN
         assert meet(world.engines[1], deadline_s=0.2) == OK, "the rank had arrived at this barrier"
         assert meet(world.engines[1]) == (Status.BROKEN, (0,))
 
 
-@pytest.mark.parametrize("native", sorted({n for p in KINDS for n in p.values[0]}))
-def test_waiting_does_not_hold_the_interpreter(native: bool) -> None:
-    with ranks(2, (native,)) as world:
+def test_waiting_does_not_hold_the_interpreter() -> None:
+    with ranks(2) as world:
         waiting = world.threads.submit(meet, world.engines[0], 5.0)
         for _ in range(20):
             begin = time.monotonic()
@@ -318,9 +319,8 @@ def test_waiting_does_not_hold_the_interpreter(native: bool) -> None:
         assert meet(world.engines[1]) == OK and waiting.result() == OK
 
 
-@pytest.mark.parametrize("kinds", KINDS)
-def test_what_ranks_say_they_do(kinds: Kinds) -> None:
-    with ranks(2, kinds) as world:
+def test_what_ranks_say_they_do() -> None:
+    with ranks(2) as world:
         world.engines[1].set_doing(b"all_reduce of 1024 float32")
         assert world.engines[0].doing(1) == "all_reduce of 1024 float32"
         world.engines[1].set_doing(b"\xff" + b"y" * 500)
@@ -331,9 +331,8 @@ def test_what_ranks_say_they_do(kinds: Kinds) -> None:
             world.engines[0].doing(2)
 
 
-@pytest.mark.parametrize("native", sorted({n for p in KINDS for n in p.values[0]}))
-def test_arguments_that_make_no_sense(native: bool) -> None:
-    with ranks(1, (native,)) as world:
+def test_arguments_that_make_no_sense() -> None:
+    with ranks(1) as world:
         engine = world.engines[0]
         for arguments in (
             (MEET, b"x" * (DESCRIPTOR_BYTES + 1), b"", 1.0, 0),
@@ -348,16 +347,15 @@ def test_arguments_that_make_no_sense(native: bool) -> None:
         assert engine.arrived_of(0) == 0
         assert engine.run(MEET, b"x" * DESCRIPTOR_BYTES, b"", 1.0, 0) == OK
         with pytest.raises(ValueError):
-            make_engine(1, 1, world.controls, [-1], native=native)
+            make_engine(1, 1, world.controls, [-1])
         with pytest.raises(ValueError):
-            make_engine(0, 2, world.controls, [-1], native=native)
+            make_engine(0, 2, world.controls, [-1])
 
 
-@pytest.mark.skipif(not native_built(), reason="the C engine was not built")
 def test_more_ranks_than_cores_wake_each_other() -> None:
     """Short spins that end in sleep: an arrival may or may not find a sleeper. Each forgotten wake-up costs 100 ms."""
     num_barriers = 1500
-    with ranks(8, (True,)) as world:
+    with ranks(8) as world:
         begin = time.monotonic()
         outcomes = world.each(lambda _, e: [e.run(Program(num_rounds=num_barriers), None, b"", LIMIT_S, 1)])
         assert outcomes == [[OK]] * 8

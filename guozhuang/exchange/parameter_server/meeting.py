@@ -24,7 +24,7 @@ from torch import Tensor
 
 from guozhuang.errors import PeerLost, UsageError, WorldError, explain
 from guozhuang.groups.agreement import store_of
-from guozhuang.groups.hierarchical.crossing import Crossing, choose_address
+from guozhuang.groups.gloo import Crossing, choose_address
 from guozhuang.groups.subgroups import timeout_s
 from guozhuang.net.door import pass_through
 from guozhuang.net.meet import host_identity

@@ -16,8 +16,8 @@ from typing import Final, TypeVar
 import torch.distributed as dist
 
 from ...errors import WorldError
-from ...groups.shared_memory.meeting import identity
-from ...groups.shared_memory.roll_call import Process, this_process
+from ...groups.roll_call import Process, this_process
+from ...groups.shared_memory.rendezvous import identity
 
 _T = TypeVar("_T")
 _STORE_S: Final = 1.0  # for one answer of a store whose keeper may be what was lost

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...groups.base import PythonGroup
-from ...groups.hierarchical.crossing import Crossing, choose_address
+from ...groups.gloo import Crossing, choose_address
 from ...groups.shared_memory import SharedMemoryGroup
 from ...groups.subgroups import subgroup, timeout_s
 from .collectives import carried

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.groups.base import PythonGroup
+from guozhuang.groups.gloo import Crossing, choose_address
 from guozhuang.groups.hierarchical.collectives import Collectives
 from guozhuang.groups.hierarchical.comparison import Comparison
-from guozhuang.groups.hierarchical.crossing import Crossing, choose_address
-from guozhuang.groups.hierarchical.failure import Failure
+from guozhuang.groups.hierarchical.failure import GroupFailure
 from guozhuang.groups.hierarchical.nodes import Nodes
-from guozhuang.groups.shared_memory.works import Turns, take_timeout
+from guozhuang.groups.turns import Turns, take_timeout
 
 _SLICE = datetime.timedelta(seconds=0.2)  # between two looks at the node while waiting for the link
 _SHUTDOWN_S = 5.0
@@ -74,7 +74,7 @@ class Calls(PythonGroup):
             self._lane = Crossing(of_lane, nodes.node, len(nodes.members), self._timeout_s, address)
         link, num_linked = (self._whole, size) if nodes.is_flat else (self._lane, len(nodes.members))
         self._comparison = Comparison(rank, self._inside, len(nodes.here), link, num_linked, self._wait)
-        self._failure = Failure(dist.PrefixStore("failure", store), nodes, self._give_up, self._comparison.asked)
+        self._failure = GroupFailure(dist.PrefixStore("failure", store), nodes, self._give_up, self._comparison.asked)
         empty = getattr(self._inside, "empty", lambda num_elements, dtype: torch.empty(num_elements, dtype=dtype))
         self._collectives = Collectives(nodes, self._inside, self._lane, self._wait, self._comparison.settle, empty)
         self._turns = Turns(f"guozhuang hierarchical {rank}", rank)

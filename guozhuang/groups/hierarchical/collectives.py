@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
-from guozhuang.groups.hierarchical.crossing import Crossing
+from guozhuang.groups.gloo import Crossing
 from guozhuang.groups.hierarchical.nodes import Nodes, part_of, pieces_of
 from guozhuang.groups.hierarchical.tensors import Pool, begin_of
 
@@ -168,9 +168,9 @@ class Collectives:
         """
         lanes = self._nodes.num_lanes
         longest = max(PART_BYTES // flat.element_size(), 1) * lanes
-        under_way: list[tuple[_Piece, dist.Work | None]] = []
+        under_way: list[tuple[_LanePiece, dist.Work | None]] = []
         for begin, end in pieces_of(flat.numel(), longest):
-            piece = _Piece(flat[begin:end], self._nodes, self._parts, self._wholes)
+            piece = _LanePiece(flat[begin:end], self._nodes, self._parts, self._wholes)
             self._enter(piece, inside_op)
             under_way.append((piece, cross(piece.part) if piece.part.numel() else None))
             if len(under_way) == IN_FLIGHT + 1:
@@ -178,7 +178,7 @@ class Collectives:
         for piece, work in under_way:
             self._leave(piece, work, land, what, gather)
 
-    def _enter(self, piece: _Piece, inside_op: Any) -> None:
+    def _enter(self, piece: _LanePiece, inside_op: Any) -> None:
         """Combine a piece inside the node: each lane's part lies at the rank of that lane."""
         if self._inside is None or inside_op is None:
             return
@@ -193,7 +193,7 @@ class Collectives:
                 self._inside.reduce([part], options).wait()
 
     def _leave(
-        self, piece: _Piece, work: dist.Work | None, land: Callable[[Tensor], None], what: str, gather: bool
+        self, piece: _LanePiece, work: dist.Work | None, land: Callable[[Tensor], None], what: str, gather: bool
     ) -> None:
         """Wait for a piece's part, and bring all parts to the ranks of the node."""
         if work is not None:
@@ -217,7 +217,7 @@ class Collectives:
         return self._lane.group
 
 
-class _Piece:
+class _LanePiece:
     """A piece of a tensor and the parts of the lanes in it."""
 
     def __init__(self, values: Tensor, nodes: Nodes, parts: Pool, wholes: Pool) -> None:

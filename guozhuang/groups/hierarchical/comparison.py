@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
 from guozhuang.errors import MismatchError, explain
-from guozhuang.groups.hierarchical.crossing import Crossing
+from guozhuang.groups.gloo import Crossing
 
 FIX: Final = "let every rank make the same calls in the same order, with the same sizes and dtypes"
 _NUM_REMEMBERED = 2  # a rank can be one call ahead of another, not two: every call waits for all digests

@@ -38,7 +38,7 @@ _STORE_EVERY_S = 1.0  # between two looks into the store while waiting
 _FIX_LOST = "look at that rank's own error, or in the system's log there if it was killed"
 
 
-class Failure:
+class GroupFailure:
     """The state of a group that may have been given up, and the words for it. Every rank must construct it.
 
     Args:

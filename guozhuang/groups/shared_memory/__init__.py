@@ -1,4 +1,4 @@
-"""The process group of ranks on one node. To read: control, program, collectives, works, link, operations, calls."""
+"""The process group of ranks on one node. To read: program, collectives, engine, endpoint, operations, calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["SharedMemoryGroup"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load the group when it is asked for: those who only combine tensors (engine.py) need no sockets."""
+    """Load the group when it is asked for: a program that only asks for constants needs no sockets."""
     if name in __all__:
         return getattr(importlib.import_module(".process_group", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,7 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Places in a control page: the same numbers as in control.py. */
+/* Places in a control page: the same numbers as in engine.py. */
 #define GZ_MAGIC 0x475A0001u
 #define GZ_MAGIC_OFFSET 0
 #define GZ_ARRIVED_OFFSET 64

@@ -282,7 +282,7 @@ static int module_exec(PyObject *module) {
         return -1;
     }
     Py_DECREF(type);
-    /* For the test that this and control.py agree. */
+    /* For the test that this and engine.py agree. */
     PyObject *layout = Py_BuildValue("(Iiiiiiiiiii)", GZ_MAGIC, GZ_MAGIC_OFFSET, GZ_ARRIVED_OFFSET, GZ_ASLEEP_OFFSET,
                                      GZ_STATE_OFFSET, GZ_DOING_OFFSET, GZ_DOING_BYTES, GZ_FIRST_DESCRIPTOR_OFFSET,
                                      GZ_SECOND_DESCRIPTOR_OFFSET, GZ_DESCRIPTOR_BYTES, GZ_PRIVATE_BYTES);

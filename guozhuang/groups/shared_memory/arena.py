@@ -28,7 +28,7 @@ from torch import Tensor
 
 from guozhuang.errors import UsageError, explain
 
-from .meeting import Peers
+from .rendezvous import Peers
 from .segments import Segment
 
 _TIMEOUT_S: Final = 60.0  # for handing over a descriptor; both ends are in the same collective by then

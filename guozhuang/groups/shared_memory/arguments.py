@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .collectives import Piece
-from .link import refuse
+from .collectives import Span
+from .endpoint import refuse
 from .operations import Combining
 from .program import Op
 
@@ -114,12 +114,12 @@ class Bytes:
             return tensor
         return self._copy(tensor)
 
-    def apart(self, tensor: Tensor, others: Sequence[Piece], own: int | None = None) -> Tensor:
+    def apart(self, tensor: Tensor, others: Sequence[Span], own: int | None = None) -> Tensor:
         """As ``plain``; a copy also where it overlaps what is written, ``others``, but for just being their ``own``-th."""
         plain = self.plain(tensor)
         return self._copy(plain) if is_mixed(piece(plain), others, own) else plain
 
-    def target_apart(self, tensor: Tensor, others: Sequence[Piece], own: int) -> Tensor:
+    def target_apart(self, tensor: Tensor, others: Sequence[Span], own: int) -> Tensor:
         """As ``target``; another one also where it overlaps what is read, ``others``, but for just being their ``own``-th."""
         plain = self.target(tensor)
         if not is_mixed(piece(plain), others, own):
@@ -139,11 +139,11 @@ class Bytes:
             self._back.append((tensor, plain))
         return plain
 
-    def give(self, tensor: Tensor) -> Piece:
+    def give(self, tensor: Tensor) -> Span:
         """Where the values are read."""
         return piece(self.plain(tensor))
 
-    def take(self, tensor: Tensor) -> Piece:
+    def take(self, tensor: Tensor) -> Span:
         """Where the result is written."""
         return piece(self.target(tensor))
 
@@ -159,7 +159,7 @@ def is_plain(tensor: Tensor) -> bool:
     return is_aligned and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
-def is_mixed(one: Piece, others: Sequence[Piece], own: int | None) -> bool:
+def is_mixed(one: Span, others: Sequence[Span], own: int | None) -> bool:
     """Whether a piece overlaps one of others without being the ``own``-th of them."""
     if own is not None and one == others[own]:
         others = [other for rank, other in enumerate(others) if rank != own]
@@ -169,15 +169,15 @@ def is_mixed(one: Piece, others: Sequence[Piece], own: int | None) -> bool:
     )
 
 
-def piece(tensor: Tensor) -> Piece:
+def piece(tensor: Tensor) -> Span:
     """The bytes of a contiguous tensor."""
-    return Piece(tensor.data_ptr(), tensor.numel() * tensor.itemsize)
+    return Span(tensor.data_ptr(), tensor.numel() * tensor.itemsize)
 
 
-def cut(whole: Piece, sizes_bytes: Sequence[int]) -> list[Piece]:
+def cut(whole: Span, sizes_bytes: Sequence[int]) -> list[Span]:
     """Cut a piece into pieces that lie one after the other."""
     address, pieces = whole.address, []
     for num_bytes in sizes_bytes:
-        pieces.append(Piece(address, num_bytes))
+        pieces.append(Span(address, num_bytes))
         address += num_bytes
     return pieces

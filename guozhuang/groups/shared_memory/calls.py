@@ -17,14 +17,14 @@ from torch import Tensor
 
 from guozhuang.errors import UsageError
 from guozhuang.groups.base import PythonGroup
+from guozhuang.groups.gloo import OtherDevices
 
+from ..turns import Turns, take_timeout
 from . import arguments
 from .arguments import Bytes
-from .control import ONE_SHOT_BYTES
-from .link import Terms, refuse
+from .endpoint import Terms, refuse
+from .engine import ONE_SHOT_BYTES
 from .operations import Combining, Operations, describe
-from .other_devices import OtherDevices
-from .works import Turns, take_timeout
 
 Run = Callable[[Terms], object]
 # How long a wait looks before it sleeps, in microseconds: less on the group's own thread, beside which others compute.
@@ -32,7 +32,7 @@ SYNC_SPIN_US: Final = 50
 ASYNC_SPIN_US: Final = 20
 
 
-class _Prepared(NamedTuple):
+class _PreparedCall(NamedTuple):
     """A call whose arguments were looked at."""
 
     run: Run
@@ -41,7 +41,7 @@ class _Prepared(NamedTuple):
     opts: Any
 
 
-_Call = _Prepared | dist.Work  # the work of another group
+_Call = _PreparedCall | dist.Work  # the work of another group
 _Prepare = Callable[..., _Call]
 
 
@@ -56,7 +56,7 @@ def _collective(name: str) -> Callable[[_Prepare], Callable[..., dist.Work]]:
             except UsageError as error:
                 self._refuse(name, str(error), args[-1] if args else None)
                 raise
-            return self._start(prepared) if isinstance(prepared, _Prepared) else prepared
+            return self._start(prepared) if isinstance(prepared, _PreparedCall) else prepared
 
         return call
 
@@ -125,7 +125,7 @@ class CollectiveCalls(PythonGroup):
                 for tensor, part in zip(small, flat.split([tensor.numel() for tensor in small]), strict=True):
                     tensor.detach().copy_(part.view(tensor.shape))
 
-        return _Prepared(run, tensors, "all_reduce of several tensors", opts)
+        return _PreparedCall(run, tensors, "all_reduce of several tensors", opts)
 
     @_collective("reduce")
     def reduce(self, tensors: list[Tensor] | Tensor, opts: Any = None) -> _Call:
@@ -158,7 +158,7 @@ class CollectiveCalls(PythonGroup):
             self._operations.reduce_scatter(target, pieces, given[0], False, how, terms)
             held.put_back()
 
-        return _Prepared(run, [output], "reduce_scatter", opts)
+        return _PreparedCall(run, [output], "reduce_scatter", opts)
 
     @_collective("reduce_scatter")
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> _Call:
@@ -168,7 +168,9 @@ class CollectiveCalls(PythonGroup):
             return self._others.group_for(output)._reduce_scatter_base(output, given, opts)
         arguments.check([output, given], "reduce_scatter", self._rank)
         how = arguments.combining(opts.reduceOp, self._size, self._rank)
-        return _Prepared(lambda terms: self._scatter_one(output, given, how, terms), [output], "reduce_scatter", opts)
+        return _PreparedCall(
+            lambda terms: self._scatter_one(output, given, how, terms), [output], "reduce_scatter", opts
+        )
 
     @_collective("reduce_scatter")
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> _Call:
@@ -184,7 +186,7 @@ class CollectiveCalls(PythonGroup):
             for pair in zip(outputs, inputs, strict=True):
                 self._scatter_one(*pair, how, terms)
 
-        return _Prepared(run, outputs, "reduce_scatter of several tensors", opts)
+        return _PreparedCall(run, outputs, "reduce_scatter of several tensors", opts)
 
     # Movements.
 
@@ -204,7 +206,7 @@ class CollectiveCalls(PythonGroup):
             self._operations.broadcast(arguments.piece(plain), plain, root, terms)
             held.put_back()
 
-        return _Prepared(run, [tensor], "broadcast", opts)
+        return _PreparedCall(run, [tensor], "broadcast", opts)
 
     @_collective("all_gather")
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> _Call:
@@ -214,7 +216,7 @@ class CollectiveCalls(PythonGroup):
         if not given.is_cpu:
             return self._others.group_for(given).allgather(outputs, inputs, opts)
         arguments.check_list(given, taken, self._size, "all_gather", self._rank)
-        return _Prepared(lambda terms: self._gather_list(taken, given, terms), list(taken), "all_gather", opts)
+        return _PreparedCall(lambda terms: self._gather_list(taken, given, terms), list(taken), "all_gather", opts)
 
     @_collective("all_gather")
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> _Call:
@@ -233,7 +235,7 @@ class CollectiveCalls(PythonGroup):
             for given, taken in zip(inputs, columns, strict=True):
                 self._gather_list(taken, given, terms)
 
-        return _Prepared(run, [each for row in outputs for each in row], "all_gather of several tensors", opts)
+        return _PreparedCall(run, [each for row in outputs for each in row], "all_gather of several tensors", opts)
 
     @_collective("all_gather")
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> _Call:
@@ -242,7 +244,7 @@ class CollectiveCalls(PythonGroup):
         if not given.is_cpu:
             return self._others.group_for(given)._allgather_base(output, given, opts)
         arguments.check([given, output], "all_gather", self._rank)
-        return _Prepared(lambda terms: self._gather_one(output, given, terms), [output], "all_gather", opts)
+        return _PreparedCall(lambda terms: self._gather_one(output, given, terms), [output], "all_gather", opts)
 
     @_collective("all_gather")
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> _Call:
@@ -257,7 +259,7 @@ class CollectiveCalls(PythonGroup):
             for pair in zip(outputs, inputs, strict=True):
                 self._gather_one(*pair, terms)
 
-        return _Prepared(run, outputs, "all_gather of several tensors", opts)
+        return _PreparedCall(run, outputs, "all_gather of several tensors", opts)
 
     @_collective("gather")
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> _Call:
@@ -276,7 +278,7 @@ class CollectiveCalls(PythonGroup):
             self._operations.gather(arguments.piece(plain), given, pieces, root, terms)
             held.put_back()
 
-        return _Prepared(run, list(taken), "gather", opts)
+        return _PreparedCall(run, list(taken), "gather", opts)
 
     @_collective("scatter")
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> _Call:
@@ -298,7 +300,7 @@ class CollectiveCalls(PythonGroup):
             self._operations.scatter(arguments.piece(target), output, pieces, root, terms)
             held.put_back()
 
-        return _Prepared(run, [output], "scatter", opts)
+        return _PreparedCall(run, [output], "scatter", opts)
 
     @_collective("all_to_all")
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> _Call:
@@ -317,7 +319,7 @@ class CollectiveCalls(PythonGroup):
             self._operations.all_to_all(taken, sent, outputs[0].dtype, terms)
             held.put_back()
 
-        return _Prepared(run, outputs, "all_to_all", opts)
+        return _PreparedCall(run, outputs, "all_to_all", opts)
 
     @_collective("all_to_all")
     def all_to_all_single(
@@ -340,7 +342,7 @@ class CollectiveCalls(PythonGroup):
             self._operations.all_to_all(taken, sent, given.dtype, terms)
             held.put_back()
 
-        return _Prepared(run, [output], "all_to_all", opts)
+        return _PreparedCall(run, [output], "all_to_all", opts)
 
     @_collective("barrier")
     def barrier(self, opts: Any = None) -> _Call:
@@ -349,11 +351,11 @@ class CollectiveCalls(PythonGroup):
         device = opts.device
         if device is not None and device.type != "cpu":
             return self._others.group_on(device).barrier(opts)
-        return _Prepared(lambda terms: self._operations.barrier(b"barrier", terms), [], "barrier", opts)
+        return _PreparedCall(lambda terms: self._operations.barrier(b"barrier", terms), [], "barrier", opts)
 
     # What they have in common.
 
-    def _start(self, prepared: _Prepared) -> dist.Work:
+    def _start(self, prepared: _PreparedCall) -> dist.Work:
         """Give a call its turn: before this returns, unless the options say that it may end later."""
         run, tensors, what, opts = prepared
         timeout_s, perform = take_timeout(opts) or self._timeout_s, self._operations.perform
@@ -367,20 +369,20 @@ class CollectiveCalls(PythonGroup):
         give_turn = self._turns.later if getattr(opts, "asyncOp", False) else self._turns.now
         give_turn(lambda: self._operations.refuse(name, why, (self._timeout_s, self._async_spin_us)), [], name)
 
-    def _reduce(self, tensor: Tensor, how: Combining, root: int | None, opts: Any) -> _Prepared:
+    def _reduce(self, tensor: Tensor, how: Combining, root: int | None, opts: Any) -> _PreparedCall:
         reduce = self._operations.reduce if arguments.is_plain(tensor) else self._reduce_now
 
         def run(terms: Terms) -> None:
             reduce(tensor, how, root, terms)
 
-        return _Prepared(run, [tensor], "all_reduce" if root is None else "reduce", opts)
+        return _PreparedCall(run, [tensor], "all_reduce" if root is None else "reduce", opts)
 
     def _reduce_now(self, tensor: Tensor, how: Combining, root: int | None, terms: Terms, among: bytes = b"") -> None:
         held = Bytes()
         self._operations.reduce(held.target(tensor), how, root, terms, among)
         held.put_back()
 
-    def _sparse(self, tensor: Tensor, opts: Any) -> _Prepared:
+    def _sparse(self, tensor: Tensor, opts: Any) -> _PreparedCall:
         """Hand a sparse tensor to gloo, once all ranks have said that they have one."""
         what = describe("all_reduce", [], tensor.dtype) + b", sparse"
         limited = dist.AllreduceOptions()
@@ -391,7 +393,7 @@ class CollectiveCalls(PythonGroup):
             limited.timeout = datetime.timedelta(seconds=terms[0])
             self._others.group_for(tensor).allreduce([tensor], limited).wait()
 
-        return _Prepared(run, [tensor], "all_reduce", opts)
+        return _PreparedCall(run, [tensor], "all_reduce", opts)
 
     def _gather_list(self, taken: Sequence[Tensor], given: Tensor, terms: Terms) -> None:
         held = Bytes()

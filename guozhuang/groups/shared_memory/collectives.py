@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from .program import Kind, Place, Program, Stream
+from .program import ChunkPlace, ChunkStream, Program, StreamKind
 
 ALIGNMENT_BYTES: Final = 64  # of lanes and parts: a cache line, so that two ranks never write to the same one
 NUM_SLOTS: Final = 3  # of a ring: written, combined, read
@@ -25,7 +25,7 @@ CHUNK_BYTES: Final = 512 * 1024
 CROWDED_CHUNK_BYTES: Final = 1024 * 1024  # when ranks outnumber cores: a barrier costs a change of process
 
 
-class Piece(NamedTuple):
+class Span(NamedTuple):
     """Bytes of this rank's own memory."""
 
     address: int
@@ -33,7 +33,7 @@ class Piece(NamedTuple):
 
 
 class Reduction(NamedTuple):
-    """How elements are combined: see ``Stream``."""
+    """How elements are combined: see ``ChunkStream``."""
 
     dtype: int
     op: int
@@ -53,9 +53,9 @@ class Window(NamedTuple):
     lane_bytes: int
     slot_bytes: int
 
-    def lane(self, rank: int, lane: int) -> Place:
+    def lane(self, rank: int, lane: int) -> ChunkPlace:
         """Where a lane of a rank's window lies."""
-        return Place(self.bases[rank] + lane * self.lane_bytes, self.slot_bytes)
+        return ChunkPlace(self.bases[rank] + lane * self.lane_bytes, self.slot_bytes)
 
     def num_chunks(self, num_bytes: int) -> int:
         """How many chunks the longest piece makes; at least 1, so that every program over a window has a barrier."""
@@ -107,9 +107,9 @@ def parts_of(num_bytes: int, num_parts: int) -> list[tuple[int, int]]:
 def exchange(
     window: Window,
     rank: int,
-    sent: Sequence[tuple[int, Piece]],
-    taken: Sequence[tuple[int, int, Piece]],
-    kept: Sequence[tuple[int, Piece]],
+    sent: Sequence[tuple[int, Span]],
+    taken: Sequence[tuple[int, int, Span]],
+    kept: Sequence[tuple[int, Span]],
     longest_bytes: int,
 ) -> Program:
     """Move pieces between ranks: broadcast, gather, scatter, all_gather and all_to_all are choices of pieces.
@@ -124,39 +124,43 @@ def exchange(
     """
     chunk = window.lane_bytes
     streams = [
-        Stream(Kind.COPY, 0, piece.num_bytes, chunk, (window.lane(rank, lane),), (Place(piece.address),))
+        ChunkStream(
+            StreamKind.COPY, 0, piece.num_bytes, chunk, (window.lane(rank, lane),), (ChunkPlace(piece.address),)
+        )
         for lane, piece in sent
         if piece.num_bytes
     ]
     # What stays is copied while others have not arrived yet.
     streams += [_copy(piece.address, source, piece.num_bytes) for source, piece in kept if piece.num_bytes]
     streams += [
-        Stream(Kind.COPY, 1, piece.num_bytes, chunk, (Place(piece.address),), (window.lane(peer, lane),))
+        ChunkStream(
+            StreamKind.COPY, 1, piece.num_bytes, chunk, (ChunkPlace(piece.address),), (window.lane(peer, lane),)
+        )
         for peer, lane, piece in taken
         if piece.num_bytes
     ]
     return Program(tuple(streams), window.num_chunks(longest_bytes) + 1)
 
 
-def fetch(taken: Sequence[tuple[int, Piece]]) -> Program:
+def fetch(taken: Sequence[tuple[int, Span]]) -> Program:
     """Copy straight out of the peers' memory: ``(address, piece)``. The barrier at the end lets them change it again."""
     streams = [_copy(piece.address, source, piece.num_bytes) for source, piece in taken if piece.num_bytes]
     return Program(tuple(streams), 1, trailing_barrier=True)
 
 
-def reduce_one_shot(window: Window, rank: int, piece: Piece, reduction: Reduction, root: int | None) -> Program:
+def reduce_one_shot(window: Window, rank: int, piece: Span, reduction: Reduction, root: int | None) -> Program:
     """Combine small tensors: everybody (or only ``root``) combines what all ranks put into their windows (1 lane)."""
-    whole, num_bytes = (Place(piece.address),), piece.num_bytes
+    whole, num_bytes = (ChunkPlace(piece.address),), piece.num_bytes
     if not num_bytes:
         return Program((), 2)
-    streams = [Stream(Kind.COPY, 0, num_bytes, window.lane_bytes, (window.lane(rank, 0),), whole)]
+    streams = [ChunkStream(StreamKind.COPY, 0, num_bytes, window.lane_bytes, (window.lane(rank, 0),), whole)]
     if root is None or root == rank:
         sources = tuple(whole[0] if peer == rank else window.lane(peer, 0) for peer in range(len(window.bases)))
         streams.append(_combine(1, num_bytes, window.lane_bytes, whole, sources, reduction))
     return Program(tuple(streams), 2)
 
 
-def reduce_staged(window: Window, rank: int, piece: Piece, reduction: Reduction, root: int | None) -> Program:
+def reduce_staged(window: Window, rank: int, piece: Span, reduction: Reduction, root: int | None) -> Program:
     """Combine large tensors of equal size: rank r combines part r of all; all ranks (or only ``root``) collect the parts.
 
     The window has a lane per rank. A rank's own part never travels to it: in round j it puts chunk j of the other parts into
@@ -164,23 +168,25 @@ def reduce_staged(window: Window, rank: int, piece: Piece, reduction: Reduction,
     takes chunk j of the other parts. Without ``root`` the result replaces the tensor; with it only the root's changes.
     """
     ranks, chunk = range(len(window.bases)), window.lane_bytes
-    parts = [Piece(piece.address + offset, num_bytes) for offset, num_bytes in parts_of(piece.num_bytes, len(ranks))]
+    parts = [Span(piece.address + offset, num_bytes) for offset, num_bytes in parts_of(piece.num_bytes, len(ranks))]
     others = [(peer, parts[peer]) for peer in ranks if peer != rank and parts[peer].num_bytes]
     mine, collects = parts[rank], root is None or root == rank
     streams = []
     if collects:
         streams += [
-            Stream(Kind.COPY, 2, part.num_bytes, chunk, (Place(part.address),), (window.lane(peer, peer),))
+            ChunkStream(
+                StreamKind.COPY, 2, part.num_bytes, chunk, (ChunkPlace(part.address),), (window.lane(peer, peer),)
+            )
             for peer, part in others
         ]
     if mine.num_bytes:
-        here = Place(mine.address)
+        here = ChunkPlace(mine.address)
         sources = tuple(here if peer == rank else window.lane(peer, rank) for peer in ranks)
         # Whoever collects the parts has its own at once; the others find it in the window.
         targets = ((here,) if collects else ()) + (() if root == rank else (window.lane(rank, rank),))
         streams.append(_combine(1, mine.num_bytes, chunk, targets, sources, reduction))
     streams += [
-        Stream(Kind.COPY, 0, part.num_bytes, chunk, (window.lane(rank, peer),), (Place(part.address),))
+        ChunkStream(StreamKind.COPY, 0, part.num_bytes, chunk, (window.lane(rank, peer),), (ChunkPlace(part.address),))
         for peer, part in others
     ]
     return Program(tuple(streams), window.num_chunks(parts[0].num_bytes) + 2)
@@ -193,27 +199,29 @@ def reduce_in_place(
     offset, part_bytes = parts_of(num_bytes, len(addresses))[rank]
     if not part_bytes:
         return Program((), 1, trailing_barrier=True)
-    sources = tuple(Place(address + offset) for address in addresses)
+    sources = tuple(ChunkPlace(address + offset) for address in addresses)
     targets = sources if root is None else (sources[root],)
     return Program((_combine(0, part_bytes, part_bytes, targets, sources, reduction),), 1, trailing_barrier=True)
 
 
 def reduce_scatter(
-    window: Window, rank: int, inputs: Sequence[Piece], output: int, reduction: Reduction, longest_bytes: int
+    window: Window, rank: int, inputs: Sequence[Span], output: int, reduction: Reduction, longest_bytes: int
 ) -> Program:
     """Combine piece r of all ranks on rank r. The window has a lane per rank; ``output`` is an address."""
     chunk = window.lane_bytes
     streams = [
-        Stream(Kind.COPY, 0, piece.num_bytes, chunk, (window.lane(rank, peer),), (Place(piece.address),))
+        ChunkStream(
+            StreamKind.COPY, 0, piece.num_bytes, chunk, (window.lane(rank, peer),), (ChunkPlace(piece.address),)
+        )
         for peer, piece in enumerate(inputs)
         if peer != rank and piece.num_bytes
     ]
     mine = inputs[rank]
     if mine.num_bytes:
         sources = tuple(
-            Place(mine.address) if peer == rank else window.lane(peer, rank) for peer in range(len(window.bases))
+            ChunkPlace(mine.address) if peer == rank else window.lane(peer, rank) for peer in range(len(window.bases))
         )
-        streams.append(_combine(1, mine.num_bytes, chunk, (Place(output),), sources, reduction))
+        streams.append(_combine(1, mine.num_bytes, chunk, (ChunkPlace(output),), sources, reduction))
     return Program(tuple(streams), window.num_chunks(longest_bytes) + 1)
 
 
@@ -221,20 +229,29 @@ def reduce_scatter_in_place(sources: Sequence[int], output: int, num_bytes: int,
     """Combine this rank's piece straight out of the memory of all ranks: ``sources`` are its addresses, by rank."""
     if not num_bytes:
         return Program((), 1, trailing_barrier=True)
-    places = tuple(Place(source) for source in sources)
-    return Program((_combine(0, num_bytes, num_bytes, (Place(output),), places, reduction),), 1, trailing_barrier=True)
+    places = tuple(ChunkPlace(source) for source in sources)
+    return Program(
+        (_combine(0, num_bytes, num_bytes, (ChunkPlace(output),), places, reduction),), 1, trailing_barrier=True
+    )
 
 
-def _copy(target: int, source: int, num_bytes: int) -> Stream:
-    return Stream(Kind.COPY, 0, 0 if target == source else num_bytes, num_bytes, (Place(target),), (Place(source),))
+def _copy(target: int, source: int, num_bytes: int) -> ChunkStream:
+    return ChunkStream(
+        StreamKind.COPY,
+        0,
+        0 if target == source else num_bytes,
+        num_bytes,
+        (ChunkPlace(target),),
+        (ChunkPlace(source),),
+    )
 
 
 def _combine(
     stage: int,
     num_bytes: int,
     chunk_bytes: int,
-    targets: tuple[Place, ...],
-    sources: tuple[Place, ...],
+    targets: tuple[ChunkPlace, ...],
+    sources: tuple[ChunkPlace, ...],
     how: Reduction,
-) -> Stream:
-    return Stream(Kind.REDUCE, stage, num_bytes, chunk_bytes, targets, sources, how.dtype, how.op, how.scale)
+) -> ChunkStream:
+    return ChunkStream(StreamKind.REDUCE, stage, num_bytes, chunk_bytes, targets, sources, how.dtype, how.op, how.scale)

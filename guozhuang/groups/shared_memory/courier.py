@@ -34,9 +34,9 @@ from typing import Final
 from guozhuang.errors import explain
 
 from . import messages
-from .control import DOING_BYTES, DOING_OFFSET, NUM_SLOTS, SLOT_BYTES, SLOTS_OFFSET, STATE_OFFSET, State
-from .meeting import Peers
+from .engine import DOING_BYTES, DOING_OFFSET, NUM_SLOTS, SLOT_BYTES, SLOTS_OFFSET, STATE_OFFSET, RankState
 from .peers import ended_events
+from .rendezvous import Peers
 from .segments import Segment
 from .slots import Slots
 from .transfers import Matcher, Offer, Transfer
@@ -286,7 +286,7 @@ class Courier:
 
     def _lose(self, peer: int, text: str) -> None:
         """Mark a rank as gone, and fail what waits for it."""
-        has_left = self._states[peer].value == State.LEFT
+        has_left = self._states[peer].value == RankState.LEFT
         self._lost[peer] = (text + (", it left the group" if has_left else ""), has_left)
         channel = self._peers.channels[peer]
         assert channel is not None
@@ -300,7 +300,7 @@ class Courier:
     def _look_who_gave_up(self) -> None:
         """See [Note: a rank that gave up]."""
         for peer, state in enumerate(self._states):
-            if state.value != State.BROKEN or peer in self._gave_up or peer in self._lost:
+            if state.value != RankState.BROKEN or peer in self._gave_up or peer in self._lost:
                 continue
             cause = ctypes.string_at(self._doings[peer], DOING_BYTES).split(b"\0")[0].decode(errors="replace")
             self._gave_up[peer] = f"rank {peer} (pid {self._peers.pids[peer]}) gave up on the group ({cause})"

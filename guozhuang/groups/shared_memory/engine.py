@@ -1,27 +1,56 @@
-"""What runs a Program: the C engine where it was built, else its twin in Python. Both work on the same control pages."""
+"""The memory that ranks share about themselves, and the C engine that runs programs (program.py) over it.
+
+Every rank of a group maps the main segments of all ranks: a control page, then the areas for data. A control page is
+written by its own rank only. The engine is written in C; a machine where it was not built uses gloo (groups/backend.py).
+"""
 
 from __future__ import annotations
 
-import itertools
+import enum
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
-from torch import Tensor
+from guozhuang.errors import WorldError, explain
 
-from guozhuang.errors import UsageError, explain
-
-from . import arithmetic
-from .program import DTYPE_OF, ELEMENT_BYTES, Kind, Op, Outcome, Place, Program, Stream
-from .python_engine import PythonEngine
+from .program import Outcome, Program
 
 try:
-    from . import _engine
-except ImportError:  # it was not built: the twin does the work
-    _engine = None  # type: ignore[assignment]
+    from . import _engine, _sparse
+except ImportError:  # it was not built
+    _engine = _sparse = None  # type: ignore[assignment]
 
-__all__ = ["Engine", "PythonEngine", "copy", "make_engine", "native_built", "reduce", "reduce_into"]
+# The control page. Words are little-endian u32, each on a cache line of its own so that ranks do not disturb each other.
+MAGIC: Final = 0x475A0001  # "GZ", layout version 1
+MAGIC_OFFSET: Final = 0
+ARRIVED_OFFSET: Final = 64  # +1 per barrier; peers wait on it as a futex
+ASLEEP_OFFSET: Final = 128  # 0, or 1 + the rank on whose `arrived` this rank sleeps
+STATE_OFFSET: Final = 192  # a RankState
+DOING_OFFSET: Final = 256  # what the rank is doing, in words, ended by NUL
+DOING_BYTES: Final = 120  # at most, without the NUL
+# Two descriptor slots, used in turn. See [Note: one barrier per operation] in _barrier.c.
+DESCRIPTOR_OFFSETS: Final = (512, 1024)
+DESCRIPTOR_BYTES: Final = 256  # compared among ranks, byte by byte
+PRIVATE_BYTES: Final = 128  # follows the compared part; read by peers, not compared
+CONTROL_BYTES: Final = 4096
 
-_OPS = {op.name.lower(): op for op in Op}
+# The main segment: the control page, then
+NUM_ONE_SHOT_AREAS: Final = 2  # used in turn, as the descriptor slots
+ONE_SHOT_BYTES: Final = 64 * 1024  # of one area
+ONE_SHOT_OFFSET: Final = CONTROL_BYTES
+RING_OFFSET: Final = ONE_SHOT_OFFSET + NUM_ONE_SHOT_AREAS * ONE_SHOT_BYTES
+RING_BYTES: Final = 32 * 1024 * 1024  # by default; the staging ring
+NUM_SLOTS: Final = 8  # point to point
+SLOT_BYTES: Final = 256 * 1024  # of one slot
+SLOTS_OFFSET: Final = RING_OFFSET + RING_BYTES
+MAIN_BYTES: Final = SLOTS_OFFSET + NUM_SLOTS * SLOT_BYTES
+
+
+class RankState(enum.IntEnum):
+    """What a rank says about itself in its control page."""
+
+    ALIVE = 0
+    LEFT = 1  # it gave the group back; it will not arrive any more
+    BROKEN = 2  # a collective failed on it; it will not arrive any more
 
 
 class Engine(Protocol):
@@ -72,21 +101,21 @@ class Engine(Protocol):
         """Say what this rank is doing; cut after 120 bytes."""
 
     def set_state(self, state: int, /) -> None:
-        """Set this rank's State, and wake the peers that wait for it."""
+        """Set this rank's RankState, and wake the peers that wait for it."""
 
     def state_of(self, rank: int, /) -> int:
-        """The State of a rank."""
+        """The RankState of a rank."""
 
     def arrived_of(self, rank: int, /) -> int:
         """How many barriers a rank has arrived at, modulo 2**32."""
 
 
 def native_built() -> bool:
-    """Whether the C engine can be imported."""
-    return _engine is not None
+    """Return whether the C part of the group was built."""
+    return _engine is not None and _sparse is not None
 
 
-def make_engine(rank: int, size: int, controls: Sequence[int], pidfds: Sequence[int], *, native: bool) -> Engine:
+def make_engine(rank: int, size: int, controls: Sequence[int], pidfds: Sequence[int]) -> Engine:
     """Make the engine of a rank, over fresh control pages.
 
     Args:
@@ -95,80 +124,12 @@ def make_engine(rank: int, size: int, controls: Sequence[int], pidfds: Sequence[
         controls: address of each rank's control page.
         pidfds: a descriptor per rank that tells of its end: a pidfd (readable when the process ends) or a connected socket
             (hang-up; messages do not disturb); -1 for this rank, and where there is none.
-        native: the C engine; ask only if ``native_built()`` on all ranks.
 
     Raises:
-        UsageError or ValueError: the arguments do not fit each other.
-        WorldError: neither engine works on this machine.
+        ValueError: the arguments do not fit each other.
+        WorldError: the C part was not built.
     """
-    if native:
-        assert _engine is not None, "the group asked for an engine that was not built"
-        return _engine.Engine(rank, size, list(controls), list(pidfds))
-    return PythonEngine(rank, size, controls, pidfds)
-
-
-def copy(dst: int, src: int, num_bytes: int) -> None:
-    """Copy between addresses, without the GIL."""
-    (arithmetic if _engine is None else _engine).copy(dst, src, num_bytes)
-
-
-def reduce(dsts: Sequence[int], srcs: Sequence[int], num_elements: int, dtype: int, op: int, scale: float) -> None:
-    """Combine sources into destinations (addresses), without the GIL. See ``Stream`` for what the arguments mean.
-
-    Raises:
-        ValueError: no such dtype or op, or they do not go together; an address is not a multiple of the element size.
-    """
-    if num_elements == 0:
-        return
-    num_bytes = num_elements * ELEMENT_BYTES[dtype]
-    places = tuple(Place(address) for address in dsts), tuple(Place(address) for address in srcs)
-    program = Program((Stream(Kind.REDUCE, 0, num_bytes, num_bytes, *places, dtype, op, scale),))
-    if _engine is not None:
-        _engine.work(program)
-    else:
-        arithmetic.check(program)
-        arithmetic.work(program, 0)
-
-
-def reduce_into(dsts: Sequence[Tensor], srcs: Sequence[Tensor], op: str = "sum", scale: float = 1.0) -> None:
-    """Combine tensors in the given order, in this process: every dst becomes ``op(srcs) * scale``.
-
-    float16 and bfloat16 are combined and scaled in float32, then rounded once. Autograd does not see it.
-
-    Args:
-        dsts: 1-d, contiguous CPU tensors of the same length and dtype. A dst may be one of the srcs; apart from that, their
-            memory must not overlap.
-        srcs: the same.
-        op: "sum", "prod", "min", "max", "band", "bor" or "bxor" (the last three for integers and bool).
-        scale: factor; must be 1.0 for integers and bool.
-
-    Raises:
-        UsageError: there is no tensor; dtypes, lengths or layouts differ; the op or dtype is not known; memory overlaps.
-    """
-    everything = [*dsts, *srcs]
-    if not dsts or not srcs:
-        raise UsageError(explain("reduce_into needs at least one dst and one src", value=(len(dsts), len(srcs))))
-    model = dsts[0]
-    if model.dtype not in DTYPE_OF:
-        raise UsageError(explain("Tensors of this dtype cannot be reduced", value=model.dtype))
-    if op not in _OPS:
-        raise UsageError(explain("There is no such reduction", value=op, fix=f"choose one of {', '.join(_OPS)}"))
-    is_float, is_bitwise = model.is_floating_point(), _OPS[op] in (Op.BAND, Op.BOR, Op.BXOR)
-    if (is_float and is_bitwise) or (not is_float and scale != 1.0):
-        what = "Integers and bool are not scaled, floating-point numbers not combined bit by bit"
-        raise UsageError(explain(what, value=(str(model.dtype), op, scale)))
-    for tensor in everything:
-        layout = (tensor.ndim, tensor.numel(), tensor.dtype, tensor.device.type, tensor.is_contiguous())
-        if layout != (1, model.numel(), model.dtype, "cpu", True):
-            fix = "pass 1-d contiguous CPU tensors of one length and dtype"
-            raise UsageError(
-                explain("Tensors to reduce do not fit each other", value=(tuple(tensor.shape), tensor.dtype), fix=fix)
-            )
-    num_bytes = model.numel() * model.itemsize
-    starts = sorted({tensor.data_ptr() for tensor in everything})
-    if num_bytes and any(second - first < num_bytes for first, second in itertools.pairwise(starts)):
-        raise UsageError(
-            explain("The memory of tensors to reduce overlaps", fix="pass tensors that are apart, or the same")
-        )
-    addresses = [tensor.data_ptr() for tensor in dsts], [tensor.data_ptr() for tensor in srcs]
-    reduce(*addresses, model.numel(), DTYPE_OF[model.dtype], _OPS[op], scale)
+    if not native_built():
+        fix = "install a C compiler and reinstall guozhuang, or use the gloo backend"
+        raise WorldError(explain("the C part of the shared-memory group was not built", rank=rank, fix=fix))
+    return _engine.Engine(rank, size, list(controls), list(pidfds))

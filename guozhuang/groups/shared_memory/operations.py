@@ -15,12 +15,12 @@ from torch import Tensor
 from guozhuang.errors import MismatchError, explain, rank_table
 
 from . import collectives
-from .collectives import Piece, Reduction, Window
-from .control import DESCRIPTOR_BYTES, ONE_SHOT_BYTES
-from .link import MEETING, Link, Terms, cut, refuse
+from .collectives import Reduction, Span, Window
+from .endpoint import MEETING, Endpoint, Terms, cut, refuse
+from .engine import DESCRIPTOR_BYTES, ONE_SHOT_BYTES
 from .program import DTYPE_OF, Op, Program
 
-NO_PIECE: Final = Piece(0, 0)
+NO_PIECE: Final = Span(0, 0)
 _NUM_KEPT_PLANS: Final = 1024
 
 
@@ -32,7 +32,7 @@ class Combining(NamedTuple):
     scale: float = 1.0
 
 
-class _Plan(NamedTuple):
+class _ReductionPlan(NamedTuple):
     """What does not change between reductions of the same size, dtype and kind."""
 
     what: bytes
@@ -49,10 +49,10 @@ class Operations:
         crowded: ranks of this node outnumber its cores.
     """
 
-    def __init__(self, link: Link, crowded: bool) -> None:
+    def __init__(self, link: Endpoint, crowded: bool) -> None:
         self._link, self._crowded = link, crowded
         self._rank, self._size = link.rank, link.size
-        self._plans: dict[tuple[object, ...], _Plan] = {}
+        self._plans: dict[tuple[object, ...], _ReductionPlan] = {}
         # Around the methods below, and instead of them.
         self.perform, self.refuse = link.perform, link.refuse
 
@@ -71,31 +71,33 @@ class Operations:
         places = link.meet(plan.what, terms, link.place_of(tensor))
         link.go_on(link.remembered((key, address, places), lambda: self._large(plan, address, root, places)))
 
-    def _plan(self, key: tuple[object, ...], tensor: Tensor, how: Combining, root: int | None, among: bytes) -> _Plan:
+    def _plan(
+        self, key: tuple[object, ...], tensor: Tensor, how: Combining, root: int | None, among: bytes
+    ) -> _ReductionPlan:
         if len(self._plans) >= _NUM_KEPT_PLANS:
             self._plans.clear()
         name = "all_reduce" if root is None else f"reduce to rank {root}"
         what = cut(describe(name, [tensor.numel()], tensor.dtype, how) + among)
         num_bytes = tensor.numel() * tensor.itemsize
         reduction = self._reduction(tensor.dtype, how, what)
-        plan = self._plans[key] = _Plan(what, reduction, num_bytes, num_bytes <= ONE_SHOT_BYTES)
+        plan = self._plans[key] = _ReductionPlan(what, reduction, num_bytes, num_bytes <= ONE_SHOT_BYTES)
         return plan
 
-    def _one_shot(self, plan: _Plan, address: int, root: int | None) -> Program:
+    def _one_shot(self, plan: _ReductionPlan, address: int, root: int | None) -> Program:
         window = collectives.one_shot_window(self._link.one_shot, ONE_SHOT_BYTES, 1, plan.num_bytes)
         assert window is not None
-        return collectives.reduce_one_shot(window, self._rank, Piece(address, plan.num_bytes), plan.reduction, root)
+        return collectives.reduce_one_shot(window, self._rank, Span(address, plan.num_bytes), plan.reduction, root)
 
-    def _large(self, plan: _Plan, address: int, root: int | None, places: Sequence[bytes]) -> Program:
+    def _large(self, plan: _ReductionPlan, address: int, root: int | None, places: Sequence[bytes]) -> Program:
         seen = self._seen(places)
         if seen is not None:
             own = [address if rank == self._rank else there for rank, there in enumerate(seen)]
             return collectives.reduce_in_place(own, self._rank, plan.num_bytes, plan.reduction, root)
         longest = collectives.parts_of(plan.num_bytes, self._size)[0][1]
         window = self._ring(self._size, longest)
-        return collectives.reduce_staged(window, self._rank, Piece(address, plan.num_bytes), plan.reduction, root)
+        return collectives.reduce_staged(window, self._rank, Span(address, plan.num_bytes), plan.reduction, root)
 
-    def broadcast(self, piece: Piece, tensor: Tensor, root: int, terms: Terms) -> None:
+    def broadcast(self, piece: Span, tensor: Tensor, root: int, terms: Terms) -> None:
         """Copy the root's bytes to all ranks. ``tensor`` is what the piece lies in; the root's may be seen by the peers."""
         what = describe(f"broadcast from rank {root}", [tensor.numel()], tensor.dtype)
         sent = [(0, piece)] if root == self._rank else []
@@ -111,7 +113,7 @@ class Operations:
         else:
             self._staged(1, sent, taken, [], piece.num_bytes)
 
-    def all_gather(self, given: Piece, tensor: Tensor, outputs: Sequence[Piece], terms: Terms) -> None:
+    def all_gather(self, given: Span, tensor: Tensor, outputs: Sequence[Span], terms: Terms) -> None:
         """Copy every rank's bytes to all ranks; ``outputs`` by rank. ``tensor`` is what the given piece lies in."""
         counts, itemsize = _counts(outputs, tensor), tensor.itemsize
         what = describe("all_gather", counts, tensor.dtype)
@@ -133,7 +135,7 @@ class Operations:
         link.go_on(collectives.fetch(list(zip(own, outputs, strict=True))))
 
     def reduce_scatter(
-        self, output: Piece, inputs: Sequence[Piece], whole: Tensor, is_whole: bool, how: Combining, terms: Terms
+        self, output: Span, inputs: Sequence[Span], whole: Tensor, is_whole: bool, how: Combining, terms: Terms
     ) -> None:
         """Combine piece r of all ranks on rank r.
 
@@ -166,7 +168,7 @@ class Operations:
         sources = [mine.address if rank == self._rank else there + offset for rank, there in enumerate(seen)]
         link.go_on(collectives.reduce_scatter_in_place(sources, output.address, output.num_bytes, reduction))
 
-    def all_to_all(self, outputs: Sequence[Piece], inputs: Sequence[Piece], dtype: torch.dtype, terms: Terms) -> None:
+    def all_to_all(self, outputs: Sequence[Span], inputs: Sequence[Span], dtype: torch.dtype, terms: Terms) -> None:
         """Copy input r of every rank to rank r; sizes may all differ, as long as both ends of a pair agree."""
         link, size = self._link, self._size
         what = describe("all_to_all", [], dtype)
@@ -188,7 +190,7 @@ class Operations:
         kept = [(inputs[self._rank].address, outputs[self._rank])]
         self._staged(size, sent, taken, kept, longest)
 
-    def gather(self, given: Piece, tensor: Tensor, outputs: Sequence[Piece], root: int, terms: Terms) -> None:
+    def gather(self, given: Span, tensor: Tensor, outputs: Sequence[Span], root: int, terms: Terms) -> None:
         """Copy every rank's bytes (the same number on all) to the root; ``outputs`` by rank, empty elsewhere."""
         what = describe(f"gather to rank {root}", [tensor.numel()], tensor.dtype)
         if any(piece.num_bytes != given.num_bytes for piece in outputs):
@@ -198,7 +200,7 @@ class Operations:
         kept = [(given.address, outputs[root])] if self._rank == root else []
         self._move(what, terms, 1, sent, taken, kept, given.num_bytes)
 
-    def scatter(self, output: Piece, tensor: Tensor, inputs: Sequence[Piece], root: int, terms: Terms) -> None:
+    def scatter(self, output: Span, tensor: Tensor, inputs: Sequence[Span], root: int, terms: Terms) -> None:
         """Copy the root's piece r to rank r (the same number of bytes for all); ``inputs`` by rank, empty elsewhere."""
         what = describe(f"scatter from rank {root}", [tensor.numel()], tensor.dtype)
         if any(piece.num_bytes != output.num_bytes for piece in inputs):
@@ -217,9 +219,9 @@ class Operations:
         what: bytes,
         terms: Terms,
         num_lanes: int,
-        sent: Sequence[tuple[int, Piece]],
-        taken: Sequence[tuple[int, int, Piece]],
-        kept: Sequence[tuple[int, Piece]],
+        sent: Sequence[tuple[int, Span]],
+        taken: Sequence[tuple[int, int, Span]],
+        kept: Sequence[tuple[int, Span]],
         longest: int,
     ) -> None:
         """Move pieces the small way or the large way."""
@@ -234,9 +236,9 @@ class Operations:
         what: bytes,
         terms: Terms,
         num_lanes: int,
-        sent: Sequence[tuple[int, Piece]],
-        taken: Sequence[tuple[int, int, Piece]],
-        kept: Sequence[tuple[int, Piece]],
+        sent: Sequence[tuple[int, Span]],
+        taken: Sequence[tuple[int, int, Span]],
+        kept: Sequence[tuple[int, Span]],
         longest: int,
     ) -> None:
         window = collectives.one_shot_window(self._link.one_shot, ONE_SHOT_BYTES, num_lanes, longest)
@@ -246,9 +248,9 @@ class Operations:
     def _staged(
         self,
         num_lanes: int,
-        sent: Sequence[tuple[int, Piece]],
-        taken: Sequence[tuple[int, int, Piece]],
-        kept: Sequence[tuple[int, Piece]],
+        sent: Sequence[tuple[int, Span]],
+        taken: Sequence[tuple[int, int, Span]],
+        kept: Sequence[tuple[int, Span]],
         longest: int,
     ) -> None:
         window = self._ring(num_lanes, longest)
@@ -298,7 +300,7 @@ def describe(name: str, counts: Sequence[int], dtype: torch.dtype, how: Combinin
     return cut(text.encode())
 
 
-def _counts(pieces: Sequence[Piece], tensor: Tensor) -> list[int]:
+def _counts(pieces: Sequence[Span], tensor: Tensor) -> list[int]:
     return [piece.num_bytes // tensor.itemsize for piece in pieces]
 
 

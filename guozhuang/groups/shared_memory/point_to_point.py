@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
+import datetime
 import os
 import socket
 import threading
@@ -13,18 +14,20 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.futures import Future
 
 from guozhuang.errors import UsageError, WorldError, explain
 
 from . import messages
-from .control import STATE_OFFSET, State
 from .courier import Courier
-from .meeting import Peers
+from .engine import STATE_OFFSET, RankState
+from .rendezvous import Peers
 from .segments import Segment
 from .transfers import Transfer
 
-__all__ = ["PointToPoint", "Transfer"]
+__all__ = ["PointToPoint", "Transfer", "TransferWork"]
 
 _JOIN_S: Final = 5.0
 
@@ -114,7 +117,7 @@ class PointToPoint:
         with self._starting:
             if self._is_closed or os.getpid() != self._process:
                 raise copy.copy(self._failure) or self._destroyed()
-            if self._state.value == State.BROKEN:
+            if self._state.value == RankState.BROKEN:
                 raise self._broken()
             if self._thread is None:
                 wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -171,3 +174,67 @@ class PointToPoint:
             os.close(self._wake_fd)
             self._wake_fd = -1
         self._courier.end(error)
+
+
+class TransferWork(dist._Work):
+    """The work of a send or a receive.
+
+    Args:
+        transfer: what is under way.
+        tensor: what the user gave.
+        plain: contiguous memory that is sent, or received into.
+        is_receive: copy ``plain`` to ``tensor`` at the end, if it is another.
+    """
+
+    def __init__(self, transfer: Transfer, tensor: Tensor, plain: Tensor, is_receive: bool) -> None:
+        super().__init__()
+        self._transfer, self._tensor, self._plain = transfer, tensor, plain
+        self._copies_back = is_receive and plain is not tensor
+
+    def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
+        """Wait until the tensor was sent or received; ``timeout`` 0 leaves the limit to the group.
+
+        Raises:
+            PeerLost: the other rank is gone or did not come in time.
+            MismatchError: the other rank asked for another size or dtype.
+        """
+        limit_s = timeout.total_seconds()
+        self._transfer.wait(limit_s if limit_s > 0 else None)
+        if self._copies_back:
+            self._copies_back = False
+            self._tensor.detach().copy_(self._plain)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._transfer.is_completed()
+
+    def is_success(self) -> bool:
+        """Whether it has ended well."""
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """What went wrong."""
+        return self._transfer.exception()
+
+    def synchronize(self) -> None:
+        """Wait, as ``wait()`` does."""
+        self.wait()
+
+    def source_rank(self) -> int:
+        """Who sent; -1 as long as nobody has."""
+        source = self._transfer.source_rank
+        return -1 if source is None else source
+
+    _source_rank = source_rank
+
+    def result(self) -> list[Tensor]:
+        """The tensor; waits for it."""
+        self.wait()
+        return [self._tensor]
+
+    def get_future(self) -> Future[list[Tensor]]:
+        """A future of the tensor; it raises what went wrong."""
+        source: Future[None] = Future()
+        self._transfer.when_done(lambda: source.set_result(None))
+        return source.then(lambda _: self.result())

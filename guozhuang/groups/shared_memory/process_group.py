@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import datetime
+import functools
+import json
 import os
+import threading
 import weakref
+from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import arguments, roll_call
-from .calls import CollectiveCalls
-from .other_devices import OtherDevices
-from .point_to_point import PointToPoint
-from .resources import Resources
-from .works import Pending
+from guozhuang.errors import WorldError, explain
+from guozhuang.groups import roll_call
+from guozhuang.groups.gloo import OtherDevices
+from guozhuang.groups.turns import Turns
 
+from . import arguments
+from .arena import Arena
+from .calls import CollectiveCalls
+from .endpoint import Endpoint
+from .engine import MAIN_BYTES, make_engine
+from .operations import Operations
+from .point_to_point import PointToPoint, TransferWork
+from .rendezvous import Peers, meet
+from .segments import Segment
+
+_MOMENT_S: Final = 1.0
 _AT_EXIT_PATIENCE_S = 1.0  # for collectives that nobody waited for, when the interpreter ends
 _SHUTDOWN_PATIENCE_S = 10.0  # the same, when the group is destroyed
 
@@ -45,7 +58,7 @@ class SharedMemoryGroup(CollectiveCalls):
         self._store, self._timeout = store, timeout
         self._process = os.getpid()
         try:
-            self._resources = Resources(store, rank, size, timeout.total_seconds(), num_neighbours or size)
+            self._resources = GroupResources(store, rank, size, timeout.total_seconds(), num_neighbours or size)
         except BaseException as error:
             roll_call.tell_failed(store, "card", rank, error)
             raise
@@ -71,7 +84,7 @@ class SharedMemoryGroup(CollectiveCalls):
             return self._others.group_for(tensor).send([tensor], dst, tag)
         arguments.check([tensor], "send", self._rank)
         plain = arguments.Bytes().plain(tensor)
-        return Pending(self._transfers().send(plain, dst, tag, self._timeout_s), tensor, plain, is_receive=False)
+        return TransferWork(self._transfers().send(plain, dst, tag, self._timeout_s), tensor, plain, is_receive=False)
 
     def recv(self, tensors: list[Tensor] | Tensor, src: int, tag: int = 0) -> dist.Work:
         """Receive a tensor from one rank."""
@@ -88,7 +101,7 @@ class SharedMemoryGroup(CollectiveCalls):
             return other.recv_anysource([tensor], tag) if src is None else other.recv([tensor], src, tag)
         arguments.check([tensor], "recv", self._rank)
         plain = arguments.Bytes().plain(tensor)
-        return Pending(self._transfers().recv(plain, src, tag, self._timeout_s), tensor, plain, is_receive=True)
+        return TransferWork(self._transfers().recv(plain, src, tag, self._timeout_s), tensor, plain, is_receive=True)
 
     def _transfers(self) -> PointToPoint:
         """What sends and receives. Raises what broke the group."""
@@ -166,3 +179,92 @@ class SharedMemoryGroup(CollectiveCalls):
             self._resources.link.leave()
             self._resources.close(_AT_EXIT_PATIENCE_S)
             self._others.abort()
+
+
+class GroupResources:
+    """Segments, sockets, the engine and the thread of one rank's end of a group. Every rank must construct it.
+
+    Args:
+        store: a key-value store of this group alone.
+        rank: this process in the group.
+        size: number of ranks.
+        timeout_s: of meeting the other ranks.
+        num_neighbours: how many ranks the job has on this node.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float, num_neighbours: int) -> None:
+        self._rank, self._size, self._timeout_s = rank, size, timeout_s
+        self._process = os.getpid()
+        mine = {"cores": sorted(os.sched_getaffinity(0)), "neighbours": max(num_neighbours, size)}
+        store.set(f"cores/{rank}", json.dumps(mine))
+        main = Segment.create(MAIN_BYTES, f"guozhuang-{rank}")
+        self._peers: Peers = meet(store, rank, size, timeout_s, main)
+        try:
+            # Every rank has set its words before it came to the meeting.
+            told = [json.loads(each) for each in store.multi_get([f"cores/{peer}" for peer in range(size)])]
+            # Ranks may be bound to different cores, but what programs look like must not differ: all count the same.
+            cores = {core for each in told for core in each["cores"]}
+            self.crowded = max(each["neighbours"] for each in told) > len(cores)
+            controls = [segment.address for segment in self._peers.segments]
+            engine = make_engine(rank, size, controls, self._peers.pidfds)
+            self.arena = Arena(self._peers)
+            self.link = Endpoint(engine, self._peers, self.arena, rank, size)
+            self.operations = Operations(self.link, self.crowded)
+        except BaseException:
+            self._peers.close()
+            raise
+        self.turns = Turns(f"guozhuang-shm-{rank}", rank)
+        self._point_to_point: PointToPoint | None = None
+        self._making = threading.Lock()
+        self._closed = False
+
+    def point_to_point(self) -> PointToPoint:
+        """What sends and receives, made when it is first needed."""
+        with self._making:
+            if self._closed:
+                raise _gone(self._rank)
+            if self._point_to_point is None:
+                self._point_to_point = PointToPoint(
+                    self._peers,
+                    self._peers.segments,
+                    self._rank,
+                    self._size,
+                    self._timeout_s,
+                    failure=lambda: self.link.failure,
+                )
+            return self._point_to_point
+
+    def close(self, patience_s: float) -> None:
+        """Leave the group and give everything back. What still runs after ``patience_s`` seconds keeps its memory.
+
+        Later calls do nothing, as do calls in a process that was forked off: the group is not its own.
+        """
+        if os.getpid() != self._process:
+            return
+        with self._making:
+            if self._closed:
+                return
+            self._closed = True
+        give_back = functools.partial(self._give_back, patience_s)
+        if not self.turns.close_later(_gone(self._rank), give_back):  # unless the last reference went with a job
+            give_back()
+
+    def _give_back(self, patience_s: float) -> None:
+        # Once the group is broken, jobs that wait fail as soon as they begin.
+        quiet = self.turns.close(_gone(self._rank), _MOMENT_S if self.link.failure is not None else patience_s)
+        self.link.leave()
+        if not quiet:  # a call whose peers never came: it ends now, within a slice of its wait
+            quiet = self.turns.close(_gone(self._rank), _MOMENT_S)
+        if self._point_to_point is not None:
+            quiet = self._point_to_point.close() and quiet
+        if quiet:
+            self.arena.close()
+            self._peers.close()
+
+
+def _gone(rank: int) -> WorldError:
+    return WorldError(
+        explain(
+            "this group was destroyed; it takes no more calls", rank=rank, fix="make a new group, or destroy it later"
+        )
+    )

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import torch
 
 
-class Kind(enum.IntEnum):
+class StreamKind(enum.IntEnum):
     """What a stream does with a chunk."""
 
     COPY = 0  # one source to one destination
@@ -79,7 +79,7 @@ class Status(enum.IntEnum):
 Outcome = tuple[int, tuple[int, ...]]  # (Status as int, ranks in ascending order)
 
 
-class Place(NamedTuple):
+class ChunkPlace(NamedTuple):
     """Where the chunks of a stream lie: chunk j at ``base + j * chunk_bytes``, or in a ring of three slots.
 
     Attributes:
@@ -91,7 +91,7 @@ class Place(NamedTuple):
     ring_bytes: int = 0
 
 
-class Stream(NamedTuple):
+class ChunkStream(NamedTuple):
     """One line of work over ``num_bytes``, cut into chunks: in round i it works on chunk ``i - stage``, if there is one.
 
     Attributes:
@@ -110,8 +110,8 @@ class Stream(NamedTuple):
     stage: int
     num_bytes: int
     chunk_bytes: int
-    dsts: tuple[Place, ...]
-    srcs: tuple[Place, ...]
+    dsts: tuple[ChunkPlace, ...]
+    srcs: tuple[ChunkPlace, ...]
     dtype: int = DType.F32
     op: int = Op.SUM
     scale: float = 1.0
@@ -132,7 +132,7 @@ class Program(NamedTuple):
         trailing_barrier: a barrier after the last round too.
     """
 
-    streams: tuple[Stream, ...] = ()
+    streams: tuple[ChunkStream, ...] = ()
     num_rounds: int | None = None
     trailing_barrier: bool = False
 

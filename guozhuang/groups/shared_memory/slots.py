@@ -7,7 +7,7 @@ them, the next half of what is left. Two are enough to copy in and out at the sa
 
 from __future__ import annotations
 
-from .control import NUM_SLOTS
+from .engine import NUM_SLOTS
 
 
 class Slots:

@@ -8,16 +8,12 @@ itself is exact either way.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Final
 
-from . import engine
-from .program import ELEMENT_BYTES, Op
-
 try:
     from . import _sparse
-except ImportError:  # it was not built: the twin does the work
+except ImportError:  # it was not built, so there are no shared-memory groups either
     _sparse = None  # type: ignore[assignment]
 
 PAGE_BYTES: Final = 4096
@@ -26,34 +22,18 @@ PAGE_BYTES: Final = 4096
 Piece = tuple[int, int, int, int]
 
 
-def take(pieces: Sequence[Piece], *, native: bool = True) -> None:
+def take(pieces: Sequence[Piece]) -> None:
     """Copy memory into buffers, without the GIL, but for whole pages of zeros: they are only marked as such.
 
     Marks of pages that a piece covers in part become 1. A page that held something and becomes zero is cleared.
 
     Args:
         pieces: what to copy.
-        native: use the C function where it was built.
     """
-    if _sparse is not None and native:
-        _sparse.take(pieces)
-        return
-    for dst, src, num_bytes, marks in pieces:
-        engine.copy(dst, src, num_bytes)
-        if marks and num_bytes:
-            ctypes.memset(marks, 1, num_pages(dst, num_bytes))
+    _sparse.take(pieces)
 
 
-def add(
-    dst: int,
-    srcs: tuple[int, ...],
-    marks: tuple[int, ...],
-    num_bytes: int,
-    dtype: int,
-    scale: float,
-    *,
-    native: bool = True,
-) -> None:
+def add(dst: int, srcs: tuple[int, ...], marks: tuple[int, ...], num_bytes: int, dtype: int, scale: float) -> None:
     """Write ``scale`` times the sum of all sources, in their order, to ``dst``; without the GIL.
 
     float16 and bfloat16 are added and scaled in float32, and rounded once.
@@ -65,12 +45,8 @@ def add(
         num_bytes: of one source; whole elements.
         dtype: a ``program.DType`` of floating point.
         scale: factor.
-        native: use the C function where it was built.
     """
-    if _sparse is not None and native:
-        _sparse.add(dst, srcs, marks, num_bytes, dtype, scale)
-    else:
-        engine.reduce([dst], srcs, num_bytes // ELEMENT_BYTES[dtype], dtype, Op.SUM, scale)
+    _sparse.add(dst, srcs, marks, num_bytes, dtype, scale)
 
 
 def num_pages(address: int, num_bytes: int) -> int:

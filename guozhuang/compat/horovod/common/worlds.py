@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from guozhuang.errors import WorldError, explain
-from guozhuang.groups.agreement import Notices
+from guozhuang.groups.agreement import StepNotices
 from guozhuang.groups.subgroups import timeout_s
 
 
@@ -24,7 +24,7 @@ def compare(group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
         ValueError: two processes gave worlds that overlap and are not the same; on all that wait.
         WorldError: a process did not come within the time-out of the group.
     """
-    notices, rank = Notices(group, "horovod/worlds"), group.rank()
+    notices, rank = StepNotices(group, "horovod/worlds"), group.rank()
     notices.leave(0, json.dumps(list(ranks)))
     if len(ranks) == group.size():
         return

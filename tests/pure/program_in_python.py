@@ -1,4 +1,4 @@
-"""What a round of a program does, with torch operations: the twin of _program.c and _reduce.c."""
+"""What a round of a program does, with torch operations: the oracle that tests hold _program.c and _reduce.c against."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .program import ELEMENT_BYTES, TORCH_DTYPES, DType, Kind, Op, Place, Program, Stream
+from guozhuang.groups.shared_memory.program import (
+    ELEMENT_BYTES,
+    TORCH_DTYPES,
+    ChunkPlace,
+    ChunkStream,
+    DType,
+    Op,
+    Program,
+    StreamKind,
+)
 
 _RING_SLOTS = 3
 _BLOCK_BYTES = 256 * 1024  # of one place: several fit in the second-level cache
@@ -24,12 +33,12 @@ def check(program: Program) -> None:
         raise ValueError("num_rounds is less than the streams need")
 
 
-def _check_stream(stream: Stream) -> None:
-    if stream.kind not in (Kind.COPY, Kind.REDUCE):
+def _check_stream(stream: ChunkStream) -> None:
+    if stream.kind not in (StreamKind.COPY, StreamKind.REDUCE):
         raise ValueError("no such kind of stream")
     if stream.stage < 0 or stream.num_bytes < 0 or stream.chunk_bytes <= 0:
         raise ValueError("stage and num_bytes must not be negative, chunk_bytes must be positive")
-    is_reduce = stream.kind == Kind.REDUCE
+    is_reduce = stream.kind == StreamKind.REDUCE
     if not stream.dsts or not stream.srcs or (not is_reduce and (len(stream.dsts) > 1 or len(stream.srcs) > 1)):
         raise ValueError("a copy has one dst and one src, a reduction at least one of each")
     element_bytes = 1
@@ -55,11 +64,11 @@ def work(program: Program, round_number: int) -> None:
             _work_on_chunk(stream, chunk)
 
 
-def _work_on_chunk(stream: Stream, chunk: int) -> None:
+def _work_on_chunk(stream: ChunkStream, chunk: int) -> None:
     num_bytes = min(stream.chunk_bytes, stream.num_bytes - chunk * stream.chunk_bytes)
     dsts = [_address(place, stream, chunk) for place in stream.dsts]
     srcs = [_address(place, stream, chunk) for place in stream.srcs]
-    if stream.kind == Kind.COPY:
+    if stream.kind == StreamKind.COPY:
         copy(dsts[0], srcs[0], num_bytes)
         return
     dtype = DType(stream.dtype)
@@ -72,7 +81,7 @@ def _work_on_chunk(stream: Stream, chunk: int) -> None:
     )
 
 
-def _address(place: Place, stream: Stream, chunk: int) -> int:
+def _address(place: ChunkPlace, stream: ChunkStream, chunk: int) -> int:
     if place.ring_bytes:
         return place.base + chunk % _RING_SLOTS * place.ring_bytes
     return place.base + chunk * stream.chunk_bytes

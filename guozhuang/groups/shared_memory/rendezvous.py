@@ -32,8 +32,8 @@ import torch.distributed as dist
 
 from guozhuang.errors import PeerLost, WorldError, explain
 
-from . import roll_call
-from .control import STATE_OFFSET, State
+from .. import roll_call
+from .engine import STATE_OFFSET, RankState
 from .peers import Peers, ended_events
 from .segments import Segment
 
@@ -96,7 +96,7 @@ def meet(store: dist.Store, rank: int, size: int, timeout_s: float, main: Segmen
     """
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(main.close)
-        meeting = _Meeting(rank, size, timeout_s, main)
+        meeting = _MeshSetup(rank, size, timeout_s, main)
         on_failure.callback(meeting.close)
         on_failure.callback(_tell_broken, main)  # the first to run, while it is mapped
         peers = meeting.hold(store)
@@ -108,10 +108,10 @@ def meet(store: dist.Store, rank: int, size: int, timeout_s: float, main: Segmen
 
 def _tell_broken(main: Segment) -> None:
     """Say to peers that have mapped it already that this rank will not come."""
-    ctypes.c_uint32.from_address(main.address + STATE_OFFSET).value = State.BROKEN
+    ctypes.c_uint32.from_address(main.address + STATE_OFFSET).value = RankState.BROKEN
 
 
-class _Meeting:
+class _MeshSetup:
     """The state of one rank while it meets the others."""
 
     def __init__(self, rank: int, size: int, timeout_s: float, main: Segment) -> None:

@@ -43,12 +43,10 @@ from torch.futures import Future
 
 from guozhuang.errors import UsageError, WorldError, explain
 
-from .point_to_point import Transfer
-
 Job = Callable[[], object]
 
 
-class Done(dist._Work):
+class DoneWork(dist._Work):
     """The work of a call that ended before it returned."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -84,7 +82,7 @@ class Done(dist._Work):
         return future
 
 
-class Queued(dist._Work):
+class QueuedWork(dist._Work):
     """The work of a call that was handed to the group's thread.
 
     Args:
@@ -260,7 +258,7 @@ class Turns:
         self._running = threading.Lock()
         self._runner = 0  # the thread that has `_running`
         self._num_waiting = 0
-        self._jobs: SimpleQueue[Queued | None] = SimpleQueue()
+        self._jobs: SimpleQueue[QueuedWork | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed: BaseException | None = None
         self._last: Callable[[], None] | None = None
@@ -276,7 +274,7 @@ class Turns:
             if inline:
                 self._runner = threading.get_ident()
                 job()
-                return Done(tensors)
+                return DoneWork(tensors)
         finally:
             if inline:
                 self._runner = 0
@@ -286,11 +284,11 @@ class Turns:
         work.wait()
         return work
 
-    def later(self, job: Job, tensors: Sequence[Tensor], what: str) -> Queued:
+    def later(self, job: Job, tensors: Sequence[Tensor], what: str) -> QueuedWork:
         """Hand a job to the group's thread."""
         if os.getpid() != self._process:
             self._refuse_fork(what)
-        work = Queued(job, tensors, what, self)
+        work = QueuedWork(job, tensors, what, self)
         with self._order:
             if self._closed is not None:
                 raise self._closed
@@ -364,67 +362,3 @@ def take_timeout(options: Any) -> float | None:
     """The time-out of one call in seconds, or None where the options leave it to the group."""
     limit: datetime.timedelta = options.timeout
     return limit.total_seconds() if limit.days >= 0 else None
-
-
-class Pending(dist._Work):
-    """The work of a send or a receive.
-
-    Args:
-        transfer: what is under way.
-        tensor: what the user gave.
-        plain: contiguous memory that is sent, or received into.
-        is_receive: copy ``plain`` to ``tensor`` at the end, if it is another.
-    """
-
-    def __init__(self, transfer: Transfer, tensor: Tensor, plain: Tensor, is_receive: bool) -> None:
-        super().__init__()
-        self._transfer, self._tensor, self._plain = transfer, tensor, plain
-        self._copies_back = is_receive and plain is not tensor
-
-    def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
-        """Wait until the tensor was sent or received; ``timeout`` 0 leaves the limit to the group.
-
-        Raises:
-            PeerLost: the other rank is gone or did not come in time.
-            MismatchError: the other rank asked for another size or dtype.
-        """
-        limit_s = timeout.total_seconds()
-        self._transfer.wait(limit_s if limit_s > 0 else None)
-        if self._copies_back:
-            self._copies_back = False
-            self._tensor.detach().copy_(self._plain)
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
-        return self._transfer.is_completed()
-
-    def is_success(self) -> bool:
-        """Whether it has ended well."""
-        return self.is_completed() and self.exception() is None
-
-    def exception(self) -> BaseException | None:
-        """What went wrong."""
-        return self._transfer.exception()
-
-    def synchronize(self) -> None:
-        """Wait, as ``wait()`` does."""
-        self.wait()
-
-    def source_rank(self) -> int:
-        """Who sent; -1 as long as nobody has."""
-        source = self._transfer.source_rank
-        return -1 if source is None else source
-
-    _source_rank = source_rank
-
-    def result(self) -> list[Tensor]:
-        """The tensor; waits for it."""
-        self.wait()
-        return [self._tensor]
-
-    def get_future(self) -> Future[list[Tensor]]:
-        """A future of the tensor; it raises what went wrong."""
-        source: Future[None] = Future()
-        self._transfer.when_done(lambda: source.set_result(None))
-        return source.then(lambda _: self.result())

@@ -17,18 +17,18 @@ from torch import Tensor
 from guozhuang.errors import MismatchError, PeerLost, UsageError, WorldError, explain, rank_table
 
 from .arena import Arena
-from .control import (
+from .engine import (
     DESCRIPTOR_BYTES,
     NUM_ONE_SHOT_AREAS,
     ONE_SHOT_BYTES,
     ONE_SHOT_OFFSET,
     RING_BYTES,
     RING_OFFSET,
-    State,
+    Engine,
+    RankState,
 )
-from .engine import Engine
-from .meeting import Peers
 from .program import Program, Status
+from .rendezvous import Peers
 
 MEETING: Final = Program(trailing_barrier=True)  # one barrier, to compare what ranks ask for before anything moves
 # Of programs, about; one may be some hundred bytes or, of many ranks, many kilobytes.
@@ -37,8 +37,8 @@ Terms = tuple[float, int]  # time-out in seconds, how long to look before sleepi
 _PLACE: Final = struct.Struct("<Bqq")  # what a rank tells of its tensor: whether peers see it, segment, offset in bytes
 
 
-class Link:
-    """Runs collectives of one rank. One at a time: the caller sees to that (works.py).
+class Endpoint:
+    """Runs collectives of one rank. One at a time: the caller sees to that (turns.py).
 
     Args:
         engine: over the control pages.
@@ -213,12 +213,12 @@ class Link:
             self.failure = WorldError(text)
         cause = f"lost rank {error.rank}" if isinstance(error, PeerLost) else f"met {type(error).__name__}"
         self._engine.set_doing(f"{cause} in {what}".encode())
-        self._engine.set_state(State.BROKEN)
+        self._engine.set_state(RankState.BROKEN)
 
     def leave(self) -> None:
         """Tell the peers that this rank will not come any more."""
-        if self._engine.state_of(self.rank) == State.ALIVE:
-            self._engine.set_state(State.LEFT)
+        if self._engine.state_of(self.rank) == RankState.ALIVE:
+            self._engine.set_state(RankState.LEFT)
 
     def raise_failure(self) -> NoReturn:
         """Raise what broke the group, afresh."""
