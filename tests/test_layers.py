@@ -14,8 +14,8 @@ PACKAGE = ROOT / "guozhuang"
 # From the ground up. A file imports from floors below its own, and from its own package. Where one part of a floor of the
 # design stands on another part of it, they are two rows here.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors",),
-    ("timeline", "net", "watch"),
+    ("errors", "units"),
+    ("timeline", "records", "net", "watch"),
     ("world", "data"),
     ("groups", "gradients.buckets", "weights.flat"),
     ("exchange", "sync_batch_norm"),

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from guozhuang.check.results import Facts
 from guozhuang.errors import UsageError, WorldError, explain
-from guozhuang.lab.files import build
 from guozhuang.net import waiting
+from guozhuang.records import build
 from guozhuang.world import session
 from guozhuang.world.identity import Identity
 

@@ -16,7 +16,7 @@ from guozhuang.check.rank import DEFAULT_TIMEOUT_S, take_part, taken_over
 from guozhuang.check.results import Absence, Results, exit_code, from_json, to_json
 from guozhuang.check.verdict import judge
 from guozhuang.errors import UsageError, explain
-from guozhuang.lab.interruption import ended_by_signals
+from guozhuang.lab.runs import ended_by_signals
 from guozhuang.launch.hosts import placement as hosts
 from guozhuang.launch.hosts import ssh
 from guozhuang.world import session, slurm

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from guozhuang import units
 from guozhuang.check.wire import Line, answer, call
-from guozhuang.lab import units
 
 #: A pair that takes longer is given up.
 PAIR_LIMIT_S = 6.0

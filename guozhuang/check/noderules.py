@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from guozhuang import units
 from guozhuang.check.results import Facts, Finding, Results
 from guozhuang.check.words import listed, ranks_text
-from guozhuang.lab import units
 
 #: A DataLoader worker hands batches over through /dev/shm; containers give 64 MiB unless asked.
 SMALL_SHM_BYTES, SCANT_SHM_BYTES = 320 << 20, 1 << 30

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from guozhuang.errors import UsageError, explain
-from guozhuang.lab.files import build
+from guozhuang.records import build
 
 #: Grows when a field changes its meaning or goes; new fields may come without.
 SCHEMA_VERSION = 1

@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from guozhuang import units
 from guozhuang.check.results import SOURCE, Facts, Finding, Interface, Link, Results, exit_code
 from guozhuang.check.verdict import differing, headline
 from guozhuang.check.words import card_speed, listed, ranks_text, short_time, speed
-from guozhuang.lab import units
 
 if TYPE_CHECKING:
     from rich.console import Console

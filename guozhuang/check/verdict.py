@@ -10,10 +10,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from guozhuang import units
 from guozhuang.check import linkrules, netrules, noderules
 from guozhuang.check.results import LEVELS, OTHER_VERSION, SOURCE, Absence, Facts, Finding, Results
 from guozhuang.check.words import listed, ranks_text
-from guozhuang.lab import units
 
 MAX_CLOCK_OFFSET_S = 0.5
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from guozhuang.lab import units
+from guozhuang import units
 
 _MOST = 6
 

@@ -12,13 +12,10 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from guozhuang import strategies, timeline
-from guozhuang.lab import units
+from guozhuang import strategies, timeline, units
 from guozhuang.lab.contender import Contender
-from guozhuang.lab.exactness import difference
-from guozhuang.lab.files import to_json
-from guozhuang.lab.interruption import ended_by_signals
 from guozhuang.lab.machine import busy_share, describe
+from guozhuang.lab.measure import difference
 from guozhuang.lab.plan import Plan, add_arguments, notes_of, plan_of
 from guozhuang.lab.progress import Reporter
 from guozhuang.lab.results import (
@@ -29,8 +26,9 @@ from guozhuang.lab.results import (
     Round,
     Row,
     summarize_round,
+    to_json,
 )
-from guozhuang.lab.runs import execute, new_folder
+from guozhuang.lab.runs import ended_by_signals, execute, new_folder
 from guozhuang.lab.verdict import judge, short
 from guozhuang.lab.worker import RunSpec
 from guozhuang.world.cores import usable_cores

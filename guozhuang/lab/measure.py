@@ -1,4 +1,4 @@
-"""Clocks, bytes and memory of one process; nothing here communicates.
+"""Clocks, bytes and memory of one process, and how far two sets of weights are apart; nothing here communicates.
 
 Times on the CPU come from ``time.perf_counter``. On CUDA, where a call only launches work, they come from events that
 the device records as it reaches them: reading them later costs no synchronization inside the measured steps.
@@ -7,6 +7,7 @@ the device records as it reaches them: reading them later costs no synchronizati
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import resource
 import socket
@@ -19,6 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+
+from guozhuang.lab.results import Difference
 
 # struct tcp_info of the kernel's header linux/tcp.h; its fields never move, new ones are appended.
 _NOTSENT_OFFSET = 144  # u32 tcpi_notsent_bytes: accepted from the process, not yet sent
@@ -167,6 +170,38 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
         plain = tensor.detach().cpu().contiguous()
         found.update(plain.flatten().view(torch.uint8).numpy().data)
     return found.hexdigest()
+
+
+def difference(reference: Path, other: Path) -> Difference:
+    """Compare two files of ``torch.save({name: tensor})``.
+
+    Args:
+        reference: the weights to compare with.
+        other: weights of the same names and shapes.
+    """
+    expected = torch.load(reference, weights_only=True)
+    found = torch.load(other, weights_only=True)
+    assert expected.keys() == found.keys(), "both runs trained the same model"
+    largest, tensor, relative, squares, norm_squares = 0.0, "", 0.0, 0.0, 0.0
+    for name, weight in expected.items():
+        wide = torch.complex128 if weight.is_complex() else torch.float64
+        weight = weight.to(wide)
+        apart = (found[name].to(wide) - weight).abs()
+        if apart.numel() == 0:
+            continue
+        here = _number(apart.max())
+        if not tensor or not here <= largest:  # "not <=" also lets a NaN through, and it then stays
+            largest, tensor = (here, name) if not math.isnan(largest) else (largest, tensor)
+        scale = _number(weight.abs().max())
+        relative = max(relative, here / scale if scale > 0 else (0.0 if here == 0 else math.inf))
+        squares += _number((apart**2).sum())
+        norm_squares += _number((weight.abs() ** 2).sum())
+    distance = math.sqrt(squares / norm_squares) if norm_squares > 0 else (0.0 if squares == 0 else math.inf)
+    return Difference(largest, tensor, relative, distance)
+
+
+def _number(value: torch.Tensor) -> float:
+    return float(value.item())
 
 
 def _kib_field(path: Path, key: str) -> int | None:

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from guozhuang import strategies, workloads
+from guozhuang import strategies, units, workloads
 from guozhuang.errors import UsageError, explain
-from guozhuang.lab import units
 from guozhuang.lab.contender import Contender, contenders
 from guozhuang.lab.results import Settings
 from guozhuang.world.cores import usable_cores

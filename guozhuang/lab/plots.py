@@ -98,7 +98,7 @@ def _inline(name: str, svg: str) -> str:
 
 
 def _speed(rows: list[Row], chosen: Mapping[str, str], axes: Any) -> None:
-    from guozhuang.lab import units
+    from guozhuang import units
 
     places = range(len(rows))
     medians = [row.samples_per_s for row in rows]

@@ -6,7 +6,7 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from guozhuang.lab import units
+from guozhuang import units
 
 if TYPE_CHECKING:
     from rich.console import Console

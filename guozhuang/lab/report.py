@@ -6,10 +6,11 @@ import re
 from importlib import resources
 from pathlib import Path
 
-from guozhuang.lab import plots, units
-from guozhuang.lab.files import to_json, write_bytes, write_text
-from guozhuang.lab.results import FINAL_LOSS_STEPS, Results
+from guozhuang import units
+from guozhuang.lab import plots
+from guozhuang.lab.results import FINAL_LOSS_STEPS, Results, to_json
 from guozhuang.lab.verdict import Verdict, judge
+from guozhuang.records import write_bytes, write_text
 
 
 def write(results: Results, folder: Path) -> Path:

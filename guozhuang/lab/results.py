@@ -1,11 +1,15 @@
-"""What a comparison found: the numbers, and how they are summed up."""
+"""What a comparison found: the numbers, how they are summed up, and their form as ``results.json``."""
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from guozhuang.errors import UsageError, explain
+from guozhuang.records import build, plain
 
 SCHEMA_VERSION = 1
 
@@ -341,3 +345,56 @@ def summarize_round(number: int, ranks: Iterable[RankRecord]) -> Round:
     no_exchange = any(r.phases.exchange_s is None for r in records)
     phases = Phases(data_s, forward_s, backward_s, None if no_exchange else exchange_s, optimizer_s)
     return Round(number, num_samples / max(r.elapsed_s for r in records), phases, records)
+
+
+def to_json(results: Results) -> str:
+    """Return the text of ``results.json``: every record, and under each row the values the report shows.
+
+    A number that JSON does not know stands there as text: ``"nan"``, ``"inf"``.
+    """
+    document = asdict(results)
+    for row, out in zip(results.rows, document["rows"], strict=True):
+        out["derived"] = _derived(results, row) if row.ok else None
+    return json.dumps(plain(document), indent=1, allow_nan=False)
+
+
+def from_json(text: str) -> Results:
+    """Rebuild what :func:`to_json` wrote; derived values are computed again, not read.
+
+    Raises:
+        UsageError: the text is no such document or of another schema.
+    """
+    try:
+        document = json.loads(text)
+        version = document["schema_version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(explain(f"this is no results.json: {error}")) from error
+    if version != SCHEMA_VERSION:
+        raise UsageError(
+            explain(
+                "results.json is of another version", value=version, fix="run the comparison again with this version"
+            )
+        )
+    try:
+        return build(Results, document)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(explain(f"results.json is not complete: {error!r}")) from error
+
+
+def _derived(results: Results, row: Row) -> dict[str, Any]:
+    return {
+        "samples_per_s": {"median": row.samples_per_s, "min": row.slowest, "max": row.fastest},
+        "epoch_s": results.epoch_s(row),
+        "speedup_over_single": results.ratio(row, "single"),
+        "speedup_over_torch_ddp": results.ratio(row, "torch-ddp"),
+        "efficiency_against_none": results.ratio(row, "none"),
+        "step": asdict(row.phases),
+        "sent_bytes_per_rank_and_step": row.sent_bytes_per_step,
+        "peak_rank_bytes": row.peak_rank_bytes,
+        "peak_device_bytes": row.peak_device_bytes,
+        "machine_bytes": row.machine_bytes,
+        "main_share": row.main_share,
+        "final_loss": row.final_loss,
+        "metrics": dict(row.metrics),
+        "ranks_identical": row.ranks_identical,
+    }

@@ -11,20 +11,37 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 
 from guozhuang import strategies
-from guozhuang.lab.files import build, write_text
 from guozhuang.lab.results import Failure, RankRecord
 from guozhuang.lab.worker import RunSpec
+from guozhuang.records import build, write_text
 
 _GRACE_S = 5.0  # between asking processes to end and ending them
 _LOOK_S = 0.5  # between two looks at a running run: rare, because the looks take time from what is measured
 _CAUSE_CHARACTERS = 1500
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end a command as Ctrl-C does: what it started is ended first."""
+
+    def interrupt(number: int, frame: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    kinds: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(kind, interrupt) for kind in kinds]
+    try:
+        yield
+    finally:
+        for kind, handler in zip(kinds, before, strict=True):
+            signal.signal(kind, handler)
 
 
 def execute(spec: RunSpec, log: Path, tick: Callable[[int], None]) -> tuple[RankRecord, ...] | Failure:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from guozhuang.lab import units
+from guozhuang import units
 from guozhuang.lab.results import Results, Row
 from guozhuang.lab.verdict import Verdict, short
 

@@ -18,7 +18,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from guozhuang.lab import units
+from guozhuang import units
 from guozhuang.lab.results import PHASES, Results, Row
 
 TIE = 0.10

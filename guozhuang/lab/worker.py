@@ -28,8 +28,8 @@ from guozhuang.data_parallel import DataParallel
 from guozhuang.distributed import DistributedDataParallel
 from guozhuang.errors import UsageError, explain
 from guozhuang.lab import measure
-from guozhuang.lab.files import build, write_text
 from guozhuang.lab.results import Phases, RankRecord
+from guozhuang.records import build, write_text
 from guozhuang.sharding.whole import full_weights, is_divided, load_whole
 from guozhuang.timeline import Timeline
 from guozhuang.workloads import Workload, load

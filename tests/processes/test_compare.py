@@ -14,8 +14,7 @@ import psutil
 import pytest
 
 from guozhuang.lab import compare
-from guozhuang.lab.files import from_json
-from guozhuang.lab.results import Results
+from guozhuang.lab.results import Results, from_json
 from guozhuang.lab.verdict import judge
 
 TINY = "tests.processes.tiny_workload:make"

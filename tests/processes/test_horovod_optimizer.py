@@ -18,7 +18,7 @@ import guozhuang as gz
 import guozhuang.compat.horovod.torch as hvd
 from guozhuang.exchange.adasum import factors
 from guozhuang.lab import compare
-from guozhuang.lab.files import from_json
+from guozhuang.lab.results import from_json
 from tests.ranks import run_ranks
 
 from .horovod_programs import run_programs

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from guozhuang.errors import UsageError
 from guozhuang.lab import compare
-from guozhuang.lab.files import from_json
+from guozhuang.lab.results import from_json
 from guozhuang.sharding import clip_grad_norm_
 from guozhuang.sharding.fully import shard_fully
 from guozhuang.sharding.whole import full_weights, is_divided

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from guozhuang.lab.exactness import difference
+from guozhuang.lab.measure import difference
 from guozhuang.lab.results import Difference
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from guozhuang.lab import plots, report, table, units
-from guozhuang.lab.files import from_json
-from guozhuang.lab.results import Failure
+from guozhuang import units
+from guozhuang.lab import plots, report, table
+from guozhuang.lab.results import Failure, from_json
 from guozhuang.lab.verdict import judge
 from tests.pure.made_up import comparison, row, usual
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from guozhuang.errors import UsageError
-from guozhuang.lab.files import from_json, to_json, write_text
-from guozhuang.lab.results import FINAL_LOSS_STEPS, summarize_round
+from guozhuang.lab.results import FINAL_LOSS_STEPS, from_json, summarize_round, to_json
+from guozhuang.records import write_text
 from tests.pure.made_up import comparison, record, row, usual
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from guozhuang.lab import compare
-from guozhuang.lab.files import from_json
-from guozhuang.lab.results import Failure, RankRecord, Results
+from guozhuang.lab.results import Failure, RankRecord, Results, from_json
 from guozhuang.lab.worker import RunSpec
 from tests.pure.made_up import record
 

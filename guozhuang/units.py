@@ -1,4 +1,4 @@
-"""How the lab writes numbers: one form per kind, the same in the terminal and in the report."""
+"""How numbers are written for people: one form per kind, the same in the terminal and in the report."""
 
 from __future__ import annotations
 

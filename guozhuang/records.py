@@ -1,0 +1,66 @@
+"""Records, which are frozen dataclasses, as JSON and back; files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import math
+import os
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def plain(value: Any, not_finite: Callable[[float], Any] = str) -> Any:
+    """Return nested dictionaries and lists in which ``not_finite`` has replaced the numbers that JSON does not know.
+
+    Args:
+        value: what ``dataclasses.asdict`` returned.
+        not_finite: given ``nan`` and ``inf``; the default makes text of them, which :func:`build` reads back.
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        return not_finite(value)
+    if isinstance(value, dict):
+        return {key: plain(item, not_finite) for key, item in value.items()}
+    return [plain(item, not_finite) for item in value] if isinstance(value, list | tuple) else value
+
+
+def build(cls: type[T], values: Mapping[str, Any]) -> T:
+    """Rebuild a dataclass from what ``dataclasses.asdict`` and JSON made of it; unknown keys are left out."""
+    hints = typing.get_type_hints(cls)
+    known = {f.name: _value(hints[f.name], values[f.name]) for f in fields(cls) if f.name in values}  # type: ignore[arg-type]
+    return cls(**known)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _value(hint: Any, value: Any) -> Any:
+    if value is None:
+        return None
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        inner = [h for h in typing.get_args(hint) if h is not type(None)]
+        return _value(inner[0], value) if len(inner) == 1 else value
+    if origin is tuple:
+        return tuple(_value(typing.get_args(hint)[0], item) for item in value)
+    if origin is dict:
+        return {key: _value(typing.get_args(hint)[1], item) for key, item in value.items()}
+    if isinstance(hint, type) and is_dataclass(hint):
+        return build(hint, value)
+    return float(value) if hint is float else value
