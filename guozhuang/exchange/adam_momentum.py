@@ -18,11 +18,14 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from ..errors import UsageError, explain
 from ..gradients.buckets import Bucket
-from .base import GradientExchange, Work
+from .around import AroundGradients
+from .base import Work, check_saved
 from .compressed import Compressed, CompressedState
+from .numbers import check_floating_point
 
 
 class HasMomenta(Protocol):
@@ -51,7 +54,7 @@ class MomentumState:
 
 
 @dataclass(frozen=True)
-class AdamMomentum(GradientExchange[MomentumState]):
+class AdamMomentum(AroundGradients[MomentumState], inner="compressed"):
     """Exchanges momentum in place of gradients; what each rank gets are gradients.
 
     Args:
@@ -70,38 +73,31 @@ class AdamMomentum(GradientExchange[MomentumState]):
             what = "momentum is Adam's here, and the code has another one"
             raise UsageError(explain(what, value=self.compressed.momentum, fix="leave the momentum of Compressed out"))
 
+    @override
+    def inner_state(self, state: MomentumState) -> CompressedState:
+        return state.compressed
+
+    @override
     def prepare(
         self, buckets: Sequence[Bucket], group: dist.ProcessGroup, before: MomentumState | None = None
     ) -> MomentumState:
-        """Prepare the code. Every rank must call.
-
-        Raises:
-            UsageError: gradients that are no real floating-point numbers.
-        """
-        for bucket in buckets:
-            if not bucket.flat.is_floating_point():
-                what = f"Adam's momentum is exchanged for real floating-point gradients, not {bucket.flat.dtype}"
-                raise UsageError(explain(what, value=bucket.names[0], fix="exchange such a model with ddp"))
+        check_floating_point(buckets, "an exchange of Adam's momentum", takes_complex=False)
         was = (None, False) if before is None else (before.compressed, before.was_scaled)
         return MomentumState(self.compressed.prepare(buckets, group, was[0]), was[1])
 
+    @override
     def state_dict(self, state: MomentumState) -> dict[str, Any]:
-        """Return that of the code, and whether there is a scale. Momentum is in the optimizer's state. Every rank must call."""
+        """Return the state of the code, and whether there is a scale. Momentum is in the optimizer's state."""
         is_scaled = state.was_scaled or self.optimizer.grad_scaler is not None
-        return {"compressed": self.compressed.state_dict(state.compressed), "is_scaled": is_scaled}
+        return {"compressed": super().state_dict(state), "is_scaled": is_scaled}
 
+    @override
     def load_state_dict(self, state: MomentumState, saved: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` returned.
-
-        Raises:
-            UsageError: it was saved by another exchange.
-        """
-        if saved.keys() != {"compressed", "is_scaled"}:
-            what = "the checkpoint holds no state of an exchange of Adam's momentum"
-            raise UsageError(explain(what, value=sorted(saved), fix="choose the exchange that it was saved with"))
-        self.compressed.load_state_dict(state.compressed, saved["compressed"])
+        check_saved(saved, {"compressed", "is_scaled"}, "an exchange of Adam's momentum")
+        super().load_state_dict(state, saved["compressed"])
         state.was_scaled = bool(saved["is_scaled"])
 
+    @override
     def start(self, bucket: Bucket, state: MomentumState, step: int) -> Work:
         """Hand the bucket to a lane, with the momenta as they are now.
 
@@ -115,10 +111,6 @@ class AdamMomentum(GradientExchange[MomentumState]):
             raise UsageError(explain(what, rank=state.compressed.group.rank(), fix=fix))
         around = _Momenta(bucket, optimizer.momenta(bucket.parameters), optimizer.loss_scale())
         return self.compressed.start_around(bucket, state.compressed, step, around)
-
-    def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> int:
-        """Return that of the code."""
-        return self.compressed.traffic(num_elements, element_bytes, world_size)
 
 
 class _Momenta:

@@ -24,13 +24,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
-from ..errors import UsageError, explain
+from ..errors import explain
 from ..gradients.buckets import Bucket
 from ..world import versions
 from .base import Done, GradientExchange, Work
 from .lane import Lane
-from .numbers import is_finite, num_numbers, numbers, where_not_finite
+from .numbers import check_floating_point, is_finite, num_numbers, numbers, where_not_finite
 
 _NUM_LANES = 2  # one computes while the other sends
 _NUM_COLUMNS = 1 << 18  # that are seen as float64 at a time
@@ -69,25 +70,20 @@ class Adasum(GradientExchange[AdasumState]):
     """The adaptive sum, by parameter. A step is as long as one rank's or longer, up to n times: keep the rate of one rank."""
 
     @property
+    @override
     def averages(self) -> bool:
-        """No: ranks without data, whose gradients are zeros, change nothing."""
+        """False: ranks without data, whose gradients are zeros, change nothing."""
         return False
 
+    @override
     def prepare(
         self, buckets: Sequence[Bucket], group: dist.ProcessGroup, before: AdasumState | None = None
     ) -> AdasumState:
-        """Allocate rows. Every rank must call.
-
-        Raises:
-            UsageError: gradients that are no floating-point or complex numbers.
-        """
+        check_floating_point(buckets, "Adasum")
         size, rank = group.size(), group.rank()
         lanes = before.lanes if before is not None else [Lane(group) for _ in range(_NUM_LANES if size > 1 else 0)]
         rows = {}
         for bucket in buckets:
-            if not (bucket.flat.is_floating_point() or bucket.flat.is_complex()):
-                what = f"Adasum takes floating-point gradients, not {bucket.flat.dtype}"
-                raise UsageError(explain(what, value=bucket.names[0], fix="exchange such a model with ddp"))
             length = -(-num_numbers(bucket) // size)
             sent = torch.zeros(size, length, dtype=numbers(bucket).dtype, device=bucket.flat.device)
             pieces, begin = [], -rank * length
@@ -99,8 +95,8 @@ class Adasum(GradientExchange[AdasumState]):
             rows[bucket.index] = _Rows(sent, torch.empty_like(sent), pieces)
         return AdasumState(group, lanes, rows)
 
+    @override
     def start(self, bucket: Bucket, state: AdasumState, step: int) -> Work:
-        """Hand the bucket to a lane."""
         if state.group.size() == 1 or not bucket.flat.numel():
             return Done()
         lane = state.lanes[bucket.index % len(state.lanes)]
@@ -131,6 +127,7 @@ class Adasum(GradientExchange[AdasumState]):
         versions.all_gather_single(rows.got.view(-1), own, group=group)
         flat.copy_(rows.got.view(-1)[: flat.numel()])
 
+    @override
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> int:
         """Return the bytes of one bucket that holds one parameter of so many elements; each further one adds a Gram matrix."""
         row_bytes = -(-num_elements // world_size) * element_bytes

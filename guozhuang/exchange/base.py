@@ -7,7 +7,7 @@ caller keeps. One method object therefore serves any number of models, and a che
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -103,3 +103,19 @@ class GradientExchange(ABC, Generic[State]):
     @abstractmethod
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> int | None:
         """Return the bytes that one rank sends per step for that many gradient elements; None if only counting can tell."""
+
+
+def check_saved(saved: Mapping[str, Any], keys: Set[str], of: str) -> None:
+    """Compare the keys of a saved state with those that an exchange saves.
+
+    Args:
+        saved: the state in the checkpoint.
+        keys: all keys of a state of this exchange.
+        of: the exchange, for the text of the error.
+
+    Raises:
+        UsageError: they differ, so that another exchange saved it.
+    """
+    if saved.keys() != keys:
+        what = f"the checkpoint holds no state of {of}"
+        raise UsageError(explain(what, value=sorted(saved), fix="choose the exchange that it was saved with"))

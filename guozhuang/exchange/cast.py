@@ -9,19 +9,23 @@ Source: Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from ..gradients.buckets import Bucket
+from .around import AroundGradients
 from .base import GradientExchange, Work
 
 
 @dataclass(frozen=True)
-class _Decode:
+class _Decoding:
+    """The inner exchange's work, whose result is cast back when it is waited for."""
+
     work: Work
     wire: Bucket
     bucket: Bucket
@@ -34,9 +38,17 @@ class _Decode:
         self.bucket.flat.copy_(self.wire.flat)
 
 
+@dataclass
+class CastState:
+    """The buckets in the dtype of the wire, by index, and the inner exchange's state for them."""
+
+    wires: dict[int, Bucket]
+    inner: Any
+
+
 @dataclass(frozen=True)
-class Cast(GradientExchange[tuple[dict[int, Bucket], Any]]):
-    """An exchange with a cast around it. Its state: one wire bucket per bucket, and the inner state.
+class Cast(AroundGradients[CastState]):
+    """An exchange with a cast around it.
 
     Args:
         dtype: floating-point dtype on the wire.
@@ -46,50 +58,32 @@ class Cast(GradientExchange[tuple[dict[int, Bucket], Any]]):
     dtype: torch.dtype
     inner: GradientExchange[Any]
 
-    @property
-    def one_round(self) -> bool:
-        """As the inner exchange."""
-        return self.inner.one_round
+    @override
+    def inner_state(self, state: CastState) -> Any:
+        return state.inner
 
-    @property
-    def averages(self) -> bool:
-        """As the inner exchange."""
-        return self.inner.averages
-
-    def input_scale(self, world_size: int) -> float:
-        """As the inner exchange."""
-        return self.inner.input_scale(world_size)
-
+    @override
     def prepare(
-        self, buckets: Sequence[Bucket], group: dist.ProcessGroup, before: tuple[dict[int, Bucket], Any] | None = None
-    ) -> tuple[dict[int, Bucket], Any]:
-        """Allocate the wire buckets and prepare the inner exchange for them."""
+        self, buckets: Sequence[Bucket], group: dist.ProcessGroup, before: CastState | None = None
+    ) -> CastState:
         wires = {}
         for bucket in buckets:
             first = bucket.parameters[0]
-            one = torch.empty(1, dtype=self._wire_dtype(first.dtype), device=first.device)
+            one = torch.empty(1, dtype=self.wire_dtype(first.dtype), device=first.device)
             stand_ins = [one.expand(p.numel()) for p in bucket.parameters]  # sizes without memory
             wires[bucket.index] = Bucket(bucket.index, bucket.is_last, bucket.names, stand_ins)
-        return wires, self.inner.prepare(list(wires.values()), group, None if before is None else before[1])
+        return CastState(wires, self.inner.prepare(list(wires.values()), group, before.inner if before else None))
 
-    def state_dict(self, state: tuple[dict[int, Bucket], Any]) -> dict[str, Any]:
-        """Return the inner exchange's."""
-        return self.inner.state_dict(state[1])
-
-    def load_state_dict(self, state: tuple[dict[int, Bucket], Any], saved: Mapping[str, Any]) -> None:
-        """Hand it to the inner exchange."""
-        self.inner.load_state_dict(state[1], saved)
-
-    def _wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which numbers of ``dtype`` travel: never a wider one."""
         return self.dtype if dtype.is_floating_point and dtype.itemsize > self.dtype.itemsize else dtype
 
-    def start(self, bucket: Bucket, state: tuple[dict[int, Bucket], Any], step: int) -> Work:
-        """Encode, and start the inner exchange; decoded when waited for."""
-        wires, inner_state = state
-        wire = wires[bucket.index]
+    @override
+    def start(self, bucket: Bucket, state: CastState, step: int) -> Work:
+        wire = state.wires[bucket.index]
         wire.flat.copy_(bucket.flat)
-        return _Decode(self.inner.start(wire, inner_state, step), wire, bucket)
+        return _Decoding(self.inner.start(wire, state.inner, step), wire, bucket)
 
+    @override
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> int | None:
-        """Return the inner exchange's bytes at the narrower width."""
         return self.inner.traffic(num_elements, min(element_bytes, self.dtype.itemsize), world_size)

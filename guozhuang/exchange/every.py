@@ -7,14 +7,15 @@ Source: the interval of local SGD (Stich 2019, arXiv:1805.09767), for any exchan
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
+from typing_extensions import override
 
 from ..errors import UsageError, explain
 from ..weights.flat import Named
+from .around import AroundWeights
 from .base import GradientExchange
 from .warmup import after_warmups
 from .weight_hierarchical import WeightHierarchical
@@ -22,7 +23,7 @@ from .weights import WeightExchange
 
 
 @dataclass(frozen=True)
-class Every(WeightExchange[Any]):
+class Every(AroundWeights[Any]):
     """``inner`` around every ``steps``-th optimizer step, alone in between. Its state is that of ``inner``.
 
     Args:
@@ -53,66 +54,25 @@ class Every(WeightExchange[Any]):
             fix = "put Every inside: WeightHierarchical(AllReduce(), Every(8, Average()))"
             raise UsageError(explain(what, value=self.inner, fix=fix))
 
-    @property
-    def in_step(self) -> bool:
-        """As the inner one."""
-        return self.inner.in_step
+    @override
+    def inner_step(self, step: int) -> int:
+        return step // self.steps
 
-    def averages_gradients(self, step: int) -> bool:
-        """As the inner one in its step."""
-        return self.inner.averages_gradients(step // self.steps)
-
-    def averages_over_all(self, step: int) -> bool:
-        """As the inner one in its step."""
-        return self.inner.averages_over_all(step // self.steps)
-
-    def gradients(self) -> GradientExchange[Any] | None:
-        """Return those of the inner one."""
-        return self.inner.gradients()
-
+    @override
     def prepare(self, parameters: Named, group: dist.ProcessGroup) -> Any:
-        """Prepare the inner one."""
         return self.inner.prepare(parameters, group)
 
-    def miss_step(self, state: Any, step: int) -> None:
-        """Tell the inner one."""
-        self.inner.miss_step(state, step // self.steps)
-
+    @override
     def before_step(self, state: Any, step: int) -> None:
-        """Let the inner one act, if it is its turn."""
         if (step + 1) % self.steps == 0:
-            self.inner.before_step(state, step // self.steps)
+            super().before_step(state, step)
 
+    @override
     def after_step(self, state: Any, step: int) -> None:
-        """Let the inner one act, if it is its turn."""
         if (step + 1) % self.steps == 0:
-            self.inner.after_step(state, step // self.steps)
+            super().after_step(state, step)
 
-    def agree(self, state: Any) -> None:
-        """Let the inner one agree."""
-        self.inner.agree(state)
-
-    def rest(self, state: Any) -> None:
-        """Let the inner one rest."""
-        self.inner.rest(state)
-
-    def close(self, state: Any) -> None:
-        """Close the inner one."""
-        self.inner.close(state)
-
-    def end(self, state: Any) -> None:
-        """End the inner one."""
-        self.inner.end(state)
-
-    def state_dict(self, state: Any) -> dict[str, Any]:
-        """Return that of the inner one."""
-        return self.inner.state_dict(state)
-
-    def load_state_dict(self, state: Any, saved: Mapping[str, Any]) -> None:
-        """Hand it to the inner one."""
-        self.inner.load_state_dict(state, saved)
-
+    @override
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> float | None:
-        """Return that of the inner one, divided by the interval."""
         inner = self.inner.traffic(num_elements, element_bytes, world_size)
         return None if inner is None else inner / self.steps

@@ -1,4 +1,4 @@
-"""What a bucket holds, seen as numbers: real ones, and whether all of them are finite."""
+"""The memory of a bucket as real numbers; checks of their kind, and whether all of them are finite."""
 
 from __future__ import annotations
 
@@ -7,7 +7,25 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..errors import UsageError, explain
 from ..gradients.buckets import Bucket
+
+
+def check_floating_point(buckets: Sequence[Bucket], who: str, takes_complex: bool = True) -> None:
+    """Refuse gradients that an exchange cannot express.
+
+    Args:
+        buckets: all buckets of a layout.
+        who: the exchange, for the text of the error.
+        takes_complex: whether complex gradients are served too, as two real numbers each.
+
+    Raises:
+        UsageError: the gradients of a bucket are no floating-point numbers; the text names its first parameter.
+    """
+    for bucket in buckets:
+        if not (bucket.flat.is_floating_point() or (takes_complex and bucket.flat.is_complex())):
+            what = f"{who} takes {'' if takes_complex else 'real '}floating-point gradients, not {bucket.flat.dtype}"
+            raise UsageError(explain(what, value=bucket.names[0], fix="exchange such a model with ddp"))
 
 
 def num_numbers(bucket: Bucket) -> int:
@@ -21,13 +39,13 @@ def numbers(bucket: Bucket) -> Tensor:
 
 
 def is_finite(values: Tensor) -> bool:
-    """Tell whether no NaN and no infinity is there."""
+    """Tell whether all values are finite: no NaN, no infinity."""
     # A sum is one pass; only where it overflows or holds NaN every number is looked at.
     return bool(values.sum().isfinite()) or bool(values.isfinite().all())
 
 
 def in_float32(values: Tensor) -> Tensor:
-    """Return float64 as float32, where what is too large is infinity; all else, which float32 holds, as it is."""
+    """Return float64 values as float32, too large ones as infinity; values of other dtypes, which float32 holds, unchanged."""
     return values.to(torch.float32) if values.dtype == torch.float64 else values
 
 

@@ -24,12 +24,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from ..errors import UsageError, explain
 from ..gradients.buckets import Bucket
-from .base import Done, GradientExchange, Work
+from .base import Done, GradientExchange, Work, check_saved
 from .lane import Lane
-from .numbers import in_float32, is_finite, where_not_finite
+from .numbers import check_floating_point, in_float32, is_finite, where_not_finite
 
 _LEAST = 1e-6  # of the greatest singular value of P: below it a direction is rounding error
 _log = logging.getLogger("guozhuang")
@@ -94,20 +95,14 @@ class PowerSGD(GradientExchange[PowerState]):
         if not self.min_compression_rate > 0:
             raise UsageError(explain("min_compression_rate must be above 0", value=self.min_compression_rate))
 
+    @override
     def prepare(
         self, buckets: Sequence[Bucket], group: dist.ProcessGroup, before: PowerState | None = None
     ) -> PowerState:
-        """Allocate errors and bases; those of an earlier layout are carried over by parameter. Every rank must call.
-
-        Raises:
-            UsageError: gradients that are no real floating-point numbers.
-        """
+        check_floating_point(buckets, "PowerSGD", takes_complex=False)
         lane = before.lane if before is not None else Lane(group) if group.size() > 1 else None
         state = PowerState(group, lane)
         for bucket in buckets:
-            if not bucket.flat.is_floating_point():
-                what = f"PowerSGD takes real floating-point gradients, not {bucket.flat.dtype}"
-                raise UsageError(explain(what, value=bucket.names[0], fix="exchange such a model with ddp"))
             self._place(bucket, state)
         if before is not None:
             self.load_state_dict(state, self.state_dict(before))
@@ -137,6 +132,7 @@ class PowerSGD(GradientExchange[PowerState]):
         state.matrices[bucket.index], state.whole[bucket.index] = found, whole
         state.names[bucket.index] = bucket.names
 
+    @override
     def state_dict(self, state: PowerState) -> dict[str, Any]:
         """Return by parameter "error", this rank's own, and "basis", the same on all ranks."""
         saved: dict[str, Any] = {"error": {}, "basis": {}}
@@ -147,15 +143,9 @@ class PowerSGD(GradientExchange[PowerState]):
                     saved["basis"][state.names[index][i]] = matrices.basis[number].clone()
         return saved
 
+    @override
     def load_state_dict(self, state: PowerState, saved: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` returned.
-
-        Raises:
-            UsageError: it was saved with another rank, or with another exchange.
-        """
-        if not {"error", "basis"} <= saved.keys():
-            what = "the checkpoint holds no state of PowerSGD"
-            raise UsageError(explain(what, value=sorted(saved), fix="choose the exchange that it was saved with"))
+        check_saved(saved, {"error", "basis"}, "PowerSGD")
         for index, found in state.matrices.items():
             for matrices in found:
                 for number, i in enumerate(matrices.members):
@@ -170,8 +160,8 @@ class PowerSGD(GradientExchange[PowerState]):
                             raise UsageError(explain(what, value=tuple(value.shape), fix=fix))
                         kept[number].copy_(value)
 
+    @override
     def start(self, bucket: Bucket, state: PowerState, step: int) -> Work:
-        """Hand the bucket to the lane."""
         if state.lane is None or not bucket.flat.numel():
             return Done()
         lane = state.lane
@@ -239,6 +229,7 @@ class PowerSGD(GradientExchange[PowerState]):
             part.copy_(flat[begin : begin + part.numel()].view(part.shape))
             begin += part.numel()
 
+    @override
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> None:
         """Return None: it depends on the shapes. A matrix of m x n travels as ``rank`` (m + n) float32."""
 

@@ -23,11 +23,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from ..errors import UsageError, explain
 from ..gradients.buckets import Bucket
 from ..world import versions
 from .allreduce import AllReduce
+from .around import AroundGradients
 from .base import GradientExchange, Work
 from .kernels import used_rows
 from .lane import Lane, LaneWork
@@ -81,7 +83,7 @@ class _Pieces:
 
 
 @dataclass(frozen=True)
-class SparseRows(GradientExchange[SparseRowsState]):
+class SparseRows(AroundGradients[SparseRowsState]):
     """Tables by their rows, the rest by ``inner``. Exact if that is.
 
     A table is a matrix of 256 KiB or more with at least 16 times as many rows as columns; whether most rows of its gradient are
@@ -101,19 +103,14 @@ class SparseRows(GradientExchange[SparseRowsState]):
             fix = "give AllReduce(), or a code such as Compressed(MinMax8())"
             raise UsageError(explain("SparseRows needs an exchange for what is no table", value=self.inner, fix=fix))
 
-    def input_scale(self, world_size: int) -> float:
-        """As the inner one."""
-        return self.inner.input_scale(world_size)
+    @override
+    def inner_state(self, state: SparseRowsState) -> Any:
+        return state.inner
 
-    @property
-    def averages(self) -> bool:
-        """As the inner one."""
-        return self.inner.averages
-
+    @override
     def prepare(
         self, buckets: Sequence[Bucket], group: dist.ProcessGroup, before: SparseRowsState | None = None
     ) -> SparseRowsState:
-        """Find the tables, and prepare the inner exchange for all pieces. Every rank must call."""
         pieces: dict[int, list[_Piece]] = {}
         num_parts = 0
         for bucket in buckets:
@@ -128,16 +125,8 @@ class SparseRows(GradientExchange[SparseRowsState]):
         )
         return SparseRowsState(group, pieces, inner, lane)
 
-    def state_dict(self, state: SparseRowsState) -> dict[str, Any]:
-        """Return that of the inner exchange. Every rank must call."""
-        return self.inner.state_dict(state.inner)
-
-    def load_state_dict(self, state: SparseRowsState, saved: Mapping[str, Any]) -> None:
-        """Hand it to the inner exchange. Every rank must call."""
-        self.inner.load_state_dict(state.inner, saved)
-
+    @override
     def start(self, bucket: Bucket, state: SparseRowsState, step: int) -> Work:
-        """Hand the bucket to the lane."""
         pieces = state.pieces[bucket.index]
         for piece in pieces:  # the bucket may have taken other memory since the last pass
             num_parameters = len(piece.part.parameters)
@@ -174,8 +163,9 @@ class SparseRows(GradientExchange[SparseRowsState]):
             whole = AllReduce().traffic(table.numel(), table.element_size(), size)
         return (size - 1) * num_rows * (4 + table.shape[1] * table.element_size()) < whole
 
+    @override
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> int | None:
-        """Return None where there are others: it depends on how many rows were used."""
+        """Return None in a world of several ranks: it depends on how many rows were used."""
         return 0 if world_size == 1 else None
 
 

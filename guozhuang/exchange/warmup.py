@@ -12,18 +12,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
+from typing_extensions import override
 
 from ..errors import UsageError, explain
 from ..gradients.buckets import Bucket
 from ..weights.flat import Named
+from .around import AroundGradients, AroundWeights
 from .average import Average
-from .base import GradientExchange, Work
+from .base import GradientExchange, Work, check_saved
 from .weights import WeightExchange
 
 
 @dataclass(frozen=True)
-class Warmup(GradientExchange[tuple[Any, Any, int]]):
+class Warmup(AroundGradients[tuple[Any, Any, int]], inner="then"):
     """``first`` for so many steps, then ``then``. Its state: those of both, and the number of ranks.
+
+    ``traffic`` is that of a step after the warm-up.
 
     Args:
         steps: how many synchronized backward passes ``first`` serves; optimizer steps where ``WeightWarmup`` made this.
@@ -49,25 +53,24 @@ class Warmup(GradientExchange[tuple[Any, Any, int]]):
                 raise UsageError(explain("Warmup takes two exchanges of gradients", value=each, fix=fix))
 
     @property
+    @override
     def one_round(self) -> bool:
-        """True if both are."""
         return self.first.one_round and self.then.one_round
 
-    @property
-    def averages(self) -> bool:
-        """As what follows the warm-up."""
-        return self.then.averages
+    @override
+    def input_scale(self, world_size: int) -> float:
+        return 1.0  # each of the two has its own, which start() applies
 
+    @override
     def prepare(
         self, buckets: Sequence[Bucket], group: dist.ProcessGroup, before: tuple[Any, Any, int] | None = None
     ) -> tuple[Any, Any, int]:
-        """Prepare both."""
         was_first, was_then, _ = before if before is not None else (None, None, 0)
         states = self.first.prepare(buckets, group, was_first), self.then.prepare(buckets, group, was_then)
         return (*states, group.size())
 
+    @override
     def start(self, bucket: Bucket, state: tuple[Any, Any, int], step: int) -> Work:
-        """Start the one whose turn it is."""
         chosen, its_state = (self.first, state[0]) if step < self.steps else (self.then, state[1])
         if self.restarts and step >= self.steps:
             step -= self.steps
@@ -76,26 +79,20 @@ class Warmup(GradientExchange[tuple[Any, Any, int]]):
             bucket.flat.mul_(scale)
         return chosen.start(bucket, its_state, step)
 
+    @override
     def state_dict(self, state: tuple[Any, Any, int]) -> dict[str, Any]:
-        """Return those of both."""
         return {"first": self.first.state_dict(state[0]), "then": self.then.state_dict(state[1])}
 
+    @override
     def load_state_dict(self, state: tuple[Any, Any, int], saved: Mapping[str, Any]) -> None:
-        """Hand it to both."""
-        if saved.keys() != {"first", "then"}:
-            what = "the checkpoint was saved without this warm-up"
-            raise UsageError(explain(what, value=sorted(saved), fix="choose the exchange that it was saved with"))
+        check_saved(saved, {"first", "then"}, "this warm-up")
         self.first.load_state_dict(state[0], saved["first"])
         self.then.load_state_dict(state[1], saved["then"])
-
-    def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> int | None:
-        """Return what a step after the warm-up sends."""
-        return self.then.traffic(num_elements, element_bytes, world_size)
 
 
 @dataclass
 class WeightWarmupState:
-    """What is known before the warm-up ends, and what follows it.
+    """The arguments of ``then.prepare``, kept until the warm-up ends, and the state that it returned.
 
     Attributes:
         parameters: those that are trained.
@@ -111,7 +108,7 @@ class WeightWarmupState:
 
 
 @dataclass(frozen=True)
-class WeightWarmup(WeightExchange[WeightWarmupState]):
+class WeightWarmup(AroundWeights[WeightWarmupState], inner="then"):
     """Gradients through ``first`` for so many steps, then weights through ``then``.
 
     Args:
@@ -133,100 +130,83 @@ class WeightWarmup(WeightExchange[WeightWarmupState]):
             raise UsageError(explain("WeightWarmup ends in an exchange of weights", value=self.then, fix=fix))
         Warmup(self.steps, self.first, self.first)  # checks the rest
 
-    @property
-    def in_step(self) -> bool:
-        """As ``then``; in the warm-up gradients keep the ranks in step."""
-        return self.then.in_step
+    @override
+    def inner_state(self, state: WeightWarmupState) -> Any:
+        return state.then
 
+    @override
+    def inner_acts(self, state: WeightWarmupState) -> bool:
+        return state.begun
+
+    @override
+    def inner_step(self, step: int) -> int:
+        return step - self.steps
+
+    @override
     def averages_gradients(self, step: int) -> bool:
-        """Tell whether it is the warm-up, or ``then`` does."""
-        return step < self.steps or self.then.averages_gradients(step - self.steps)
+        return step < self.steps or super().averages_gradients(step)
 
+    @override
     def averages_over_all(self, step: int) -> bool:
-        """Tell whether it is the warm-up, or ``then`` does."""
-        return step < self.steps or self.then.averages_over_all(step - self.steps)
+        return step < self.steps or super().averages_over_all(step)
 
+    @override
     def gradients(self) -> GradientExchange[Any] | None:
-        """Return ``first``; where ``then`` has one of its own, that after it."""
+        """Return ``first``; where ``then`` has an exchange of gradients too, that one after the warm-up."""
         then = self.then.gradients()
         return self.first if then is None else Warmup(self.steps, self.first, then, restarts=True)
 
+    @override
     def prepare(self, parameters: Named, group: dist.ProcessGroup) -> WeightWarmupState:
-        """Nothing yet: ``then`` starts from the weights at the end of the warm-up."""
+        """Send nothing yet: ``then`` starts from the weights at the end of the warm-up."""
         return WeightWarmupState(tuple(parameters), group)
 
-    def miss_step(self, state: WeightWarmupState, step: int) -> None:
-        """Tell ``then``, after the warm-up."""
-        if state.begun:
-            self.then.miss_step(state.then, step - self.steps)
-
+    @override
     def before_step(self, state: WeightWarmupState, step: int) -> None:
-        """Let ``then`` act, after the warm-up."""
         if step >= self.steps:
             if not state.begun:
                 self._begin(state)
-            self.then.before_step(state.then, step - self.steps)
+            super().before_step(state, step)
 
+    @override
     def after_step(self, state: WeightWarmupState, step: int) -> None:
-        """Let ``then`` act, after the warm-up; at its end, where all ranks are still in step, begin."""
-        if step + 1 == self.steps:
+        if step + 1 == self.steps:  # the end of the warm-up, where all ranks are still in step
             self._begin(state)
         if step >= self.steps:
-            self.then.after_step(state.then, step - self.steps)
+            super().after_step(state, step)
 
     def _begin(self, state: WeightWarmupState) -> None:
         self._average(state)  # ranks whose data had ended during the warm-up made no steps
         state.then = self.then.prepare(state.parameters, state.group)
         state.begun = True
 
-    def rest(self, state: WeightWarmupState) -> None:
-        """Let ``then`` rest, after the warm-up."""
-        if state.begun:
-            self.then.rest(state.then)
-
     def _average(self, state: WeightWarmupState) -> None:
         average = Average()
         average.agree(average.prepare(state.parameters, state.group))
 
+    @override
     def agree(self, state: WeightWarmupState) -> None:
-        """Let ``then`` agree; in the warm-up, average."""
         if state.begun:
-            self.then.agree(state.then)
+            super().agree(state)
         else:
             self._average(state)
 
-    def close(self, state: WeightWarmupState) -> None:
-        """Close ``then``."""
-        if state.begun:
-            self.then.close(state.then)
-
-    def end(self, state: WeightWarmupState) -> None:
-        """End ``then``. Every rank must call, in or after the warm-up alike."""
-        if state.begun:
-            self.then.end(state.then)
-
+    @override
     def state_dict(self, state: WeightWarmupState) -> dict[str, Any]:
-        """Return that of ``then``; empty in the warm-up."""
-        return {"then": self.then.state_dict(state.then)} if state.begun else {}
+        return {"then": super().state_dict(state)} if state.begun else {}
 
+    @override
     def load_state_dict(self, state: WeightWarmupState, saved: Mapping[str, Any]) -> None:
-        """Hand it to ``then``."""
-        if not saved:
+        if not saved:  # saved during the warm-up
             return
-        if saved.keys() != {"then"}:
-            what = "the checkpoint was saved without this warm-up"
-            raise UsageError(explain(what, value=sorted(saved), fix="choose the exchange that it was saved with"))
+        check_saved(saved, {"then"}, "this warm-up")
         if not state.begun:
             state.then, state.begun = self.then.prepare(state.parameters, state.group), True
-        self.then.load_state_dict(state.then, saved["then"])
-
-    def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> float | None:
-        """Return what a step after the warm-up sends."""
-        return self.then.traffic(num_elements, element_bytes, world_size)
+        super().load_state_dict(state, saved["then"])
 
 
 def after_warmups(exchange: WeightExchange[Any]) -> WeightExchange[Any]:
-    """Return what is left of an exchange when all its warm-ups are over."""
+    """Return the exchange that is left when all its warm-ups are over."""
     while isinstance(exchange, WeightWarmup):
         exchange = exchange.then
     return exchange

@@ -274,7 +274,7 @@ def case_warm_up_before_diloco_starts_it_from_the_weights_of_then(rank: int, siz
     exchange.load_state_dict(fresh, saved)
     kept = exchange.state_dict(fresh)["then"]
     assert all(torch.equal(kept[key][n], v) for key in ("global", "momentum") for n, v in saved["then"][key].items())
-    with pytest.raises(UsageError, match="without this warm-up"):
+    with pytest.raises(UsageError, match="no state of this warm-up"):
         exchange.load_state_dict(fresh, {"global": {}})
     with pytest.raises(UsageError, match="keeps no state"):
         LocalSGD(2).load_state_dict(LocalSGD(2).prepare(named(ours), dist.group.WORLD), saved)

@@ -1,0 +1,113 @@
+"""Exchanges around another one. Everything goes to the inner exchange; a wrapper overrides what differs.
+
+A wrapper keeps the inner exchange in one of its fields, and the inner exchange's state in its own state.
+``class WeightWarmup(AroundWeights[...], inner="then")`` names the field; without a name it is ``inner``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Generic, TypeVar
+
+from typing_extensions import override
+
+from .base import GradientExchange
+from .weights import WeightExchange
+
+State = TypeVar("State")
+
+
+class _Around(Generic[State]):
+    """The part that wrappers of both kinds share."""
+
+    _inner_field: ClassVar[str] = "inner"
+
+    def __init_subclass__(cls, inner: str = "inner", **more: Any) -> None:
+        super().__init_subclass__(**more)
+        cls._inner_field = inner
+
+    @property
+    def _inner(self) -> Any:
+        return getattr(self, self._inner_field)
+
+    def inner_state(self, state: State) -> Any:
+        """Return the inner exchange's state; by default the wrapper has no other one."""
+        return state
+
+    def inner_acts(self, state: State) -> bool:
+        """Tell whether the inner exchange acts on this rank at this time; where it does not, nothing is forwarded."""
+        return True
+
+    def state_dict(self, state: State) -> dict[str, Any]:
+        """Return the inner exchange's. Every rank must call."""
+        return self._inner.state_dict(self.inner_state(state)) if self.inner_acts(state) else {}
+
+    def load_state_dict(self, state: State, saved: Mapping[str, Any]) -> None:
+        """Hand it to the inner exchange. Every rank must call."""
+        self._inner.load_state_dict(self.inner_state(state), saved)
+
+    def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> Any:
+        """Return the inner exchange's bytes."""
+        return self._inner.traffic(num_elements, element_bytes, world_size)
+
+
+class AroundGradients(_Around[State], GradientExchange[State]):
+    """An exchange of gradients that wraps one. A subclass defines ``prepare`` and ``start``."""
+
+    @property
+    @override
+    def one_round(self) -> bool:
+        return bool(self._inner.one_round)
+
+    @property
+    @override
+    def averages(self) -> bool:
+        return bool(self._inner.averages)
+
+    @override
+    def input_scale(self, world_size: int) -> float:
+        return float(self._inner.input_scale(world_size))
+
+
+def _forwarded(name: str) -> Callable[..., None]:
+    """Return a method that calls the inner exchange's method of that name, where the inner exchange acts."""
+
+    def method(self: AroundWeights[Any], state: Any, *step: int) -> None:
+        if self.inner_acts(state):
+            getattr(self._inner, name)(self.inner_state(state), *map(self.inner_step, step))
+
+    return method
+
+
+class AroundWeights(_Around[State], WeightExchange[State]):
+    """An exchange of weights that wraps one. A subclass defines ``prepare``."""
+
+    def inner_step(self, step: int) -> int:
+        """Return how the inner exchange counts a step."""
+        return step
+
+    @property
+    @override
+    def in_step(self) -> bool:
+        return bool(self._inner.in_step)
+
+    @override
+    def averages_gradients(self, step: int) -> bool:
+        return bool(self._inner.averages_gradients(self.inner_step(step)))
+
+    @override
+    def averages_over_all(self, step: int) -> bool:
+        return bool(self._inner.averages_over_all(self.inner_step(step)))
+
+    @override
+    def gradients(self) -> GradientExchange[Any] | None:
+        found: GradientExchange[Any] | None = self._inner.gradients()
+        return found
+
+    miss_step = _forwarded("miss_step")
+    before_step = _forwarded("before_step")
+    after_step = _forwarded("after_step")
+    agree = _forwarded("agree")
+    rest = _forwarded("rest")
+    close = _forwarded("close")
+    end = _forwarded("end")
