@@ -8,6 +8,7 @@ import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
 import random
+import signal
 import sys
 import threading
 import time
@@ -27,6 +28,12 @@ KEPT_THREADS = ("tqdm", "fsspecIO", "pytest_timeout")
 TIERS = ("pure", "threads", "processes", "hosts", "device")
 # Variables that torch sets for itself: its compiler does when the first optimizer of a process imports it.
 SET_BY_TORCH = {"TORCHINDUCTOR_CACHE_DIR"}
+
+# A starter that ignores signals (nohup, the background of a shell) would have all processes of the tests ignore them. A handler
+# that does nothing has the same effect on pytest, and becomes the default in the programs that pytest starts.
+for _number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, lambda number, frame: None)
 
 
 def _settles(is_clean: Callable[[], bool]) -> bool:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import multiprocessing
 import os
 import secrets
 import signal
@@ -27,7 +26,7 @@ from typing import Any
 
 import psutil
 
-from tests.ranks import PRELOADED
+from tests.forking import fork_server
 
 MARK = "GUOZHUANG_TEST_RUN"
 HOROVODRUN = "guozhuang.compat.horovod.runner.launch:run_commandline"
@@ -67,8 +66,7 @@ class Launched:
         path = os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
         environ = {name: value for name, value in os.environ.items() if not name.startswith(_TOLD)}
         environ |= {"TMPDIR": str(folder / "tmp"), "PYTHONPATH": path, MARK: self.mark} | more
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*PRELOADED, "guozhuang.cli", "guozhuang.launch.elastic"])
+        context = fork_server()
         words = list(map(str, arguments))
         outputs = list(map(str, self._outputs))
         self._process = context.Process(target=_main, args=(program, words, str(folder), environ, outputs))

@@ -8,7 +8,7 @@
     def test_sums():
         assert torch.equal(run_ranks(sums, 2, 10)[0], torch.full((3,), 10.0))
 
-Ranks are forked from a server that has torch and guozhuang imported already, so that a rank costs a tenth of a second.
+Ranks are forked from a server that has torch, guozhuang and the tests imported (tests/forking.py): a rank costs 20 ms.
 Nothing hangs: after the time-out, or a while after the first rank failed, each rank is asked for its Python traceback
 and ended, and the traceback is part of the error. Nothing is left: every process is waited for, its files are removed.
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
-import multiprocessing
+import itertools
 import multiprocessing.connection
 import os
 import pickle
@@ -37,15 +37,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# What the server imports once for all ranks. The first torch optimizer of a process imports torch._dynamo: a second.
-PRELOADED = (
-    *("torch", "torch._dynamo", "torch.distributed", "numpy", "pytest", "hypothesis", "guozhuang", "tests.ranks"),
-    "transformers.models.bert.modeling_bert",
-)
+from tests.forking import fork_server
+
 # After one rank failed the others get this long to notice by themselves before they are asked and ended.
 GRACE_S = 8.0
 # The limit of each collective inside the ranks: below the default time-out of run_ranks, so that gloo speaks first.
 GROUP_TIMEOUT_S = 30.0
+# Below those that Linux gives away by itself, above those of Slurm (tests/hosts/slurm.py).
+_PORTS = range(13_000, 32_000)
+_asked = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,7 @@ def run_ranks(
     Raises:
         AssertionError: a rank failed and ``collect_errors`` is False; the text holds the traceback of every rank.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
+    context = fork_server()
     folder = Path(tempfile.mkdtemp(prefix="ranks-"))
     environ = _environ(num_ranks, env)
     try:
@@ -125,9 +124,14 @@ def run_ranks(
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on right now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    """A TCP port of the loopback interface that nobody listens on, and that the kernel gives to nobody who asks for any port.
+
+    Processes that test side by side begin at different ports.
+    """
+    while True:
+        port = _PORTS.start + (os.getpid() * 37 + next(_asked)) % len(_PORTS)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 class _Rank:

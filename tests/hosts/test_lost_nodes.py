@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import multiprocessing
 import os
 import re
 import signal
@@ -21,8 +20,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.forking import fork_server
 from tests.hosts.network import Hosts, missing
-from tests.ranks import PRELOADED
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.skipif(bool(missing()), reason=missing())]
 
@@ -66,8 +65,7 @@ class Pair:
         self, hosts: Hosts, folder: Path, options: str, seconds: tuple[float, float] = (600, 600), last: str = ""
     ) -> None:
         self.hosts, self._folder = hosts, folder
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(PRELOADED))
+        context = fork_server()
         self.agents: list[BaseProcess] = []
         for host in (0, 1):
             script = folder / f"train{host}.sh"

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import signal
 import socket
@@ -23,7 +22,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from tests.ranks import PRELOADED
+from tests.forking import fork_server
 
 _START_S = 60.0
 _AGENT = "guozhuang.launch.hosts.node"
@@ -49,8 +48,7 @@ class Warm:
         os.chmod(self.python, 0o755)
 
     def __enter__(self) -> Warm:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(PRELOADED))
+        context = fork_server()
         self._process = context.Process(target=_serve, args=(self._path,), daemon=True)
         self._process.start()
         deadline = time.monotonic() + _START_S
@@ -78,8 +76,7 @@ class Launcher:
     def __init__(
         self, python: str, folder: Path, environment: dict[str, str], *arguments: str, lost_after_s: float = 20.0
     ) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(PRELOADED))
+        context = fork_server()
         self._said = folder.parent / "said"
         told = (python, str(folder), environment, arguments, str(self._said), lost_after_s)
         self._process = context.Process(target=_launch, args=told, daemon=True)

@@ -24,8 +24,9 @@ import torch.distributed as dist
 
 import guozhuang as gz
 from guozhuang.watch.report import EXIT_CODE
+from tests.forking import fork_server
 from tests.processes import heartbeat_rank
-from tests.ranks import PRELOADED, free_port, run_ranks
+from tests.ranks import free_port, run_ranks
 
 LIMIT_S = 40.0  # for a busy machine; the limits that are stated are checked by their own measure
 HANG_S = 2.0
@@ -70,8 +71,7 @@ def ranks(
     **environ: str,
 ) -> list[Ended]:
     """Start the ranks and wait for the ``awaited`` ones (all); the others are killed then."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED, "tests.processes.heartbeat_rank", "tests.processes.test_heartbeat"])
+    context = fork_server()
     store, port = None, free_port()
     if kept_by == "launcher":
         limit = datetime.timedelta(seconds=30)

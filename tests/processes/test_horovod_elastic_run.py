@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -20,7 +19,7 @@ import pytest
 import torch
 
 from guozhuang.compat.horovod.runner.settings import ElasticSettings
-from tests.ranks import PRELOADED
+from tests.forking import fork_server
 
 pytestmark = pytest.mark.timeout(150)
 _ROOT = str(Path(__file__).resolve().parents[2])
@@ -107,8 +106,7 @@ class Driver:
 
     def __init__(self, folder: Path, wanted: ElasticSettings, file: str) -> None:
         self._printed = folder / file
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(PRELOADED))
+        context = fork_server()
         self.process: Any = context.Process(target=_drive, args=(wanted, str(self._printed)))
         self.process.start()
 

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import datetime
 import logging
-import multiprocessing
 import os
 import signal
 import sys
@@ -29,8 +28,9 @@ from guozhuang.gradients.buckets import Bucket
 from guozhuang.groups.agreement import store_of
 from guozhuang.lab.measure import tcp_sent_bytes
 from guozhuang.world.requests import requested_servers
+from tests.forking import fork_server
 from tests.processes.cases import batch, mlp, names_of_cases, results_of_cases
-from tests.ranks import PRELOADED, RankError, free_port, run_ranks
+from tests.ranks import RankError, free_port, run_ranks
 
 # ---- servers of their own
 
@@ -60,8 +60,7 @@ def servers(count: int, stay: bool = False) -> Iterator[tuple[dict[str, str | No
         return
     port = free_port()
     store = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
+    context = fork_server()
     processes = [context.Process(target=_server, args=(port, i, count, stay)) for i in range(count)]
     for process in processes:
         process.start()

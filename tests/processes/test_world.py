@@ -481,6 +481,7 @@ def test_the_error_holds_every_rank() -> None:
 
 
 def one_is_killed(rank: int, world_size: int) -> str:
+    dist.barrier()  # all are connected
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RuntimeError):
