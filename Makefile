@@ -8,22 +8,29 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable
 
-.PHONY: demo test test-all lint install clean
+.PHONY: demo test test-all lint style install clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-text
 	$(BIN)/guozhuang compare --batch-size 16 --steps 60 --strategies single,ddp,torch-ddp,sharded,none
 
-test: lint
-	$(BIN)/python -m pytest -m "not slow"
+# Types are checked while the tests run, and reported after them. Either failing fails.
+PYTEST = $(BIN)/mypy >$(VENV)/types.log 2>&1 & types=$$!; \
+	$(BIN)/python -m pytest $(1); tests=$$?; \
+	wait $$types || tests=1; echo "mypy: $$(cat $(VENV)/types.log)"; exit $$tests
 
-test-all: lint
-	$(BIN)/python -m pytest
+test: style
+	@$(call PYTEST,-m "not slow")
 
-lint: $(VENV)/.installed-test
+test-all: style
+	@$(call PYTEST)
+
+lint: style
+	$(BIN)/mypy
+
+style: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 
 install: $(VENV)/.installed-text
 
