@@ -28,9 +28,9 @@ from typing_extensions import override
 
 from ..errors import explain
 from ..gradients.buckets import Bucket
+from ..groups.serial import Lane
 from ..world import versions
 from .base import Done, GradientExchange, Work
-from .lane import Lane
 from .numbers import check_floating_point, is_finite, num_numbers, numbers, where_not_finite
 
 _NUM_LANES = 2  # one computes while the other sends
@@ -100,7 +100,9 @@ class Adasum(GradientExchange[AdasumState]):
         if state.group.size() == 1 or not bucket.flat.numel():
             return Done()
         lane = state.lanes[bucket.index % len(state.lanes)]
-        return lane.run(lambda: self._exchange(bucket, state.rows[bucket.index], lane.group, step), bucket.flat.device)
+        return lane.run(
+            lambda: self._exchange(bucket, state.rows[bucket.index], lane.group, step), [bucket.flat.device]
+        )
 
     def _exchange(self, bucket: Bucket, rows: _Rows, group: dist.ProcessGroup, step: int) -> None:
         flat, size = numbers(bucket), group.size()

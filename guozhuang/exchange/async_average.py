@@ -36,9 +36,9 @@ import torch.distributed as dist
 
 from ..errors import PeerLost, UsageError, WorldError, explain
 from ..groups.agreement import StepNotices
+from ..groups.serial import Lane
 from ..groups.subgroups import end_together, timeout_s
 from ..weights.flat import Named
-from .lane import Lane
 from .weight_lane import WeightLane, mean
 from .weights import WeightExchange
 
@@ -220,4 +220,4 @@ def _begin(state: AsyncState, lane: WeightLane, step: int) -> None:
 def _finish(state: AsyncState, lane: WeightLane, applies: bool = True) -> None:
     lane.wait()
     if applies and state.applies:
-        lane.add(lane.copies[1])
+        lane.flat.add(lane.copies[1])

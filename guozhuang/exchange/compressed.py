@@ -31,11 +31,11 @@ from torch import Tensor
 
 from ..errors import UsageError, explain
 from ..gradients.buckets import Bucket
+from ..groups.serial import Lane
 from ..world import versions
 from .base import Done, GradientExchange, Work
 from .codecs.base import Codec
 from .codecs.topk import Sparsifier
-from .lane import Lane
 from .numbers import is_finite, num_numbers, numbers, some_of, where_not_finite
 from .residuals import Residuals
 
@@ -213,7 +213,7 @@ class Compressed(GradientExchange[CompressedState]):
                 self._build_up(values, state.momentum.rows(bucket.index).view(-1)[: values.numel()])
             return Done()
         lane = state.lanes[bucket.index % len(state.lanes)]
-        return lane.run(lambda: self._exchange(bucket, state, lane.group, step, around), bucket.flat.device)
+        return lane.run(lambda: self._exchange(bucket, state, lane.group, step, around), [bucket.flat.device])
 
     def _build_up(self, values: Tensor, momentum: Tensor) -> None:
         """Put the momentum in the place of gradients."""

@@ -23,9 +23,9 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import UsageError, WorldError, explain
+from ..errors import UsageError, explain
 from ..weights.flat import Named
-from .weight_lane import WeightLane, mean
+from .weight_lane import WeightLane, mean, naming_peers
 from .weights import WeightExchange
 
 _PEERS = ("all", "shift_one")
@@ -155,12 +155,9 @@ def _swap(mine: list[Tensor], theirs: list[Tensor], other: int, group: dist.Proc
     for tag, (sent, got) in enumerate(zip(mine, theirs, strict=True)):
         ops.append(dist.P2POp(dist.isend, sent, group=group, group_peer=other, tag=tag))
         ops.append(dist.P2POp(dist.irecv, got, group=group, group_peer=other, tag=tag))
-    try:
+    who = f"rank {other}"
+    with naming_peers(
+        lambda: f"{who}, whose turn it was, did not exchange its weights", group, f"look for the first error of {who}"
+    ):
         for work in dist.batch_isend_irecv(ops):
             work.wait()
-    except WorldError:
-        raise
-    except RuntimeError as error:
-        what = f"rank {other}, whose turn it was, did not exchange its weights: {error}"
-        fix = f"look for the first error of rank {other}"
-        raise WorldError(explain(what, rank=group.rank(), fix=fix)) from error

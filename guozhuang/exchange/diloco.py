@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import UsageError, WorldError, explain
+from ..errors import UsageError, explain
 from ..gradients.buckets import Bucket
 from ..groups.subgroups import end_together, twin
 from ..weights.flat import FlatWeights, Named
@@ -34,7 +34,7 @@ from .base import GradientExchange, Work
 from .codecs.base import Codec
 from .compressed import Compressed
 from .fragments import Piece, cut
-from .weight_lane import NotFinite, as_real
+from .weight_lane import NotFinite, as_real, naming_peers, others
 from .weights import WeightExchange
 
 
@@ -261,17 +261,10 @@ class DiLoCo(WeightExchange[DiLoCoState]):
 
     def _wait(self, state: DiLoCoState, fragment: _Fragment) -> None:
         works, fragment.works = fragment.works, []
-        try:
+        what = f"the outer step with the other ranks ({others(state.group)}) failed"
+        with naming_peers(lambda: what, state.group):
             for work in works:
                 work.wait()
-        except WorldError:
-            raise
-        except RuntimeError as error:
-            rank = state.group.rank()
-            others = ", ".join(str(other) for other in range(state.group.size()) if other != rank)
-            what = f"the outer step with the other ranks ({others}) failed: {error}"
-            fix = "look for the rank that ended first, or that does not make its steps"
-            raise WorldError(explain(what, rank=rank, fix=fix)) from error
 
     @torch.no_grad()
     def _take_over(self, state: DiLoCoState, fragment: _Fragment, kept: float) -> None:

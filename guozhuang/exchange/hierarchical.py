@@ -16,7 +16,7 @@ Otherwise (uneven nodes; methods that need whole parameters, as PowerSGD) the fi
 
 [Note: two lanes in a row] The way in and the start of ``outer`` are one lane's job, the wait for ``outer`` and the way out
 another's, which gets its jobs from the first. So inside groups see buckets in one order on all ranks, ``outer`` is started in
-that order too, and ways in and out overlap with what crosses the link. See also lane.py, [Note: one order on all ranks].
+that order too, and ways in and out overlap with what crosses the link. See also [Note: one order on all ranks].
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from torch import Tensor
 
 from ..errors import UsageError, explain
 from ..gradients.buckets import Bucket
+from ..groups.serial import Lane, SerialWork
 from ..world import versions
 from .allreduce import AllReduce
 from .base import Done, GradientExchange, Work
 from .cast import Cast
 from .compressed import Compressed
-from .lane import Lane, LaneWork
 from .node_groups import NodeGroups, find_nodes, make_groups, make_up_for, num_groups
 from .numbers import in_float32, is_finite, numbers, where_not_finite
 from .parts import Part, cut, cut_values, whole_values
@@ -50,8 +50,8 @@ class _Passage:
     """A bucket on its way through both lanes."""
 
     def __init__(self) -> None:
-        self.entering: LaneWork | None = None
-        self.leaving: LaneWork | None = None
+        self.entering: SerialWork | None = None
+        self.leaving: SerialWork | None = None
 
     def is_completed(self) -> bool:
         """Tell, without waiting, whether the bucket is back."""
@@ -204,15 +204,15 @@ class Hierarchical(GradientExchange[HierarchicalState]):
             if by_parts:
                 part = self._enter_part(bucket, state, entering.group, step)
                 passage.leaving = leaving.run(
-                    lambda: self._leave_part(bucket, state, leaving.group, part), bucket.flat.device
+                    lambda: self._leave_part(bucket, state, leaving.group, part), [bucket.flat.device]
                 )
             else:
                 whole = self._enter_whole(bucket, state, entering.group, step)
                 passage.leaving = leaving.run(
-                    lambda: self._leave_whole(bucket, state, leaving.group, whole), bucket.flat.device
+                    lambda: self._leave_whole(bucket, state, leaving.group, whole), [bucket.flat.device]
                 )
 
-        passage.entering = entering.run(enter, bucket.flat.device)
+        passage.entering = entering.run(enter, [bucket.flat.device])
         return passage
 
     def _enter_part(self, bucket: Bucket, state: HierarchicalState, group: dist.ProcessGroup, step: int) -> Work:

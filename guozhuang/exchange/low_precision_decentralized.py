@@ -24,13 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import UsageError, WorldError, explain
+from ..errors import UsageError, explain
 from ..groups.subgroups import end_together, twin
 from ..weights.flat import FlatWeights, Named
 from .codecs.base import Codec
 from .codecs.quantize8 import MinMax8
 from .numbers import is_finite
-from .weight_lane import NotFinite, as_real, mean
+from .weight_lane import NotFinite, as_real, mean, naming_peers
 from .weights import WeightExchange
 
 _HEADER_BYTES = 8  # before the code: 0.0, or NaN where t holds what no code can express
@@ -230,17 +230,16 @@ def _send_to_neighbours(state: RingState) -> None:
             ops.append(dist.P2POp(dist.isend, memory.sent, group=group, group_peer=other, tag=tag))
             ops.append(dist.P2POp(dist.irecv, code, group=group, group_peer=other, tag=tag))
             whom += [other, other]
-    num_ended = 0
     works: list[dist.Work] = []
-    try:
-        works = dist.batch_isend_irecv(ops)
+    ended: list[dist.Work] = []
+
+    def failed() -> str:
+        # Some backends make one work of all messages; then it may be either neighbour.
+        who = f"rank {whom[len(ended)]}" if len(works) == len(whom) else f"rank {left} or {right}"
+        return f"{who}, a neighbour in the ring, did not exchange its weights"
+
+    with naming_peers(failed, group, "look for the first error of that rank"):
+        works += dist.batch_isend_irecv(ops)
         for work in works:
             work.wait()
-            num_ended += 1
-    except WorldError:
-        raise
-    except RuntimeError as error:
-        # Some backends make one work of all messages; then it may be either neighbour.
-        who = f"rank {whom[num_ended]}" if len(works) == len(whom) else f"rank {left} or {right}"
-        what = f"{who}, a neighbour in the ring, did not exchange its weights: {error}"
-        raise WorldError(explain(what, rank=rank, fix=f"look for the first error of {who}")) from error
+            ended.append(work)

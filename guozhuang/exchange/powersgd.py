@@ -28,8 +28,8 @@ from typing_extensions import override
 
 from ..errors import UsageError, explain
 from ..gradients.buckets import Bucket
+from ..groups.serial import Lane
 from .base import Done, GradientExchange, Work, check_saved
-from .lane import Lane
 from .numbers import check_floating_point, in_float32, is_finite, where_not_finite
 
 _LEAST = 1e-6  # of the greatest singular value of P: below it a direction is rounding error
@@ -165,7 +165,7 @@ class PowerSGD(GradientExchange[PowerState]):
         if state.lane is None or not bucket.flat.numel():
             return Done()
         lane = state.lane
-        return lane.run(lambda: self._exchange(bucket, state, lane.group, step), bucket.flat.device)
+        return lane.run(lambda: self._exchange(bucket, state, lane.group, step), [bucket.flat.device])
 
     def _exchange(self, bucket: Bucket, state: PowerState, group: dist.ProcessGroup, step: int) -> None:
         found, size = state.matrices[bucket.index], group.size()

@@ -27,12 +27,12 @@ from typing_extensions import override
 
 from ..errors import UsageError, explain
 from ..gradients.buckets import Bucket
+from ..groups.serial import Lane, SerialWork
 from ..world import versions
 from .allreduce import AllReduce
 from .around import AroundGradients
 from .base import GradientExchange, Work
 from .kernels import used_rows
-from .lane import Lane, LaneWork
 
 # A smaller table is not worth the extra round. Layers of computing are not so tall; each table is a message of its own.
 _LEAST_BYTES, _LEAST_RATIO = 1 << 18, 16
@@ -69,7 +69,7 @@ class SparseRowsState:
 class _Pieces:
     """The exchange of one bucket: the job that starts its pieces, then those."""
 
-    job: LaneWork | None = None
+    job: SerialWork | None = None
     works: list[Work] = field(default_factory=list)
 
     def wait(self) -> None:
@@ -136,7 +136,9 @@ class SparseRows(AroundGradients[SparseRowsState]):
         if state.lane is None:
             works.works += [self.inner.start(piece.part, state.inner, step) for piece in pieces]
         else:
-            works.job = state.lane.run(lambda: self._start_pieces(pieces, state, step, works.works), bucket.flat.device)
+            works.job = state.lane.run(
+                lambda: self._start_pieces(pieces, state, step, works.works), [bucket.flat.device]
+            )
         return works
 
     def _start_pieces(self, pieces: Sequence[_Piece], state: SparseRowsState, step: int, works: list[Work]) -> None:

@@ -12,7 +12,7 @@ from guozhuang.gradients.named.execution import Entry, Executor
 from guozhuang.gradients.named.mismatches import difference
 from guozhuang.gradients.named.plans import Known
 from guozhuang.gradients.named.table import Request, Response
-from tests.pure.test_lane_streams import Stream
+from tests.pure.test_serial import Stream
 
 
 class Alone:

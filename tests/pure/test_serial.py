@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+import threading
 from typing import Any
 
 import pytest
 import torch
 
-from guozhuang.exchange import lane as lane_module
-from guozhuang.exchange.lane import Lane
+from guozhuang.errors import WorldError
+from guozhuang.groups import serial
+from guozhuang.groups.serial import Lane, SerialThread, SerialWork
 
 DEVICE = torch.device("cuda:0")
 
@@ -35,16 +39,16 @@ class Stream:
         self.said.append(f"{self.name} waits for {event}")
 
 
-def end(lane: Lane) -> None:
+def end(lane: SerialThread) -> None:
     assert lane._thread is not None
-    lane._jobs.put(None)
+    lane._jobs.put((float("inf"), 0, None, SerialWork()))
     lane._thread.join(5.0)
 
 
 def test_a_job_stands_between_what_was_launched_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     trainer, group = Stream("trainer", said), object()
-    monkeypatch.setattr(lane_module, "twin", lambda group: group)
+    monkeypatch.setattr(serial, "twin", lambda group: group)
     monkeypatch.setattr(torch, "Stream", lambda device: Stream("lane", said))
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: trainer)
     lane = Lane(group)  # type: ignore[arg-type]
@@ -52,7 +56,7 @@ def test_a_job_stands_between_what_was_launched_before_and_after(monkeypatch: py
     def job() -> None:
         said.append("job")
 
-    work = lane.run(job, DEVICE)
+    work = lane.run(job, [DEVICE])
     work.wait()
     assert said == [
         "trainer records event 0",
@@ -67,7 +71,7 @@ def test_a_job_stands_between_what_was_launched_before_and_after(monkeypatch: py
     def fails() -> None:
         raise ValueError("no")
 
-    bad: Any = lane.run(fails, DEVICE)
+    bad: Any = lane.run(fails, [DEVICE])
     with pytest.raises(ValueError, match="no"):
         bad.wait()
     assert bad.is_completed()
@@ -75,9 +79,47 @@ def test_a_job_stands_between_what_was_launched_before_and_after(monkeypatch: py
 
 
 def test_on_the_cpu_there_are_no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lane_module, "twin", lambda group: group)
+    monkeypatch.setattr(serial, "twin", lambda group: group)
     lane = Lane(object())  # type: ignore[arg-type]
-    work = lane.run(lambda: None, torch.device("cpu"))
+    work = lane.run(lambda: None, [torch.device("cpu")])
     work.wait()
     assert work.is_completed() and not lane._streams
     end(lane)
+
+
+def test_urgent_jobs_go_first_and_a_failed_one_poisons_the_rest() -> None:
+    thread, began, go_on, said = SerialThread("test", "exchange"), threading.Event(), threading.Event(), list[str]()
+
+    def first() -> None:
+        began.set()
+        go_on.wait(10.0)
+
+    def fails() -> None:
+        raise ValueError("no luck")
+
+    works = [thread.run(first)]
+    began.wait(10.0)
+    for name, urgency in (("third", 2.0), ("first", -1.0), ("fourth", 2.0), ("second", 0.0)):
+        works.append(thread.run(functools.partial(said.append, name), urgency=urgency))
+    last = thread.run(fails, urgency=3.0), thread.run(lambda: said.append("never"), urgency=4.0)
+    go_on.set()
+    for work in works:
+        work.wait()
+    assert said == ["first", "second", "third", "fourth"]
+    with pytest.raises(ValueError, match="no luck"):
+        last[0].wait()
+    with pytest.raises(WorldError, match="an earlier exchange failed: no luck"):
+        last[1].wait()
+    assert "never" not in said
+    end(thread)
+
+
+def test_the_thread_ends_with_the_last_reference() -> None:
+    thread = SerialThread("test", "exchange")
+    thread.run(lambda: None).wait()
+    runner = thread._thread
+    assert runner is not None
+    del thread
+    gc.collect()
+    runner.join(10.0)
+    assert not runner.is_alive()
