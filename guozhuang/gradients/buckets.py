@@ -194,6 +194,12 @@ def _view_like(parameter: Tensor, flat: Tensor, offset: int) -> Tensor:
     return empty.set_(flat.untyped_storage(), offset, parameter.shape, stride)
 
 
+def same_place(tensor: Tensor) -> Tensor:
+    """Return another tensor over the same memory, which autograd does not take for a view."""
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
 def _fills_its_memory(tensor: Tensor) -> bool:
     """Tell whether the strides are a permutation of a dense layout (channels_last is one, an expanded tensor is not)."""
     expected = 1

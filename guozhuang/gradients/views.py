@@ -8,13 +8,13 @@ there, and ``.grad`` becomes the view. That copy moves fewer bytes than adding t
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .buckets import Placement
+from .buckets import Placement, same_place
 
 
 class _WithValue(torch.autograd.Function):
@@ -27,6 +27,55 @@ class _WithValue(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
+
+
+class HandedOut:
+    """The tensors that programs get as ``p.grad``, each over the memory of a view that only we hold.
+
+    [Note: gradients with other memory] A program may give a gradient other memory and keep the tensor: ``p.grad.data = x``.
+    Then the object in ``p.grad`` is still the one that was handed out, but what the ranks exchange is not in it. So the views
+    themselves are never handed out, and a gradient counts as being in its place only while the object in ``p.grad`` is the
+    one handed out *and* still has storage, offset, strides and dtype of the view. Anything else is copied to its place like a
+    gradient that autograd made.
+
+    Args:
+        views: by parameter; None for one that has no place in a flat tensor.
+    """
+
+    def __init__(self, views: Sequence[Tensor | None]) -> None:
+        self._views = list(views)
+        self._handed = [None if view is None else same_place(view) for view in views]
+
+    def place(self, index: int, view: Tensor) -> None:
+        """Let the gradient of a parameter lie somewhere else from now on."""
+        self._views[index], self._handed[index] = view, same_place(view)
+
+    def holds(self, index: int, gradient: Tensor | None) -> bool:
+        """Tell whether a gradient is the one that was handed out, and still lies in its place."""
+        view = self._views[index]
+        return (
+            gradient is not None
+            and gradient is self._handed[index]
+            and view is not None
+            and gradient.is_set_to(view)
+            and gradient.dtype == view.dtype
+        )
+
+    def hand(self, index: int) -> Tensor | None:
+        """Return what ``p.grad`` is to be; a new tensor if the program has given the last one other memory."""
+        view, handed = self._views[index], self._handed[index]
+        if view is not None and handed is not None and not handed.is_set_to(view):
+            handed = self._handed[index] = same_place(view)
+        return handed
+
+    def version(self, index: int) -> int:
+        """Return autograd's count of the changes that were made in place to what was handed out."""
+        handed = self.hand(index)
+        return 0 if handed is None else handed._version
+
+    def num_references(self, indices: Iterable[int]) -> int:
+        """Return by how many the most referred to of these tensors is referred to."""
+        return max((sys.getrefcount(self._handed[i]) for i in indices), default=0)
 
 
 class GradientViews:
@@ -45,6 +94,7 @@ class GradientViews:
     def __init__(self, parameters: Sequence[Tensor], placement: Placement) -> None:
         self._parameters, self._placement = parameters, placement
         self._views: list[Tensor | None] = [None] * len(parameters)
+        self._handed = HandedOut(self._views)
         for b in range(len(placement.buckets)):
             self._take_views(b)
         self._own_references = [self._count_references(b) for b in range(len(placement.buckets))]
@@ -71,17 +121,19 @@ class GradientViews:
         bucket, members = self._placement.buckets[b], self._placement.layout[b]
         for i, view in zip(members, bucket.views, strict=False):  # a sparse bucket has none
             self._views[i] = view
+            self._handed.place(i, view)
 
     def _count_references(self, b: int) -> tuple[int, int]:
-        """Count references to the memory of a bucket and to its views."""
-        bucket = self._placement.buckets[b]
-        memory = torch._C._storage_Use_Count(bucket.flat.untyped_storage()._cdata)
-        return memory, max((sys.getrefcount(view) for view in bucket.views), default=0)
+        """Count references to the memory of a bucket and to the gradients in it."""
+        memory = torch._C._storage_Use_Count(self._placement.buckets[b].flat.untyped_storage()._cdata)
+        return memory, self._handed.num_references(self._placement.layout[b])
 
     def _leave_kept(self, b: int) -> None:
         """Give a bucket new memory if its old one is held elsewhere, see [Note: kept gradients]."""
         members = self._placement.layout[b]
-        if any(self._views[i] is not None and self._parameters[i].grad is self._views[i] for i in members):
+        for i in members:
+            self._handed.hand(i)  # the count below is for tensors that are all in their place
+        if any(self._handed.holds(i, self._parameters[i].grad) for i in members):
             return
         memory, views = self._count_references(b)
         own_memory, own_views = self._own_references[b]
@@ -107,14 +159,14 @@ class GradientViews:
             return
         if keep:
             self._kept[index] = gradient.detach().clone()
-        if gradient is view:
+        if self._handed.holds(index, gradient):
             if self.scale != 1.0:
                 view.mul_(self.scale)
         elif gradient.requires_grad or gradient.is_sparse:
             self._fill_other(index, gradient, view)
         else:
             torch.mul(gradient, self.scale, out=view)
-            parameter.grad = view
+            parameter.grad = self._handed.hand(index)
 
     def _fill_other(self, index: int, gradient: Tensor, view: Tensor) -> None:
         with torch.no_grad():  # under create_graph, autograd records during backward
@@ -123,23 +175,26 @@ class GradientViews:
         if gradient.requires_grad:
             self._graphs[index] = gradient
         else:
-            self._parameters[index].grad = view
+            self._parameters[index].grad = self._handed.hand(index)
 
     def fill_together(self, indices: Sequence[int]) -> None:
         """Fill several with one copying call; for many small parameters."""
         sources, targets = [], []
         for i in indices:
             view, gradient = self._views[i], self._parameters[i].grad
-            plain = (
-                gradient is not None and gradient is not view and not gradient.requires_grad and not gradient.is_sparse
-            )
-            if view is None or gradient is None or not plain:
+            if (
+                view is None
+                or gradient is None
+                or gradient.requires_grad
+                or gradient.is_sparse
+                or self._handed.holds(i, gradient)
+            ):
                 self.fill(i)
                 continue
             self.filled[i] = True
             sources.append(gradient)
             targets.append(view)
-            self._parameters[i].grad = view
+            self._parameters[i].grad = self._handed.hand(i)
         if targets:
             torch._foreach_copy_(targets, sources)
             torch._foreach_mul_(targets, self.scale)
@@ -164,10 +219,9 @@ class GradientViews:
             with torch.enable_grad():
                 parameter.grad = _WithValue.apply(local, view)  # type: ignore[no-untyped-call]
         elif parameter.grad is None:
-            parameter.grad = view
+            parameter.grad = self._handed.hand(index)
 
     def show(self, index: int) -> None:
         """Make the result the gradient on a rank without data: a sharded optimizer steps there too."""
-        view = self._views[index]
-        if view is not None:
-            self._parameters[index].grad = view
+        if self._views[index] is not None:
+            self._parameters[index].grad = self._handed.hand(index)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import UsageError, explain
+from ..gradients.views import HandedOut
 from ..groups.allocation import zeros_for
 from ..world.versions import all_gather_single, reduce_scatter_single
 from .arriving import Gathering, can_wait_in_readers, reads_past_python
@@ -85,6 +86,7 @@ class GatheredCarrier:
             self._places.append(in_flat(self._flats[bucket], offset, parameter))
             self._views.append(in_flat(self._gradients[bucket], offset, parameter))
             self._place(i)
+        self._handed = HandedOut(self._views)
         self._separate: frozenset[int] = frozenset()
         self._make_blocks()
         self._gatherings: list[Gathering] = []
@@ -208,7 +210,7 @@ class GatheredCarrier:
         self._settle(index)
         if self._versions[index] is not None:
             self._calm = False  # a second backward
-        self._versions[index] = self._views[index]._version
+        self._versions[index] = self._handed.version(index)
         bucket = self.layout.places[index][0]
         self._num_missing[bucket] -= 1
         if self._leave_early and self._calm:
@@ -227,7 +229,7 @@ class GatheredCarrier:
         """Bring a parameter's gradient to its place in the bucket."""
         parameter, view = self.parameters[index], self._views[index]
         gradient = parameter.grad
-        if gradient is view:
+        if self._handed.holds(index, gradient):
             self._filled[index] = True
             return
         if gradient is None:
@@ -240,7 +242,7 @@ class GatheredCarrier:
             view.copy_(gradient)
         self._filled[index] = True
         if not gradient.requires_grad:  # one with a graph (create_graph=True) stays the user's
-            parameter.grad = view
+            parameter.grad = self._handed.hand(index)
 
     def _launch(self, bucket: int) -> None:
         assert bucket == self._next
@@ -255,7 +257,7 @@ class GatheredCarrier:
             for index in self.layout.buckets[bucket].parameters:
                 self._settle(index)
                 seen = self._versions[index]
-                if seen is not None and seen != self._views[index]._version:
+                if seen is not None and seen != self._handed.version(index):
                     self._calm = False
             self._launch(bucket)
 

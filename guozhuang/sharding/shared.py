@@ -55,14 +55,14 @@ class _Arrival(Arrival):
         self.parameter = parameter
         gradients = carrier.gradients
         self._own, self._brought, self._bring = carrier, gradients.brought, gradients.bring
-        self._view = gradients.views[parameter]
+        self._handed = gradients.handed
 
     def __call__(self, parameter: Tensor) -> None:
         if self._own.is_collected:
             self._own.came_after_collect(self.parameter)
         if self._brought[self.parameter]:
             gradient = parameter.grad
-            if gradient is not None and gradient is not self._view:
+            if gradient is not None and not self._handed.holds(self.parameter, gradient):
                 self._bring(self.parameter, gradient)
 
 

@@ -23,6 +23,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..gradients.views import HandedOut
 from ..groups.shared_memory.program import DTYPE_OF
 from ..groups.shared_memory.segments import Segment, SharedSegments
 from ..groups.shared_memory.sparse import PAGE_BYTES, Piece, add, num_pages, take
@@ -57,6 +58,7 @@ class SharedGradients:
 
     Attributes:
         views: per parameter, its place in this rank's buffer.
+        handed: what programs get as ``p.grad`` of these places.
         brought: per parameter, whether its hook is to call :meth:`bring`.
     """
 
@@ -83,6 +85,7 @@ class SharedGradients:
         self.views: list[Tensor] = [
             shaped(own.tensor(start, p.numel(), p.dtype), p) for start, p in zip(where.starts, parameters, strict=True)
         ]
+        self.handed = HandedOut(self.views)
         self._marks = own.tensor(self._marks_start, where.num_bytes // PAGE_BYTES, torch.uint8)
         self._used = [segment.tensor(self._used_start, len(parameters), torch.uint8) for segment in self._segments]
         self.brought = [False] * len(parameters)
@@ -113,15 +116,14 @@ class SharedGradients:
         if gradient.requires_grad:  # made with create_graph=True: the user needs this very tensor
             return
         check_gradient(gradient, view, self._names[index], self._rank)
-        if gradient.data_ptr() == view.data_ptr():
-            assert gradient.stride() == view.stride(), "computed in its place"
-        elif gradient.stride() == view.stride():
-            take([(view.data_ptr(), gradient.data_ptr(), self._where.sizes[index], 0)])
+        if gradient.stride() == view.stride():
+            if gradient.data_ptr() != view.data_ptr():  # else it was computed in its place
+                take([(view.data_ptr(), gradient.data_ptr(), self._where.sizes[index], 0)])
         else:
             with torch.no_grad():
-                view.copy_(gradient)
+                view.copy_(gradient.clone() if gradient.data_ptr() == view.data_ptr() else gradient)
         self._filled[index] = True
-        self._parameters[index].grad = view
+        self._parameters[index].grad = self.handed.hand(index)
 
     def take(self) -> bool:
         """Bring what is not in the buffer yet. Not collective; before the first meeting of a step.
@@ -136,7 +138,7 @@ class SharedGradients:
         unused: list[int] = []
         for i, (parameter, view) in enumerate(zip(self._parameters, self.views, strict=True)):
             gradient = parameter.grad
-            if gradient is view:
+            if self.handed.holds(i, gradient):
                 self._filled[i] = True
             elif gradient is None:
                 unused.append(i)

@@ -148,6 +148,12 @@ def assert_equal_across_ranks(module: nn.Module, what: Callable[[Tensor], Tensor
         assert all(torch.equal(part, value) for part in parts), f"{name} differs between ranks"
 
 
+def halve_in_other_memory(module: nn.Module) -> None:
+    """Give each gradient new storage through ``.data``: the tensor object in ``p.grad`` stays the same."""
+    for p in module.parameters():
+        p.grad.data = p.grad.data * 0.5
+
+
 def mean_loss(module: Callable[[Tensor], Tensor], world_size: int, step: int = 0, rows: int = 4) -> Tensor:
     """What a single process minimizes: the mean over the ranks' losses."""
     return torch.stack([module(batch(r, step, rows)).pow(2).mean() for r in range(world_size)]).mean()

@@ -16,6 +16,7 @@ from tests.processes.cases import (
     assert_same_grads,
     batch,
     grads,
+    halve_in_other_memory,
     mean_loss,
     mlp,
     names_of_cases,
@@ -282,6 +283,48 @@ def case_the_user_replaces_gradients(rank, world_size):
                 p.grad = p.grad.clone().mul_(2)
             (local_loss(ddp, rank, step + 9) if model is ddp else mean_loss(twin, world_size, step + 9)).backward()
         assert_same_grads(ddp, twin)
+
+
+def case_gradients_are_given_other_memory(rank, world_size):
+    """``p.grad.data = x`` between backwards, before the step, and while a backward accumulates: as PyTorch's wrapper."""
+
+    def delayed(bare):
+        return {
+            "delay_all_reduce_named_params": [("4.weight", bare[4].weight)],
+            "param_to_hook_all_reduce": bare[0].bias,
+        }
+
+    for options in (lambda bare: {}, lambda bare: {"batched_grad_copy": True}, delayed):
+        bare = mlp()
+        twin, peer = twin_of(bare), TorchDDP(twin_of(bare))
+        ddp = DistributedDataParallel(bare, bucket_cap_mb=0.0001, **options(bare))
+        models = (ddp, peer, twin)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in models]
+        held = []
+        for step in range(8):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                for micro in range(2):
+                    at = 10 * step + micro
+                    (mean_loss(twin, world_size, at) if model is twin else local_loss(model, rank, at)).backward()
+                    if micro or step % 2:
+                        if model is ddp:
+                            held.append([(p.grad.data, p.grad.data.clone()) for p in model.parameters()])
+                        halve_in_other_memory(model)
+                if step == 3:  # in the middle of a backward that accumulates
+                    handles = [
+                        p.register_post_accumulate_grad_hook(lambda p: setattr(p.grad, "data", p.grad.data.clone()))
+                        for p in model.parameters()
+                    ]
+                    (mean_loss(twin, world_size, 9) if model is twin else local_loss(model, rank, 9)).backward()
+                    for handle in handles:
+                        handle.remove()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=step % 3 == 0)
+            for ours, theirs, alone in zip(*(m.parameters() for m in models), strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(ours, alone, rtol=1e-5, atol=1e-6)
+            assert all(torch.equal(kept, then) for some in held for kept, then in some), "the program's own memory"
+            assert_equal_across_ranks(ddp)
 
 
 def case_gradients_kept_by_the_user_do_not_change(rank, world_size):

@@ -23,6 +23,7 @@ from guozhuang.sharding import ShardedOptimizer, clip_grad_norm_, shard
 from tests.processes.cases import (
     assert_equal_across_ranks,
     batch,
+    halve_in_other_memory,
     mean_loss,
     mlp,
     names_of_cases,
@@ -103,6 +104,21 @@ PLAIN_GATHER = False  # set in ranks by run_here
 
 
 # ---- the step -------------------------------------------------------------------------------------------------------------
+
+
+def case_gradients_are_given_other_memory(rank: int, world_size: int) -> None:
+    """``p.grad.data = x`` before a step, and between the backwards of one."""
+    both = Both(momentum)
+    for step in range(8):
+        both.backward(step)
+        if step % 2:
+            for model in (both.model, both.twin):
+                halve_in_other_memory(model)
+            both.backward(10 + step)
+        for model in (both.model, both.twin):
+            halve_in_other_memory(model)
+        both.update(set_to_none=step % 3 == 0)
+        both.check()
 
 
 def case_every_optimizer_equals_one_process(rank: int, world_size: int) -> None:

@@ -419,7 +419,7 @@ class Wide(nn.Module):
 def count_places(model: nn.Module) -> list[int]:
     """For each large weight, the number of gradients that lie in their place."""
     return [
-        int(p.grad is not None and p.grad is arrival_of(p).carrier.gradients.views[arrival_of(p).parameter])
+        int(arrival_of(p).carrier.gradients.handed.holds(arrival_of(p).parameter, p.grad))
         for p in (model.large.weight, model.last.weight)
     ]
 
@@ -466,7 +466,7 @@ def case_a_gradient_is_computed_in_its_place_only_where_nobody_sees_it(rank: int
         seen.clear()
         # backward(inputs=...) goes to p.grad
         rows_loss(pair.model, rank, 4).backward(inputs=[weight])
-        assert seen == [view.data_ptr()] and weight.grad is view
+        assert seen == [view.data_ptr()] and weight.grad.is_set_to(view)
         pair.model.zero_grad()
         seen.clear()
         # a hook of the program's
@@ -481,7 +481,7 @@ def case_a_gradient_is_computed_in_its_place_only_where_nobody_sees_it(rank: int
         # somebody keeps a tensor over the memory
         keeper = view.detach()
         rows_loss(pair.model, rank, 5).backward()
-        assert view.data_ptr() not in seen and weight.grad is view
+        assert view.data_ptr() not in seen and weight.grad.is_set_to(view)
         del keeper
         pair.model.zero_grad()
         seen.clear()
