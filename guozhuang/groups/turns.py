@@ -34,7 +34,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -265,8 +265,7 @@ class Turns:
 
     def now(self, job: Job, tensors: Sequence[Tensor], what: str) -> dist.Work:
         """Run a job before returning, when its turn has come; raises what the job raises."""
-        if os.getpid() != self._process:
-            self._refuse_fork(what)
+        refuse_fork(what, self._process, self.rank)
         inline = False
         try:
             with self._order:
@@ -286,8 +285,7 @@ class Turns:
 
     def later(self, job: Job, tensors: Sequence[Tensor], what: str) -> QueuedWork:
         """Hand a job to the group's thread."""
-        if os.getpid() != self._process:
-            self._refuse_fork(what)
+        refuse_fork(what, self._process, self.rank)
         work = QueuedWork(job, tensors, what, self)
         with self._order:
             if self._closed is not None:
@@ -339,10 +337,6 @@ class Turns:
             self._closed = error
             self._jobs.put(None)
 
-    def _refuse_fork(self, what: str) -> NoReturn:
-        text = f"{what} was called in a process that was forked off; the group belongs to the rank alone"
-        raise UsageError(explain(text, rank=self.rank, fix="call it in the rank's own process"))
-
     def _work_off(self) -> None:
         # The device of a CPU job does not matter, but inference and gradient modes are per thread.
         torch.set_grad_enabled(False)
@@ -356,6 +350,13 @@ class Turns:
             del work  # and with it the tensors
         if self._last is not None:
             self._last()
+
+
+def refuse_fork(what: str, process: int, rank: int) -> None:
+    """Raise UsageError in a process that was forked off ``process``, the rank's own, for a call of a group."""
+    if os.getpid() != process:
+        text = f"{what} was called in a process that was forked off; the group belongs to the rank alone"
+        raise UsageError(explain(text, rank=rank, fix="call it in the rank's own process"))
 
 
 def take_timeout(options: Any) -> float | None:

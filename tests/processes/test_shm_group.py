@@ -307,7 +307,15 @@ def until(condition) -> bool:
 
 
 def forks(rank: int, n: int) -> None:
-    """A child's call is refused and does not count as its parent's."""
+    """A child's calls are refused, do not count as its parent's, and take nothing that was sent to the parent."""
+    group = dist.group.WORLD
+    assert isinstance(group, SharedMemoryGroup)
+    large = group.empty(1_000_000).fill_(rank)
+    dist.barrier()
+    if rank:  # it is on its way to rank 0 now, which has not taken it
+        place = group._resources.arena.locate(large)
+        assert place is not None
+        group._resources.arena.announce(place[0])
     dist.barrier()
     child = os.fork()
     if child == 0:
@@ -316,12 +324,26 @@ def forks(rank: int, n: int) -> None:
             for is_async in (False, True):
                 with pytest.raises(UsageError, match="forked"):
                     dist.all_reduce(torch.full((4,), 100.0), async_op=is_async)
+            for call in (
+                lambda: group.empty(70_000),
+                lambda: dist.isend(torch.ones(3), (rank + 1) % n),
+                lambda: dist.irecv(torch.ones(3), (rank + 1) % n),
+                lambda: dist.irecv(torch.ones(3)),
+            ):
+                with pytest.raises(UsageError, match="forked"):
+                    call()
             code = 0
         os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
     tensor = torch.ones(4)
     dist.all_reduce(tensor)
     assert tensor.tolist() == [n] * 4
+    dist.all_reduce(large)
+    assert (large == sum(range(n))).all()
+    received = torch.zeros(3)
+    sent = dist.isend(torch.full((3,), float(rank)), (rank + 1) % n)
+    dist.recv(received, (rank - 1) % n)
+    assert sent is not None and sent.wait() and (received == (rank - 1) % n).all()
 
 
 def complex_and_sparse(rank: int, n: int) -> None:

@@ -29,9 +29,10 @@ from guozhuang.errors import MismatchError, PeerLost, UsageError, WorldError
 from guozhuang.groups.shared_memory import rendezvous as meeting
 from guozhuang.groups.shared_memory.arena import Arena
 from guozhuang.groups.shared_memory.engine import MAIN_BYTES, STATE_OFFSET, RankState
-from guozhuang.groups.shared_memory.point_to_point import PointToPoint, Transfer
+from guozhuang.groups.shared_memory.point_to_point import PointToPoint
 from guozhuang.groups.shared_memory.rendezvous import Peers, identity, meet
 from guozhuang.groups.shared_memory.segments import Segment
+from guozhuang.groups.shared_memory.transfers import Transfer
 from tests.processes.shm_ranks import run_shm_ranks
 from tests.ranks import RankError, run_ranks
 
@@ -76,7 +77,7 @@ def group(rank: int, size: int, timeout_s: float = TIMEOUT_S) -> Iterator[tuple[
     """All that this rank has of a group; afterwards nothing is left of it."""
     before = held()
     peers = met(rank, size)
-    arena, p2p = Arena(peers), PointToPoint(peers, peers.segments, rank, size, timeout_s)
+    arena, p2p = Arena(peers), PointToPoint(peers, timeout_s)
     try:
         yield peers, arena, p2p
     finally:
@@ -445,7 +446,7 @@ def many(rank: int, size: int) -> None:
                 receives.append((p2p.recv(into, peer, tag), into, tag, turn))
         for transfer, into, tag, turn in receives:
             transfer.wait()
-            source = transfer.source_rank
+            source = transfer.sender
             assert source in others
             assert into.equal(value_of(source, tag, turn, len(into))), (source, tag, turn)
         for send in sends:
@@ -491,7 +492,7 @@ def any_source(rank: int, size: int) -> None:
                 into = torch.empty(5000)
                 transfer = p2p.recv(into, None, 5)
                 transfer.wait()
-                source = transfer.source_rank
+                source = transfer.sender
                 assert source is not None
                 assert into.equal(value_of(source, 5, turns[source], 5000))
                 turns[source] += 1
@@ -540,7 +541,7 @@ def too_late(rank: int, size: int) -> None:
             waiting = [p2p.send(small, 1, 1), p2p.send(large, 1, 2), p2p.recv(small.clone(), 1, 3)]
             anybody = p2p.recv(small.clone(), None, 4)
             with pytest.raises(PeerLost):
-                waiting[0].wait(0.2)  # this wait alone
+                waiting[0].wait(timedelta(seconds=0.2))  # this wait alone
             assert not waiting[0].is_completed()
             for transfer in waiting:
                 with pytest.raises(PeerLost, match=r"rank 1 did not come within 1 s to the (send|recv) of") as caught:
@@ -623,9 +624,9 @@ def dies(rank: int, size: int) -> float:
             assert (caught.value.rank, caught.value.pid) == (1, peers.pids[1])
             assert "(tag" in caught.value.waiting_in and "while this rank waited in the" in str(caught.value)
         took_s = time.monotonic() - start
-        for later in (p2p.send(large, 1, 0), p2p.recv(into, 1, 0), p2p.recv(into, None, 0)):
+        for later in (p2p.send(large, 1, 0), p2p.recv(into, 1, 0), p2p.recv(into, None, 7)):
             with pytest.raises(PeerLost):
-                later.wait(1.0)
+                later.wait(timedelta(seconds=1))
         if rank == 0:  # what came before the end counts
             small = torch.zeros(5)
             p2p.recv(small, 1, 9).wait()
@@ -647,6 +648,43 @@ def test_a_killed_rank_fails_what_waits_for_it_and_nothing_else() -> None:
     assert all(isinstance(result, float) and result < SOON_S for result in (results[0], results[2])), results
 
 
+def dies_having_sent_all(rank: int, size: int) -> None:
+    """Rank 1 dies with all of its payload on the way; rank 0 receives it, and goes on with rank 2."""
+    with group(rank, size) as (peers, _, p2p):
+        tensor = torch.full((60_000,), float(rank))
+        if rank == 1:
+            p2p.send(tensor, 0, 0)
+            barrier(size)
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 0:
+            read = p2p._read
+
+            def read_late(peer: int, *more: Any) -> None:
+                if peer == 1 and p2p._receives:  # it was asked for the payload
+                    poller = select.poll()
+                    poller.register(peers.pidfds[1])
+                    poller.poll()
+                read(peer, *more)
+
+            p2p._read = read_late
+            transfer = p2p.recv(tensor, 1, 0)
+        barrier(size)
+        if rank == 0:
+            transfer.wait()
+            assert (tensor == 1).all()
+            with pytest.raises(PeerLost):
+                p2p.recv(torch.zeros(1), 1, 1).wait()
+        value = torch.full((100_000,), float(rank))
+        (p2p.send(value, 2, 5) if rank == 0 else p2p.recv(value, 0, 5)).wait()
+        assert not value.any()
+
+
+def test_a_death_at_the_end_of_a_payload_harms_nobody_else() -> None:
+    results = run(dies_having_sent_all, 3, collect_errors=True)
+    assert [results[0], results[2]] == [None, None]
+
+
 def leaves(rank: int, size: int) -> None:
     """Workers leave one after the other; the receiver from any rank fails only when nobody is left."""
     with group(rank, size) as (peers, _, p2p):
@@ -662,7 +700,7 @@ def leaves(rank: int, size: int) -> None:
                 into = torch.zeros(4)
                 transfer = p2p.recv(into, None, 0)
                 transfer.wait()
-                assert transfer.source_rank == expected and (into == expected).all()
+                assert transfer.sender == expected and (into == expected).all()
             with pytest.raises(PeerLost, match="left the group"):
                 directed.wait()
             with pytest.raises(PeerLost, match="left the group"):
@@ -794,7 +832,7 @@ def falls_over(rank: int, size: int) -> None:
             def fail(*_: object) -> None:
                 raise KeyError("made up")
 
-            p2p._courier._match = fail  # type: ignore[method-assign]
+            p2p._match = fail  # type: ignore[method-assign]
             waiting.append(p2p.recv(torch.zeros(1_000_000), 0, 2))
             for transfer in waiting:
                 with pytest.raises(WorldError, match="KeyError: 'made up'") as caught:
@@ -818,7 +856,7 @@ def test_a_thread_that_falls_over_fails_everything_and_hangs_nobody() -> None:
 
 
 def one_is_stopped(rank: int, size: int) -> None:
-    """Rank 1 is stopped with slots of rank 0 in its hands; rank 0 sends to rank 2 all the same."""
+    """Rank 1 is stopped in the middle of a payload of rank 0; rank 0 sends to rank 2 all the same."""
     with group(rank, size, timeout_s=2.0) as (peers, _, p2p):
         large = torch.zeros(100_000_000)  # takes some 50 ms at the least
         if rank == 1:
@@ -844,7 +882,7 @@ def one_is_stopped(rank: int, size: int) -> None:
         barrier(size)
 
 
-def test_a_stopped_rank_does_not_keep_the_others_slots() -> None:
+def test_a_stopped_rank_does_not_hold_up_the_others() -> None:
     run(one_is_stopped, 3)
 
 
@@ -968,3 +1006,32 @@ def is_ended_in_a_fork(rank: int, size: int) -> None:
 
 def test_a_forked_process_does_not_end_the_group() -> None:
     run_shm_ranks(is_ended_in_a_fork, 2)
+
+
+def receives_apart(rank: int, size: int) -> None:
+    """Whoever waits for a receive into a tensor that is not contiguous finds all of it, from whichever thread."""
+    for turn in range(5):
+        whole = torch.full((1500, 1500), -1.0)
+        if rank == 0:
+            dist.send(torch.full((1500, 1500), float(turn)), 1)
+            continue
+        work = dist.irecv(whole.T, 0)
+        assert work is not None
+        found: list[bool] = []
+        start = threading.Barrier(4)
+
+        def wait(work: Any, whole: torch.Tensor, turn: int, start: threading.Barrier, found: list[bool]) -> None:
+            start.wait()
+            work.wait()
+            found.append(bool((whole == turn).all()))
+
+        threads = [threading.Thread(target=wait, args=(work, whole, turn, start, found)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == [True] * 4
+
+
+def test_a_receive_that_has_ended_is_complete_for_every_thread() -> None:
+    run_shm_ranks(receives_apart, 2)

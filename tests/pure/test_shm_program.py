@@ -118,14 +118,10 @@ def test_areas_of_the_main_segment_do_not_overlap() -> None:
         control.ONE_SHOT_OFFSET + control.NUM_ONE_SHOT_AREAS * control.ONE_SHOT_BYTES,
         control.RING_OFFSET,
         control.RING_OFFSET + control.RING_BYTES,
-        control.SLOTS_OFFSET,
-        control.SLOTS_OFFSET + control.NUM_SLOTS * control.SLOT_BYTES,
         control.MAIN_BYTES,
     ]
     assert edges == sorted(edges)
-    assert not any(
-        offset % 64 for offset in (first, second, control.ONE_SHOT_OFFSET, control.RING_OFFSET, control.SLOTS_OFFSET)
-    )
+    assert not any(offset % 64 for offset in (first, second, control.ONE_SHOT_OFFSET, control.RING_OFFSET))
 
 
 @pytest.mark.parametrize(("dtype", "op"), PAIRS, ids=lambda v: v.name)

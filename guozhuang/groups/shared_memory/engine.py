@@ -39,10 +39,7 @@ ONE_SHOT_BYTES: Final = 64 * 1024  # of one area
 ONE_SHOT_OFFSET: Final = CONTROL_BYTES
 RING_OFFSET: Final = ONE_SHOT_OFFSET + NUM_ONE_SHOT_AREAS * ONE_SHOT_BYTES
 RING_BYTES: Final = 32 * 1024 * 1024  # by default; the staging ring
-NUM_SLOTS: Final = 8  # point to point
-SLOT_BYTES: Final = 256 * 1024  # of one slot
-SLOTS_OFFSET: Final = RING_OFFSET + RING_BYTES
-MAIN_BYTES: Final = SLOTS_OFFSET + NUM_SLOTS * SLOT_BYTES
+MAIN_BYTES: Final = RING_OFFSET + RING_BYTES
 
 
 class RankState(enum.IntEnum):

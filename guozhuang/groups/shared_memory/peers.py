@@ -12,6 +12,7 @@ thread may take at any time, only marks the segment; it is unmapped when this ra
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
@@ -25,9 +26,10 @@ from typing import Final, NoReturn
 
 from guozhuang.errors import PeerLost, WorldError, explain
 
-from .messages import ENDED
 from .segments import Segment
 
+# What the system says of a socket whose other end is gone. All else (memory, descriptors) says nothing about the peer.
+ENDED: Final = frozenset((errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN))
 _NOTE: Final = struct.Struct("<cqq")  # kind, number of the segment, its bytes
 _SEGMENT, _FREED = b"S", b"F"
 _FREED_PER_NOTE: Final = 64

@@ -1,73 +1,115 @@
-"""Sends and receives between two ranks, as the rest of a process asks for them; ``courier.py`` carries them out."""
+"""Sends and receives between two ranks, carried by one thread over a socket per pair.
+
+[Note: how a payload travels] The sender offers size, dtype and tag; a small payload comes along. The receiver matches offers
+with receives, and compares sizes and dtypes before anything is written. Then it takes the small payload, or asks for the large
+one, which the sender sends in chunks, out of the tensor into the socket and from there into the other tensor: as much as the
+socket has room for, so a rank that reads nothing holds up its own pair alone. A send has ended well when the receiver has
+all of it, as the receiver may still refuse it before; like gloo's, a send therefore waits for its receive.
+
+[Note: one thread owns the state] All state but the queue of new transfers belongs to one thread, which starts with the first
+transfer, does everything without blocking, and sleeps in poll(): on the sockets, on the pidfds of the peers, and on an eventfd
+for new transfers. When a peer is gone, the messages that it sent before count; then all other transfers with it fail. A receive
+from any rank fails when a rank died (it may have been the one), not when a rank left properly: others may still send. Only
+`_read` and the end of a process make a rank lost; a refused send just waits for them.
+
+[Note: a rank that gave up] A rank whose group broke says so in its control page, which nothing wakes anybody for: while
+transfers wait, the thread looks every 0.2 s. Transfers with that rank fail, as does everything once this rank's own group
+is broken.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import ctypes
-import datetime
+import errno
+import itertools
+import math
 import os
+import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future
 
 from guozhuang.errors import UsageError, WorldError, explain
 
-from . import messages
-from .courier import Courier
-from .engine import STATE_OFFSET, RankState
+from .arguments import Bytes
+from .engine import DOING_BYTES, DOING_OFFSET, STATE_OFFSET, RankState
+from .peers import ENDED, ended_events
 from .rendezvous import Peers
-from .segments import Segment
-from .transfers import Transfer
+from .transfers import (
+    ALONG_BYTES,
+    ASK,
+    CHUNK,
+    DIFFERS,
+    DONE,
+    GIVEN_UP,
+    MESSAGE,
+    OFFER,
+    TAGS,
+    Matcher,
+    Offer,
+    Transfer,
+    pack,
+)
 
-__all__ = ["PointToPoint", "Transfer", "TransferWork"]
-
+_CHUNK_BYTES: Final = 190 << 10  # what fits into a socket's buffer of the usual size
+_FEWEST_CHUNK_BYTES: Final = 4 << 10
+_TOO_LARGE: Final = frozenset((errno.EMSGSIZE, errno.ENOBUFS, errno.ENOMEM))
+_READS_PER_TURN: Final = 64  # from one peer, before the others have their turn
+_LOOK_S: Final = 0.2  # between two looks, while transfers wait, whether a rank gave up on the group
+_LONGEST_SLEEP_S: Final = 3600.0
+_FAREWELL_S: Final = 1.0  # for messages that are still to go out when the group is destroyed
 _JOIN_S: Final = 5.0
 
 
 class PointToPoint:
-    """Sends and receives of one rank; from several threads.
+    """Sends and receives of one rank; from several threads. See the notes above.
 
     Args:
         peers: the other ranks; outlive this object.
-        segments: the main segment of every rank, mapped here.
-        rank: this process in the group.
-        size: number of ranks.
         timeout_s: limit of each transfer, from its call, in seconds.
-        failure: what broke the group for this rank, once its control page says that something did.
+        failure: returns the error that broke the group for this rank, once its control page says that it is broken.
     """
 
     def __init__(
-        self,
-        peers: Peers,
-        segments: Sequence[Segment],
-        rank: int,
-        size: int,
-        timeout_s: float,
-        failure: Callable[[], BaseException | None] = lambda: None,
+        self, peers: Peers, timeout_s: float, failure: Callable[[], BaseException | None] = lambda: None
     ) -> None:
-        self._peers, self._rank, self._size, self._timeout_s = peers, rank, size, timeout_s
-        self._process = os.getpid()
+        self._peers, self._rank, self._size, self._timeout_s = peers, peers.rank, peers.size, timeout_s
         self._why_broken = failure
-        self._state = ctypes.c_uint32.from_address(segments[rank].address + STATE_OFFSET)
-        self._courier = Courier(peers, segments, rank, size, self._broken)
-        self._starting = threading.Lock()  # over the next four
+        pages = [segment.address for segment in peers.segments]
+        self._doings = [page + DOING_OFFSET for page in pages]
+        self._states = [ctypes.c_uint32.from_address(page + STATE_OFFSET) for page in pages]
+        self._starting = threading.Lock()  # guards the next five
         self._thread: threading.Thread | None = None
         self._wake_fd = -1
+        self._new: deque[Transfer] = deque()
         self._is_closed = False
         self._failure: BaseException | None = None  # of the thread
+        # What follows belongs to the thread. See [Note: one thread owns the state].
+        self._poller = select.poll()
+        self._header = bytearray(MESSAGE.size)
+        self._matcher = Matcher()
+        self._numbers = itertools.count(1)
+        self._sends: dict[int, Transfer] = {}
+        self._receives: dict[tuple[int, int], Transfer] = {}  # by source and number: those that asked for a payload
+        self._streams: list[deque[Transfer]] = [deque() for _ in pages]  # per receiver: sends that were asked for
+        self._out: list[deque[bytes]] = [deque() for _ in pages]
+        self._chunk_bytes = _CHUNK_BYTES
+        self._earliest_deadline = math.inf  # no transfer ends before it; a transfer that has ended may have set it
+        self._lost: dict[int, tuple[str, bool]] = {}  # why, and whether it left properly
+        self._gave_up: dict[int, str] = {}  # why. See [Note: a rank that gave up]
 
     def send(self, tensor: Tensor, dst: int, tag: int, timeout_s: float | None = None) -> Transfer:
-        """Begin to send a contiguous CPU tensor; it must not change until the transfer has ended.
+        """Begin to send a CPU tensor, which must not change until the transfer has ended.
 
-        Its limit is ``timeout_s`` seconds, if not that of all.
+        Its limit is ``timeout_s`` seconds, if not that of all transfers.
 
         Raises:
             UsageError: no such rank, or this one; a tag that is no 64-bit number.
@@ -76,14 +118,7 @@ class PointToPoint:
         return self._begin(tensor, dst, tag, timeout_s, is_send=True)
 
     def recv(self, tensor: Tensor, src: int | None, tag: int, timeout_s: float | None = None) -> Transfer:
-        """Begin to receive into a contiguous CPU tensor, from a rank or (None) from whichever sends with this tag first.
-
-        Its limit is ``timeout_s`` seconds, if not that of all.
-
-        Raises:
-            UsageError: no such rank, or this one; a tag that is no 64-bit number.
-            WorldError: the group was destroyed, or broke; then what broke it.
-        """
+        """Begin to receive into a CPU tensor, from a rank or (None) from whichever sends with this tag first. As ``send``."""
         return self._begin(tensor, src, tag, timeout_s, is_send=False)
 
     def close(self) -> bool:
@@ -95,9 +130,10 @@ class PointToPoint:
         with self._starting:
             self._is_closed = True
             thread = self._thread
-        if thread is None or os.getpid() != self._process:
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
+        if thread is None:
             return True
-        self._wake()
         if thread is not threading.current_thread():
             thread.join(_JOIN_S)
         return not thread.is_alive()
@@ -106,44 +142,34 @@ class PointToPoint:
         if peer is not None and (not 0 <= peer < self._size or peer == self._rank):
             what = "a rank sends to another rank of the group" if is_send else "a rank receives from another rank"
             raise UsageError(explain(what, value=peer, rank=self._rank, fix=f"name one of 0 to {self._size - 1}"))
-        if not isinstance(tag, int) or tag not in messages.TAGS:
+        if not isinstance(tag, int) or tag not in TAGS:
             fix = "use a whole number from -2**63 to 2**63 - 1"
             raise UsageError(explain("a tag is a 64-bit number", value=tag, rank=self._rank, fix=fix))
-        assert tensor.is_contiguous() and tensor.is_cpu
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        transfer = Transfer(
-            tensor, self._rank, peer, tag, is_send=is_send, deadline=time.monotonic() + limit_s, limit_s=limit_s
-        )
+        plain = Bytes().plain(tensor)
+        transfer = Transfer(tensor, plain, self._rank, peer, tag, is_send=is_send, limit_s=limit_s)
         with self._starting:
-            if self._is_closed or os.getpid() != self._process:
+            if self._is_closed:
                 raise copy.copy(self._failure) or self._destroyed()
-            if self._state.value == RankState.BROKEN:
+            if self._states[self._rank].value == RankState.BROKEN:
                 raise self._broken()
             if self._thread is None:
-                wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+                self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
                 thread = threading.Thread(target=self._serve, name=f"guozhuang-p2p-{self._rank}", daemon=True)
-                self._wake_fd = wake_fd
                 try:
                     thread.start()
                 except BaseException:
+                    os.close(self._wake_fd)
                     self._wake_fd = -1
-                    os.close(wake_fd)
                     raise
                 self._thread = thread
-            self._courier.new.append(transfer)
+            self._new.append(transfer)
             os.eventfd_write(self._wake_fd, 1)
         return transfer
 
-    def _wake(self) -> None:
-        with self._starting:
-            if self._wake_fd >= 0:
-                os.eventfd_write(self._wake_fd, 1)
-
     def _destroyed(self) -> WorldError:
-        text = explain(
-            "this group was destroyed; it sends and receives no more", rank=self._rank, fix="make a new group"
-        )
-        return WorldError(text)
+        text = "this group was destroyed; it sends and receives no more"
+        return WorldError(explain(text, rank=self._rank, fix="make a new group"))
 
     def _broken(self) -> BaseException:
         """What to raise once this rank's group is broken: afresh each time, as tracebacks keep tensors alive."""
@@ -156,85 +182,276 @@ class PointToPoint:
         torch.set_grad_enabled(False)  # the mode is per thread; callbacks run here
         error: BaseException = self._destroyed()
         try:
-            self._courier.watch(self._wake_fd)
+            self._poller.register(self._wake_fd, select.POLLIN)
+            for peer, channel in self._channels():
+                self._poller.register(channel, select.POLLIN)
+                self._poller.register(self._peers.pidfds[peer], ended_events(self._peers.pidfds[peer]))
             while not self._is_closed:
-                self._courier.turn()
-            self._courier.say_farewell()
+                self._turn()
+            self._say_farewell()
         except BaseException as unexpected:
             what = f"sends and receives ended after {type(unexpected).__name__}: {unexpected}"
             error = WorldError(explain(what, rank=self._rank, fix="mend the cause and make a new group"))
             error.__cause__ = unexpected
             self._failure = error
-            for channel in self._peers.channels:  # peers that wait for this rank learn of it
-                if channel is not None:
-                    with contextlib.suppress(OSError):
-                        channel.shutdown(socket.SHUT_RDWR)
+            for _, channel in self._channels():  # peers that wait for this rank learn of it
+                with contextlib.suppress(OSError):
+                    channel.shutdown(socket.SHUT_RDWR)
         with self._starting:
             self._is_closed = True
             os.close(self._wake_fd)
             self._wake_fd = -1
-        self._courier.end(error)
+        for transfer in (*self._new, *self._open()):
+            transfer.end(error)
 
+    def _channels(self) -> Iterator[tuple[int, socket.socket]]:
+        return ((peer, channel) for peer, channel in enumerate(self._peers.channels) if channel is not None)
 
-class TransferWork(dist._Work):
-    """The work of a send or a receive.
+    def _open(self) -> list[Transfer]:
+        """The transfers that have begun and not ended."""
+        return [*self._sends.values(), *self._receives.values(), *self._matcher.posted()]
 
-    Args:
-        transfer: what is under way.
-        tensor: what the user gave.
-        plain: contiguous memory that is sent, or received into.
-        is_receive: copy ``plain`` to ``tensor`` at the end, if it is another.
-    """
+    def _turn(self) -> None:
+        """Wait until there is something to do, and do it."""
+        sleep_s = _LONGEST_SLEEP_S
+        if self._sends or self._receives or any(self._matcher.posted()):
+            sleep_s = max(min(self._earliest_deadline - time.monotonic(), _LOOK_S), 0.0)
+        ready = {fd for fd, _ in self._poller.poll(sleep_s * 1e3 + 1)}
+        if self._wake_fd in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake_fd)
+        for peer, channel in self._channels():
+            if peer in self._lost:
+                continue
+            if channel.fileno() in ready:
+                self._read(peer, _READS_PER_TURN)
+            if self._peers.pidfds[peer] in ready and peer not in self._lost:
+                self._read(peer)
+                self._lose(peer, f"rank {peer} (pid {self._peers.pids[peer]}) is gone")
+        self._look_who_gave_up()
+        while self._new:
+            self._take(self._new[0])
+            self._new.popleft()
+        for peer, _ in self._channels():
+            if self._out[peer] or self._streams[peer]:
+                self._flush(peer)
+        if time.monotonic() >= self._earliest_deadline:
+            self._expire()
 
-    def __init__(self, transfer: Transfer, tensor: Tensor, plain: Tensor, is_receive: bool) -> None:
-        super().__init__()
-        self._transfer, self._tensor, self._plain = transfer, tensor, plain
-        self._copies_back = is_receive and plain is not tensor
+    def _take(self, transfer: Transfer) -> None:
+        """Begin with a new transfer."""
+        self._earliest_deadline = min(self._earliest_deadline, transfer.deadline)
+        if self._rank in self._gave_up:
+            transfer.end(self._broken())
+        elif transfer.is_send:
+            assert transfer.peer is not None
+            if transfer.peer in self._lost or transfer.peer in self._gave_up:
+                transfer.end(self._why(transfer, transfer.peer))
+                return
+            transfer.number = next(self._numbers)
+            self._sends[transfer.number] = transfer
+            payload = bytes(transfer.payload) if transfer.num_bytes <= ALONG_BYTES else b""
+            numbers = (transfer.number, transfer.tag, transfer.num_elements)
+            self._say(transfer.peer, pack(OFFER, *numbers, dtype=transfer.dtype, payload=payload))
+        elif (offer := self._matcher.post(transfer)) is not None:
+            self._match(transfer, offer)
+        elif (lost := self._hopeless(transfer)) is not None:
+            self._matcher.withdraw(transfer)
+            transfer.end(self._why(transfer, lost))
 
-    def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
-        """Wait until the tensor was sent or received; ``timeout`` 0 leaves the limit to the group.
+    def _match(self, receive: Transfer, offer: Offer) -> None:
+        receive.sender = offer.source
+        if (receive.dtype, receive.num_elements) != (offer.dtype, offer.num_elements):
+            self._say(offer.source, pack(DIFFERS, offer.number, receive.num_elements, dtype=receive.dtype))
+            receive.end(receive.differs(offer.source, offer.dtype, offer.num_elements))
+        elif offer.is_here:
+            if offer.payload:
+                receive.payload[:] = offer.payload
+            self._say(offer.source, pack(DONE, offer.number))
+            receive.end()
+        else:
+            receive.number = offer.number
+            self._receives[offer.source, offer.number] = receive
+            self._say(offer.source, pack(ASK, offer.number))
 
-        Raises:
-            PeerLost: the other rank is gone or did not come in time.
-            MismatchError: the other rank asked for another size or dtype.
-        """
-        limit_s = timeout.total_seconds()
-        self._transfer.wait(limit_s if limit_s > 0 else None)
-        if self._copies_back:
-            self._copies_back = False
-            self._tensor.detach().copy_(self._plain)
-        return True
+    # Messages.
 
-    def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
-        return self._transfer.is_completed()
+    def _say(self, peer: int, message: bytes) -> None:
+        if peer not in self._lost:
+            self._out[peer].append(message)
 
-    def is_success(self) -> bool:
-        """Whether it has ended well."""
-        return self.is_completed() and self.exception() is None
+    def _flush(self, peer: int) -> None:
+        """Send what waits for a peer, as much as its socket takes: messages first, then a chunk of each stream in turn."""
+        channel, out, streams = self._peers.channels[peer], self._out[peer], self._streams[peer]
+        if peer in self._lost or channel is None:
+            return
+        try:
+            while out:
+                channel.send(out[0], socket.MSG_NOSIGNAL)
+                out.popleft()
+            while streams:
+                send = streams.popleft()
+                if send.is_completed():
+                    continue
+                streams.appendleft(send)
+                start, end = send.offset_bytes, min(send.offset_bytes + self._chunk_bytes, send.num_bytes)
+                header = pack(CHUNK, send.number, start)
+                channel.sendmsg((header, send.payload[start:end]), (), socket.MSG_NOSIGNAL)
+                send.offset_bytes = end
+                streams.rotate(-1) if end < send.num_bytes else streams.popleft()
+        except BlockingIOError:
+            self._poller.modify(channel, select.POLLIN | select.POLLOUT)
+            return
+        except OSError as error:
+            if error.errno in _TOO_LARGE and not out and self._chunk_bytes > _FEWEST_CHUNK_BYTES:
+                self._chunk_bytes //= 2
+                self._poller.modify(channel, select.POLLIN | select.POLLOUT)
+                return
+            if error.errno not in ENDED:
+                raise
+            out.clear()
+            streams.clear()  # what the peer sent before its end is read, and then its end
+        self._poller.modify(channel, select.POLLIN)
 
-    def exception(self) -> BaseException | None:
-        """What went wrong."""
-        return self._transfer.exception()
+    def _read(self, peer: int, at_most: int | None = None) -> None:
+        """Take what a peer has sent."""
+        channel = self._peers.channels[peer]
+        assert channel is not None
+        for _ in range(at_most) if at_most is not None else itertools.repeat(None):
+            try:
+                num_bytes = channel.recv_into(self._header, 0, socket.MSG_PEEK)
+                if not num_bytes:
+                    self._lose(peer, f"rank {peer} (pid {self._peers.pids[peer]}) closed its end")
+                    return
+                kind, name, number, second, third = MESSAGE.unpack(self._header)
+                if kind == CHUNK:
+                    self._take_chunk(peer, channel, number, second)
+                else:
+                    message = channel.recv(MESSAGE.size + ALONG_BYTES)
+                    self._hear(peer, kind, name.rstrip(b"\0").decode(), number, second, third, message[MESSAGE.size :])
+            except BlockingIOError:
+                return
+            except ConnectionResetError:
+                continue  # it went without reading everything; said once, before what it sent
+            if peer in self._lost:
+                return
 
-    def synchronize(self) -> None:
-        """Wait, as ``wait()`` does."""
-        self.wait()
+    def _hear(self, peer: int, kind: bytes, dtype: str, number: int, second: int, third: int, payload: bytes) -> None:
+        if kind == OFFER:
+            offer = Offer(peer, number, second, dtype, third, payload)
+            receive = self._matcher.offer(offer)
+            if receive is not None:
+                self._match(receive, offer)
+        elif kind == GIVEN_UP and second:
+            self._matcher.forget_offers(peer, unless=lambda offer: offer.number != number)
+            if (receive := self._receives.pop((peer, number), None)) is not None:
+                receive.end(receive.given_up(peer, self._peers.pids[peer]))
+        elif kind == ASK and number in self._sends:
+            self._streams[peer].append(self._sends[number])
+        elif (send := self._sends.pop(number, None)) is not None:
+            if kind == DONE:
+                send.end()
+            elif kind == DIFFERS:
+                send.end(send.differs(peer, dtype, second))
+            else:
+                send.end(send.given_up(peer, self._peers.pids[peer]))
 
-    def source_rank(self) -> int:
-        """Who sent; -1 as long as nobody has."""
-        source = self._transfer.source_rank
-        return -1 if source is None else source
+    def _take_chunk(self, peer: int, channel: socket.socket, number: int, offset_bytes: int) -> None:
+        """Receive a chunk where it belongs; the payload of a receive that was given up is dropped."""
+        receive = self._receives.get((peer, number))
+        if receive is None:
+            channel.recv(1)  # the rest of the message goes with it
+            return
+        assert offset_bytes == receive.offset_bytes, "a chunk is missing"
+        num_bytes = channel.recvmsg_into((self._header, receive.payload[offset_bytes:]))[0] - MESSAGE.size
+        receive.offset_bytes += num_bytes
+        if receive.offset_bytes == receive.num_bytes:
+            del self._receives[peer, number]
+            self._say(peer, pack(DONE, number))
+            receive.end()
 
-    _source_rank = source_rank
+    # Ends that are not good.
 
-    def result(self) -> list[Tensor]:
-        """The tensor; waits for it."""
-        self.wait()
-        return [self._tensor]
+    def _lose(self, peer: int, text: str) -> None:
+        """Mark a rank as gone, and fail the transfers that wait for it."""
+        has_left = self._states[peer].value == RankState.LEFT
+        self._lost[peer] = (text + (", it left the group" if has_left else ""), has_left)
+        channel = self._peers.channels[peer]
+        assert channel is not None
+        self._poller.unregister(channel)
+        if self._peers.pidfds[peer] != channel.fileno():
+            self._poller.unregister(self._peers.pidfds[peer])
+        self._fail_those_with(peer)
 
-    def get_future(self) -> Future[list[Tensor]]:
-        """A future of the tensor; it raises what went wrong."""
-        source: Future[None] = Future()
-        self._transfer.when_done(lambda: source.set_result(None))
-        return source.then(lambda _: self.result())
+    def _look_who_gave_up(self) -> None:
+        """See [Note: a rank that gave up]."""
+        for peer, state in enumerate(self._states):
+            if state.value != RankState.BROKEN or peer in self._gave_up or peer in self._lost:
+                continue
+            cause = ctypes.string_at(self._doings[peer], DOING_BYTES).split(b"\0")[0].decode(errors="replace")
+            self._gave_up[peer] = f"rank {peer} (pid {self._peers.pids[peer]}) gave up on the group ({cause})"
+            if peer == self._rank:
+                for transfer in self._open():
+                    self._withdraw(transfer, self._broken())
+            else:
+                self._fail_those_with(peer)
+
+    def _fail_those_with(self, peer: int) -> None:
+        self._out[peer].clear()
+        self._streams[peer].clear()
+        self._matcher.forget_offers(peer, unless=lambda offer: offer.is_here)
+        failed = [send for send in self._sends.values() if send.peer == peer]
+        failed += [receive for (source, _), receive in self._receives.items() if source == peer]
+        self._sends = {number: send for number, send in self._sends.items() if send.peer != peer}
+        self._receives = {key: receive for key, receive in self._receives.items() if key[0] != peer}
+        for receive in [each for each in self._matcher.posted() if self._hopeless(each) is not None]:
+            self._matcher.withdraw(receive)
+            failed.append(receive)
+        for transfer in failed:
+            transfer.end(self._why(transfer, peer))
+
+    def _hopeless(self, receive: Transfer) -> int | None:
+        """A lost rank because of which a receive that nothing was offered to waits in vain."""
+        if receive.peer is not None:
+            return receive.peer if receive.peer in self._lost or receive.peer in self._gave_up else None
+        died = [peer for peer, (_, has_left) in self._lost.items() if not has_left]
+        gone = self._lost.keys() | self._gave_up.keys() - {self._rank}
+        return next(iter(died or (gone if len(gone) == self._size - 1 else ())), None)
+
+    def _why(self, transfer: Transfer, peer: int) -> BaseException:
+        how = self._lost[peer][0] if peer in self._lost else self._gave_up[peer]
+        text = f"{how}, while this rank waited in the {transfer.what}"
+        return transfer.lost(peer, self._peers.pids[peer], text, "look at its own error")
+
+    def _expire(self) -> None:
+        """Fail the transfers whose time has run out, and tell the other side."""
+        now = time.monotonic()
+        for transfer in [each for each in self._open() if each.deadline <= now]:
+            pid = None if transfer.other is None else self._peers.pids[transfer.other]
+            self._withdraw(transfer, transfer.too_late(pid))
+        self._earliest_deadline = min((each.deadline for each in self._open()), default=math.inf)
+
+    def _withdraw(self, transfer: Transfer, error: BaseException) -> None:
+        """Fail a transfer for a reason of this rank's own, and tell the other side."""
+        other = transfer.other
+        if transfer.is_send:
+            del self._sends[transfer.number]
+        elif other is None or self._receives.pop((other, transfer.number), None) is None:
+            self._matcher.withdraw(transfer)
+            other = None
+        if other is not None:
+            self._say(other, pack(GIVEN_UP, transfer.number, int(transfer.is_send)))
+            self._flush(other)
+        transfer.end(error)
+
+    def _say_farewell(self) -> None:
+        """Send the messages that are still to go out; peers wait for them."""
+        deadline = time.monotonic() + _FAREWELL_S
+        for streams in self._streams:
+            streams.clear()
+        while any(self._out) and time.monotonic() < deadline:
+            for peer in range(self._size):
+                if self._out[peer]:
+                    self._flush(peer)
+            if any(self._out):
+                time.sleep(0.01)

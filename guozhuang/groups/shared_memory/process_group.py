@@ -17,7 +17,7 @@ from torch import Tensor
 from guozhuang.errors import WorldError, explain
 from guozhuang.groups import roll_call
 from guozhuang.groups.gloo import OtherDevices
-from guozhuang.groups.turns import Turns
+from guozhuang.groups.turns import Turns, refuse_fork
 
 from . import arguments
 from .arena import Arena
@@ -25,7 +25,7 @@ from .calls import CollectiveCalls
 from .endpoint import Endpoint
 from .engine import MAIN_BYTES, make_engine
 from .operations import Operations
-from .point_to_point import PointToPoint, TransferWork
+from .point_to_point import PointToPoint
 from .rendezvous import Peers, meet
 from .segments import Segment
 
@@ -73,6 +73,7 @@ class SharedMemoryGroup(CollectiveCalls):
 
         Contiguous views of it count too. A tensor is reduced in place if it is such a tensor on all ranks.
         """
+        refuse_fork("empty", self._process, self._rank)
         return self._resources.arena.empty(num_elements, dtype)
 
     # Point to point.
@@ -83,8 +84,7 @@ class SharedMemoryGroup(CollectiveCalls):
         if not tensor.is_cpu:
             return self._others.group_for(tensor).send([tensor], dst, tag)
         arguments.check([tensor], "send", self._rank)
-        plain = arguments.Bytes().plain(tensor)
-        return TransferWork(self._transfers().send(plain, dst, tag, self._timeout_s), tensor, plain, is_receive=False)
+        return self._transfers("send").send(tensor, dst, tag, self._timeout_s)
 
     def recv(self, tensors: list[Tensor] | Tensor, src: int, tag: int = 0) -> dist.Work:
         """Receive a tensor from one rank."""
@@ -100,11 +100,11 @@ class SharedMemoryGroup(CollectiveCalls):
             other = self._others.group_for(tensor)
             return other.recv_anysource([tensor], tag) if src is None else other.recv([tensor], src, tag)
         arguments.check([tensor], "recv", self._rank)
-        plain = arguments.Bytes().plain(tensor)
-        return TransferWork(self._transfers().recv(plain, src, tag, self._timeout_s), tensor, plain, is_receive=True)
+        return self._transfers("recv").recv(tensor, src, tag, self._timeout_s)
 
-    def _transfers(self) -> PointToPoint:
+    def _transfers(self, what: str) -> PointToPoint:
         """What sends and receives. Raises what broke the group."""
+        refuse_fork(what, self._process, self._rank)
         if self._resources.link.failure is not None:
             self._resources.link.raise_failure()
         return self._resources.point_to_point()
@@ -224,14 +224,7 @@ class GroupResources:
             if self._closed:
                 raise _gone(self._rank)
             if self._point_to_point is None:
-                self._point_to_point = PointToPoint(
-                    self._peers,
-                    self._peers.segments,
-                    self._rank,
-                    self._size,
-                    self._timeout_s,
-                    failure=lambda: self.link.failure,
-                )
+                self._point_to_point = PointToPoint(self._peers, self._timeout_s, lambda: self.link.failure)
             return self._point_to_point
 
     def close(self, patience_s: float) -> None:

@@ -1,55 +1,82 @@
-"""Sends and receives under way, and which receive gets what: no sockets, no threads of its own."""
+"""Sends and receives under way, the messages about them, and which receive gets what: no sockets, no threads."""
 
 from __future__ import annotations
 
+import ctypes
+import datetime
 import logging
+import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Final
 
+import torch.distributed as dist
 from torch import Tensor
+from torch.futures import Future
 
 from guozhuang.errors import MismatchError, PeerLost, WorldError, explain, rank_table
 
+# Each message begins with its kind, the name of the dtype, and three numbers, whose meanings depend on the kind.
+MESSAGE: Final = struct.Struct("<4s20sqqq")
+OFFER: Final = b"OFFR"  # sender -> receiver: number of the send, tag, elements; a small payload follows
+ASK: Final = b"ASK "  # receiver -> sender: number; the sender is to send the payload
+CHUNK: Final = b"CHNK"  # sender -> receiver: number, offset in bytes; a part of the payload follows
+DONE: Final = b"DONE"  # receiver -> sender: number; the receiver has the whole payload
+DIFFERS: Final = b"DIFF"  # receiver -> sender: number, elements that the receive wants
+GIVEN_UP: Final = b"GONE"  # sender -> receiver: number, 1; receiver -> sender: number, 0
+ALONG_BYTES: Final = 16 << 10  # a payload up to this size comes along with its offer
+TAGS: Final = range(-(1 << 63), 1 << 63)  # a tag has to fit into a message
 
-class Transfer:
-    """A send or a receive under way. Made by ``PointToPoint``.
+
+def pack(kind: bytes, number: int, *numbers: int, dtype: str = "", payload: bytes = b"") -> bytes:
+    """Put a message together; numbers that a kind does not use are 0."""
+    return MESSAGE.pack(kind, dtype.encode(), number, *(*numbers, 0, 0)[:2]) + payload
+
+
+class Transfer(dist._Work):
+    """A send or a receive, and the work that ``torch.distributed`` returns for it. Made by ``PointToPoint``.
 
     Args:
-        tensor: contiguous; kept until the transfer has ended.
+        tensor: the tensor of the call.
+        plain: contiguous CPU memory with its values, or that receives them; kept until the transfer has ended.
         rank: this process in the group.
         peer: the other rank; None for a receive from any.
         tag: sends and receives with the same tag find each other.
         is_send: else it is a receive.
-        deadline: when it fails, by ``time.monotonic()``.
-        limit_s: how long that was from its call, in seconds.
+        limit_s: how long it may take from now on, in seconds.
 
     Attributes:
-        source_rank: who sends; None for a receive from any rank as long as nothing came.
-        what: it in words, e.g. ``"send of 1024 float32 to rank 1 (tag 0)"``.
+        sender: the rank that sends; None for a receive from any rank as long as nothing came.
+        what: the transfer in words, e.g. ``"send of 1024 float32 to rank 1 (tag 0)"``.
     """
 
     def __init__(
         self,
         tensor: Tensor,
+        plain: Tensor,
         rank: int,
         peer: int | None,
         tag: int,
         *,
         is_send: bool,
-        deadline: float,
-        limit_s: float = 0.0,
+        limit_s: float,
     ) -> None:
-        self.rank, self.peer, self.tag, self.is_send, self.deadline = rank, peer, tag, is_send, deadline
-        self.limit_s = limit_s
-        self.dtype, self.num_elements = str(tensor.dtype).removeprefix("torch."), tensor.numel()
-        self.address, self.num_bytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
-        self.source_rank: int | None = rank if is_send else peer
+        super().__init__()
+        assert plain.is_contiguous() and plain.is_cpu
+        self.rank, self.peer, self.tag, self.is_send = rank, peer, tag, is_send
+        self.deadline, self.limit_s = time.monotonic() + limit_s, limit_s
+        self.dtype, self.num_elements = str(plain.dtype).removeprefix("torch."), plain.numel()
+        self.sender: int | None = rank if is_send else peer
         self.number = 0  # of the send, as its rank counts them; 0 in a receive that nothing was matched with
-        self.offset_bytes = 0  # how much was handed on or taken
-        self.num_slots = 0  # of a send: slots that the receiver has not emptied
-        self._tensor: Tensor | None = tensor
+        self.offset_bytes = 0  # how much of the payload was sent or received
+        self.num_bytes = plain.numel() * plain.element_size()
+        self.payload = memoryview(b"")
+        if self.num_bytes:
+            self.payload = memoryview((ctypes.c_ubyte * self.num_bytes).from_address(plain.data_ptr())).cast("B")
+        self._tensor, self._plain = tensor, plain
         self._ended = threading.Event()
         self._error: BaseException | None = None
         self._lock = threading.Lock()
@@ -62,29 +89,61 @@ class Transfer:
         kind, way = ("send", "to") if self.is_send else ("recv", "from")
         return f"{kind} of {self.num_elements} {self.dtype} {way} {where} (tag {self.tag})"
 
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until the payload is where it belongs.
+    @property
+    def other(self) -> int | None:
+        """The rank at the other end, as far as it is known."""
+        return self.peer if self.peer is not None else self.sender
+
+    def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
+        """Wait until the tensor was sent or received.
 
         Args:
-            timeout_s: how long at most; None for as long as the transfer's own time-out. It goes on if this wait gives up.
+            timeout: how long at most; 0 for as long as the transfer's own time-out. It goes on if this wait gives up.
 
         Raises:
             PeerLost: the other rank is gone, left, or did not come in time.
             MismatchError: the other rank asked for another size or dtype; raised on both.
             WorldError: a receive from any rank found none in time, or the group was destroyed.
         """
-        if not self._ended.wait(timeout_s):
-            raise self.too_late(None, timeout_s or 0.0)
+        limit_s = timeout.total_seconds()
+        if not self._ended.wait(limit_s if limit_s > 0 else None):
+            raise self.too_late(None, limit_s)
         if self._error is not None:
             raise self._error
+        return True
 
     def is_completed(self) -> bool:
         """Whether it has ended, well or not."""
         return self._ended.is_set()
 
+    def is_success(self) -> bool:
+        """Whether it has ended well."""
+        return self._ended.is_set() and self._error is None
+
     def exception(self) -> BaseException | None:
         """What went wrong; None while under way or when all went well."""
         return self._error
+
+    def synchronize(self) -> None:
+        """Wait, as ``wait()`` does."""
+        self.wait()
+
+    def source_rank(self) -> int:
+        """Who sent; -1 as long as nobody has."""
+        return -1 if self.sender is None else self.sender
+
+    _source_rank = source_rank
+
+    def result(self) -> list[Tensor]:
+        """The tensor; waits for it."""
+        self.wait()
+        return [self._tensor]
+
+    def get_future(self) -> Future[list[Tensor]]:
+        """A future of the tensor; it raises what went wrong."""
+        source: Future[None] = Future()
+        self.when_done(lambda: source.set_result(None))
+        return source.then(lambda _: self.result())
 
     def when_done(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` when it has ended, well or not: on the thread that ended it, or now if it has ended."""
@@ -95,11 +154,16 @@ class Transfer:
         callback()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Say that it has ended. Later calls do nothing."""
+        """Mark it as ended, after what was received is where the call wants it. Later calls do nothing."""
+        if error is None and not self.is_send and self._plain is not self._tensor and not self._ended.is_set():
+            try:
+                self._tensor.detach().copy_(self._plain)
+            except Exception as refused:
+                error = refused
         with self._lock:
             if self._ended.is_set():
                 return
-            self._error, self._tensor = error, None
+            self._error, self._plain, self.payload = error, self._tensor, memoryview(b"")
             callbacks, self._callbacks = self._callbacks, []
             self._ended.set()
         for callback in callbacks:
@@ -109,19 +173,21 @@ class Transfer:
                 logging.getLogger("guozhuang").exception("what was to follow a %s failed", self.what)
 
     def too_late(self, pid: int | None, limit_s: float | None = None) -> WorldError:
-        """The error of a time-out: the transfer's own, or that of a wait for it of ``limit_s`` seconds."""
-        limit_s = self.limit_s if limit_s is None else limit_s
-        if self.source_rank is None:
+        """The error of a transfer, or of one wait for it, whose time ran out; ``pid`` is that of the other rank."""
+        limit_s, other = self.limit_s if limit_s is None else limit_s, self.other
+        if other is None:
             text = f"no rank sent anything within {limit_s:g} s to the {self.what}"
-            return WorldError(explain(text, rank=self.rank, fix="look for the rank that should have sent"))
-        lost = self._other()
-        text = f"rank {lost} did not come within {limit_s:g} s to the {self.what}"
+            return WorldError(explain(text, rank=self.rank, fix="see that a rank makes the matching send"))
         fix = "see that the other rank makes the matching call, or give the group a longer timeout"
-        return self.lost(lost, pid, explain(text, rank=self.rank, fix=fix))
+        return self.lost(other, pid, f"rank {other} did not come within {limit_s:g} s to the {self.what}", fix)
 
-    def lost(self, lost: int, pid: int | None, text: str) -> PeerLost:
+    def lost(self, lost: int, pid: int | None, text: str, fix: str = "look at that rank's own error") -> PeerLost:
         """The error of a rank that is gone."""
-        return PeerLost(text, rank=lost, pid=pid, waiting_in=self.what)
+        return PeerLost(explain(text, rank=self.rank, fix=fix), rank=lost, pid=pid, waiting_in=self.what)
+
+    def given_up(self, peer: int, pid: int) -> PeerLost:
+        """The error of a transfer that the other rank gave up."""
+        return self.lost(peer, pid, f"rank {peer} gave up its side of the {self.what}")
 
     def differs(self, peer: int, dtype: str, num_elements: int) -> MismatchError:
         """The error of two ranks that mean different payloads; ``dtype`` and ``num_elements`` are the other's."""
@@ -134,11 +200,6 @@ class Transfer:
         fix = "let both ranks use one size and dtype, or different tags"
         return MismatchError(f"{explain(text, rank=self.rank, fix=fix)}\n{table}")
 
-    def _other(self) -> int:
-        other = self.peer if self.peer is not None else self.source_rank
-        assert other is not None
-        return other
-
 
 @dataclass
 class Offer:
@@ -150,7 +211,7 @@ class Offer:
         tag: of the send.
         dtype: name of the dtype.
         num_elements: of the tensor.
-        payload: the bytes, if they came along; None if they are to be asked for.
+        payload: the bytes of a small payload, which came along; empty if they are to be asked for.
         turn: counts offers of all ranks as they came.
     """
 
@@ -159,8 +220,13 @@ class Offer:
     tag: int
     dtype: str
     num_elements: int
-    payload: bytes | None
+    payload: bytes
     turn: int = 0
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the whole payload came along."""
+        return bool(self.payload) or self.num_elements == 0
 
 
 class Matcher:
