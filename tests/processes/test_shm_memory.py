@@ -661,7 +661,7 @@ def dies_having_sent_all(rank: int, size: int) -> None:
             read = p2p._read
 
             def read_late(peer: int, *more: Any) -> None:
-                if peer == 1 and p2p._receives:  # it was asked for the payload
+                if peer == 1 and p2p._under_way.receives:  # it was asked for the payload
                     poller = select.poll()
                     poller.register(peers.pidfds[1])
                     poller.poll()

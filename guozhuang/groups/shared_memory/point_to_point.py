@@ -6,8 +6,8 @@ one, which the sender sends in chunks, out of the tensor into the socket and fro
 socket has room for, so a rank that reads nothing holds up its own pair alone. A send has ended well when the receiver has
 all of it, as the receiver may still refuse it before; like gloo's, a send therefore waits for its receive.
 
-[Note: one thread owns the state] All state but the queue of new transfers belongs to one thread, which starts with the first
-transfer, does everything without blocking, and sleeps in poll(): on the sockets, on the pidfds of the peers, and on an eventfd
+[Note: one thread owns the state] All state but the queue of new transfers belongs to one thread, which
+does everything without blocking, and sleeps in poll(): on the sockets, on the pidfds of the peers, and on an eventfd
 for new transfers. When a peer is gone, the messages that it sent before count; then all other transfers with it fail. A receive
 from any rank fails when a rank died (it may have been the one), not when a rank left properly: others may still send. Only
 `_read` and the end of a process make a rank lost; a refused send just waits for them.
@@ -28,6 +28,7 @@ import math
 import os
 import select
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -53,9 +54,9 @@ from .transfers import (
     MESSAGE,
     OFFER,
     TAGS,
-    Matcher,
     Offer,
     Transfer,
+    UnderWay,
     pack,
 )
 
@@ -84,27 +85,27 @@ class PointToPoint:
         self._peers, self._rank, self._size, self._timeout_s = peers, peers.rank, peers.size, timeout_s
         self._why_broken = failure
         pages = [segment.address for segment in peers.segments]
-        self._doings = [page + DOING_OFFSET for page in pages]
         self._states = [ctypes.c_uint32.from_address(page + STATE_OFFSET) for page in pages]
-        self._starting = threading.Lock()  # guards the next five
-        self._thread: threading.Thread | None = None
-        self._wake_fd = -1
+        self._closing = threading.Lock()  # guards the next four
         self._new: deque[Transfer] = deque()
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._is_closed = False
         self._failure: BaseException | None = None  # of the thread
         # What follows belongs to the thread. See [Note: one thread owns the state].
         self._poller = select.poll()
         self._header = bytearray(MESSAGE.size)
-        self._matcher = Matcher()
+        self._under_way = UnderWay(self._rank, self._size)
         self._numbers = itertools.count(1)
-        self._sends: dict[int, Transfer] = {}
-        self._receives: dict[tuple[int, int], Transfer] = {}  # by source and number: those that asked for a payload
         self._streams: list[deque[Transfer]] = [deque() for _ in pages]  # per receiver: sends that were asked for
         self._out: list[deque[bytes]] = [deque() for _ in pages]
         self._chunk_bytes = _CHUNK_BYTES
         self._earliest_deadline = math.inf  # no transfer ends before it; a transfer that has ended may have set it
-        self._lost: dict[int, tuple[str, bool]] = {}  # why, and whether it left properly
-        self._gave_up: dict[int, str] = {}  # why. See [Note: a rank that gave up]
+        self._thread = threading.Thread(target=self._serve, name=f"guozhuang-p2p-{self._rank}", daemon=True)
+        try:
+            self._thread.start()
+        except BaseException:
+            os.close(self._wake_fd)
+            raise
 
     def send(self, tensor: Tensor, dst: int, tag: int, timeout_s: float | None = None) -> Transfer:
         """Begin to send a CPU tensor, which must not change until the transfer has ended.
@@ -127,16 +128,13 @@ class PointToPoint:
         Returns:
             Whether it has ended: if not, it may still look at the memory and the sockets of the peers.
         """
-        with self._starting:
+        with self._closing:
             self._is_closed = True
-            thread = self._thread
             if self._wake_fd >= 0:
                 os.eventfd_write(self._wake_fd, 1)
-        if thread is None:
-            return True
-        if thread is not threading.current_thread():
-            thread.join(_JOIN_S)
-        return not thread.is_alive()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_JOIN_S)
+        return not self._thread.is_alive()
 
     def _begin(self, tensor: Tensor, peer: int | None, tag: int, timeout_s: float | None, *, is_send: bool) -> Transfer:
         if peer is not None and (not 0 <= peer < self._size or peer == self._rank):
@@ -148,33 +146,25 @@ class PointToPoint:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         plain = Bytes().plain(tensor)
         transfer = Transfer(tensor, plain, self._rank, peer, tag, is_send=is_send, limit_s=limit_s)
-        with self._starting:
+        with self._closing:
             if self._is_closed:
                 raise copy.copy(self._failure) or self._destroyed()
             if self._states[self._rank].value == RankState.BROKEN:
                 raise self._broken()
-            if self._thread is None:
-                self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-                thread = threading.Thread(target=self._serve, name=f"guozhuang-p2p-{self._rank}", daemon=True)
-                try:
-                    thread.start()
-                except BaseException:
-                    os.close(self._wake_fd)
-                    self._wake_fd = -1
-                    raise
-                self._thread = thread
             self._new.append(transfer)
             os.eventfd_write(self._wake_fd, 1)
         return transfer
 
     def _destroyed(self) -> WorldError:
-        text = "this group was destroyed; it sends and receives no more"
-        return WorldError(explain(text, rank=self._rank, fix="make a new group"))
+        return self._world_error("this group was destroyed; it sends and receives no more", "make a new group")
 
     def _broken(self) -> BaseException:
         """What to raise once this rank's group is broken: afresh each time, as tracebacks keep tensors alive."""
-        text = explain("this group is broken", rank=self._rank, fix="look at its first error, and make a new group")
-        return copy.copy(self._why_broken()) or WorldError(text)
+        fix = "look at its first error, and make a new group"
+        return copy.copy(self._why_broken()) or self._world_error("this group is broken", fix)
+
+    def _world_error(self, what: str, fix: str) -> WorldError:
+        return WorldError(explain(what, rank=self._rank, fix=fix))
 
     # The thread.
 
@@ -191,41 +181,36 @@ class PointToPoint:
             self._say_farewell()
         except BaseException as unexpected:
             what = f"sends and receives ended after {type(unexpected).__name__}: {unexpected}"
-            error = WorldError(explain(what, rank=self._rank, fix="mend the cause and make a new group"))
+            self._failure = error = self._world_error(what, "mend the cause and make a new group")
             error.__cause__ = unexpected
-            self._failure = error
             for _, channel in self._channels():  # peers that wait for this rank learn of it
                 with contextlib.suppress(OSError):
                     channel.shutdown(socket.SHUT_RDWR)
-        with self._starting:
+        with self._closing:
             self._is_closed = True
             os.close(self._wake_fd)
             self._wake_fd = -1
-        for transfer in (*self._new, *self._open()):
+        for transfer in (*self._new, *self._under_way.all()):
             transfer.end(error)
 
     def _channels(self) -> Iterator[tuple[int, socket.socket]]:
         return ((peer, channel) for peer, channel in enumerate(self._peers.channels) if channel is not None)
 
-    def _open(self) -> list[Transfer]:
-        """The transfers that have begun and not ended."""
-        return [*self._sends.values(), *self._receives.values(), *self._matcher.posted()]
-
     def _turn(self) -> None:
         """Wait until there is something to do, and do it."""
         sleep_s = _LONGEST_SLEEP_S
-        if self._sends or self._receives or any(self._matcher.posted()):
+        if self._under_way.all():
             sleep_s = max(min(self._earliest_deadline - time.monotonic(), _LOOK_S), 0.0)
         ready = {fd for fd, _ in self._poller.poll(sleep_s * 1e3 + 1)}
         if self._wake_fd in ready:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake_fd)
         for peer, channel in self._channels():
-            if peer in self._lost:
+            if peer in self._under_way.lost:
                 continue
             if channel.fileno() in ready:
                 self._read(peer, _READS_PER_TURN)
-            if self._peers.pidfds[peer] in ready and peer not in self._lost:
+            if self._peers.pidfds[peer] in ready and peer not in self._under_way.lost:
                 self._read(peer)
                 self._lose(peer, f"rank {peer} (pid {self._peers.pids[peer]}) is gone")
         self._look_who_gave_up()
@@ -241,22 +226,22 @@ class PointToPoint:
     def _take(self, transfer: Transfer) -> None:
         """Begin with a new transfer."""
         self._earliest_deadline = min(self._earliest_deadline, transfer.deadline)
-        if self._rank in self._gave_up:
+        if self._rank in self._under_way.gave_up:
             transfer.end(self._broken())
         elif transfer.is_send:
             assert transfer.peer is not None
-            if transfer.peer in self._lost or transfer.peer in self._gave_up:
+            if transfer.peer in self._under_way.lost or transfer.peer in self._under_way.gave_up:
                 transfer.end(self._why(transfer, transfer.peer))
                 return
             transfer.number = next(self._numbers)
-            self._sends[transfer.number] = transfer
+            self._under_way.sends[transfer.number] = transfer
             payload = bytes(transfer.payload) if transfer.num_bytes <= ALONG_BYTES else b""
             numbers = (transfer.number, transfer.tag, transfer.num_elements)
             self._say(transfer.peer, pack(OFFER, *numbers, dtype=transfer.dtype, payload=payload))
-        elif (offer := self._matcher.post(transfer)) is not None:
+        elif (offer := self._under_way.post(transfer)) is not None:
             self._match(transfer, offer)
-        elif (lost := self._hopeless(transfer)) is not None:
-            self._matcher.withdraw(transfer)
+        elif (lost := self._under_way.hopeless(transfer)) is not None:
+            self._under_way.withdraw(transfer)
             transfer.end(self._why(transfer, lost))
 
     def _match(self, receive: Transfer, offer: Offer) -> None:
@@ -271,19 +256,19 @@ class PointToPoint:
             receive.end()
         else:
             receive.number = offer.number
-            self._receives[offer.source, offer.number] = receive
+            self._under_way.receives[offer.source, offer.number] = receive
             self._say(offer.source, pack(ASK, offer.number))
 
     # Messages.
 
     def _say(self, peer: int, message: bytes) -> None:
-        if peer not in self._lost:
+        if peer not in self._under_way.lost:
             self._out[peer].append(message)
 
     def _flush(self, peer: int) -> None:
         """Send what waits for a peer, as much as its socket takes: messages first, then a chunk of each stream in turn."""
         channel, out, streams = self._peers.channels[peer], self._out[peer], self._streams[peer]
-        if peer in self._lost or channel is None:
+        if peer in self._under_way.lost or channel is None:
             return
         try:
             while out:
@@ -299,25 +284,21 @@ class PointToPoint:
                 channel.sendmsg((header, send.payload[start:end]), (), socket.MSG_NOSIGNAL)
                 send.offset_bytes = end
                 streams.rotate(-1) if end < send.num_bytes else streams.popleft()
-        except BlockingIOError:
-            self._poller.modify(channel, select.POLLIN | select.POLLOUT)
-            return
         except OSError as error:
-            if error.errno in _TOO_LARGE and not out and self._chunk_bytes > _FEWEST_CHUNK_BYTES:
+            if error.errno in ENDED:  # what the peer sent before its end is read, and then its end
+                out.clear()
+                streams.clear()
+            elif error.errno in _TOO_LARGE and not out and self._chunk_bytes > _FEWEST_CHUNK_BYTES:
                 self._chunk_bytes //= 2
-                self._poller.modify(channel, select.POLLIN | select.POLLOUT)
-                return
-            if error.errno not in ENDED:
+            elif not isinstance(error, BlockingIOError):
                 raise
-            out.clear()
-            streams.clear()  # what the peer sent before its end is read, and then its end
-        self._poller.modify(channel, select.POLLIN)
+        self._poller.modify(channel, select.POLLIN | (select.POLLOUT if out or streams else 0))
 
-    def _read(self, peer: int, at_most: int | None = None) -> None:
+    def _read(self, peer: int, at_most: int = sys.maxsize) -> None:
         """Take what a peer has sent."""
         channel = self._peers.channels[peer]
         assert channel is not None
-        for _ in range(at_most) if at_most is not None else itertools.repeat(None):
+        for _ in range(at_most):
             try:
                 num_bytes = channel.recv_into(self._header, 0, socket.MSG_PEEK)
                 if not num_bytes:
@@ -333,22 +314,22 @@ class PointToPoint:
                 return
             except ConnectionResetError:
                 continue  # it went without reading everything; said once, before what it sent
-            if peer in self._lost:
+            if peer in self._under_way.lost:
                 return
 
     def _hear(self, peer: int, kind: bytes, dtype: str, number: int, second: int, third: int, payload: bytes) -> None:
         if kind == OFFER:
             offer = Offer(peer, number, second, dtype, third, payload)
-            receive = self._matcher.offer(offer)
+            receive = self._under_way.offer(offer)
             if receive is not None:
                 self._match(receive, offer)
         elif kind == GIVEN_UP and second:
-            self._matcher.forget_offers(peer, unless=lambda offer: offer.number != number)
-            if (receive := self._receives.pop((peer, number), None)) is not None:
+            self._under_way.forget_offers(peer, unless=lambda offer: offer.number != number)
+            if (receive := self._under_way.receives.pop((peer, number), None)) is not None:
                 receive.end(receive.given_up(peer, self._peers.pids[peer]))
-        elif kind == ASK and number in self._sends:
-            self._streams[peer].append(self._sends[number])
-        elif (send := self._sends.pop(number, None)) is not None:
+        elif kind == ASK and number in self._under_way.sends:
+            self._streams[peer].append(self._under_way.sends[number])
+        elif (send := self._under_way.sends.pop(number, None)) is not None:
             if kind == DONE:
                 send.end()
             elif kind == DIFFERS:
@@ -358,7 +339,7 @@ class PointToPoint:
 
     def _take_chunk(self, peer: int, channel: socket.socket, number: int, offset_bytes: int) -> None:
         """Receive a chunk where it belongs; the payload of a receive that was given up is dropped."""
-        receive = self._receives.get((peer, number))
+        receive = self._under_way.receives.get((peer, number))
         if receive is None:
             channel.recv(1)  # the rest of the message goes with it
             return
@@ -366,7 +347,7 @@ class PointToPoint:
         num_bytes = channel.recvmsg_into((self._header, receive.payload[offset_bytes:]))[0] - MESSAGE.size
         receive.offset_bytes += num_bytes
         if receive.offset_bytes == receive.num_bytes:
-            del self._receives[peer, number]
+            del self._under_way.receives[peer, number]
             self._say(peer, pack(DONE, number))
             receive.end()
 
@@ -375,7 +356,7 @@ class PointToPoint:
     def _lose(self, peer: int, text: str) -> None:
         """Mark a rank as gone, and fail the transfers that wait for it."""
         has_left = self._states[peer].value == RankState.LEFT
-        self._lost[peer] = (text + (", it left the group" if has_left else ""), has_left)
+        self._under_way.lost[peer] = (text + (", it left the group" if has_left else ""), has_left)
         channel = self._peers.channels[peer]
         assert channel is not None
         self._poller.unregister(channel)
@@ -386,12 +367,16 @@ class PointToPoint:
     def _look_who_gave_up(self) -> None:
         """See [Note: a rank that gave up]."""
         for peer, state in enumerate(self._states):
-            if state.value != RankState.BROKEN or peer in self._gave_up or peer in self._lost:
+            if state.value != RankState.BROKEN or peer in self._under_way.gave_up or peer in self._under_way.lost:
                 continue
-            cause = ctypes.string_at(self._doings[peer], DOING_BYTES).split(b"\0")[0].decode(errors="replace")
-            self._gave_up[peer] = f"rank {peer} (pid {self._peers.pids[peer]}) gave up on the group ({cause})"
+            cause = (
+                ctypes.string_at(self._peers.segments[peer].address + DOING_OFFSET, DOING_BYTES)
+                .split(b"\0")[0]
+                .decode(errors="replace")
+            )
+            self._under_way.gave_up[peer] = f"rank {peer} (pid {self._peers.pids[peer]}) gave up on the group ({cause})"
             if peer == self._rank:
-                for transfer in self._open():
+                for transfer in self._under_way.all():
                     self._withdraw(transfer, self._broken())
             else:
                 self._fail_those_with(peer)
@@ -399,45 +384,29 @@ class PointToPoint:
     def _fail_those_with(self, peer: int) -> None:
         self._out[peer].clear()
         self._streams[peer].clear()
-        self._matcher.forget_offers(peer, unless=lambda offer: offer.is_here)
-        failed = [send for send in self._sends.values() if send.peer == peer]
-        failed += [receive for (source, _), receive in self._receives.items() if source == peer]
-        self._sends = {number: send for number, send in self._sends.items() if send.peer != peer}
-        self._receives = {key: receive for key, receive in self._receives.items() if key[0] != peer}
-        for receive in [each for each in self._matcher.posted() if self._hopeless(each) is not None]:
-            self._matcher.withdraw(receive)
-            failed.append(receive)
-        for transfer in failed:
+        for transfer in self._under_way.take_failed(peer):
             transfer.end(self._why(transfer, peer))
 
-    def _hopeless(self, receive: Transfer) -> int | None:
-        """A lost rank because of which a receive that nothing was offered to waits in vain."""
-        if receive.peer is not None:
-            return receive.peer if receive.peer in self._lost or receive.peer in self._gave_up else None
-        died = [peer for peer, (_, has_left) in self._lost.items() if not has_left]
-        gone = self._lost.keys() | self._gave_up.keys() - {self._rank}
-        return next(iter(died or (gone if len(gone) == self._size - 1 else ())), None)
-
     def _why(self, transfer: Transfer, peer: int) -> BaseException:
-        how = self._lost[peer][0] if peer in self._lost else self._gave_up[peer]
+        how = self._under_way.lost[peer][0] if peer in self._under_way.lost else self._under_way.gave_up[peer]
         text = f"{how}, while this rank waited in the {transfer.what}"
         return transfer.lost(peer, self._peers.pids[peer], text, "look at its own error")
 
     def _expire(self) -> None:
         """Fail the transfers whose time has run out, and tell the other side."""
         now = time.monotonic()
-        for transfer in [each for each in self._open() if each.deadline <= now]:
+        for transfer in [each for each in self._under_way.all() if each.deadline <= now]:
             pid = None if transfer.other is None else self._peers.pids[transfer.other]
             self._withdraw(transfer, transfer.too_late(pid))
-        self._earliest_deadline = min((each.deadline for each in self._open()), default=math.inf)
+        self._earliest_deadline = min((each.deadline for each in self._under_way.all()), default=math.inf)
 
     def _withdraw(self, transfer: Transfer, error: BaseException) -> None:
         """Fail a transfer for a reason of this rank's own, and tell the other side."""
         other = transfer.other
         if transfer.is_send:
-            del self._sends[transfer.number]
-        elif other is None or self._receives.pop((other, transfer.number), None) is None:
-            self._matcher.withdraw(transfer)
+            del self._under_way.sends[transfer.number]
+        elif other is None or self._under_way.receives.pop((other, transfer.number), None) is None:
+            self._under_way.withdraw(transfer)
             other = None
         if other is not None:
             self._say(other, pack(GIVEN_UP, transfer.number, int(transfer.is_send)))

@@ -9,7 +9,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -229,10 +229,28 @@ class Offer:
         return bool(self.payload) or self.num_elements == 0
 
 
-class Matcher:
-    """Brings offers and receives together: per source and tag in order; a receive from any rank gets the oldest offer."""
+class UnderWay:
+    """The transfers of a rank that have not ended, and the ranks from which nothing can come any more.
 
-    def __init__(self) -> None:
+    It brings offers and receives together: per source and tag in order; a receive from any rank gets the oldest offer.
+
+    Args:
+        rank: this process in the group.
+        size: number of ranks.
+
+    Attributes:
+        sends: by number.
+        receives: those that asked for a payload, by source and number of the send.
+        lost: for each rank that is gone, why, and whether it left properly.
+        gave_up: for each rank whose group broke, why.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+        self.sends: dict[int, Transfer] = {}
+        self.receives: dict[tuple[int, int], Transfer] = {}
+        self.lost: dict[int, tuple[str, bool]] = {}
+        self.gave_up: dict[int, str] = {}
         self._turn = 0
         self._posted: dict[tuple[int | None, int], deque[tuple[int, Transfer]]] = {}
         self._offers: dict[tuple[int, int], deque[Offer]] = {}
@@ -279,7 +297,29 @@ class Matcher:
             if kept:
                 self._offers[key] = kept
 
-    def posted(self) -> Iterator[Transfer]:
-        """The receives that are kept."""
-        for queue in self._posted.values():
-            yield from (receive for _, receive in queue)
+    def all(self) -> list[Transfer]:
+        """All transfers that have begun and not ended."""
+        return [*self.sends.values(), *self.receives.values(), *self._all_posted()]
+
+    def take_failed(self, peer: int) -> list[Transfer]:
+        """Forget, and return, the transfers that can have no good end now that a rank is lost or gave up."""
+        self.forget_offers(peer, unless=lambda offer: offer.is_here)
+        failed = [send for send in self.sends.values() if send.peer == peer]
+        failed += [receive for (source, _), receive in self.receives.items() if source == peer]
+        self.sends = {number: send for number, send in self.sends.items() if send.peer != peer}
+        self.receives = {key: receive for key, receive in self.receives.items() if key[0] != peer}
+        for receive in [each for each in self._all_posted() if self.hopeless(each) is not None]:
+            self.withdraw(receive)
+            failed.append(receive)
+        return failed
+
+    def hopeless(self, receive: Transfer) -> int | None:
+        """A lost rank because of which a receive that nothing was offered to waits in vain."""
+        if receive.peer is not None:
+            return receive.peer if receive.peer in self.lost or receive.peer in self.gave_up else None
+        died = [peer for peer, (_, has_left) in self.lost.items() if not has_left]
+        gone = self.lost.keys() | self.gave_up.keys() - {self._rank}
+        return next(iter(died or (gone if len(gone) == self._size - 1 else ())), None)
+
+    def _all_posted(self) -> list[Transfer]:
+        return [receive for queue in self._posted.values() for _, receive in queue]
