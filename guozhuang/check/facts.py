@@ -23,9 +23,9 @@ from guozhuang.check import meeting
 from guozhuang.check.results import SOURCE, Facts, Interface, Network, Resources
 from guozhuang.errors import UsageError
 from guozhuang.groups.shared_memory import engine
-from guozhuang.net.meet import host_identity
+from guozhuang.watch.machine import nvidia_driver, processor_name, quota_cores
+from guozhuang.watch.processes import node_identity
 from guozhuang.world import requested_backend, requested_gloo_interface, requested_nccl_interface
-from guozhuang.world.cores import quota_cores
 from guozhuang.world.devices import BIND_DEVICES, SHARED_MEMORY, choose
 from guozhuang.world.identity import Identity
 
@@ -42,7 +42,7 @@ def collect(identity: Identity) -> Facts:
     return Facts(
         rank=identity.rank,
         host=socket.gethostname(),
-        node=host_identity(),
+        node=node_identity(),
         pid=os.getpid(),
         launcher=identity.launcher,
         device=device,
@@ -72,10 +72,8 @@ def versions() -> dict[str, str]:
     if torch.cuda.is_available() and dist.is_nccl_available():
         with contextlib.suppress(RuntimeError, ValueError):
             found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-    driver = _read("/proc/driver/nvidia/version")
-    if driver:
-        words = driver.splitlines()[0].split()
-        found["NVIDIA driver"] = next((w for w in words if w[:1].isdigit() and "." in w), "?")
+    if driver := nvidia_driver():
+        found["NVIDIA driver"] = driver
     return found
 
 
@@ -134,9 +132,7 @@ def resources() -> Resources:
 def _device(identity: Identity, num_cuda: int) -> tuple[str, str]:
     """Where gz.init would put this rank, and the model. Which local rank it is may be known only after the meeting."""
     if not num_cuda:
-        lines = _read("/proc/cpuinfo").splitlines()
-        named = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
-        return "cpu", named
+        return "cpu", processor_name()
     local_rank = identity.local_rank or 0
     is_bound = identity.launcher in BIND_DEVICES
     try:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +11,7 @@ import torch.distributed as dist
 from ..errors import UsageError, explain
 from ..groups.hierarchical.nodes import Nodes
 from ..groups.subgroups import subgroup
+from ..watch.processes import SHARE_MEMORY, node_identity
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ def find_nodes(group: dist.ProcessGroup, identities: Sequence[str] | None) -> No
     if group.size() == 1:
         return Nodes.of([""], 0)
     found: list[str | None] = [None] * group.size()
-    dist.all_gather_object(found, _identity(), group=group)
+    dist.all_gather_object(found, node_identity(SHARE_MEMORY), group=group)
     return Nodes.of([str(text) for text in found], group.rank())
 
 
@@ -107,11 +105,3 @@ def groups_alone(groups: NodeGroups, num: int) -> list[dist.ProcessGroup]:
 def _own_of(group: dist.ProcessGroup, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
     """Make a group of each part and return that of this rank; every rank of ``group`` is in one part."""
     return subgroup(group, next(sorted(part) for part in parts if group.rank() in part))
-
-
-def _identity() -> str:
-    if sys.platform == "linux":
-        from ..groups.shared_memory.rendezvous import identity
-
-        return identity()
-    return f"{platform.node()} uid:{os.getuid()}"

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from guozhuang.watch.processes import Process, this_process
+
 _LOG = logging.getLogger("guozhuang")
 _TOPIC = "identity"  # of the cards that ranks leave when a group is made
 
@@ -50,7 +52,7 @@ def _create_on_linux(told: Any) -> Any:
     store, rank, size, timeout = told.store, told.group_rank, told.group_size, told.timeout
     node = identity()
     store.set(f"engine/{rank}", "built" if native_built() else "")
-    mine = roll_call.this_process(node)
+    mine = this_process(node)
 
     def ended(peer: int) -> int | None:
         return _ended(told.global_ranks_in_group[peer], node) if told.global_ranks_in_group else None
@@ -62,7 +64,7 @@ def _create_on_linux(told: Any) -> Any:
             text = '"shm" needs its C part, which was not built for ranks %s: its groups are gloo groups here'
             _LOG.warning(text + " (install a C compiler and reinstall guozhuang)", lacking)
         return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-    identities = [roll_call.Process.read(card).node for card in cards]
+    identities = [Process.read(card).node for card in cards]
     if len(set(identities)) == 1:
         from guozhuang.groups.shared_memory import SharedMemoryGroup
 

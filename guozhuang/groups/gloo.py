@@ -30,6 +30,7 @@ from torch import Tensor
 from guozhuang.errors import PeerLost, UsageError, WorldError, explain
 from guozhuang.groups.base import PythonGroup
 from guozhuang.groups.turns import DoneWork, take_timeout
+from guozhuang.watch.processes import open_descriptors, pidfd_open
 from guozhuang.world import requested_gloo_interface
 
 _LOOPBACK = "127.0.0.1"
@@ -153,13 +154,7 @@ def _route_to(host: str) -> str:
 
 def _sockets() -> list[int]:
     """The descriptors of this process that are sockets; none where the system does not list them."""
-    found = []
-    with contextlib.suppress(OSError):
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):
-                if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                    found.append(int(name))
-    return found
+    return [fd for fd, target in open_descriptors().items() if target.startswith("socket:")]
 
 
 def _borrowed(fd: int) -> socket.socket:
@@ -338,8 +333,8 @@ class WatchedGloo(PythonGroup):
 
 def _open_pidfd(pid: int) -> int:
     """A descriptor that is readable once the process is gone; -1 where the system has none, or the process."""
-    with contextlib.suppress(OSError, AttributeError):
-        return os.pidfd_open(pid)
+    with contextlib.suppress(OSError):
+        return pidfd_open(pid)
     return -1
 
 

@@ -9,64 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, NoReturn
 
 import torch.distributed as dist
 
 from guozhuang.errors import PeerLost, WorldError, explain
+from guozhuang.watch.processes import Process
 
 _FAILED: Final = "failed: "
 _LOOK_S: Final = 0.2  # between two looks at those who are missing
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.02
 _FIX: Final = "look at that rank's own error"
-
-
-@dataclass(frozen=True)
-class Process:
-    """A process of a node, as its card names it: ``"PID START NODE"``.
-
-    Attributes:
-        pid: on that node.
-        start: when it began, in the node's clock ticks.
-        node: ``meeting.identity()`` there.
-    """
-
-    pid: int
-    start: int
-    node: str
-
-    @classmethod
-    def read(cls, card: str) -> Process:
-        """Read a card."""
-        pid, start, node = card.split(" ", 2)
-        return cls(int(pid), int(start), node)
-
-    def __str__(self) -> str:
-        """Its card."""
-        return f"{self.pid} {self.start} {self.node}"
-
-    def has_ended(self, node: str) -> bool:
-        """Whether it is known to have ended, by a process on ``node``."""
-        return self.node == node and _start_of(self.pid) != self.start
-
-
-def this_process(node: str) -> Process:
-    """This process, on the node of that name."""
-    return Process(os.getpid(), _start_of(os.getpid()) or 0, node)
-
-
-def _start_of(pid: int) -> int | None:
-    """When a process began; None if it has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
 
 
 def call(

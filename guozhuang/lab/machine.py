@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import platform
 from importlib import metadata
-from pathlib import Path
 
 import psutil
 import torch
 
 from guozhuang.lab.results import Machine
-from guozhuang.world.cores import usable_cores
+from guozhuang.watch.machine import processor_name, usable_cores
 
 
 def describe() -> Machine:
@@ -33,12 +32,7 @@ def busy_share(watch_s: float = 0.5) -> float:
 
 
 def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    named = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
-    return named or platform.processor() or platform.machine()
+    return processor_name() or platform.processor() or platform.machine()
 
 
 def _version() -> str:

@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from guozhuang.lab.results import Difference
+from guozhuang.watch.processes import has_proc, open_descriptors, path_of
 
 # struct tcp_info of the kernel's header linux/tcp.h; its fields never move, new ones are appended.
 _NOTSENT_OFFSET = 144  # u32 tcpi_notsent_bytes: accepted from the process, not yet sent
@@ -116,15 +117,14 @@ def tcp_sent_bytes() -> int | None:
     Returns:
         The sum over the sockets, or None where the system does not tell (not Linux, or older than 4.19).
     """
-    folder = Path("/proc/self/fd")
-    if not folder.is_dir():
+    if not has_proc():
         return None
     total = 0
-    for entry in os.listdir(folder):
+    for descriptor, target in open_descriptors().items():
+        if not target.startswith("socket:"):
+            continue
         try:
-            if not os.readlink(folder / entry).startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(entry))) as own:
+            with socket.socket(fileno=os.dup(descriptor)) as own:
                 if own.type != socket.SOCK_STREAM or own.family not in (socket.AF_INET, socket.AF_INET6):
                     continue
                 info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
@@ -143,7 +143,7 @@ def reset_peak_memory(device: torch.device) -> bool:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     try:
-        Path("/proc/self/clear_refs").write_text("5")
+        Path(path_of("clear_refs")).write_text("5")
     except OSError:
         return False
     return True
@@ -151,7 +151,7 @@ def reset_peak_memory(device: torch.device) -> bool:
 
 def peak_memory_bytes() -> int | None:
     """Return the most main memory this process held since the mark was reset (else since it started)."""
-    high = _kib_field(Path("/proc/self/status"), "VmHWM:")
+    high = _kib_field(Path(path_of("status")), "VmHWM:")
     if high is not None:
         return high
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -160,7 +160,7 @@ def peak_memory_bytes() -> int | None:
 
 def pss_bytes() -> int | None:
     """Return this process's proportional share of main memory (a page of n processes counts 1/n); None if untold."""
-    return _kib_field(Path("/proc/self/smaps_rollup"), "Pss:")
+    return _kib_field(Path(path_of("smaps_rollup")), "Pss:")
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:

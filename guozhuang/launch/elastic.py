@@ -37,6 +37,7 @@ from guozhuang.launch.rendezvous import choice as elastic_meeting
 from guozhuang.launch.rendezvous.base import AnewError, Meeting
 from guozhuang.launch.rendezvous.signs import OtherNodeError
 from guozhuang.launch.servers import ServersError, ServersOfANode
+from guozhuang.watch.processes import start_of
 from guozhuang.world import versions
 from guozhuang.world.identity import LaunchedNode
 
@@ -263,7 +264,7 @@ class Run:
     def started(self, pids: Mapping[int, int]) -> None:
         """The ranks of an attempt have these processes."""
         started = [*pids.values(), *self.servers.pids]
-        self._sessions |= {pid: guard.started(pid) for pid in started}
+        self._sessions |= {pid: start_of(pid) for pid in started}
         self._guard.know(started)
         self._output.watch(pids)
 

@@ -10,7 +10,7 @@
    each rank a session of its own. The number of a session is not given to a new process while a process of it lives; a
    leader that is younger than the rank we knew is a stranger.
 3. At every ordinary end, and before a restart, the agent does the same itself.
-The guard is run as a file by an interpreter without site packages, and imports nothing of the package.
+The guard is run as a file by an interpreter without site packages, and imports one file of the package: ``watch.processes``.
 """
 
 from __future__ import annotations
@@ -25,15 +25,21 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
+if (
+    not __package__
+):  # run as a file: an import of names from a module that is loaded does not load the packages around it
+    import types
+
+    _name, _path = "guozhuang.watch.processes", os.path.join(os.path.dirname(__file__), "../watch/processes.py")
+    sys.modules[_name] = _found = types.ModuleType(_name)
+    with open(_path, "rb") as _file:
+        exec(_file.read(), _found.__dict__)
+
+from guozhuang.watch.processes import all_pids, environment, pidfd_open, start_of, status
+
 # Every process of a run finds the run's own name in this variable.
 VARIABLE = "GUOZHUANG_RUN"
 _LIMIT_S = 5.0  # for processes that were killed to be gone; one that the kernel holds (state D) is left behind then
-
-
-def started(pid: int) -> int:
-    """When a process was started, in ticks since boot; 0 if it is gone (or there is no /proc)."""
-    fields = _fields(pid)
-    return int(fields[19]) if fields else 0
 
 
 def belonging(run: str, sessions: Mapping[int, int]) -> list[int]:
@@ -41,20 +47,14 @@ def belonging(run: str, sessions: Mapping[int, int]) -> list[int]:
 
     Args:
         run: the run's name, as in ``VARIABLE``.
-        sessions: process id of each rank, which is its session too, to when it was ``started``.
+        sessions: process id of each rank, which is its session too, to when it began (``start_of``).
     """
-    if not os.path.isdir("/proc/self"):
-        return []
-    mark = f"{VARIABLE}={run}".encode()
-    found = []
-    for name in os.listdir("/proc"):
-        if not name.isdecimal() or int(name) == os.getpid():
+    mark, found = f"{VARIABLE}={run}".encode(), []
+    for pid in all_pids():
+        if pid == os.getpid() or (known := status(pid)) is None or known.state in "ZX":
             continue
-        fields = _fields(int(name))
-        if not fields or fields[0] in "ZX":
-            continue
-        if _is_of_session(int(fields[3]), sessions) or mark in _environment(name):
-            found.append(int(name))
+        if _is_of_session(known.session, sessions) or mark in environment(pid):
+            found.append(pid)
     return found
 
 
@@ -83,25 +83,8 @@ def end_all(run: str, sessions: Mapping[int, int], grace_s: float) -> list[int]:
 def _is_of_session(session: int, sessions: Mapping[int, int]) -> bool:
     if session not in sessions:
         return False
-    leader = started(session)
+    leader = start_of(session)
     return leader == 0 or leader == sessions[session]
-
-
-def _fields(pid: int) -> list[str]:
-    """From the state on (field 3 of proc(5)), because the name before it may hold anything."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].decode().split()
-    except OSError:
-        return []
-
-
-def _environment(name: str) -> Sequence[bytes]:
-    try:
-        with open(f"/proc/{name}/environ", "rb") as file:
-            return file.read().split(b"\0")
-    except OSError:
-        return []  # of another user, or gone
 
 
 class Guard:
@@ -126,7 +109,7 @@ class Guard:
         """Tell the guard the ranks that were started."""
         if self._process is not None:
             self._process.wait()  # the guard proper is its child, and has long been made
-        self._tell("".join(f"{pid} {started(pid)}\n" for pid in pids))
+        self._tell("".join(f"{pid} {start_of(pid)}\n" for pid in pids))
 
     def close(self) -> None:
         """Let the guard go: the agent has ended everything itself."""
@@ -155,8 +138,8 @@ def main(arguments: Sequence[str]) -> None:
     told = b""
     try:
         # A child of the agent may hold our pipe open; its own end is seen here.
-        agent_ended = os.pidfd_open(agent)
-    except (AttributeError, OSError):
+        agent_ended = pidfd_open(agent)
+    except OSError:
         agent_ended = -1
     sources = [0, *([agent_ended] if agent_ended >= 0 else [])]
     while True:

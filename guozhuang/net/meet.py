@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import socket
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -19,6 +16,7 @@ from guozhuang.net import search, waiting
 from guozhuang.net import store as stores
 from guozhuang.net.door import Door, Passage, pass_through, passage_from
 from guozhuang.net.meeting_point import MeetingPoint, PortSequence
+from guozhuang.watch.processes import node_identity
 
 # A waiting rank looks into the store at least that often, and soon after it began to wait; the rank that keeps the store
 # leaves it open for longer when it gives up, for the others to read why.
@@ -63,7 +61,7 @@ class Told:
     """What a rank told the others in the roll call.
 
     Attributes:
-        host: its host identity (``host_identity``).
+        host: its host identity (``node_identity``).
         note: what its caller gave; in ``init`` the UUIDs of the CUDA devices that it sees, joined by commas.
     """
 
@@ -171,16 +169,6 @@ def _behind_a_door(listener: socket.socket, secret: bytes, host: str, timeout_s:
     return Meeting(store, host, (Door(listener, port, secret),))
 
 
-def host_identity() -> str:
-    """A text that is equal for processes that share a kernel, a host name and a network, and differs otherwise."""
-    boot, network = Path("/proc/sys/kernel/random/boot_id"), "/proc/self/ns/net"
-    parts = [socket.gethostname()]
-    with contextlib.suppress(OSError):
-        parts.append(boot.read_text().strip())
-        parts.append(str(os.stat(network).st_ino))
-    return "/".join(parts)
-
-
 def roll_call(store: dist.Store, rank: int, size: int, timeout_s: float, note: str = "") -> list[Told]:
     """Wait until every rank is here; return what each told, in rank order.
 
@@ -227,7 +215,7 @@ class _RollCall:
             text = explain(what, fix="give each process its own RANK; end processes that are left from an earlier run")
             store.set("verdict", text)
             raise UsageError(text)
-        store.set(f"host/{rank}", f"{host_identity()}\n{self._note}")
+        store.set(f"host/{rank}", f"{node_identity()}\n{self._note}")
         if store.add("present", 1) == size:
             store.set("complete", "1")
         # Not `store.wait` with a limit: torch prints two warnings each time that one runs out.

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
-import os
-import socket
 import threading
 import time
 from dataclasses import replace
 from typing import Any
 
-import psutil
 import torch.distributed as dist
 
 from guozhuang.watch.ending import end
-from guozhuang.watch.judge import GONE, AwakeClock, Beat, Judge, Limits
+from guozhuang.watch.judge import AwakeClock, Beat, Judge, Limits
+from guozhuang.watch.processes import GONE, SEE_EACH_OTHER, node_identity, state_of, this_process
 from guozhuang.watch.report import EXIT_CODE
 from guozhuang.watch.stacks import (
     OWN_THREADS,
@@ -26,7 +23,7 @@ from guozhuang.watch.stacks import (
     place_of_error,
     stacks_text,
 )
-from guozhuang.watch.words import Watch, Word, look_at_neighbours, process_state, read_reports
+from guozhuang.watch.words import Watch, Word, look_at_neighbours, read_reports
 
 # Each is one more chance to see a main thread that goes round a loop move.
 _LOOKS_PER_BEAT = 4
@@ -71,8 +68,7 @@ class Heartbeat:
         self._store, self._keeps_store = store, keeps_store
         self._stopped, self._wake = threading.Event(), threading.Event()
         self._clock = AwakeClock(2 * limits.interval_s)
-        me = psutil.Process()
-        self._pid, self._born_s, self._node = me.pid, me.create_time(), _node()
+        self._me = this_process(_node())
         # Of the guard, read by the other thread.
         self._main = MainThread(0.0)
         self._collectives, self._idle_since_s = (0, -1), 0.0
@@ -190,8 +186,8 @@ class Heartbeat:
             what = f"the connection to the store of the world broke ({self._trouble}): {who} is gone"
         else:
             what = f"no answer from the store of the world for {since_s:.0f} s: {who} is gone or stopped, or this node cut off"
-        if keeper is not None and keeper[1] == self._node:
-            what += f" (its process {keeper[2]} is {process_state(keeper[2], keeper[3])})"
+        if keeper is not None and keeper[1] == self._me.node:
+            what += f" (its process {keeper[2]} is {state_of(keeper[2], keeper[3])})"
         return f"[rank {self.rank}] {what}. No rank can hear another one any more; this is where this one stands:"
 
     def _stacks(self) -> str:
@@ -265,7 +261,7 @@ class Heartbeat:
         judge = Judge(self.size, self._limits, self._hang_timeout_s, clock_s)
         if before is not None and before.watcher >= 0:
             judge.silent_since(before.watcher, clock_s - silent_s)
-        me = (self.rank, self._node, self._pid, self._born_s)
+        me = (self.rank, self._me.node, self._me.pid, self._me.start)
         keeper = me if self._keeps_store else before.keeper if before is not None else None
         word = Word(self._tried, self.rank, process=me[1:], keeper=keeper)
         self._watch = Watch(self._store, self.size, word, judge)
@@ -277,7 +273,7 @@ class Heartbeat:
         in_haste = self._error is not None
         looks = in_haste or silent_s > 1.5 * self._limits.interval_s
         watcher = word.process
-        if looks and watcher is not None and watcher[0] == self._node and process_state(*watcher[1:]) == GONE:
+        if looks and watcher is not None and watcher[0] == self._me.node and state_of(*watcher[1:]) == GONE:
             return 0.0
         return self._limits.hasty_takeover_s if in_haste else self._limits.takeover_s
 
@@ -287,16 +283,16 @@ class Heartbeat:
         self._count += 1
         beat = Beat(
             count=self._count,
-            pid=self._pid,
-            born_s=self._born_s,
-            node=self._node,
+            pid=self._me.pid,
+            start=self._me.start,
+            node=self._me.node,
             collectives=self._collectives[0],
             idle_s=round(clock_s - self._idle_since_s, 1),
             still_s=round(self._main.still_s(clock_s), 1),
             place=place.text,
             waits_in=place.waits_in,
             gave=self._gave,
-            saw=look_at_neighbours(self._word, self._node, self.rank) if self._word is not None else {},
+            saw=look_at_neighbours(self._word, self._me.node, self.rank) if self._word is not None else {},
             trouble=_in_words(error) if error is not None else "",
             left=self._farewell,
             let_go=self._closing,
@@ -347,11 +343,5 @@ def _in_words(error: BaseException) -> str:
 
 
 def _node() -> str:
-    """Equal for processes that can look at each other: one kernel, host name and network, one space of process numbers."""
-    parts = [socket.gethostname()]
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as boot:
-        parts.append(boot.read().strip())
-    for space in ("net", "pid"):
-        with contextlib.suppress(OSError):
-            parts.append(str(os.stat(f"/proc/self/ns/{space}").st_ino))
-    return hashlib.sha256("/".join(parts).encode()).hexdigest()[:12]
+    """Equal for processes that can look at each other; short, because it is in every beat."""
+    return hashlib.sha256(node_identity(SEE_EACH_OTHER).encode()).hexdigest()[:12]

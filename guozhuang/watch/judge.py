@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 
-GONE, STOPPED = "gone", "stopped"
+from guozhuang.watch.processes import GONE, STOPPED
 
 
 class AwakeClock:
@@ -104,7 +104,7 @@ class Beat:
     Attributes:
         count: number of the beat.
         pid: its process.
-        born_s: when that process began, as its node says: process numbers are used again.
+        start: when that process began, as ``processes.start_of`` says: process numbers are used again.
         node: equal for processes that can look at each other.
         collectives: how many the default group has started on this rank.
         idle_s: since it last started a collective, of any group.
@@ -120,7 +120,7 @@ class Beat:
 
     count: int
     pid: int
-    born_s: float
+    start: int
     node: str
     collectives: int
     idle_s: float

@@ -10,25 +10,16 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
-import psutil
 import torch.distributed as dist
 
 from guozhuang.watch import report as texts
-from guozhuang.watch.judge import GONE, STOPPED, Beat, Judge, Limits
+from guozhuang.watch.judge import Beat, Judge, Limits
+from guozhuang.watch.processes import state_of
 from guozhuang.watch.stacks import merged, ranks_text
 
-# A process that began so much earlier or later than the one that is meant has taken over its number.
-_SAME_BIRTH_S = 5.0
 # More than can come between two beats of a rank that reads them.
 _KEPT_REPORTS = 4
 _MAX_ASKED = 256
-_STATES = {
-    psutil.STATUS_ZOMBIE: GONE,
-    psutil.STATUS_DEAD: GONE,
-    psutil.STATUS_STOPPED: STOPPED,
-    psutil.STATUS_TRACING_STOP: STOPPED,
-    psutil.STATUS_DISK_SLEEP: "in a system call that cannot be interrupted",
-}
 
 
 @dataclass(frozen=True)
@@ -41,9 +32,9 @@ class Word:
         count: of the words of this term.
         wants: stacks are wanted, for the report of this number.
         report: number of the last report, to be read at the key of that name.
-        asks: silent ranks, as [rank, node, pid, born_s]: who shares the node looks at the process.
+        asks: silent ranks, as [rank, node, pid, start]: who shares the node looks at the process.
         keeper: the rank that keeps the store, in the same form; None: a launcher keeps it.
-        process: of the watcher: node, pid, born_s.
+        process: of the watcher: node, pid, start.
         lost: the ranks that were reported as lost and are still.
         closing: the rank that keeps the store leaves; nobody should use the store any more.
     """
@@ -53,9 +44,9 @@ class Word:
     count: int = 0
     wants: int = 0
     report: int = 0
-    asks: Sequence[tuple[int, str, int, float]] = ()
-    keeper: tuple[int, str, int, float] | None = None
-    process: tuple[str, int, float] | None = None
+    asks: Sequence[tuple[int, str, int, int]] = ()
+    keeper: tuple[int, str, int, int] | None = None
+    process: tuple[str, int, int] | None = None
     lost: Sequence[int] = ()
     closing: bool = False
 
@@ -72,24 +63,10 @@ class Word:
 def look_at_neighbours(word: Word, node: str, rank: int) -> dict[int, str]:
     """The states of the processes that ``word`` asks for and this node has."""
     return {
-        int(asked): process_state(int(pid), float(born_s))
-        for asked, where, pid, born_s in word.asks
+        int(asked): state_of(int(pid), int(start))
+        for asked, where, pid, start in word.asks
         if where == node and asked != rank
     }
-
-
-def process_state(pid: int, born_s: float) -> str:
-    """What the operating system says of a process of this node."""
-    try:
-        process = psutil.Process(pid)
-        if abs(process.create_time() - born_s) > _SAME_BIRTH_S:
-            return GONE
-        state = str(process.status())
-        return _STATES.get(state, state)
-    except psutil.NoSuchProcess:
-        return GONE
-    except psutil.Error as error:
-        return f"not to be seen: {error}"
 
 
 @dataclass
@@ -225,7 +202,7 @@ class Watch:
         asked = dict.fromkeys(self._judge.silent(clock_s))
         if self._judge.troubled():
             asked |= dict.fromkeys([rank for rank, beat in beats.items() if beat.left is None][:_MAX_ASKED])
-        asks = [(rank, beats[rank].node, beats[rank].pid, beats[rank].born_s) for rank in asked]
+        asks = [(rank, beats[rank].node, beats[rank].pid, beats[rank].start) for rank in asked]
         if report is not None:
             self._reports = [*self._reports[1 - _KEPT_REPORTS :], (report.number, report.short, report.ends)]
             self._store.set("report", json.dumps(self._reports))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.net import interfaces
-from guozhuang.world import cores
+from guozhuang.watch import machine
 from guozhuang.world.variables import number
 
 VARIABLE = "GUOZHUANG_HOROVOD_ELASTIC"
@@ -140,7 +140,7 @@ def variables(told: Driver, host: str, num_local: int, environ: Mapping[str, str
         "PYTHONUNBUFFERED": "1",
     }
     if "OMP_NUM_THREADS" not in environ:
-        found["OMP_NUM_THREADS"] = str(max(1, cores.usable_cores() // num_local))
+        found["OMP_NUM_THREADS"] = str(max(1, machine.usable_cores() // num_local))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from guozhuang.errors import UsageError, explain
 from guozhuang.net import meeting_point as points
 from guozhuang.net.meeting_point import PortSequence
+from guozhuang.watch import processes
 from guozhuang.world import node_lists
 from guozhuang.world.identity import Identity, LaunchedNode
 from guozhuang.world.requests import requested_secret
@@ -46,7 +48,6 @@ HYDRA = _Launcher(
     local_rank="MPI_LOCALRANKID",
     local_size="MPI_LOCALNRANKS",
 )
-_MOST_ANCESTORS = 64
 
 
 def read_open_mpi(environ: Mapping[str, str]) -> Identity | None:
@@ -88,18 +89,8 @@ def node_of(environ: Mapping[str, str]) -> LaunchedNode | None:
 
 def lineage() -> list[str]:
     """The command lines of the processes above this one, the nearest first; as many as can be read."""
-    found: list[str] = []
-    process = "self"
-    try:
-        while len(found) < _MOST_ANCESTORS:
-            # The name of a program may hold spaces and parentheses; what follows its last parenthesis does not.
-            process = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1]
-            if process == "0":
-                break
-            found.append(Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
-    except (OSError, IndexError):
-        pass
-    return found
+    words = (processes.command_line(pid) for pid in processes.ancestors(os.getpid()))
+    return [b" ".join(line).decode(errors="replace") for line in words]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from guozhuang.compat.horovod.runner.elastic.doors import Doors
 from guozhuang.compat.horovod.runner.elastic.remote_crew import RemoteCrew, Told
 from guozhuang.compat.horovod.runner.elastic.writing import Room
 from guozhuang.launch.hosts import ssh
-from guozhuang.net.meet import host_identity
+from guozhuang.watch.processes import node_identity
 
 
 def of_kind(events: queue.Queue[Event], kind: type[Any], limit_s: float = 20.0) -> Any:
@@ -77,7 +77,7 @@ def test_workers_of_another_host_wait_too(monkeypatch: pytest.MonkeyPatch) -> No
     events: queue.Queue[Event] = queue.Queue()
     room, num_bytes = Room(most_bytes=1 << 18), 20_000_000
     with socket.create_server(("127.0.0.1", 0)) as store, closing(Doors(store.getsockname()[1], [])) as doors:
-        told = Told(doors.open(), doors.secret, host_identity(), 600.0, 60.0, {}, ssh.Options())
+        told = Told(doors.open(), doors.secret, node_identity(), 600.0, 60.0, {}, ssh.Options())
         with closing(RemoteCrew("localhost", told, events, room)) as crew:
             crew.start(0, ["/bin/sh", "-c", f"head -c {num_bytes} /dev/zero; exit 3"], 1)
             assert of_kind(events, Reached).address == "127.0.0.1"

@@ -17,7 +17,7 @@ from typing import NoReturn
 import psutil
 import pytest
 
-from guozhuang.world.cores import usable_cores
+from guozhuang.watch.machine import usable_cores
 from tests import launching
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -199,7 +199,7 @@ def test_another_signal_is_passed_on(begin: Any) -> None:
 # An agent that takes no SIGTERM, with its real guard and a folder; it imports nothing that takes long.
 GUARDED = f"""
 import importlib.util, os, signal, time
-spec = importlib.util.spec_from_file_location("guard", {str(Path(ssh.__file__).with_name("guard.py"))!r})
+spec = importlib.util.spec_from_file_location("guard", {str(Path(ssh.__file__).parents[1] / "guard.py")!r})
 guard = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(guard)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -10,7 +10,6 @@ import time
 from dataclasses import replace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,13 +20,13 @@ from guozhuang.watch.beats import Heartbeat
 from guozhuang.watch.judge import GONE, STOPPED, AwakeClock, Beat, Judge, Limits
 from guozhuang.watch.report import hang, last_line, losses, table, trouble
 from guozhuang.watch.stacks import MAX_STACK_BYTES, MainThread, is_of_a_collective, merged, ranks_text, stacks_text
-from guozhuang.watch.words import Watch, Word, look_at_neighbours, process_state
+from guozhuang.watch.words import Watch, Word, look_at_neighbours
 
 LIMITS = Limits.of(1.0)
 
 
 def beat(count: int, **more: Any) -> Beat:
-    known = {"pid": 100, "born_s": 0.0, "node": "a", "collectives": 5, "idle_s": 0.0, "still_s": 0.0, "place": "train"}
+    known = {"pid": 100, "start": 0, "node": "a", "collectives": 5, "idle_s": 0.0, "still_s": 0.0, "place": "train"}
     return Beat(count=count, **(known | more))
 
 
@@ -266,17 +265,10 @@ def test_the_clock_stands_while_the_process_does() -> None:
     assert clock() == clock.tick() == 6.0
 
 
-def test_states_of_processes() -> None:
-    me = psutil.Process()
-    assert process_state(me.pid, me.create_time()) in ("running", "sleeping")
-    assert process_state(me.pid, me.create_time() - 100) == GONE, "another process took the number over"
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        born_s = psutil.Process(child.pid).create_time()
-        child.kill()
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        assert process_state(child.pid, born_s) == GONE, "a zombie"
-    assert process_state(child.pid, born_s) == GONE
-    word = Word(1, 0, asks=[(3, "a", child.pid, born_s), (4, "b", child.pid, born_s)])
+def test_only_who_shares_the_node_looks_at_a_process() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as child:
+        pass
+    word = Word(1, 0, asks=[(3, "a", child.pid, 1), (4, "b", child.pid, 1), (1, "a", child.pid, 1)])
     assert look_at_neighbours(word, "a", 1) == {3: GONE}
 
 
@@ -448,9 +440,9 @@ def test_the_wait_for_a_report_ends_with_the_gathering(monkeypatch: pytest.Monke
 
 def test_a_watching_rank_that_is_gone_is_replaced_at_once() -> None:
     one = made_heart(dist.HashStore(), rank=1, interval_s=1.0)
-    gone = (one._node, os.getpid(), 0.0)  # another process took the number over
+    gone = (one._me.node, os.getpid(), 1)  # another process took the number over
     elsewhere = ("another node", os.getpid(), 0.0)
-    here = (one._node, one._pid, one._born_s)
+    here = (one._me.node, one._me.pid, one._me.start)
     assert one._patience_s(Word(1, 0, process=gone), 1.6) == 0
     assert one._patience_s(Word(1, 0, process=gone), 1.0) == one._patience_s(Word(1, 0, process=here), 4.0) == 5
     one._error = failure_of_a_collective()

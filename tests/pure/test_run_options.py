@@ -11,7 +11,7 @@ import pytest
 from guozhuang.errors import UsageError
 from guozhuang.launch.options import plan as options
 from guozhuang.launch.options.plan import Plan
-from guozhuang.world import cores
+from guozhuang.watch import machine
 
 
 @pytest.fixture(autouse=True)
@@ -128,13 +128,13 @@ def test_on_one_node_gloo_and_nccl_stay_on_loopback() -> None:
 
 
 def test_threads_fit_into_what_the_container_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores, "num_cores", lambda: 64)
-    monkeypatch.setattr(cores, "quota_cores", lambda: 8.5)
+    monkeypatch.setattr(machine, "num_cores", lambda: 64)
+    monkeypatch.setattr(machine, "quota_cores", lambda: 8.5)
     found = plan("-np", "2")
     assert found.variables["OMP_NUM_THREADS"] == "4"
     assert any("8 cores / 2 ranks" in text for text in found.chosen)
     assert plan("-np", "9").notes == ["9 ranks share 8 cores of this node"]
-    monkeypatch.setattr(cores, "quota_cores", lambda: 0.5)
+    monkeypatch.setattr(machine, "quota_cores", lambda: 0.5)
     assert plan("-np", "2").variables["OMP_NUM_THREADS"] == "1"
 
 

@@ -27,9 +27,9 @@ from guozhuang.groups.agreement import store_of
 from guozhuang.groups.gloo import Crossing, choose_address
 from guozhuang.groups.subgroups import timeout_s
 from guozhuang.net.door import pass_through
-from guozhuang.net.meet import host_identity
 from guozhuang.net.search import own_address
 from guozhuang.net.store import loopback_address
+from guozhuang.watch.processes import node_identity
 from guozhuang.world.requests import requested_secret, requested_servers
 
 _PAUSES_S = (0.002, 0.05)  # between two looks into a store: the first, and the longest
@@ -254,7 +254,7 @@ def join(store: dist.Store, rank: int, num_workers: int, count: int, limit_s: fl
         WorldError: somebody did not come; the text names it.
     """
     size = num_workers + count
-    store.set(f"here/{rank}", json.dumps([host_identity(), os.getpid()]))
+    store.set(f"here/{rank}", json.dumps([node_identity(), os.getpid()]))
     keys = [f"here/{r}" for r in range(size)]
 
     def call(other: int) -> str:

@@ -15,9 +15,7 @@ from typing import Final, TypeVar
 
 import torch.distributed as dist
 
-from ...errors import WorldError
-from ...groups.roll_call import Process, this_process
-from ...groups.shared_memory.rendezvous import identity
+from ...watch.processes import SHARE_MEMORY, Process, node_identity, this_process
 
 _T = TypeVar("_T")
 _STORE_S: Final = 1.0  # for one answer of a store whose keeper may be what was lost
@@ -35,9 +33,9 @@ class Board:
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
-        self._node = _node()
-        self._processes: dict[int, Process | None] = {}  # of ranks that have constructed their boards
-        store.set(f"card/{rank}", str(this_process(self._node)) if self._node else "")
+        self._node = node_identity(SHARE_MEMORY)
+        self._processes: dict[int, Process] = {}  # of ranks that have constructed their boards
+        store.set(f"card/{rank}", str(this_process(self._node)))
         self._asking = _Asking()
 
     def close(self) -> None:
@@ -50,7 +48,7 @@ class Board:
             for rank in range(self._size):
                 card = None if rank in self._processes else self._read(f"card/{rank}")
                 if card is not None:
-                    self._processes[rank] = Process.read(card) if card else None
+                    self._processes[rank] = Process.read(card)
 
     # Failures.
 
@@ -82,8 +80,7 @@ class Board:
         """
         deadline = time.monotonic() + patience_s
         while True:
-            known = [(rank, each) for rank, each in self._processes.items() if each is not None]
-            ended = {rank: each.pid for rank, each in known if each.has_ended(self._node)}
+            ended = {rank: each.pid for rank, each in self._processes.items() if each.has_ended(self._node)}
             words = self.words()
             if ended or words or time.monotonic() >= deadline:
                 return ended, {rank: word for rank, word in words.items() if rank in ended} if ended else words
@@ -123,12 +120,6 @@ class Board:
     def _read(self, key: str) -> str | None:
         """What is there; None if nothing is. Raises StoreSilent."""
         return self._asking.ask(lambda: self._store.get(key).decode() if self._store.check([key]) else None)
-
-
-def _node() -> str:
-    with contextlib.suppress(WorldError):
-        return identity()
-    return ""  # a system without /proc
 
 
 class StoreSilent(RuntimeError):

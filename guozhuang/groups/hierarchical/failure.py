@@ -21,7 +21,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -29,6 +28,7 @@ import torch.distributed as dist
 from guozhuang.errors import MismatchError, PeerLost, WorldError, explain, rank_table
 from guozhuang.groups.hierarchical.comparison import Disagreement
 from guozhuang.groups.hierarchical.nodes import Nodes
+from guozhuang.watch.processes import GONE, STOPPED, start_of, state_of
 
 _DIFFER, _LOST, _HEARD = "differ", "lost", "heard"
 _PATIENCE_S = 0.5  # for word of a lost process: the mates of a dead rank need about 0.2 s to see it
@@ -55,7 +55,7 @@ class GroupFailure:
         self._error: BaseException | None = None
         self._next_look = 0.0
         self._asking: threading.Thread | None = None
-        store.set(f"process/{nodes.rank}", f"{os.getpid()} {_start_of(os.getpid())}")
+        store.set(f"process/{nodes.rank}", f"{os.getpid()} {start_of(os.getpid())}")
         mates = [rank for rank in nodes.here if rank != nodes.rank]
         self._mates = {rank: tuple(map(int, store.get(f"process/{rank}").split())) for rank in mates}
 
@@ -233,24 +233,6 @@ def _named(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"one of the ranks {', '.join(map(str, ranks))}"
 
 
-def _stat(pid: int) -> list[str]:
-    """State, parent, ... of a process of this node; raises ``OSError`` where it is gone."""
-    # The name, in parentheses, may hold anything.
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-
-
-def _start_of(pid: int) -> int:
-    """When a process began, in the kernel's ticks: tells it from a later one with the same number. 0 where it is not told."""
-    with contextlib.suppress(OSError, IndexError, ValueError):
-        return int(_stat(pid)[19])
-    return 0
-
-
 def _is_lost(pid: int, start: int, also_stopped: bool) -> bool:
-    if start == 0:
-        return False  # this system does not tell
-    try:
-        fields = _stat(pid)
-        return int(fields[19]) != start or fields[0] in (("Z", "X", "T", "t") if also_stopped else ("Z", "X"))
-    except (OSError, IndexError, ValueError):
-        return True
+    # 0: this system does not tell.
+    return start != 0 and state_of(pid, start) in ((GONE, STOPPED) if also_stopped else (GONE,))

@@ -25,12 +25,12 @@ import socket
 import struct
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, NoReturn
 
 import torch.distributed as dist
 
 from guozhuang.errors import PeerLost, WorldError, explain
+from guozhuang.watch import processes
 
 from .. import roll_call
 from .engine import STATE_OFFSET, RankState
@@ -60,12 +60,10 @@ def identity() -> str:
         WorldError: /proc does not tell.
     """
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid", "user")]
+        return processes.node_identity(processes.SHARE_MEMORY, strict=True)
     except OSError as error:
         what = f"shared memory needs Linux with /proc: {error}"
         raise WorldError(explain(what, fix="use the gloo backend")) from error
-    return " ".join((boot, f"uid:{os.getuid()}", *spaces))
 
 
 @dataclass(frozen=True)
@@ -198,7 +196,7 @@ class _MeshSetup:
     def _open_pidfd(self, peer: int) -> int:
         """A pidfd of a peer, or -1 where the system has none. See [Note: what tells that a peer is gone] in peers.py."""
         try:
-            return os.pidfd_open(self._cards[peer].pid)
+            return processes.pidfd_open(self._cards[peer].pid)
         except OSError as error:
             if error.errno == errno.ESRCH:
                 self._lost(peer, "ended while the group was made")

@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 
 from guozhuang.errors import UsageError, WorldError, explain
+from guozhuang.watch import machine
+from guozhuang.watch.processes import memfd_create, path_of
 
 from .engine import PRIVATE_BYTES
 
@@ -72,23 +74,23 @@ class Segment:
 
         Args:
             num_bytes: its size, fixed from then on; > 0.
-            name: shown in /proc/PID/maps and /proc/PID/fd; need not be unique.
+            name: shown where the kernel lists mappings and descriptors; need not be unique.
             committed: take the memory now, so that running out of it is an error here and not the end of a process later.
 
         Raises:
             UsageError: more memory than the machine has left.
             WorldError: the system refuses for another reason (limits of open files or of address space).
         """
-        if num_bytes >= _LOOK_FIRST_BYTES and num_bytes > (available := _available_bytes()):
+        if num_bytes >= _LOOK_FIRST_BYTES and num_bytes > (available := machine.available_bytes()):
             _refuse_size(num_bytes, f"{available} bytes are left on this machine (or in its control group)")
         fd, segment = -1, None
         try:
-            fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            fd = memfd_create(name)
             os.ftruncate(fd, num_bytes)
             # A file that shrinks under a mapping ends the process that reads there (SIGBUS).
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             segment = cls(fd, num_bytes)
-            if committed or _counts_strictly():
+            if committed or not machine.overcommits():
                 segment._commit()
             return segment
         except OSError as error:
@@ -201,31 +203,6 @@ def huge_pages_offered() -> bool:
     return any(f"[{word}]" in text for word in ("advise", "within_size", "always", "force"))
 
 
-def _counts_strictly() -> bool:
-    """Whether the kernel refuses memory that it could not back: a touch of an uncommitted page may then be SIGBUS."""
-    try:
-        return Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2"
-    except OSError:
-        return False
-
-
-def _available_bytes() -> int:
-    """What the machine, and this process's control group where it has a limit, can still give."""
-    available = 1 << 62  # a kernel that does not tell
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) << 10
-    group = Path("/sys/fs/cgroup")  # version 2, as it looks from inside a container
-    try:
-        limit, used = (group / "memory.max").read_text().strip(), (group / "memory.current").read_text()
-        reclaimable = [
-            line.split()[1] for line in (group / "memory.stat").read_text().splitlines() if "inactive_file" in line
-        ]
-    except OSError:
-        return available
-    return available if limit == "max" else min(available, int(limit) - int(used) + sum(map(int, reclaimable)))
-
-
 def _refuse_size(num_bytes: int, why: str) -> NoReturn:
     what = f"shared memory of {num_bytes} bytes cannot be had: {why}"
     fix = "use a smaller model or fewer ranks on this node, or end what else uses memory"
@@ -276,7 +253,7 @@ class SharedSegments:
 
         Args:
             num_bytes: of this rank's segment, zeros at first; 0 for none.
-            name: shown in /proc/PID/maps.
+            name: shown where the kernel lists mappings.
 
         Returns:
             The segment of every rank, None for those that made none. Descriptors are open: the caller closes them.
@@ -327,7 +304,7 @@ class SharedSegments:
 
     def _open(self, rank: int, fd: int) -> int:
         # A second descriptor of the same anonymous file. It stays open there until the ranks have met again.
-        path = f"/proc/{self._pids[rank]}/fd/{fd}"
+        path = path_of(f"fd/{fd}", self._pids[rank])
         try:
             return os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -376,7 +353,7 @@ class PrivateView:
         """Byte offsets of the pages touching [start, end) that this process has written to since they were forgotten."""
         first = (self.address + start) // mmap.PAGESIZE
         last = -(-(self.address + end) // mmap.PAGESIZE)
-        pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+        pagemap = os.open(path_of("pagemap"), os.O_RDONLY | os.O_CLOEXEC)
         try:
             entries = os.pread(pagemap, (last - first) * 8, first * 8)
         finally:

@@ -39,6 +39,7 @@ from guozhuang.launch.console.say import WHO, say
 from guozhuang.launch.console.screen import mark
 from guozhuang.launch.console.streams import PATIENCE_S, NamedPipe, OwnTerminal, Stream, Trace
 from guozhuang.launch.console.target import Target, is_same
+from guozhuang.watch.processes import pidfd_open
 
 _LOOK_S = 0.1  # between looks at log files
 _DRAIN_S = 5.0  # for a pipe that somebody still writes to, at the end
@@ -205,8 +206,8 @@ class Output:
             trace = self.traces.setdefault(rank, Trace())
             trace.pid = pid
             try:
-                handle = os.pidfd_open(pid)
-            except (AttributeError, OSError):
+                handle = pidfd_open(pid)
+            except OSError:
                 continue  # torch elastic's dates must do
 
             def ended(handle: int = handle, trace: Trace = trace) -> None:

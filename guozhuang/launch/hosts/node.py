@@ -37,7 +37,7 @@ from guozhuang.launch.servers import VARIABLE as SERVERS
 from guozhuang.launch.servers import Servers
 from guozhuang.net import interfaces
 from guozhuang.net.door import Door, NotOurDoorError, WrongSecretError, knock, pass_through
-from guozhuang.net.meet import host_identity
+from guozhuang.watch.processes import node_identity
 
 _KNOCK_S = 5.0
 _STORE_S = 300.0
@@ -123,7 +123,7 @@ class Node:
         # "client address, its port, server address, its port": the address by which the launcher came.
         by_ssh = os.environ.get("SSH_CONNECTION", "").split()
         reached_at = by_ssh[2] if len(by_ssh) == 4 else None
-        ready = {"host": socket.gethostname(), "same": host_identity(), "addresses": known, "reached_at": reached_at}
+        ready = {"host": socket.gethostname(), "same": node_identity(), "addresses": known, "reached_at": reached_at}
         self._channel.say({"ready": ready})
         while True:
             request = self._channel.hear()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from guozhuang.errors import UsageError, explain
+from guozhuang.watch import processes
 
 # The client asks the host for a sign of life so often, and gives the connection up after so many without an answer.
 ALIVE_S, ALIVE_COUNT = 4, 3
@@ -70,7 +71,8 @@ class Options:
 
 def supervisor_source() -> bytes:
     """What is sent to a host, with the zero byte that ends it."""
-    return Path(__file__).with_name("supervisor.py").read_bytes() + b"\0"
+    program = Path(__file__).with_name("supervisor.py").read_bytes()
+    return processes.preload(Path(processes.__file__).read_bytes(), program) + b"\0"
 
 
 def local_command(token: str) -> list[str]:

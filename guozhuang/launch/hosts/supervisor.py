@@ -1,7 +1,7 @@
 """The supervisor of one host: holds the agent there, and ends all it started when the launcher is gone.
 
 It runs as ``python -c`` on the host, its source having come over ssh's stdin, so a host needs nothing but the interpreter
-to say what else it lacks. Therefore it imports the standard library alone, and nothing of this package.
+to say what else it lacks. Therefore it imports the standard library, and one file that is sent along (``preload``).
 
 [Note: the wire] The launcher writes lines to the supervisor's stdin: a header, then requests, each a JSON object; an empty
 line only says that the launcher lives. The supervisor writes to its stdout a line with a token (so that what a login shell
@@ -30,6 +30,8 @@ import subprocess
 import sys
 import time
 from typing import Any
+
+from guozhuang.watch.processes import command_line, descendants, has_proc
 
 _CHUNK_BYTES = 1 << 16
 # While so much waits for the launcher no more is read from the ranks: they wait, as they would for a slow terminal.
@@ -87,7 +89,7 @@ class Supervisor:
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
                 _kill_descendants(self._agent.pid)
         deadline = time.monotonic() + _TIDY_S
-        while _descendants() and time.monotonic() < deadline:
+        while descendants(os.getpid()) and time.monotonic() < deadline:
             self._turn(waker)
         _kill_descendants(self._agent.pid)
         deadline = time.monotonic() + _DRAIN_S
@@ -231,35 +233,17 @@ def _prctl(option: int, value: int = 1) -> None:
         ctypes.CDLL(None).prctl(option, int(value), 0, 0, 0)
 
 
-def _descendants() -> list[int]:
-    parent_of: dict[int, int] = {}
-    for entry in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
-        if entry.isdigit():
-            with contextlib.suppress(OSError, ValueError), open(f"/proc/{entry}/stat", "rb") as stat:
-                state, parent = stat.read().rpartition(b")")[2].split()[:2]
-                if state != b"Z":
-                    parent_of[int(entry)] = int(parent)
-    found: set[int] = set()
-    more = {os.getpid()}
-    while more:
-        more = {pid for pid, parent in parent_of.items() if parent in more} - found
-        found |= more
-    return sorted(found)
-
-
 def _is_guard(pid: int) -> bool:
     """Whether a process is an agent's guard (guard.py), which is about to end the ranks and remove their folder."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as line:
-        return any(word.endswith(b"/guozhuang/launch/guard.py") for word in line.read().split(b"\0"))
-    return False
+    return any(word.endswith(b"/guozhuang/launch/guard.py") for word in command_line(pid))
 
 
 def _kill_descendants(session: int) -> None:
-    if not os.path.isdir("/proc/self"):  # not Linux: the agent's session is all that can be found
+    if not has_proc():  # not Linux: the agent's session is all that can be found
         with contextlib.suppress(OSError):
             os.killpg(session, signal.SIGKILL)
     begin = time.monotonic()
-    while (pids := _descendants()) and time.monotonic() < begin + _KILL_S:
+    while (pids := descendants(os.getpid())) and time.monotonic() < begin + _KILL_S:
         is_tidying = time.monotonic() < begin + _TIDY_S
         for pid in pids:
             with contextlib.suppress(OSError):

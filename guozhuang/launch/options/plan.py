@@ -16,7 +16,7 @@ from guozhuang.launch.hosts import placement
 from guozhuang.launch.options import command_line, nodes, script
 from guozhuang.launch.options import torchrun as torchrun_options
 from guozhuang.net import interfaces
-from guozhuang.world import cores
+from guozhuang.watch import machine
 from guozhuang.world.identity import LaunchedNode
 from guozhuang.world.requests import hang_timeout, requested_secret
 
@@ -154,7 +154,7 @@ def plan(arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
         # Torch would use the host name, which need not resolve; nobody else has to reach this node.
         found.local_addr = found.local_addr or "localhost"
     variables = python_path.with_horovod(environ)
-    num_cores = cores.usable_cores()
+    num_cores = machine.usable_cores()
     if "OMP_NUM_THREADS" not in environ:
         num_threads = max(1, num_cores // num_local_ranks)
         variables["OMP_NUM_THREADS"] = str(num_threads)

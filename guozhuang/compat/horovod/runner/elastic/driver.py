@@ -45,8 +45,8 @@ from guozhuang.launch.failures import exit_code, how
 from guozhuang.launch.hosts import ssh
 from guozhuang.launch.order import FirstFailure
 from guozhuang.net import interfaces
-from guozhuang.net.meet import host_identity
 from guozhuang.net.store import serve
+from guozhuang.watch.processes import node_identity
 from guozhuang.world import horovod_elastic
 
 _WHO = "horovodrun"
@@ -263,7 +263,7 @@ class _Driver:
         return Told(
             doors=self._doors.open(),
             secret=self._doors.secret,
-            same=host_identity(),
+            same=node_identity(),
             timeout_s=self._settings.elastic_timeout_s,
             start_timeout_s=self._settings.start_timeout_s,
             environment=environment,

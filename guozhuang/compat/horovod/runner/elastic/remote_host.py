@@ -27,7 +27,7 @@ from guozhuang.compat.horovod.runner.elastic.writing import Room
 from guozhuang.errors import WorldError, explain
 from guozhuang.launch import python_path
 from guozhuang.net.door import NotOurDoorError, Passage, knock, passage_from
-from guozhuang.net.meet import host_identity
+from guozhuang.watch.processes import node_identity
 from guozhuang.world import horovod_elastic
 
 _KNOCK_S = 5.0
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
     if told is None:
         return 1
     doors = [(str(host), int(port)) for host, port in told["doors"]]
-    if told["same"] == host_identity():
+    if told["same"] == node_identity():
         doors.sort(key=lambda door: door[0] != "127.0.0.1")
     try:
         passage, address = come_through(doors, bytes.fromhex(told["secret"]))
