@@ -26,6 +26,11 @@ def in_process_memory(num_elements: int, dtype: torch.dtype, device: torch.devic
     return torch.zeros(num_elements, dtype=dtype, device=device)
 
 
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """Return the dtype of a parameter's gradients; a program may choose another one than that of the parameter."""
+    return parameter.grad_dtype or parameter.dtype
+
+
 @dataclass(frozen=True, slots=True)
 class Slot:
     """What the layout needs to know of one parameter. A sparse gradient has no place in a flat tensor and travels alone."""
@@ -138,7 +143,7 @@ class Bucket:
         """Take new memory, of zeros; whoever holds a view keeps the old."""
         first = self.parameters[0]
         num_elements = 0 if self.sparse else sum(p.numel() for p in self.parameters)
-        self.flat = self._allocate(num_elements, first.dtype, first.device)
+        self.flat = self._allocate(num_elements, gradient_dtype(first), first.device)
         self.views: list[Tensor] = []
         offset = 0
         for parameter in () if self.sparse else self.parameters:

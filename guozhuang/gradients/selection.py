@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from .buckets import Allocate, Caps, Slot, assign, place
+from .buckets import Allocate, Caps, Slot, assign, gradient_dtype, place
 from .views import GradientViews
 
 
@@ -49,7 +49,7 @@ class Selection:
         self.names = [name for name, _ in pairs]
         self.parameters = [p for _, p in pairs]
         self._caps, self._allocate = caps, allocate
-        self._slots = [Slot(p.numel(), p.dtype, p.device, name in sparse) for name, p in pairs]
+        self._slots = [Slot(p.numel(), gradient_dtype(p), p.device, name in sparse) for name, p in pairs]
         self._handles: list[Any] = []
         n = len(pairs)
         self.seen = [False] * n

@@ -43,7 +43,10 @@ class MirrorChannel:
         hurried: of what somebody asked for before it was waited for.
         last: what was submitted last under each name.
         broken: names that fail.
+        agrees: the other rank has the same parameters in the same order.
     """
+
+    agrees = False
 
     def __init__(self, size: int) -> None:
         self.size, self.rank, self.ranks = size, 0, tuple(range(size))
@@ -55,6 +58,8 @@ class MirrorChannel:
 
     def submit(self, submission: Submission) -> MirrorHandle:
         assert submission.name not in self.under_way, f"{submission.name} is under way"
+        if "guozhuang.layout" in submission.name:
+            return MirrorHandle(self, submission)
         self.names.append(submission.name)
         self.last[submission.name] = submission
         self.under_way.add(submission.name)
@@ -65,6 +70,9 @@ class MirrorChannel:
         if submission.name in self.broken:
             raise NegotiationError(f"Mismatched data types: {submission.name}")
         if submission.kind == Kind.BARRIER:
+            return []
+        if "guozhuang.layout" in submission.name:
+            submission.tensors[0].sub_(0 if self.agrees else 1)
             return []
         factor = submission.prescale * submission.postscale
         if submission.reduction == Reduction.SUM:

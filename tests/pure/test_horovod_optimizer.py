@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from guozhuang.compat.horovod.common.process_sets import ProcessSet
 from guozhuang.compat.horovod.torch.compression import Compression, Compressor
@@ -134,7 +134,7 @@ def test_sparse_gradients_take_no_flat_memory(channel: MirrorChannel, monkeypatc
         sparse.append(tensor)
         return lambda: tensor
 
-    monkeypatch.setattr("guozhuang.compat.horovod.torch.gradient_exchange.sparse_allreduce_async", gather)
+    monkeypatch.setattr("guozhuang.compat.horovod.torch.gradient_units.sparse_allreduce_async", gather)
     monkeypatch.setattr(channel, "allocate", None)
     table = torch.nn.Embedding(5, 3, sparse=True)
     made = distributed(table, torch.optim.SGD(table.parameters(), lr=0.1))
@@ -179,16 +179,54 @@ def test_gradients_lie_in_one_flat_tensor_in_reverse_and_are_divided_in_the_copy
     torch.testing.assert_close(wires[1].tensors[0], local / 2)
     made.step()
     assert net.last.weight.grad.data_ptr() == wires[1].tensors[0].data_ptr()
-    assert net.last.weight.grad.untyped_storage().nbytes() == 4 * 8  # torch.save(grad) writes no more than the gradient
 
 
-def test_one_submission_serves_all_steps(channel: MirrorChannel) -> None:
-    net = net_of_three()
-    made = distributed(net)
-    train(net, made, 1)
-    before = dict(channel.last)
-    train(net, made, 2)
-    assert all(channel.last[name] is one for name, one in before.items())
+@pytest.mark.parametrize("compression", [Compression.none, Compression.fp16])
+def test_ranks_that_have_the_same_parameters_send_whole_buckets_from_the_second_step_on(
+    channel: MirrorChannel, compression: Any
+) -> None:
+    channel.agrees = True
+    ours, theirs = net_of_three(), net_of_three()
+    made = distributed(ours, compression=compression)
+    train(ours, made, 1)
+    assert sorted(sent(channel)) == sorted(NAMES)
+    for step in range(1, 4):
+        made.zero_grad()
+        loss_of(ours, step).backward()
+        assert channel.hurried[-1] == "allreduce.last.bias and 5 more"
+        assert set(made._handles) == set(ours.parameters())
+        made.step()
+        assert sent(channel) == ["last.bias and 5 more"]
+    trained = [p.detach() for p in ours.parameters()]
+    assert_equal(
+        trained, train(theirs, sgd(theirs)), **({} if compression is Compression.none else {"rtol": 2e-3, "atol": 2e-3})
+    )
+    ours.first.double()  # another layout, on which the ranks have to agree again
+    made.zero_grad()
+    ours.last(ours.first(torch.randn(3, 4, dtype=torch.float64)).float()).sum().backward()
+    made.step()
+    assert sorted(sent(channel)) == sorted(NAMES)
+
+
+def test_a_sparse_gradient_splits_the_bucket_it_is_in(channel: MirrorChannel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "guozhuang.compat.horovod.torch.gradient_units.sparse_allreduce_async", lambda rows, *_: lambda: rows
+    )
+    channel.agrees = True
+    nets = [nn.ModuleList([nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2)]) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    made = distributed(nets[0], torch.optim.SGD(nets[0].parameters(), lr=0.1))
+    optimizers = [made, torch.optim.SGD(nets[1].parameters(), lr=0.1)]
+    single = ["0.weight", "1.bias", "1.weight"]
+    # In step 2 a barrier under the bucket's name says so; then each is sent by itself, but for the rows.
+    expected = [single, ["1.bias and 2 more"], [*single[:2], "1.bias and 2 more", single[2]], ["1.bias and 1 more"]]
+    for step in range(4):
+        for (table, layer), optimizer in zip(nets, optimizers, strict=True):
+            optimizer.zero_grad()
+            layer(table(torch.tensor([1, 4])) if step >= 2 else table.weight[:2] * 1.0).square().sum().backward()
+            optimizer.step()
+        assert sorted(sent(channel)) == expected[step]
+    assert_equal(list(nets[0].parameters()), list(nets[1].parameters()))
 
 
 def test_gradients_of_several_backwards_are_added_up_here(channel: MirrorChannel) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from guozhuang.compat.horovod.torch.gradient_layout import GradientLayout
+from guozhuang.compat.horovod.torch.backward_passes import HookedParameter
+from guozhuang.compat.horovod.torch.gradient_units import _FlatGradients
 from guozhuang.compat.horovod.torch.named_parameters import check_groups, grouped, names_of
+from guozhuang.compat.horovod.torch.optimizer import DistributedOptimizer
 from guozhuang.gradients.buckets import in_process_memory
+
+from .horovod_alone import MirrorChannel
 
 
 def _parameters(*shapes: tuple[int, ...]) -> list[Tensor]:
@@ -98,51 +101,11 @@ def test_groups_hold_tensors_each_once() -> None:
         check_groups([[a, b], [a]])
 
 
-# ---- places -----------------------------------------------------------------------------------------------------------
+# ---- flat tensors -------------------------------------------------------------------------------------------------------
 
 
-class _Memory:
-    """Counts what is allocated."""
-
-    def __init__(self) -> None:
-        self.flats: list[Tensor] = []
-
-    def __call__(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        self.flats.append(in_process_memory(num_elements, dtype, device))
-        return self.flats[-1]
-
-
-def _layout(parameters: list[Tensor], memory: _Memory) -> GradientLayout:
-    return GradientLayout(parameters, memory, lambda dtype: dtype)
-
-
-def test_neighbours_lie_next_to_each_other_in_the_reverse_order_of_registration() -> None:
-    memory = _Memory()
-    layout = _layout(_parameters((2, 3), (5,), (4,)), memory)
-    assert not memory.flats
-    places = [layout.place(i) for i in (2, 1, 0)]
-    assert [flat.numel() for flat in memory.flats] == [15]
-    assert [place.wire.storage_offset() for place in places] == [0, 4, 9]
-    assert all(place.wire.is_contiguous() for place in places)
-    assert layout.place(1) is places[1]
-
-
-def test_dtypes_lie_apart_and_only_what_is_needed_is_allocated() -> None:
-    memory = _Memory()
-    parameters = [*_parameters((3,)), nn.Parameter(torch.zeros(7, dtype=torch.float64)), *_parameters((4,))]
-    layout = _layout(parameters, memory)
-    layout.place(2)
-    assert [(flat.numel(), flat.dtype) for flat in memory.flats] == [(7, torch.float32)]
-    layout.place(1)
-    assert [(flat.numel(), flat.dtype) for flat in memory.flats[1:]] == [(7, torch.float64)]
-
-
-def test_a_large_parameter_that_gets_no_gradient_costs_nothing() -> None:
-    memory = _Memory()
-    large = nn.Parameter(torch.empty(9 << 20))  # more than a flat tensor is to hold
-    layout = GradientLayout([large, *_parameters((4,))], memory, lambda dtype: dtype)
-    layout.place(1)
-    assert [flat.numel() for flat in memory.flats] == [4]
+def _flat(*parameters: Tensor) -> _FlatGradients:
+    return _FlatGradients([HookedParameter(p, str(i), 1) for i, p in enumerate(parameters)], in_process_memory)
 
 
 def _formats() -> list[Tensor]:
@@ -158,91 +121,47 @@ def _formats() -> list[Tensor]:
 
 
 @pytest.mark.parametrize("index", range(len(_formats())))
-def test_a_place_has_the_format_of_the_parameter_and_the_wire_is_its_memory(index: int) -> None:
+def test_a_gradient_has_the_format_of_the_parameter_and_the_wire_is_its_memory(index: int) -> None:
     value = _formats()[index]
-    place = _layout([*_parameters((3,)), value], _Memory()).place(1)
-    place.gradient.copy_(value)
-    assert place.gradient.shape == value.shape
-    assert place.gradient.stride() == torch.empty_like(value).stride()
-    assert torch.equal(place.gradient, value)
-    assert place.wire.is_contiguous() and place.wire.numel() == value.numel()
-    assert place.wire.data_ptr() == place.gradient.data_ptr()
-    place.wire.mul_(2)
-    assert torch.equal(place.gradient, value * 2)
-    assert not place.gradient._is_view()
+    flat = _flat(*_parameters((3,)), value)
+    flat.begin(1.0)
+    gradient, wire = flat.bucket.views[1], flat.wire(1)
+    gradient.copy_(value)
+    assert gradient.shape == value.shape and gradient.stride() == torch.empty_like(value).stride()
+    assert wire.is_contiguous() and wire.numel() == value.numel() and wire.data_ptr() == gradient.data_ptr()
+    version = gradient._version
+    wire.mul_(2)
+    assert torch.equal(gradient, value * 2)
+    assert gradient._version == version  # what the engine writes is no change by the program
 
 
 def test_who_has_another_memory_format_is_told_so() -> None:
     """The wires of both are (4, 3, 3, 3), but for the dim that is added."""
-    weight = torch.randn(4, 3, 3, 3)
-    plain, last = (
-        _layout([weight.to(memory_format=each)], _Memory()).place(0).wire.shape
-        for each in (torch.contiguous_format, torch.channels_last)
-    )
+
+    def shapes(weight: Tensor) -> list[torch.Size]:
+        flats = [_flat(weight.to(memory_format=each)) for each in (torch.contiguous_format, torch.channels_last)]
+        return [flat.wire(0).shape for flat in flats if flat.begin(1.0)]
+
+    plain, last = shapes(torch.randn(4, 3, 3, 3))
     assert plain != last
-    pointwise = torch.randn(4, 3, 1, 1)  # the same in both formats
-    places = [
-        _layout([pointwise.to(memory_format=each)], _Memory()).place(0)
-        for each in (torch.contiguous_format, torch.channels_last)
-    ]
-    assert places[0].wire.shape == places[1].wire.shape == (4, 3, 1, 1)
+    assert shapes(torch.randn(4, 3, 1, 1)) == [(4, 3, 1, 1)] * 2  # the same in both formats
 
 
-def test_what_the_engine_writes_is_no_change_by_the_program() -> None:
-    place = _layout(_parameters((3,)), _Memory()).place(0)
-    before = place.gradient._version
-    place.wire.add_(1)
-    assert place.gradient._version == before
-    place.gradient.add_(1)
-    assert place.gradient._version > before
+def test_gradients_lie_in_reverse_apart_by_dtype_and_large_ones_that_never_come_cost_nothing(
+    channel: MirrorChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[int, torch.dtype]] = []
 
+    def allocate(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        made.append((num_elements, dtype))
+        return in_process_memory(num_elements, dtype, device)
 
-def test_a_gradient_that_is_still_held_keeps_its_value() -> None:
-    (parameter,) = _parameters((2, 2))
-    place = _layout([parameter], _Memory()).place(0)
-    place.gradient.fill_(1.0)
-    parameter.grad = place.gradient
-    parameter.grad = None
-    assert not place.leave_kept()
-    same = place.gradient.data_ptr()
-    assert same == place.wire.data_ptr()
-    held = place.gradient
-    assert not place.leave_kept()
-    place.gradient.fill_(5.0)
-    assert torch.equal(held, torch.ones(2, 2))
-    assert place.gradient.data_ptr() == same and held.data_ptr() != same
-
-
-@pytest.mark.parametrize("alias", [Tensor.detach, lambda one: one.view(-1), lambda one: one[0]])
-def test_a_place_moves_away_from_who_holds_its_memory(alias: Callable[[Tensor], Tensor]) -> None:
-    memory = _Memory()
-    parameters = _parameters((3,), (2, 2))
-    layout = _layout(parameters, memory)
-    place, neighbour = layout.place(1), layout.place(0)
-    place.gradient.fill_(1.0)
-    held = alias(place.gradient)
-    assert not neighbour.leave_kept()
-    assert place.leave_kept()
-    place.gradient.fill_(5.0)
-    assert held.eq(1.0).all() and place.wire.eq(5.0).all()
-    assert not place.leave_kept() and not neighbour.leave_kept() and len(memory.flats) == 2
-
-
-def test_a_gradient_that_was_led_away_is_not_the_place() -> None:
-    place = _layout(_parameters((2, 2)), _Memory()).place(0)
-    gradient = place.gradient
-    assert place.is_taken_by(gradient) and not place.is_taken_by(gradient.detach())
-    gradient.data = torch.full((2, 2), 7.0)
-    assert not place.is_taken_by(gradient)
-    assert not place.leave_kept()
-    assert place.gradient.data_ptr() == place.wire.data_ptr() and gradient.eq(7.0).all()
-
-
-def test_a_place_moves_also_if_its_gradient_was_led_away_from_who_holds_its_memory() -> None:
-    place = _layout(_parameters((2, 2)), _Memory()).place(0)
-    place.gradient.fill_(1.0)
-    held = place.gradient.detach()
-    place.gradient.data = torch.zeros(2, 2)
-    assert place.leave_kept()
-    place.gradient.fill_(5.0)
-    assert held.eq(1.0).all() and place.wire.eq(5.0).all()
+    monkeypatch.setattr(channel, "allocate", allocate)
+    large = nn.Parameter(torch.empty(9 << 20))  # more than a flat tensor is to hold
+    parameters = [large, nn.Parameter(torch.zeros(7, dtype=torch.float64)), *_parameters((3,), (4,))]
+    optimizer = DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1))
+    parameters[3].sum().backward()
+    assert made == [(7, torch.float32)]
+    parameters[1].sum().backward()
+    assert made == [(7, torch.float32), (7, torch.float64)]
+    optimizer.load_state_dict(optimizer.state_dict())

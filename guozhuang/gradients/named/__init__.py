@@ -3,9 +3,10 @@
 from .channel import Channel
 from .engine import Engine
 from .settings import AutotuneSettings, Knobs, Settings, Tuner
-from .submission import DuplicateNameError, Handle, Kind, NegotiationError, Reduction, Submission
+from .submission import DTYPES, DuplicateNameError, Handle, Kind, NegotiationError, Reduction, Submission
 
 __all__ = [
+    "DTYPES",
     "AutotuneSettings",
     "Channel",
     "DuplicateNameError",

@@ -130,7 +130,7 @@ class Channel:
         entry = Entry(request, submission, handle, now, ready)
         with self._changed:
             if self._ended is not None:
-                raise NegotiationError(*self._ended.args) from self._ended.__cause__
+                raise self._ended.again() from self._ended.__cause__
             if submission.name in self._under_way:
                 raise DuplicateNameError(self._duplicate(submission))
             self._under_way[submission.name] = entry
@@ -302,7 +302,8 @@ class Channel:
         good = [response for response in outcome.responses if response.error is None]
         for response in outcome.responses:
             if response.error is not None:
-                self._settle({response.name: NegotiationError(response.error)})
+                kinds = {request.kind for request in response.requests.values()}
+                self._settle({response.name: NegotiationError(response.error, is_of_kinds=len(kinds) > 1)})
         num_bytes, moved = 0, []
         for batch in self._plans.batches(good, self._threshold_bytes):
             began = time.monotonic()

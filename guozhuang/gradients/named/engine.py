@@ -310,7 +310,7 @@ class Engine:
             what = f"this process was forked off the one (pid {self._process}) that has the engine"
             raise UsageError(explain(what, value=os.getpid(), fix="make an engine in a new world"))
         if self.failure is not None:
-            raise NegotiationError(*self.failure.args) from self.failure.__cause__
+            raise self.failure.again() from self.failure.__cause__
         if self._closed:
             raise NegotiationError(explain("the engine was closed", rank=self._rank))
 

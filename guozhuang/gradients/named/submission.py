@@ -44,7 +44,19 @@ class Reduction(enum.IntEnum):
 
 
 class NegotiationError(RuntimeError):
-    """A collective failed: ranks asked for different things, a rank was lost, left or joined. The text says which."""
+    """A collective failed: ranks asked for different things, a rank was lost, left or joined. The text says which.
+
+    Attributes:
+        is_of_kinds: the ranks asked for different kinds of collectives under one name.
+    """
+
+    def __init__(self, text: str, is_of_kinds: bool = False) -> None:
+        super().__init__(text)
+        self.is_of_kinds = is_of_kinds
+
+    def again(self) -> NegotiationError:
+        """Return an error that says the same, to be raised elsewhere."""
+        return NegotiationError(str(self), self.is_of_kinds)
 
 
 class DuplicateNameError(ValueError):
@@ -131,7 +143,7 @@ class Handle:
             self._ended.acquire()
             self._ended.release()
         if self._error is not None:
-            raise NegotiationError(*self._error.args) from self._error.__cause__
+            raise self._error.again() from self._error.__cause__
         if self._launched is not None:
             device, event = self._launched
             stream = torch.accelerator.current_stream(device)

@@ -1,8 +1,9 @@
-"""Counts the gradients of each parameter, and sends what all backward passes of a step have brought.
+"""Counts the gradients of each parameter, and sends them when all backward passes of a step have brought theirs.
 
-[Note: units] Parameters travel in *units*: one parameter, or a group of them. A unit is sent by the hook of the gradient that
-completes it, while backward goes on; what is not complete when the step ends is sent then, with zeros for parameters that have
-no gradient here, because other ranks may have one. So every rank sends every unit once a step, in whatever order.
+[Note: units] Gradients are sent in *units*: the gradient of one parameter, or those of several. The hook of the gradient that
+completes a unit sends it, while backward goes on. A unit that is not complete when the step ends is sent then, with zeros for
+parameters that have no gradient here, because other ranks may have one. So every rank sends every unit once a step, in any
+order.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import sys
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -24,17 +26,17 @@ from guozhuang.gradients.named import Channel, NegotiationError
 from guozhuang.gradients.passes import weakly
 
 
-class Travelling:
+class HookedParameter:
     """A parameter whose gradients are exchanged.
 
     Attributes:
-        parameter: it. name: by which ranks match it.
+        parameter: the tensor. name: by which ranks match it.
         left: how many backward passes are still to come in this step.
         came: it got a gradient in this step.
-        unit: what it travels in.
-        version: of ``.grad`` when it was sent; the program must not change it in place before the step has ended.
-        sparse_dims: of its last gradient, if that was sparse; 0 otherwise.
-        by_rows: all ranks know that its gradients are sparse and travel by their rows.
+        unit: the unit that it is sent in.
+        version: version of ``.grad`` when it was sent; the program must not change it in place before the step has ended.
+        sparse_dims: number of sparse dimensions of its last gradient; 0 where that was dense.
+        by_rows: all ranks know that its gradients are sparse and are sent as rows.
     """
 
     __slots__ = ("by_rows", "came", "left", "name", "parameter", "sparse_dims", "unit", "version")
@@ -45,49 +47,65 @@ class Travelling:
         self.unit: Unit = Unit([self])
 
 
+@dataclass(slots=True)
+class Pending:
+    """A unit that was sent.
+
+    Attributes:
+        wait: waits for the result, and returns it.
+        receive: puts the result where it belongs; False if the unit was sent again, and is to be waited for once more.
+        hurry: asks the channel not to collect more before it begins; None where that is not needed.
+    """
+
+    wait: Callable[[], Any]
+    receive: Callable[[Any], bool]
+    hurry: Callable[[], object] | None = None
+
+
 class Unit:
-    """Parameters that are sent at once. See [Note: units].
+    """Parameters whose gradients are sent at once. See [Note: units].
 
     Attributes:
         members: the parameters.
         num_left: how many of them are not complete in this step.
-        pending: what was sent, until it has come back.
+        pending: set while the unit is under way.
+        is_bucket: its gradients lie in one flat tensor and are sent as that tensor.
     """
 
-    __slots__ = ("members", "num_left", "pending")
+    __slots__ = ("is_bucket", "members", "num_left", "pending")
 
-    def __init__(self, members: Sequence[Travelling]) -> None:
-        self.members, self.num_left = members, len(members)
-        self.pending: Any = None
+    def __init__(self, members: Sequence[HookedParameter], is_bucket: bool = False) -> None:
+        self.members, self.num_left, self.is_bucket = members, len(members), is_bucket
+        self.pending: Pending | None = None
         for member in members:
             member.unit = self
 
 
 class BackwardPasses(ABC):
-    """The hooks of an optimizer's parameters, and what they send.
+    """The hooks of an optimizer's parameters, and the units that they send.
 
     Args:
-        names: of the parameters.
+        names: name of each parameter.
         process_set: the ranks that exchange.
-        num_passes: backward passes in a step; gradients accumulate here until the last.
+        num_passes: number of backward passes in a step; gradients accumulate on this rank until the last.
 
     Attributes:
-        travelling: the parameters that take part.
-        units: what they travel in.
-        num_passes: from the next step on.
+        hooked: the parameters that take part.
+        units: the units of their gradients.
+        num_passes: number of backward passes in a step, from the next step on.
+        is_open: a gradient came or was sent since the last step.
     """
 
     def __init__(self, names: Mapping[Tensor, str], process_set: ProcessSet, num_passes: int) -> None:
         self.names, self.process_set, self.num_passes = names, process_set, num_passes
-        self.travelling: list[Travelling] = []
+        self.hooked: list[HookedParameter] = []
         self.units: list[Unit] = []
-        self.is_open = False  # something came or was sent since the last step
+        self.is_open = False
         self._num_left = 0  # units that were not completed by a gradient in this step
         self._asleep: list[Tensor] = []  # do not require a gradient so far
         self._hooks: list[Any] = []
         self._channel: Channel | None = None
-        self._addresses: list[int] = []  # of ``travelling``, when the last step began
-        self._forms: list[Any] = []
+        self._forms: list[Any] = []  # dtype, device, shape and strides of each parameter when its gradient was laid out
         self._lock = threading.RLock()  # a model on several devices has a backward thread per device
         self._warned = False
 
@@ -101,21 +119,20 @@ class BackwardPasses(ABC):
             if not parameter.requires_grad:
                 self._asleep.append(parameter)
             elif parameter.numel():
-                one = Travelling(parameter, self.names[parameter], self.num_passes)
-                hook = weakly(self._on_gradient, len(self.travelling))
+                one = HookedParameter(parameter, self.names[parameter], self.num_passes)
+                hook = weakly(self._on_gradient, len(self.hooked))
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
-                self.travelling.append(one)
+                self.hooked.append(one)
                 self.units.append(one.unit)
                 self._num_left += 1
                 added.append(one)
         if added and self._channel is not None:
-            self._addresses += [one.parameter.data_ptr() for one in added]
-            self._forms += map(_form, added)
+            self._forms += map(form_of, added)
             self._lay_out(added, self._channel)
 
     def group(self, members: Sequence[Sequence[int]]) -> None:
-        """Let parameters travel together: groups of indices in ``travelling``, each index once."""
-        self.units = [Unit([self.travelling[i] for i in indices]) for indices in members]
+        """Send gradients in groups: indices in ``hooked``, each index once."""
+        self.units = [Unit([self.hooked[i] for i in indices]) for indices in members]
         self._num_left = len(self.units)
 
     def _take_woken(self) -> None:
@@ -128,7 +145,7 @@ class BackwardPasses(ABC):
 
     def _on_gradient(self, index: int) -> None:
         with self._lock:
-            one = self.travelling[index]
+            one = self.hooked[index]
             gradient = one.parameter.grad
             if one.left <= 0:
                 raise AssertionError(
@@ -154,25 +171,24 @@ class BackwardPasses(ABC):
                 if unit.num_left == 0:
                     self._launch(unit)
                     self._num_left -= 1
-                    if self._num_left == 0:  # nothing more comes in this step, so nothing is gained by collecting more
-                        self._hurry(unit)
+                    # Nothing is gained by collecting more where a unit is large, or is the last one of this step.
+                    if (unit.is_bucket or self._num_left == 0) and unit.pending is not None and unit.pending.hurry:
+                        unit.pending.hurry()
 
     def open(self) -> None:
         """Begin a step, if none has begun."""
         if self.is_open:
             return
         channel = member_of(self.process_set).channel
-        addresses = [one.parameter.data_ptr() for one in self.travelling]
-        if channel is not self._channel or addresses != self._addresses:
-            forms = [_form(one) for one in self.travelling]
-            if channel is not self._channel or forms != self._forms:
-                for one in self.travelling:
-                    one.by_rows &= channel is self._channel  # ranks that have come know nothing of it
-                self._channel = channel
-                self._begin(channel)
-                self._lay_out(self.travelling, channel)
-            self._addresses, self._forms = addresses, forms
+        forms = [form_of(one) for one in self.hooked]
+        if channel is not self._channel or forms != self._forms:
+            for one in self.hooked:
+                one.by_rows &= channel is self._channel  # ranks that have come know nothing of it
+            self._channel, self._forms = channel, forms
+            self._begin(channel)
+            self._lay_out(self.hooked, channel)
         self.is_open = True
+        self._opened(channel)
 
     def finish(self) -> None:
         """Send what is left, wait for everything, and begin the next step.
@@ -196,26 +212,36 @@ class BackwardPasses(ABC):
     def _finish(self) -> RuntimeError | None:
         """Send what is left and wait for everything; return what failed first."""
         failed: RuntimeError | None = None
-        for unit in reversed(self.units):
+        for unit in self.units:
             if unit.pending is None:
                 self._launch(unit)
-        waiting = self.units[::-1]
+        waiting = list(self.units)
         while waiting:
-            again = []
+            again: list[Unit] = []
             for unit in waiting:
                 try:
-                    is_here = self._receive(unit)
+                    again += self._receive(unit)
                 except (NegotiationError, HorovodInternalError) as error:
-                    failed, is_here = failed or error, True
+                    failed = failed or error
+                    unit.pending = None
                 except Exception:
                     unit.pending = None
                     raise
-                if is_here:
-                    unit.pending = None
-                else:
-                    again.append(unit)
             waiting = again
         return failed
+
+    def _receive(self, unit: Unit) -> list[Unit]:
+        """Wait for a unit, and return the units that were sent again in its place."""
+        pending = unit.pending
+        assert pending is not None
+        try:
+            result = pending.wait()
+        except NegotiationError as error:
+            return self._retried(unit, error)
+        if not pending.receive(result):
+            return self._retried(unit, None)
+        unit.pending = None
+        return []
 
     def _launch(self, unit: Unit) -> None:
         try:
@@ -229,29 +255,31 @@ class BackwardPasses(ABC):
             for unit in self.units:
                 if unit.pending is not None:
                     with contextlib.suppress(RuntimeError):  # nobody wants to know
-                        self._drop(unit)
+                        unit.pending.wait()
             self._forget()
 
     def _forget(self) -> None:
         self.is_open = False
-        for one in self.travelling:
+        for one in self.hooked:
             one.left, one.came, one.version = self.num_passes, False, -1
         for unit in self.units:
             unit.num_left, unit.pending = len(unit.members), None
+        self._closed()
         self._num_left = len(self.units)
 
     def handles(self) -> dict[Any, tuple[Any, Any]]:
-        """Return what is under way: by parameter, or by tuple of them, a handle, None where a gradient is not sent yet."""
+        """Return what is under way: a handle by parameter, or by tuple of them in a group; None for what is not sent yet."""
         found: dict[Any, tuple[Any, Any]] = {}
         for unit in self.units:
-            if unit.pending is not None:
-                members = tuple(one.parameter for one in unit.members)
-                found[members if len(members) > 1 else members[0]] = (unit.pending, None)
+            if unit.pending is not None and len(unit.members) > 1 and not unit.is_bucket:
+                found[tuple(one.parameter for one in unit.members)] = (unit.pending, None)
+            elif unit.pending is not None:
+                found.update({one.parameter: (unit.pending, None) for one in unit.members})
             else:
                 found.update({one.parameter: (None, None) for one in unit.members if one.came})
         return found
 
-    def warn_of_changes(self, one: Travelling) -> None:
+    def warn_of_changes(self, one: HookedParameter) -> None:
         """Say once that the program changed a gradient that was on its way."""
         gradient = one.parameter.grad
         if gradient is None or one.version < 0 or gradient._version == one.version or self._warned:
@@ -264,35 +292,33 @@ class BackwardPasses(ABC):
             stacklevel=_level_of_the_program(),
         )
 
-    # ---- what differs ---------------------------------------------------------------------------------------------------
+    # ---- to be implemented ------------------------------------------------------------------------------------------------
 
-    @abstractmethod
-    def _begin(self, channel: Channel) -> None:
-        """Forget the last layout: the channel is another one, as after the world was left and entered, or parameters are."""
+    def _begin(self, channel: Channel) -> None:  # noqa: B027 - there may be nothing to forget
+        """Forget the last layout: parameters have changed, or the channel, as after the world was left and entered."""
 
-    @abstractmethod
-    def _lay_out(self, some: Sequence[Travelling], channel: Channel) -> None:
+    def _lay_out(self, some: Sequence[HookedParameter], channel: Channel) -> None:  # noqa: B027
         """Lay out the gradients of some parameters."""
+
+    def _opened(self, channel: Channel) -> None:  # noqa: B027
+        """Do what has to be done at the beginning of a step."""
+
+    def _closed(self) -> None:  # noqa: B027
+        """Do what has to be done at the end of a step."""
+
+    def _retried(self, unit: Unit, error: NegotiationError | None) -> list[Unit]:
+        """Send a unit that failed, or was not received, in another way; return the units that it is waited for in."""
+        if error is not None:
+            raise error
+        return [unit]
 
     @abstractmethod
     def _send(self, unit: Unit) -> None:
         """Send a unit: set ``unit.pending``."""
 
-    @abstractmethod
-    def _hurry(self, unit: Unit) -> None:
-        """Say that everything has been sent, and this unit last."""
 
-    @abstractmethod
-    def _receive(self, unit: Unit) -> bool:
-        """Wait for a unit and put its result where it belongs. False: it was sent again, and is to be received once more."""
-
-    @abstractmethod
-    def _drop(self, unit: Unit) -> None:
-        """Wait for a unit whose result nobody wants."""
-
-
-def _form(one: Travelling) -> Any:
-    """What a layout depends on. It can change only with the memory of the parameter, as by ``model.to(...)``."""
+def form_of(one: HookedParameter) -> Any:
+    """Return the properties of a parameter that the layout of its gradient depends on; ``model.to(...)`` changes them."""
     parameter = one.parameter
     return parameter.dtype, parameter.device, parameter.shape, parameter.stride()
 

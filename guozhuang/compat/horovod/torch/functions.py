@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from guozhuang.errors import explain
-from guozhuang.gradients.named.submission import DTYPES
+from guozhuang.gradients.named import DTYPES
 
 from .broadcasting import broadcast_async_
 from .handles import synchronize_all

@@ -17,11 +17,10 @@ from guozhuang.compat.horovod.common.state import required
 from guozhuang.errors import explain
 from guozhuang.world import horovod_elastic
 
-from .adasum_exchange import AdasumExchange
 from .backward_passes import BackwardPasses
 from .compression import Compression
 from .functions import broadcast_object
-from .gradient_exchange import Exchange, GradientExchange
+from .gradient_units import AdasumUnits, GradientOptions, GradientUnits
 from .mpi_ops import Adasum, Average, Sum, allreduce, size
 from .named_parameters import ParameterGroups, check_groups, grouped, names_of
 
@@ -68,7 +67,7 @@ class _Distributed(Optimizer):
 
     @property
     def _allreduce_delay(self) -> dict[Tensor, int]:
-        left = {one.parameter: one.left for one in self._exchange.travelling}
+        left = {one.parameter: one.left for one in self._exchange.hooked}
         return {p: left.get(p, self.backward_passes_per_step) for p in self._names}
 
     @property
@@ -219,7 +218,7 @@ class _DistributedOptimizer(_Distributed):
 class _DistributedAdasumOptimizer(_Distributed):
     """Steps on this rank's gradients, parameter by parameter as they come, and adds the adaptive sum of all ranks' steps."""
 
-    _exchange: AdasumExchange
+    _exchange: AdasumUnits
 
     def synchronize(self) -> None:
         """Do nothing: gradients are not exchanged, ``step`` exchanges what they lead to."""
@@ -338,15 +337,13 @@ def DistributedOptimizer(
             warnings.warn(text, stacklevel=2)
         adaptive: Any = _derived(_DistributedAdasumOptimizer, optimizer)
         adaptive._take_over(optimizer, names, op, process_set)
-        adaptive._exchange = AdasumExchange(
-            names, process_set, backward_passes_per_step, compression, adaptive._step_on
-        )
+        adaptive._exchange = AdasumUnits(names, process_set, backward_passes_per_step, compression, adaptive._step_on)
         adaptive._hook()
         return adaptive
     made: Any = _derived(_DistributedOptimizer, optimizer)
     made._take_over(optimizer, names, op, process_set)
-    how = Exchange(compression, op, gradient_predivide_factor, sparse_as_dense)
-    made._exchange = GradientExchange(names, process_set, backward_passes_per_step, how)
+    options = GradientOptions(compression, op, gradient_predivide_factor, sparse_as_dense)
+    made._exchange = GradientUnits(names, process_set, backward_passes_per_step, options)
     made._hook()
     if groups is not None:
         _form_groups(made._exchange, groups, process_set)
@@ -364,8 +361,8 @@ def _derived(kind: type[_Distributed], optimizer: Optimizer) -> Any:
     return made.__new__(made)
 
 
-def _form_groups(exchange: GradientExchange, groups: ParameterGroups, process_set: ProcessSet) -> None:
-    if not exchange.travelling:
+def _form_groups(exchange: GradientUnits, groups: ParameterGroups, process_set: ProcessSet) -> None:
+    if not exchange.hooked:
         return
     assert process_set.ranks, "it is registered"
     first = process_set.ranks[0]
@@ -374,8 +371,8 @@ def _form_groups(exchange: GradientExchange, groups: ParameterGroups, process_se
         told: list[str] = broadcast_object(names, root_rank=first, process_set=process_set)
         return told
 
-    names = [one.name for one in exchange.travelling]
-    exchange.group(grouped(names, [one.parameter for one in exchange.travelling], groups, of_first_rank))
+    names = [one.name for one in exchange.hooked]
+    exchange.group(grouped(names, [one.parameter for one in exchange.hooked], groups, of_first_rank))
 
 
 def _checked_passes(passes: int) -> int:

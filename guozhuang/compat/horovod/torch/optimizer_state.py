@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from guozhuang.errors import explain
-from guozhuang.gradients.named.submission import DTYPES
+from guozhuang.gradients.named import DTYPES
 
 from ..common.state import required
 from .broadcasting import broadcast_async_
