@@ -263,7 +263,7 @@ def test_rounds() -> None:
     assert Program((stream(0, 10, 30),), num_rounds=6).num_barriers == 5
 
 
-def test_denormal_halves_survive_where_torch_flushes_denormal_numbers() -> None:
+def test_denormal_numbers_survive_where_torch_flushes_them() -> None:
     code = """
 import torch
 from guozhuang.groups.shared_memory import _engine
@@ -274,5 +274,17 @@ torch.set_flush_denormal(True)
 places = (ChunkPlace(dst.data_ptr()),), (ChunkPlace(tiny.data_ptr()),) * 2
 _engine.work(Program((ChunkStream(StreamKind.REDUCE, 0, 42, 42, *places, DType.F16),)))
 assert (dst.view(torch.int16) == 2).all(), dst.view(torch.int16)
+for dtype, code in ((torch.float32, DType.F32), (torch.float64, DType.F64)):
+    number = torch.int32 if dtype == torch.float32 else torch.int64
+    tiny, dst = torch.ones(21, dtype=number), torch.zeros(21, dtype=number)
+    places = (ChunkPlace(dst.data_ptr()),), (ChunkPlace(tiny.data_ptr()),) * 2
+    num_bytes = 21 * dtype.itemsize
+    _engine.work(Program((ChunkStream(StreamKind.REDUCE, 0, num_bytes, num_bytes, *places, code),)))
+    assert (dst == 2).all(), dst
+from guozhuang.groups.shared_memory import sparse
+tiny, dst, marks = torch.ones(1024, dtype=torch.int32), torch.zeros(1024, dtype=torch.int32), torch.ones(2, dtype=torch.uint8)
+sparse.add(dst.data_ptr(), (tiny.data_ptr(),) * 2, (marks.data_ptr(),) * 2, 4096, DType.F32, 1.0)
+assert (dst == 2).all(), dst
+assert (torch.ones(9, dtype=torch.int32).view(torch.float32) * 2 == 0).all()  # torch's own mode is as it was
 """
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=60)

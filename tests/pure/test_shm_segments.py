@@ -19,7 +19,7 @@ from guozhuang.errors import UsageError, WorldError
 from guozhuang.groups.shared_memory import segments
 from guozhuang.groups.shared_memory.arena import Arena
 from guozhuang.groups.shared_memory.segments import Segment
-from guozhuang.groups.shared_memory.transfers import Matcher, Offer, Transfer
+from guozhuang.groups.shared_memory.transfers import Offer, Transfer, UnderWay
 
 HOLDERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "tensor": lambda tensor: tensor,
@@ -182,6 +182,27 @@ def make_arena() -> tuple[Arena, FakePeers]:
     return Arena(peers), peers  # type: ignore[arg-type]
 
 
+def test_a_private_view_follows_its_segment_also_where_memory_is_locked() -> None:
+    """mlockall(MCL_FUTURE) makes the kernel copy each private page that may be written as soon as it is mapped."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            code = 77 if segments.LIBC.mlockall(2) else 2
+            segment = Segment.create(4 * 4096, "locked")
+            view = segments.PrivateView(segment)
+            first, seen = segment.tensor(0, 8, torch.uint8), view.tensor(0, 8, torch.uint8)
+            first.numpy()[:] = 7
+            if code == 2 and seen.numpy().tolist() == [7] * 8 and view.follows(segment, 4096):
+                code = 0
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if code == 77:
+        pytest.skip("this system lets no process lock its memory")
+    assert code == 0
+
+
 def test_located_is_what_lies_wholly_inside() -> None:
     arena, _ = make_arena()
     large = arena.empty(100_000, torch.float32)
@@ -327,11 +348,11 @@ class Twin:
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("prow"), st.integers(0, 3), st.integers(0, 2)), max_size=60))
 def test_matching_equals_a_search_in_order(events: list[tuple[str, int, int]]) -> None:
-    matcher, twin = Matcher(), Twin()
+    matcher, twin = UnderWay(9, 10), Twin()
     tensor = torch.empty(1)
     for number, (event, source, tag) in enumerate(events):
         if event == "p":
-            receive = Transfer(tensor, 9, source or None, tag, is_send=False, deadline=0.0)
+            receive = Transfer(tensor, tensor, 9, source or None, tag, is_send=False, limit_s=0.0)
             assert matcher.post(receive) is twin.post(receive)
         elif event == "o":
             offer = Offer(source + 1, number, tag, "float32", 1, b"")
@@ -341,4 +362,4 @@ def test_matching_equals_a_search_in_order(events: list[tuple[str, int, int]]) -
         elif event == "w":
             matcher.forget_offers(source + 1, unless=lambda offer: offer.number % 2 == 0)
             twin.offers = [o for o in twin.offers if o.source != source + 1 or o.number % 2 == 0]
-        assert sorted(map(id, matcher.posted())) == sorted(map(id, twin.posted))
+        assert sorted(map(id, matcher.all())) == sorted(map(id, twin.posted))

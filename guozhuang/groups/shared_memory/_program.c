@@ -125,10 +125,12 @@ static void work_on_chunk(const gz_program *program, const gz_stream *s, long lo
 }
 
 void gz_program_work(const gz_program *program, long long round) {
+    const unsigned long long mode = gz_keep_denormals(); /* See [Note: denormal numbers] in _reduce.h */
     for (size_t i = 0; i < program->num_streams; i++) {
         const gz_stream *s = &program->streams[i];
         if (round >= s->stage && round - s->stage < s->num_chunks) work_on_chunk(program, s, round - s->stage);
     }
+    gz_restore(mode);
 }
 
 void gz_program_free(gz_program *program) {

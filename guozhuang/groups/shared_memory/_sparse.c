@@ -136,6 +136,7 @@ VERSIONS static void sum_lines(float *dst, const float *const *srcs, const unsig
 static void combine(unsigned char *dst, unsigned char *const *srcs, unsigned char *const *marks, size_t count,
                     size_t num_bytes, size_t element, int dtype, double scale) {
     unsigned char *chosen[MAX_SOURCES], ahead[MAX_SOURCES];
+    const unsigned long long mode = gz_keep_denormals(); /* See [Note: denormal numbers] in _reduce.h */
     for (size_t at = 0, page = 0, n; at < num_bytes; at += n, page++) {
         n = up_to_page_end(srcs[0] + at, num_bytes - at);
         const int is_last = at + n == num_bytes;
@@ -155,6 +156,7 @@ static void combine(unsigned char *dst, unsigned char *const *srcs, unsigned cha
         else
             gz_reduce(&out, 1, chosen, k, n / element, dtype, GZ_SUM, scale);
     }
+    gz_restore(mode);
 }
 
 static PyObject *add(PyObject *module, PyObject *args) {

@@ -48,7 +48,7 @@ _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 LIBC: Final = ctypes.CDLL(None, use_errno=True)
 LIBC.mmap.restype = ctypes.c_void_p
 LIBC.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
-LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+LIBC.munmap.argtypes = LIBC.munlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
@@ -190,6 +190,10 @@ class Mapping:
             raise OSError(number, os.strerror(number))
         self.address = int(address)
         weakref.finalize(self, LIBC.munmap, self.address, num_bytes).atexit = False
+        if private:
+            # Under mlockall(MCL_FUTURE) the kernel has made this process's own copy of every page.
+            LIBC.munlock(self.address, num_bytes)
+            LIBC.madvise(self.address, num_bytes, mmap.MADV_DONTNEED)
         if not private and num_bytes >= _HUGE_PAGE_BYTES and huge_pages_offered():
             LIBC.madvise(self.address, num_bytes, mmap.MADV_HUGEPAGE)  # a wish; what comes of it does not matter
 
