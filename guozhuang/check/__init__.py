@@ -1,9 +1,8 @@
-"""``guozhuang check``: what the hosts, ranks and links of a run are like, and what is wrong with them.
+"""``guozhuang check``: the facts about hosts, ranks and links of a run, and rules that find what is wrong with them.
 
-To read: ``results`` (what is found out), ``facts`` (what one rank tells of itself), ``links`` (measuring a pair of ranks),
-``conductor`` (rank 0 leads the others), ``rank`` (one rank's part; ``leader`` is rank 0's, ``board`` what they tell each other
-before they are connected, ``serving`` what they do after that, ``ending`` signals), ``verdict`` (rules, with ``netrules``,
-``linkrules`` and ``noderules``), ``table`` (the terminal), ``command`` (with ``reach`` and ``capturing``).
+To read: ``results`` (the records), ``facts`` (about one rank), ``worker`` (one rank; rank 0 leads), ``steps`` (of a check),
+``measure`` (pairs of ranks, all_reduce), ``verdict`` (rules; with ``netrules``, ``linkrules``, ``noderules``), ``table`` (the
+terminal), ``command``.
 """
 
 from __future__ import annotations

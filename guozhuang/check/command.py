@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
+import os
 import re
+import signal
+import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
 
 from guozhuang import launch
-from guozhuang.check import capturing, reach
-from guozhuang.check.conductor import longest_s
-from guozhuang.check.rank import DEFAULT_TIMEOUT_S, take_part, taken_over
 from guozhuang.check.results import Absence, Results, exit_code, from_json, to_json
 from guozhuang.check.verdict import judge
+from guozhuang.check.worker import DEFAULT_TIMEOUT_S, longest_s, take_part, taken_over
 from guozhuang.errors import UsageError, explain
-from guozhuang.lab.runs import ended_by_signals
 from guozhuang.launch.hosts import placement as hosts
 from guozhuang.launch.hosts import ssh
 from guozhuang.world import session, slurm
 
 _START_S = 30.0  # for processes to start
+_GRACE_S = 20.0  # for the launcher to end what it started
+_MOST_AT_ONCE = 64  # of ssh
 _SAID_LINES = 3
 _GOT_SIGNAL = re.compile(r"got SIG[A-Z]+")
 
@@ -58,13 +64,12 @@ def main(arguments: Sequence[str]) -> int:
             raise UsageError(
                 explain(what, rank=identity.rank, fix=f"leave {asked[0]} out, or run it without a launcher")
             )
-        return take_part(options.timeout, lambda results: tell(results, options.json))
-    with ended_by_signals():
-        results = _over_hosts(options) if over_ssh else _here(options)
-        hint = slurm.hint(command="guozhuang check")
-        if hint and not over_ssh:
-            results = replace(results, notes=(hint, *results.notes))
-        return tell(results, options.json)
+        return take_part(options.timeout, lambda results: show(results, options.json))
+    results = _over_hosts(options) if over_ssh else _here(options)
+    hint = slurm.hint(command="guozhuang check")
+    if hint and not over_ssh:
+        results = replace(results, notes=(hint, *results.notes))
+    return show(results, options.json)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -90,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def tell(results: Results, as_json: bool) -> int:
+def show(results: Results, as_json: bool) -> int:
     """Print a result and return the exit code that follows from it."""
     from rich.console import Console
 
@@ -106,7 +111,7 @@ def tell(results: Results, as_json: bool) -> int:
 
 
 def _here(options: argparse.Namespace) -> Results:
-    """Ranks on this node."""
+    """Start ranks on this node."""
     if options.interface is not None:
         what = "--interface serves several hosts; ranks of one node use loopback"
         raise UsageError(explain(what, value=options.interface, fix="leave it out, or give -H"))
@@ -115,7 +120,7 @@ def _here(options: argparse.Namespace) -> Results:
 
 
 def _over_hosts(options: argparse.Namespace) -> Results:
-    """Ranks on the hosts that let us in; the others are told."""
+    """Start ranks on the hosts that accept us over ssh; the others are reported."""
     named = [host for text in options.hosts or () for host in hosts.parse_hosts(text)]
     if options.hostfile is not None:
         if named:
@@ -127,7 +132,7 @@ def _over_hosts(options: argparse.Namespace) -> Results:
     if remote:
         ssh.check_installed()
     limit_s = min(options.timeout, options.start_timeout or options.timeout)
-    closed = reach.unreachable(remote, how.arguments(), limit_s)
+    closed = _unreachable(remote, how.arguments(), limit_s)
     shut = {each.host for each in closed}
     num_ranks = sum(int(count) for _, count in placed)
     open_hosts = [(name, int(count)) for name, count in placed if name not in shut]
@@ -143,7 +148,7 @@ def _over_hosts(options: argparse.Namespace) -> Results:
 
 
 def _handed_on(options: argparse.Namespace) -> list[str]:
-    """The other options for several hosts, as they were given."""
+    """Return the other options for several hosts, as they were given."""
     given = {
         "--ssh-port": options.ssh_port,
         "--ssh-identity": options.ssh_identity,
@@ -166,9 +171,9 @@ def _run(start: Sequence[str], num_ranks: int, timeout_s: float, start_s: float)
 
     The launcher is this very process: another one would import torch once more, and could outlive this one.
     """
-    command = [*start, "-m", "guozhuang.check.rank", "--timeout", f"{timeout_s:g}"]
+    command = [*start, "-m", "guozhuang.check.worker", "--timeout", f"{timeout_s:g}"]
     limit_s = longest_s(timeout_s) + _START_S + start_s
-    with capturing.captured() as streams, capturing.limited(limit_s, streams) as limit:
+    with _captured() as streams, _limited(limit_s, streams) as over:
         try:
             code = launch.main(command)
         except SystemExit as error:  # its parser; what it said is in the stream
@@ -178,7 +183,7 @@ def _run(start: Sequence[str], num_ranks: int, timeout_s: float, start_s: float)
         return replace(from_json(text), launcher="guozhuang run")
     lines = [line.strip() for line in streams.err.splitlines() if line.strip()]
     ours = [line.removeprefix("guozhuang run: ") for line in lines if line.startswith("guozhuang run: ")]
-    if limit.is_over:
+    if over:
         reason = f"no result within {limit_s:g} s"
     elif any(_GOT_SIGNAL.match(line) for line in ours):
         raise KeyboardInterrupt
@@ -187,3 +192,104 @@ def _run(start: Sequence[str], num_ranks: int, timeout_s: float, start_s: float)
     return Results(
         num_ranks, "guozhuang run", absences=(Absence(None, "", "came to no result", "ranks were started", reason),)
     )
+
+
+def _unreachable(hosts: Sequence[str], ssh_options: Sequence[str], limit_s: float) -> list[Absence]:
+    """Try ssh to every host at once; return those that refuse us, with the reason that ssh gives.
+
+    Args:
+        hosts: as ssh takes them, ``user@name`` too.
+        ssh_options: port, identity and configuration, as ssh takes them.
+        limit_s: for each host.
+    """
+    with ThreadPoolExecutor(min(_MOST_AT_ONCE, max(len(hosts), 1))) as pool:
+        reasons = list(pool.map(lambda host: _refusal(host, ssh_options, limit_s), hosts))
+    found = zip(hosts, reasons, strict=True)
+    return [
+        Absence(None, host, "cannot be reached", "ssh was tried", reason)
+        for host, reason in found
+        if reason is not None
+    ]
+
+
+def _refusal(host: str, ssh_options: Sequence[str], limit_s: float) -> str | None:
+    """Return the reason that ssh gives; None if the host accepts us."""
+    options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={max(int(limit_s), 1)}", *ssh_options]
+    try:
+        done = subprocess.run(
+            ["ssh", *options, "--", host, "exit 0"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=limit_s + 2.0,
+            errors="replace",
+        )
+    except FileNotFoundError:
+        return "there is no program `ssh` here"
+    except subprocess.TimeoutExpired:
+        return f"no answer within {limit_s + 2.0:g} s"
+    if done.returncode == 0:
+        return None
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip() and not line.startswith("Warning:")]
+    return lines[-1] if lines else f"ssh ended with code {done.returncode}"
+
+
+@dataclass
+class _Streams:
+    """The text that went to stdout and stderr, of this process and those it started; filled at the end.
+
+    Attributes:
+        real_err: the descriptor of the stderr that is shown.
+    """
+
+    real_err: int
+    out: str = ""
+    err: str = ""
+
+
+@contextlib.contextmanager
+def _captured() -> Iterator[_Streams]:
+    """Send both streams to files without names, at the level of descriptors, for processes inherit those."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        kept = os.dup(1), os.dup(2)
+        streams = _Streams(kept[1])
+        try:
+            os.dup2(out.fileno(), 1)
+            os.dup2(err.fileno(), 2)
+            yield streams
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for number, descriptor in enumerate(kept, 1):
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+            for name, file in (("out", out), ("err", err)):
+                file.seek(0)
+                setattr(streams, name, file.read().decode(errors="replace"))
+
+
+@contextlib.contextmanager
+def _limited(limit_s: float, streams: _Streams) -> Iterator[list[float]]:
+    """Send this process SIGTERM after a limit, which makes the launcher end what it started, and return.
+
+    The list that is yielded holds the limit once it is over. If the launcher does not return either, the process ends: the
+    guard of the launcher's ranks ends those.
+    """
+    over: list[float] = []
+
+    def ring(*_: Any) -> None:
+        if over:
+            os.write(streams.real_err, f"guozhuang check: no result within {limit_s:g} s\n".encode())
+            os._exit(1)
+        over.append(limit_s)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, limit_s, _GRACE_S)
+    try:
+        yield over
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -9,27 +9,25 @@ import os
 import platform
 import resource
 import socket
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from typing import TypeVar
 
 import psutil
 import torch
 import torch.distributed as dist
 
-from guozhuang.check import meeting
-from guozhuang.check.results import SOURCE, Facts, Interface, Network, Resources
+from guozhuang.check.results import SOURCE, Facts, Network, NetworkInterface, Resources
 from guozhuang.errors import UsageError
 from guozhuang.groups.shared_memory import engine
+from guozhuang.net import waiting
+from guozhuang.net.meeting_point import MeetingPoint
 from guozhuang.watch.machine import nvidia_driver, processor_name, quota_cores
 from guozhuang.watch.processes import node_identity
 from guozhuang.world import requested_backend, requested_gloo_interface, requested_nccl_interface
 from guozhuang.world.devices import BIND_DEVICES, SHARED_MEMORY, choose
 from guozhuang.world.identity import Identity
-
-T = TypeVar("T")
 
 _RESOLVE_S = 3.0  # a name server that is down answers after half a minute
 _PACKAGES = ("torch", "guozhuang", "numpy")
@@ -52,9 +50,19 @@ def collect(identity: Identity) -> Facts:
         versions=versions(),
         c_engine=engine.native_built(),
         shm_known=platform.system() == "Linux" and dist.is_backend_available(SHARED_MEMORY),
-        network=network(meeting.host(identity)),
+        network=network(meeting_host(identity)),
         resources=resources(),
     )
+
+
+def meeting_host(identity: Identity) -> str:
+    """Return the name or address where ranks are to meet, as far as the launcher tells it; "" where it does not."""
+    point = identity.meeting_point
+    if point is None:
+        return ""
+    if isinstance(point, MeetingPoint):
+        return point.host
+    return "localhost" if point.is_one_node else next(iter(point.hosts), "")
 
 
 def versions() -> dict[str, str]:
@@ -86,7 +94,7 @@ def network(meeting_host: str) -> Network:
     requested = requested_gloo_interface()
     # Gloo takes a list, and uses its interfaces in turn; the first is the one that everything starts with.
     in_use = requested.split(",")[0].strip() if requested else routed
-    return Network(
+    found = Network(
         meeting_host=meeting_host,
         meeting_addresses=met,
         meeting_error=meeting_error,
@@ -95,10 +103,19 @@ def network(meeting_host: str) -> Network:
         requested=requested,
         routed=routed,
         in_use=in_use,
-        address=_address_on(in_use, interfaces, met),
+        address="",
         interfaces=interfaces,
         nccl_requested=requested_nccl_interface(),
     )
+    return replace(found, address=address_on(found, in_use))
+
+
+def address_on(here: Network, name: str | None) -> str:
+    """Return an address of an interface, of the same family as where ranks meet; "" where there is none."""
+    found = here.interface(name)
+    usable = [each for each in found.addresses if not each.startswith("fe80")] if found else []
+    wants_six = bool(here.meeting_addresses) and ":" in here.meeting_addresses[0]
+    return min(usable, key=lambda each: (":" in each) != wants_six, default="")
 
 
 def resources() -> Resources:
@@ -153,14 +170,14 @@ def _source_digest() -> str:
     return digest.hexdigest()[:12]
 
 
-def _interfaces() -> tuple[Interface, ...]:
+def _interfaces() -> tuple[NetworkInterface, ...]:
     states = psutil.net_if_stats()
     found = []
     for name, entries in psutil.net_if_addrs().items():
         internet = [e for e in entries if e.family in (socket.AF_INET, socket.AF_INET6)]
         state = states.get(name)
         found.append(
-            Interface(
+            NetworkInterface(
                 name=name,
                 addresses=tuple(e.address for e in sorted(internet, key=lambda e: e.family != socket.AF_INET)),
                 is_up=bool(state and state.isup),
@@ -183,19 +200,13 @@ def _resolve(host: str) -> tuple[tuple[str, ...], str]:
             return nothing, str(error.strerror or error)
         return tuple(dict.fromkeys(sorted((str(e[4][0]) for e in entries), key=lambda a: ":" in a))), ""
 
-    return _within(ask, _RESOLVE_S, (nothing, f"no answer from the name service within {_RESOLVE_S:g} s"))
+    try:  # nothing but a thread can put a limit to the system's resolver
+        return waiting.attempt(_RESOLVE_S, ask)
+    except waiting.OverdueError:
+        return nothing, f"no answer from the name service within {_RESOLVE_S:g} s"
 
 
-def _within(ask: Callable[[], T], limit_s: float, otherwise: T) -> T:
-    """Ask in a thread, because nothing else can put a limit to the system's resolver."""
-    answer: list[T] = []
-    thread = threading.Thread(target=lambda: answer.append(ask()), name="guozhuang resolver", daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    return answer[0] if answer else otherwise
-
-
-def _interface_to(address: str, interfaces: Sequence[Interface]) -> str | None:
+def _interface_to(address: str, interfaces: Sequence[NetworkInterface]) -> str | None:
     """The interface that the system would use to reach an address. Sends nothing."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -204,20 +215,12 @@ def _interface_to(address: str, interfaces: Sequence[Interface]) -> str | None:
     return None
 
 
-def _owner(address: str, interfaces: Sequence[Interface]) -> str | None:
+def _owner(address: str, interfaces: Sequence[NetworkInterface]) -> str | None:
     bare = address.partition("%")[0]
     owners = [each.name for each in interfaces if any(a.partition("%")[0] == bare for a in each.addresses)]
     if not owners and ipaddress.ip_address(bare).is_loopback:  # 127.0.1.1 stands nowhere and works
         owners = [each.name for each in interfaces if each.name in ("lo", "lo0")]
     return owners[0] if owners else None
-
-
-def _address_on(name: str | None, interfaces: Sequence[Interface], meeting: Sequence[str]) -> str:
-    """An address of the interface, of the same family as where ranks meet."""
-    found = next((each.addresses for each in interfaces if each.name == name), ())
-    usable = [a for a in found if not a.startswith("fe80")]
-    wants_six = bool(meeting) and ":" in meeting[0]
-    return min(usable, key=lambda a: (":" in a) != wants_six, default="")
 
 
 def _limit(kind: int) -> int | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
-from guozhuang.check.links import CONNECTED
-from guozhuang.check.results import Finding, Link, Results
+from guozhuang.check.measure import CONNECTED
+from guozhuang.check.results import Finding, MeasuredLink, Results
 from guozhuang.check.words import card_speed, listed, short_time, speed
 
 #: Of the median of comparable links.
@@ -28,7 +28,7 @@ def broken(results: Results) -> Iterator[Finding]:
     """Pairs that could not be measured although both ranks were there; one sentence per pair of nodes."""
     lost = {each.rank for each in results.absences}
     wrong = [each for each in results.links if each.failure and not {each.a, each.b} & lost]
-    by_nodes: dict[tuple[str, str], list[Link]] = {}
+    by_nodes: dict[tuple[str, str], list[MeasuredLink]] = {}
     for link in wrong:
         by_nodes.setdefault((results.host_of(link.a), results.host_of(link.b)), []).append(link)
     for (a, b), links in by_nodes.items():
@@ -88,14 +88,14 @@ def _nodes_by_best_link(results: Results) -> tuple[dict[str, float], set[str]]:
     return best, {node for node, value in best.items() if value < SLOW_SHARE * median}
 
 
-def _not_of(results: Results, nodes: set[str]) -> list[Link]:
+def _not_of(results: Results, nodes: set[str]) -> list[MeasuredLink]:
     """The measured links between nodes but those of ``nodes``."""
     node_of = {each.rank: each.node for each in results.facts}
     known = [each for each in results.links if each.between_nodes and each.slower_bytes_per_s]
     return [each for each in known if not {node_of[each.a], node_of[each.b]} & nodes]
 
 
-def _slow_pairs(results: Results, links: list[Link], kind: str) -> Iterator[Finding]:
+def _slow_pairs(results: Results, links: list[MeasuredLink], kind: str) -> Iterator[Finding]:
     if len(links) < 3:
         return
     median = statistics.median(each.slower_bytes_per_s or 0.0 for each in links)
@@ -186,11 +186,11 @@ def latencies(results: Results) -> Iterator[Finding]:
         yield Finding("warn", "high-latency", text, "see what else uses that link or those hosts", (worst.a, worst.b))
 
 
-def _hosts(results: Results, link: Link) -> str:
+def _hosts(results: Results, link: MeasuredLink) -> str:
     return listed([results.host_of(link.a), results.host_of(link.b)])
 
 
-def _direction(link: Link) -> str:
+def _direction(link: MeasuredLink) -> str:
     """Which way is slow, where one is far slower than the other."""
     to, fro = link.forward_bytes_per_s, link.backward_bytes_per_s
     if to is None or fro is None or min(to, fro) > 0.6 * max(to, fro):

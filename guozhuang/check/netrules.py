@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from guozhuang.check.results import Facts, Finding, Interface, Network, Results, is_loopback
+from guozhuang.check.results import Facts, Finding, Network, NetworkInterface, Results, is_loopback
 from guozhuang.check.words import listed
 from guozhuang.net.interfaces import is_local_bridge
 
@@ -76,7 +76,7 @@ def _of_nccl(first: Facts) -> Iterator[tuple[str, str, str, str]]:
         yield "warn", "wrong-interface", text, fix
 
 
-def _chosen_by_nccl(here: Network) -> list[Interface]:
+def _chosen_by_nccl(here: Network) -> list[NetworkInterface]:
     """The interfaces with an address that the variable admits: beginnings of names; "=": whole names; "^": all others."""
     text = here.nccl_requested or ""
     is_refusal, text = text.startswith("^"), text.removeprefix("^")
@@ -91,7 +91,7 @@ def _chosen_by_nccl(here: Network) -> list[Interface]:
     return [each for each in here.interfaces if each.addresses and each.is_up and fits(each.name) is not is_refusal]
 
 
-def _is_for_this_host_alone(interface: Interface) -> bool:
+def _is_for_this_host_alone(interface: NetworkInterface) -> bool:
     return (
         interface.name in ("lo", "lo0")
         or all(map(is_loopback, interface.addresses or ("::1",)))

@@ -25,7 +25,7 @@ LEVELS = ("fail", "warn", "note")
 
 
 @dataclass(frozen=True)
-class Interface:
+class NetworkInterface:
     """A network interface of a node.
 
     Attributes:
@@ -72,10 +72,10 @@ class Network:
     routed: str | None
     in_use: str | None
     address: str
-    interfaces: tuple[Interface, ...]
+    interfaces: tuple[NetworkInterface, ...]
     nccl_requested: str | None = None
 
-    def interface(self, name: str | None) -> Interface | None:
+    def interface(self, name: str | None) -> NetworkInterface | None:
         """The interface of that name."""
         return next((each for each in self.interfaces if each.name == name), None)
 
@@ -166,7 +166,7 @@ class Clock:
 
 
 @dataclass(frozen=True)
-class Link:
+class MeasuredLink:
     """A pair of ranks over one TCP connection. None: not measured.
 
     Attributes:
@@ -201,7 +201,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Reduction:
+class MeasuredReduction:
     """An all_reduce over all ranks.
 
     Attributes:
@@ -283,8 +283,8 @@ class Results:
     launcher: str
     facts: tuple[Facts, ...] = ()
     clocks: tuple[Clock, ...] = ()
-    links: tuple[Link, ...] = ()
-    reductions: tuple[Reduction, ...] = ()
+    links: tuple[MeasuredLink, ...] = ()
+    reductions: tuple[MeasuredReduction, ...] = ()
     absences: tuple[Absence, ...] = ()
     notes: tuple[str, ...] = ()
     duration_s: float = 0.0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from guozhuang import units
-from guozhuang.check.results import SOURCE, Facts, Finding, Interface, Link, Results, exit_code
+from guozhuang.check.results import SOURCE, Facts, Finding, MeasuredLink, NetworkInterface, Results, exit_code
 from guozhuang.check.verdict import differing, headline
 from guozhuang.check.words import card_speed, listed, ranks_text, short_time, speed
 
@@ -127,7 +127,7 @@ def _networks(results: Results) -> Table:
     return table
 
 
-def _speed(used: Interface | None) -> str:
+def _speed(used: NetworkInterface | None) -> str:
     if used is None or not used.speed_mbit_per_s:
         return units.ABSENT
     return card_speed(used.speed_mbit_per_s) + ("" if used.is_card else " (virtual)")
@@ -180,7 +180,7 @@ def _links(results: Results) -> Table:
     return table
 
 
-def _median_row(table: Table, links: Sequence[Link], where: str) -> None:
+def _median_row(table: Table, links: Sequence[MeasuredLink], where: str) -> None:
     table.add_row(
         "median",
         where,

@@ -108,10 +108,10 @@ def test_two_ranks_on_each_of_two_hosts() -> None:
 @pytest.mark.slow
 def test_a_cable_cut_in_the_middle_names_the_host() -> None:
     cut = (
-        "import os, time\nfrom guozhuang.check import links\n"
-        "before = links.measure_as_called\n"
+        "import os, time\nfrom guozhuang.check import measure\n"
+        "before = measure.follow\n"
         "def late(*a):\n    print('READY', flush=True)\n    time.sleep(3)\n    return before(*a)\n"
-        "links.measure_as_called = late\n"
+        "measure.follow = late\n"
     )
     with Hosts(2) as hosts:
         processes = []

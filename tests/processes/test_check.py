@@ -16,11 +16,12 @@ from typing import Any
 import psutil
 import pytest
 
-from guozhuang.check import board, ending, leader, links, rank, reductions
+from guozhuang.check import measure, steps, worker
 from guozhuang.check.results import Results, from_json, to_json
 from guozhuang.check.verdict import judge
 from guozhuang.errors import UsageError, WorldError
 from guozhuang.world import session
+from guozhuang.world.identity import Identity
 from tests.ranks import RankError, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,16 +45,16 @@ def part(number: int, size: int, timeout_s: float, trouble: str) -> str:
         os._exit(7)
 
     if number == 1 and when == "links":
-        links.measure_as_called = links.measure_as_caller = strike  # type: ignore[assignment]
+        measure.lead = measure.follow = strike
     if number == 1 and when == "all_reduce":
-        reductions.measure = strike  # type: ignore[assignment]
+        measure.reductions = strike
     found: list[str] = []
 
     def keep(results: Results) -> int:
         found.append(to_json(results, judge(results)))
         return json.loads(found[0])["exit_code"]
 
-    code = rank.take_part(timeout_s, keep)
+    code = worker.take_part(timeout_s, keep)
     assert code == (json.loads(found[0])["exit_code"] if found else 0)
     return found[0] if found else ""
 
@@ -132,7 +133,7 @@ def test_a_rank_that_stops_in_all_reduce_is_named(what: str) -> None:
 def twice(number: int, size: int) -> str:
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(min(number, 1))
     try:
-        rank.take_part(2.0, lambda results: 0)
+        worker.take_part(2.0, lambda results: 0)
     except UsageError as error:
         return str(error)
     return ""
@@ -148,7 +149,7 @@ def test_two_processes_with_one_rank_are_told() -> None:
 def apart(number: int, size: int) -> tuple[int, str, float]:
     said, start = io.StringIO(), time.monotonic()
     with contextlib.redirect_stderr(said):
-        code = rank.take_part(1.5, lambda results: 0)
+        code = worker.take_part(1.5, lambda results: 0)
     return code, said.getvalue(), time.monotonic() - start
 
 
@@ -202,8 +203,8 @@ def test_under_torchrun_json_is_all_there_is_on_stdout(tmp_path: Path) -> None:
 def test_a_rank_killed_under_torchrun_is_told_before_the_launcher_ends_the_others(tmp_path: Path) -> None:
     script = tmp_path / "check.py"
     strike = (
-        "import os, time\nfrom guozhuang.check import links\n"
-        "if os.environ['RANK'] == '1':\n    links.measure_as_called = lambda *_: os.kill(os.getpid(), 9)\n"
+        "import os, time\nfrom guozhuang.check import measure\n"
+        "if os.environ['RANK'] == '1':\n    measure.follow = lambda *_: os.kill(os.getpid(), 9)\n"
     )
     script.write_text(strike + COMMAND)
     done = subprocess.run(
@@ -222,9 +223,9 @@ def test_a_rank_killed_under_torchrun_is_told_before_the_launcher_ends_the_other
 
 def stopped_store(number: int, size: int) -> str:
     """Rank 0 keeps the store and is stopped; rank 1 asks."""
-    board._ANSWER_S = 0.5
-    identity = session.identity()
-    mine = board.Board(identity, 10.0)
+    steps._ANSWER_S = 0.5
+    store, meeting = session.meet(session.identity(), 10.0)
+    mine = steps.StoreClient(store, meeting.host, number, 0.02)
     if number == 0:
         mine.write("pid", os.getpid())
         mine.read("over", 20.0)
@@ -235,7 +236,7 @@ def stopped_store(number: int, size: int) -> str:
     try:
         mine.read("never", 8.0)
     except WorldError as error:
-        return f"{time.monotonic() - start < 4} {board.is_stuck()} {error}"
+        return f"{time.monotonic() - start < 4} {mine.num_calls} {error}"
     finally:
         os.kill(keeper, signal.SIGCONT)
         mine.write("over", True)
@@ -244,14 +245,15 @@ def stopped_store(number: int, size: int) -> str:
 
 def test_a_store_whose_process_is_stopped_holds_nobody_up() -> None:
     answers = run_ranks(stopped_store, 2, init=False)
-    assert answers[1].startswith("True True [rank 1] the store of the world (at 127.0.0.1) has not answered for 0.5 s.")
+    assert answers[1].startswith("True 1 [rank 1] the store of the world (at 127.0.0.1) has not answered for 0.5 s.")
 
 
 def end_twice() -> list[str]:
     known = []
     before = {kind: signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGHUP)}
+    first = worker.Worker(Identity("environment", 0, 2), 1.0)
     try:
-        with ending.Ending(0) as guard:
+        with first._signals():
             try:
                 try:
                     os.kill(os.getpid(), signal.SIGTERM)
@@ -260,9 +262,8 @@ def end_twice() -> list[str]:
                     for kind in before:
                         os.kill(os.getpid(), kind)
                     known.append("let go")
-            except ending.Ended as error:
+            except worker.Ended as error:
                 known.append(str(error))
-            guard.over()
         for kind in before:
             os.kill(os.getpid(), kind)
     finally:
@@ -278,7 +279,7 @@ def test_a_second_signal_changes_nothing() -> None:
 def ended(number: int, size: int, when: str) -> str:
     """Rank 0 gets a signal from inside of what it is doing."""
     if number == 0:
-        owner, name = {"facts": (leader, "collect"), "store": (board.Board, "write_facts")}[when]
+        owner, name = {"facts": (worker, "collect"), "store": (steps.StoreClient, "write")}[when]
         before = getattr(owner, name)
 
         def strike(*given: Any) -> Any:
@@ -307,7 +308,7 @@ def test_ending_the_check_ends_its_ranks(how: signal.Signals) -> None:
     )
     try:
         deadline = time.monotonic() + 60
-        while len(left := psutil.Process(process.pid).children(recursive=True)) < 3:
+        while len(left := psutil.Process(process.pid).children(recursive=True)) < 2:
             assert time.monotonic() < deadline
             time.sleep(0.1)
         process.send_signal(how)

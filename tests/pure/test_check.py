@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import itertools
 import json
-import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guozhuang.check import facts as real_facts
-from guozhuang.check import links, wire
-from guozhuang.check.rank import hand_over, taken_over
+from guozhuang.check import measure
 from guozhuang.check.results import (
     OTHER_VERSION,
     Absence,
     Clock,
     Facts,
-    Interface,
-    Link,
+    MeasuredLink,
+    MeasuredReduction,
     Network,
-    Reduction,
+    NetworkInterface,
     Resources,
     Results,
     exit_code,
@@ -37,18 +37,19 @@ from guozhuang.check.results import (
 )
 from guozhuang.check.verdict import differing, headline, judge
 from guozhuang.check.words import card_speed, listed, ranks_text, short_time, speed
+from guozhuang.check.worker import hand_over, taken_over
 from guozhuang.errors import UsageError
 
 GIB = 1 << 30
-LO = Interface("lo", ("127.0.0.1", "::1"), True, 65536, None, False)
-DOCKER = Interface("docker0", ("172.17.0.1",), True, 1500, None, False)
+LO = NetworkInterface("lo", ("127.0.0.1", "::1"), True, 65536, None, False)
+DOCKER = NetworkInterface("docker0", ("172.17.0.1",), True, 1500, None, False)
 VERSIONS = {"Python": "3.11.7", "torch": "2.13.0", "guozhuang": "0.1.0", "numpy": "2.4.6", "guozhuang source": "abc"}
 
 
 def facts(rank: int, host: int, *, network: dict[str, Any] | None = None, **changes: Any) -> Facts:
     """A rank on a healthy host; ``changes`` are of Facts or of Resources."""
     address = f"10.0.0.{10 + host}"
-    interfaces = (LO, Interface("eth0", (address,), True, 1500, 10_000, True))
+    interfaces = (LO, NetworkInterface("eth0", (address,), True, 1500, 10_000, True))
     net = Network("10.0.0.10", ("10.0.0.10",), "", (address,), "", None, "eth0", "eth0", address, interfaces)
     here = Resources(tuple(range(8)), None, 4, 64 * GIB, 60 * GIB, 0, 32 * GIB, 32 * GIB, None, 1 << 16, ())
     of_resources = {name: changes.pop(name) for name in list(changes) if hasattr(here, name)}
@@ -59,8 +60,8 @@ def facts(rank: int, host: int, *, network: dict[str, Any] | None = None, **chan
     return replace(made, **changes)
 
 
-def link(a: int, b: int, mb_per_s: float = 1100.0, latency_s: float = 5e-5, back: float | None = None) -> Link:
-    return Link(a, b, True, latency_s, 100, mb_per_s * 1e6, 5, (back or mb_per_s) * 1e6, 5)
+def link(a: int, b: int, mb_per_s: float = 1100.0, latency_s: float = 5e-5, back: float | None = None) -> MeasuredLink:
+    return MeasuredLink(a, b, True, latency_s, 100, mb_per_s * 1e6, 5, (back or mb_per_s) * 1e6, 5)
 
 
 def cluster(num_hosts: int, per_host: int = 1, **more: Any) -> Results:
@@ -69,12 +70,15 @@ def cluster(num_hosts: int, per_host: int = 1, **more: Any) -> Results:
     pairs = itertools.combinations(told, 2)
     measured = tuple(replace(link(x.rank, y.rank), between_nodes=x.node != y.node) for x, y in pairs)
     clocks = tuple(Clock(host * per_host, 1e-5, 5e-5, 16) for host in range(1, num_hosts))
-    reductions = (Reduction("gloo", True, "cpu", 4096, 1e-4, 50), Reduction("gloo", True, "cpu", 25 << 20, 0.05, 8))
+    reductions = (
+        MeasuredReduction("gloo", True, "cpu", 4096, 1e-4, 50),
+        MeasuredReduction("gloo", True, "cpu", 25 << 20, 0.05, 8),
+    )
     given = {"facts": told, "links": measured, "clocks": clocks, "reductions": reductions} | more
     return Results(num_hosts * per_host, "torchrun", duration_s=2.5, **given)
 
 
-def with_links(results: Results, *changed: Link) -> Results:
+def with_links(results: Results, *changed: MeasuredLink) -> Results:
     pairs = {(each.a, each.b): each for each in changed}
     return replace(results, links=tuple(pairs.get((each.a, each.b), each) for each in results.links))
 
@@ -154,8 +158,8 @@ def test_latencies() -> None:
 
 
 def test_a_link_that_stalls_is_told_apart_from_one_that_is_shut() -> None:
-    reason = f"{links.CONNECTED}a message of 64.0 KiB did not get through in time"
-    (found,) = judge(with_links(cluster(2), Link(0, 1, True, failure=reason)))
+    reason = f"{measure.CONNECTED}a message of 64.0 KiB did not get through in time"
+    (found,) = judge(with_links(cluster(2), MeasuredLink(0, 1, True, failure=reason)))
     assert (found.level, found.kind) == ("fail", "broken-link")
     assert found.text == f"Ranks 0 and 1 on h0 and h1 cannot work together: {reason}."
     assert "MTU" in found.fix
@@ -170,7 +174,8 @@ def test_a_rank_whose_facts_cannot_be_understood_is_of_another_version() -> None
 
 def test_a_broken_link_breaks_training() -> None:
     results = with_links(
-        cluster(2, 2), *(Link(a, b, True, failure="10.0.0.11 port 5: timed out") for a in (0, 1) for b in (2, 3))
+        cluster(2, 2),
+        *(MeasuredLink(a, b, True, failure="10.0.0.11 port 5: timed out") for a in (0, 1) for b in (2, 3)),
     )
     (found,) = judge(results)
     assert (found.level, found.kind) == ("fail", "broken-link")
@@ -188,7 +193,7 @@ def test_a_broken_link_breaks_training() -> None:
         ({"in_use": "ib0", "requested": "ib0"}, "fail", "'ib0' is asked for on h1, where there are only lo and eth0"),
         ({"routed": "ib0"}, "warn", "interface eth0 is in use on h1, but ib0 leads to rank 0"),
         ({"in_use": "docker0", "routed": "docker0", "interfaces": (LO, DOCKER)}, "fail", "docker0 is in use on h1: a bridge"),
-        ({"interfaces": (LO, Interface("eth0", ("10.0.0.11",), False, 1500, None, True))}, "fail", "eth0 is down on h1"),
+        ({"interfaces": (LO, NetworkInterface("eth0", ("10.0.0.11",), False, 1500, None, True))}, "fail", "eth0 is down on h1"),
     ],
     ids=["loopback", "absent", "other-route", "bridge", "down"],
 )  # fmt: skip
@@ -213,7 +218,7 @@ def test_wrong_interfaces(change: dict[str, Any], level: str, words: str) -> Non
     ],
 )  # fmt: skip
 def test_interfaces_that_nccl_is_told_to_use(asked: str, level: str, words: str) -> None:
-    there = (LO, *(Interface(f"eth{i}", (f"10.0.{i}.11",), True, 1500, None, True) for i in (0, 1)), DOCKER)
+    there = (LO, *(NetworkInterface(f"eth{i}", (f"10.0.{i}.11",), True, 1500, None, True) for i in (0, 1)), DOCKER)
     change = {"nccl_requested": asked, "interfaces": there}
     gpu = {"device": "cuda:0", "device_name": "A", "num_devices": 1}
     results = with_facts(cluster(2), facts(0, 0, **gpu), facts(1, 1, network=change, **gpu))
@@ -240,7 +245,7 @@ def test_names_that_lead_nowhere() -> None:
 
 
 def test_mtu() -> None:
-    jumbo = (LO, Interface("eth0", ("10.0.0.11",), True, 9000, 10_000, True))
+    jumbo = (LO, NetworkInterface("eth0", ("10.0.0.11",), True, 9000, 10_000, True))
     (found,) = judge(with_facts(cluster(2), facts(1, 1, network={"interfaces": jumbo})))
     assert "1500 on h0; 9000 on h1" in found.text
 
@@ -377,7 +382,7 @@ def test_hosts_that_let_nobody_in(reason: str, kind: str) -> None:
 
 
 def test_a_failed_all_reduce_is_told_only_where_nobody_is_missing() -> None:
-    failed = (Reduction("gloo", True, "cpu", 0, failure="rank 1: timed out"),)
+    failed = (MeasuredReduction("gloo", True, "cpu", 0, failure="rank 1: timed out"),)
     assert [each.text for each in judge(cluster(2, reductions=failed))] == [
         "all_reduce over gloo failed: rank 1: timed out."
     ]
@@ -393,7 +398,7 @@ def test_the_worst_comes_first() -> None:
 
 
 def test_json_comes_back_and_is_json() -> None:
-    results = with_links(cluster(2, 2), Link(0, 1, False, failure="gone"))
+    results = with_links(cluster(2, 2), MeasuredLink(0, 1, False, failure="gone"))
     results = replace(results, absences=(Absence(3, "h1", "stopped", "x"),), duration_s=float("nan"))
     document = json.loads(to_json(results, judge(results)))
     assert document["schema_version"] == 1
@@ -429,7 +434,7 @@ def shown(results: Results, width: int = 80) -> str:
 
 
 def test_the_table_fits_80_columns_and_shows_everything() -> None:
-    results = with_links(cluster(3), link(0, 2, 12), Link(1, 2, True, failure="10.0.0.12 port 9: timed out"))
+    results = with_links(cluster(3), link(0, 2, 12), MeasuredLink(1, 2, True, failure="10.0.0.12 port 9: timed out"))
     results = with_facts(results, facts(1, 1, versions=VERSIONS | {"torch": "2.12"}))
     text = shown(replace(results, notes=("one pair per pair of nodes was measured",)))
     assert max(map(len, text.splitlines())) <= 80
@@ -460,7 +465,7 @@ def test_of_many_links_the_slowest_are_shown() -> None:
 @settings(deadline=None, max_examples=150)
 def test_no_node_is_in_two_pairs_at_a_time(nodes: list[int], max_rounds: int) -> None:
     node_of = {rank: f"node{node}" for rank, node in enumerate(nodes)}
-    plan = links.schedule(node_of, max_rounds)
+    plan = measure.schedule(node_of, max_rounds)
     assert len(plan.rounds) <= max_rounds
     pairs = [pair for each in plan.rounds for pair in each]
     assert len(set(pairs)) == len(pairs)
@@ -473,122 +478,81 @@ def test_no_node_is_in_two_pairs_at_a_time(nodes: list[int], max_rounds: int) ->
 
 
 def test_many_ranks_are_measured_by_node_and_many_nodes_in_part() -> None:
-    plan = links.schedule({rank: f"node{rank // 8}" for rank in range(64)})
+    plan = measure.schedule({rank: f"node{rank // 8}" for rank in range(64)})
     assert plan.note == "one pair per pair of nodes was measured (64 ranks have 2016 pairs)"
     between = [(a, b) for each in plan.rounds for a, b in each if a // 8 != b // 8]
     assert len(between) == 8 * 7 // 2
     assert sum(1 for each in plan.rounds for a, b in each if a // 8 == b // 8) == 8
-    large = links.schedule({rank: f"node{rank // 8}" for rank in range(8 * 300)})
-    assert len(large.rounds) <= links.MAX_ROUNDS
+    large = measure.schedule({rank: f"node{rank // 8}" for rank in range(8 * 300)})
+    assert len(large.rounds) <= measure.MAX_ROUNDS
     assert "each node with 29 others" in large.note
     partners = [sum(node * 8 in pair for each in large.rounds for pair in each) for node in range(300)]
     assert set(partners) == {29 + 1}  # and one pair inside
 
 
+def _both(
+    first: Callable[[measure.Pair], Any], second: Callable[[measure.Pair], Any], limit_s: float = 10.0
+) -> list[Any]:
+    """Both ends of a pair, each in a thread; return what they return or raise."""
+    store = dist.HashStore()
+
+    def end(is_first: bool) -> Any:
+        try:
+            pair = measure.Pair(store, "pair", is_first, "127.0.0.1", 10.0)
+            pair.limit(limit_s)
+            return (first if is_first else second)(pair)
+        except measure.PairError as error:
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(end, (True, False)))
+
+
 def test_a_pair_is_measured() -> None:
-    with wire.listen("127.0.0.1") as listener:
-        called = threading.Thread(target=links.measure_as_called, args=(listener, "word", 10.0))
-        called.start()
-        found = links.measure_as_caller("127.0.0.1", listener.getsockname()[1], "word", 10.0)
-        called.join(10)
-    assert not called.is_alive()
+    found, nothing = _both(measure.lead, measure.follow)
+    assert nothing == {}
     assert 0 < found["latency_s"] < 0.1
     assert found["forward_bytes_per_s"] > 1e6 and found["backward_bytes_per_s"] > 1e6
 
 
-def test_who_does_not_know_the_word_is_sent_away_and_holds_nobody_up() -> None:
-    with wire.listen("127.0.0.1") as listener:
-        port = listener.getsockname()[1]
-        strangers = [wire.call("127.0.0.1", port, 1.0, word="wrong")]
-        garbage = socket.create_connection(("127.0.0.1", port))
-        garbage.sendall(b"GET / HTTP/1.0\r\n\r\n")
-        friend = wire.call("127.0.0.1", port, 1.0, word="right", rank=3)
-        line, said = wire.answer(listener, "right", 5.0)
-        assert said["rank"] == 3
-        for each in (*strangers, friend, line, garbage):
-            each.close()
-        with pytest.raises(TimeoutError):
-            wire.answer(listener, "right", 0.05)
-
-
-def test_those_who_connect_and_say_nothing_hold_nobody_up() -> None:
-    with wire.listen("127.0.0.1") as listener:
-        port = listener.getsockname()[1]
-        silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(8)]
-        silent[0].sendall(b"half a")
-        began = time.monotonic()
-        friends = [wire.call("127.0.0.1", port, 1.0, word="right", rank=rank) for rank in (1, 2)]
-        with contextlib.closing(wire.Callers(listener, "right")) as callers:
-            heard = [callers.next(5.0) for _ in friends]
-            assert sorted(said["rank"] for _, said in heard) == [1, 2]
-            assert time.monotonic() - began < 1.0, "each silent one costs two seconds where they are heard in turn"
-        assert {each.recv(1) for each in silent[1:]} == {b""}, "they are sent away"
-        for each in (*friends, *silent, *(line for line, _ in heard)):
-            each.close()
-
-
-def test_of_very_many_callers_the_oldest_go() -> None:
-    with wire.listen("127.0.0.1") as listener, contextlib.closing(wire.Callers(listener, "right")) as callers:
-        address = listener.getsockname()
-        silent = [socket.create_connection(address) for _ in range(wire._MOST_CALLERS + 4)]
-        with pytest.raises(TimeoutError):
-            callers.next(0.3)
-        assert silent[0].recv(1) == b""
-        friend = wire.call(*address[:2], 1.0, word="right")
-        line, _ = callers.next(2.0)
-        for each in (*silent, friend, line):
-            each.close()
-
-
 def test_a_trickle_does_not_outlast_the_limit_of_a_pair() -> None:
-    """Data that arrive again and again: no single wait is long, all of them together are."""
-    with wire.listen("127.0.0.1") as listener:
-        over = threading.Event()
+    """Messages that arrive again and again: no single wait is long, all of them together are."""
 
-        def trickle() -> None:
-            line, _ = wire.answer(listener, "word", 5.0)
-            line.receive(5.0)  # what is to be exchanged
-            while not over.wait(0.02):
-                with contextlib.suppress(OSError):
-                    line.connection.send(b"x")
-            line.close()
+    def trickle(pair: measure.Pair) -> None:
+        for _ in range(1000):
+            pair.send(torch.zeros(8, dtype=torch.uint8))
+            time.sleep(0.02)
 
-        thread = threading.Thread(target=trickle)
-        thread.start()
-        line = wire.call("127.0.0.1", listener.getsockname()[1], 1.0, word="word")
-        caller, began = links._Caller(line, time.monotonic() + 0.4), time.monotonic()
-        try:
-            with pytest.raises(TimeoutError) as caught:
-                caller.exchange("give", 1 << 16, 1)
-        finally:
-            over.set()
-            thread.join()
-            line.close()
-        assert 0.3 < time.monotonic() - began < 1.0
-        assert str(caught.value) == "connected, but a message of 64.0 KiB did not get through in time"
+    def receive(pair: measure.Pair) -> tuple[float, bool, str]:
+        began = time.monotonic()
+        with pytest.raises(measure.PairError) as caught:
+            while True:
+                pair.receive(torch.zeros(8, dtype=torch.uint8))
+        return time.monotonic() - began, caught.value.has_ended, str(caught.value)
+
+    (took_s, has_ended, text), other = _both(receive, trickle, 0.4)
+    assert 0.3 < took_s < 1.5 and not has_ended
+    assert text == "connected, but a message of 8 B did not get through in time"
+    assert isinstance(other, measure.PairError)
 
 
-def test_a_line_waits_no_longer_than_it_may() -> None:
-    one, other = _tcp_pair()
-    with pytest.raises(TimeoutError):
-        one.receive(0.05)
-    other.connection.sendall(b'{"a": 1}\n{"b"')
-    assert one.receive(1.0) == {"a": 1}
-    other.connection.sendall(b": 2}\n[]\n")
-    assert one.receive(1.0) == {"b": 2}
-    assert one.has_word()
-    with pytest.raises(ConnectionError):
-        one.receive(1.0)
-    other.close()
-    with pytest.raises(OSError):
-        one.receive(1.0)
-    one.close()
+def test_an_end_that_has_gone_is_told_apart_from_one_that_is_silent() -> None:
+    release = threading.Event()
+
+    def leave(pair: measure.Pair) -> None:
+        pair._group.shutdown()
+
+    gone, _ = _both(lambda pair: pair.has_ended(3.0), leave)
+    assert gone is True
+    silent, _ = _both(lambda pair: (pair.has_ended(0.2), release.set())[0], lambda pair: release.wait(10))
+    assert silent is False
 
 
-def _tcp_pair() -> Sequence[wire.Line]:
-    with wire.listen("127.0.0.1") as listener:
-        one = socket.create_connection(listener.getsockname())
-        return wire.Line(one), wire.Line(listener.accept()[0])
+def test_a_rank_that_does_not_come_is_given_up_in_time() -> None:
+    began = time.monotonic()
+    with pytest.raises(measure.PairError, match=r"no connection at 127\.0\.0\.1 within 0\.5 s"):
+        measure.Pair(dist.HashStore(), "pair", True, "127.0.0.1", 0.5)
+    assert time.monotonic() - began < 2.5
 
 
 def test_words() -> None:

@@ -1,0 +1,410 @@
+"""The steps of a check after the meeting, the same on every rank; rank 0 begins each and collects its answers.
+
+See [Note: a check goes step by step] in ``worker``.
+
+[Note: who is lost] A rank whose answer does not come within the limit of a step is lost. If its connection to rank 0 has
+ended, its process is gone ("stopped"); otherwise it hangs ("does not answer"). A rank that a signal ends writes that down
+before it goes, so that ranks ended by a launcher because of another's death are not taken for the cause.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from guozhuang.check import measure
+from guozhuang.check.facts import address_on
+from guozhuang.check.measure import Pair, PairError
+from guozhuang.check.results import Absence, Clock, Facts, MeasuredLink, MeasuredReduction, Results
+from guozhuang.errors import UsageError, WorldError, explain
+from guozhuang.net import waiting
+from guozhuang.world.identity import Identity
+
+_ANSWER_S = 5.0  # limit of a call that the store answers at once
+_CONNECT_S, _CONNECT_ONE_S = 10.0, 3.0  # limit of all connections to rank 0, and of one
+_CLOCKS_S, _CLOCK_REPEATS = 10.0, 16
+_REDUCE_GRACE_S = 2.0
+_GRACE_S = 0.5  # between the limit of a pair and the time when its answers must be there
+ENDED_S = 0.3  # for a connection to show that it has ended
+
+T = TypeVar("T")
+
+
+def steps_limit_s(timeout_s: float) -> float:
+    """Return how long the steps take in the worst case.
+
+    Args:
+        timeout_s: limit of links, and of all_reduce.
+    """
+    links_s = timeout_s + measure.PAIR_LIMIT_S + _GRACE_S
+    return _CONNECT_S + _CLOCKS_S + links_s + timeout_s + _REDUCE_GRACE_S
+
+
+class StoreClient:
+    """The store of the world, with a limit for each call; see [Note: waiting for a store] in ``net.waiting``.
+
+    Args:
+        store: of the world.
+        host: name or address of the node that keeps it, for errors.
+        rank: of this process.
+        look_s: between looks at a key that is waited for.
+
+    Attributes:
+        num_calls: calls in threads that have not come back.
+    """
+
+    def __init__(self, store: dist.Store, host: str | None, rank: int, look_s: float) -> None:
+        self.num_calls = 0
+        self.store = store
+        self.look_s = look_s
+        self._rank = rank
+        self._where = f"the store of the world (at {host})" if host else "the store of the world"
+
+    def write(self, key: str, value: Any) -> None:
+        """Write what JSON can carry to the store; raises WorldError if the store is silent or gone."""
+        text = json.dumps(value)
+        self.ask(lambda store: store.set(key, text))
+
+    def read(self, key: str, limit_s: float = 0.0) -> Any:
+        """Read from the store; None if nothing is there within ``limit_s``. Raises as :meth:`write`."""
+        deadline = time.monotonic() + limit_s
+        while not self.ask(lambda store: store.check([key])):
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(self.look_s)
+        return json.loads(self.ask(lambda store: store.get(key)))
+
+    def ask(self, call: Callable[[dist.Store], T]) -> T:
+        """Call the store; raises as :meth:`write`."""
+        try:
+            return self.within(_ANSWER_S, lambda: call(self.store))
+        except waiting.OverdueError:
+            what = f"{self._where} has not answered for {_ANSWER_S:g} s"
+            raise WorldError(explain(what, rank=self._rank, fix=waiting.LOOK_AT_THE_KEEPER)) from None
+        except WorldError:
+            raise
+        except RuntimeError as error:  # torch's own
+            fix = "look at the output of rank 0 and of the launcher for the first error"
+            raise WorldError(explain(f"{self._where} is gone: {error}", rank=self._rank, fix=fix)) from error
+
+    def within(self, limit_s: float, call: Callable[[], T]) -> T:
+        """Call in a thread, with a limit; raises ``waiting.OverdueError``, and what the call raised."""
+
+        def counted() -> T:
+            self.num_calls += 1
+            try:
+                return call()
+            finally:
+                self.num_calls -= 1
+
+        return waiting.attempt(limit_s, counted)
+
+
+@dataclass
+class State:
+    """What a rank knows so far; the result of rank 0 is made of it, whenever the check ends.
+
+    Attributes:
+        step: the step that is going on, in words.
+        present: on rank 0: the ranks that came and are not lost.
+        facts, clocks, links, reductions, absences, notes: as in ``Results``.
+    """
+
+    step: str = "the ranks met"
+    facts: dict[int, Facts] = field(default_factory=dict)
+    present: dict[int, Facts] = field(default_factory=dict)
+    clocks: list[Clock] = field(default_factory=list)
+    links: list[MeasuredLink] = field(default_factory=list)
+    reductions: list[MeasuredReduction] = field(default_factory=list)
+    absences: list[Absence] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def lack(self, rank: int, what: str, reason: str = "", host: str = "") -> None:
+        """Note that a rank is absent; see ``Absence``."""
+        host = self.facts[rank].host if rank in self.facts else host
+        self.absences.append(Absence(rank, host, what, self.step, reason))
+
+    def results(self, identity: Identity, duration_s: float) -> Results:
+        """Return the result as far as it is known."""
+        return Results(
+            num_ranks=identity.size,
+            launcher=identity.launcher,
+            facts=tuple(self.facts[rank] for rank in sorted(self.facts)),
+            clocks=tuple(self.clocks),
+            links=tuple(sorted(self.links, key=lambda each: (each.a, each.b))),
+            reductions=tuple(self.reductions),
+            absences=tuple(self.absences),
+            notes=tuple(self.notes),
+            duration_s=duration_s,
+        )
+
+
+class Steps:
+    """The steps of one rank.
+
+    Args:
+        client: of the store of the world.
+        identity: of this process.
+        timeout_s: limit of each step.
+        node_of: the node of each rank that came.
+        address: where this rank listens for its peers.
+        state: filled by the steps.
+    """
+
+    def __init__(
+        self,
+        client: StoreClient,
+        identity: Identity,
+        timeout_s: float,
+        node_of: dict[int, str],
+        address: str,
+        state: State,
+    ) -> None:
+        self._client = client
+        self._rank, self._leads = identity.rank, identity.rank == 0
+        self._size = identity.size
+        self._timeout_s = timeout_s
+        self._node_of = node_of
+        self._address = address
+        self._state = state
+        self._ended: set[int] = set()  # on rank 0: the ranks whose connection has ended
+        self._control: dict[int, Pair] = {}  # on rank 0: the connection to each other rank; elsewhere that to rank 0
+
+    def take(self) -> None:
+        """Take all steps; in a thread, because calls into torch are deaf to signals."""
+        self._connect()
+        self._state.step = "clocks were compared"
+        self._compare_clocks()
+        self._state.step = "links were measured"
+        self._measure_links()
+        self._state.step = "all_reduce was measured"
+        self._measure_reductions()
+        if not self._leads:
+            self._wait_for("over")
+            self._client.ask(lambda store: store.add("left", 1))
+
+    def _connect(self) -> None:
+        """Connect every rank to rank 0, on the interface that leads there. Who cannot is measured all the same."""
+        deadline = time.monotonic() + _CONNECT_S
+        alone = len(set(self._node_of.values())) == 1
+        here = self._state.facts[self._rank].network
+        address = "127.0.0.1" if alone else address_on(here, here.routed) or self._address
+        for rank in sorted(self._node_of.keys() - {0}) if self._leads else [self._rank]:
+            limit_s = min(_CONNECT_ONE_S, deadline - time.monotonic()) if self._leads else 2 * _CONNECT_S
+            with contextlib.suppress(PairError, RuntimeError):
+                self._control[rank] = Pair(
+                    self._client.store, f"control/{rank}", self._leads, address, max(limit_s, _GRACE_S)
+                )
+
+    def _compare_clocks(self) -> None:
+        """Compare the clock of rank 0 with that of the lowest rank of each other node."""
+        deadline = time.monotonic() + _CLOCKS_S
+        first_of: dict[str, int] = {}
+        for rank in sorted(self._node_of):
+            first_of.setdefault(self._node_of[rank], rank)
+        for rank in sorted(first_of.values()):
+            pair = self._control.get(rank)
+            if pair is None:
+                continue
+            pair.limit(deadline - time.monotonic() if self._leads else _CLOCKS_S + _CONNECT_S)
+            with contextlib.suppress(PairError):
+                if self._leads:
+                    self._state.clocks.append(_clock(rank, pair))
+                else:
+                    for _ in range(_CLOCK_REPEATS):
+                        pair.receive(torch.zeros(1, dtype=torch.float64))
+                        pair.send(torch.tensor([time.time()], dtype=torch.float64))
+
+    def _measure_links(self) -> None:
+        plan = measure.schedule(self._node_of)
+        if plan.note:
+            self._state.notes.append(plan.note)
+        limit_s = min(measure.PAIR_LIMIT_S, max(self._timeout_s / 4, 1.0))  # a stuck rank must not use up all the time
+        deadline = time.monotonic() + self._timeout_s
+        for number, pairs in enumerate(plan.rounds):
+            if self._leads:
+                is_late = time.monotonic() > deadline
+                lost = sorted(self._node_of.keys() - self._state.present.keys())
+                self._client.write(f"round/{number}", {"lost": lost, "is_late": is_late})
+                if is_late:
+                    left = sum(len(each) for each in plan.rounds[number:])
+                    self._state.notes.append(
+                        f"{left} pairs were not measured: the time for links ({self._timeout_s:g} s) was over"
+                    )
+            order = self._wait_for(f"round/{number}")
+            if order["is_late"]:
+                return
+            began = time.monotonic()
+            there = [pair for pair in pairs if not set(pair) & set(order["lost"])]
+            for a, b in there:
+                if self._rank in (a, b):
+                    key = f"pair/{a}-{b}"
+                    self._client.write(
+                        f"{key}/{self._rank}",
+                        _measured_pair(self._client.store, key, self._rank == a, self._address, limit_s),
+                    )
+            if self._leads:
+                self._collect_links(there, began + limit_s + _GRACE_S)
+
+    def _collect_links(self, pairs: Sequence[tuple[int, int]], deadline: float) -> None:
+        key_of = {rank: f"pair/{a}-{b}/{rank}" for a, b in pairs for rank in (a, b)}
+        ends = self._collect(key_of, pairs, deadline)
+        for a, b in pairs:
+            between = self._node_of[a] != self._node_of[b]
+            if a in ends and not ends[a]["failure"]:
+                self._state.links.append(MeasuredLink(a, b, between, **ends[a]["figures"]))
+                continue
+            gone = [rank for rank in (a, b) if rank not in self._state.present]
+            failures = [str(ends[rank]["failure"]) for rank in (a, b) if rank in ends and ends[rank]["failure"]]
+            reason = f"rank {gone[0]} stopped or fell silent" if gone else next(iter(failures), "no answer")
+            self._state.links.append(MeasuredLink(a, b, between, failure=reason))
+
+    def _measure_reductions(self) -> None:
+        if self._leads:
+            missing = ", ".join(str(rank) for rank in range(self._size) if rank not in self._state.present)
+            broken = next((each for each in self._state.links if each.failure), None)
+            if missing:
+                self._state.notes.append(f"all_reduce was not measured, because it needs every rank: missing {missing}")
+            elif broken is not None:
+                why = f"every rank must reach its peers, and {broken.a} does not reach {broken.b}"
+                self._state.notes.append(f"all_reduce was not measured: {why}")
+            sizes = [] if missing or broken else [measure.SMALL_TENSOR_BYTES, self._bucket_bytes()]
+            self._client.write("reduce", {"sizes": sizes})
+        sizes = self._wait_for("reduce")["sizes"]
+        if not sizes:
+            return
+        deadline = time.monotonic() + self._timeout_s + _REDUCE_GRACE_S
+        if (reduced := self._reduced(sizes)) is not None:
+            self._client.write(f"reduced/{self._rank}", reduced)
+        if self._leads:
+            deadline = max(deadline, time.monotonic() + _GRACE_S)
+            key_of = {rank: f"reduced/{rank}" for rank in self._state.present}
+            self._note_reductions(self._collect(key_of, [list(key_of)], deadline))
+
+    def _reduced(self, sizes: Sequence[int]) -> dict[str, Any] | None:
+        """Measure all_reduce; None if that hangs: the roll call, connections and a collective have limits of their own."""
+        timings: list[dict[str, Any]] = []
+
+        def reduce() -> None:
+            timings.extend(asdict(each) for each in measure.reductions(self._timeout_s / 3, sizes))
+
+        try:
+            self._client.within(self._timeout_s + _GRACE_S, reduce)
+        except waiting.OverdueError:
+            return None
+        except Exception as error:  # a bug, too: a rank without an answer would look like one that is stuck
+            is_expected = isinstance(error, RuntimeError | ValueError | OSError) and str(error)
+            text, refused = str(error) if is_expected else repr(error), isinstance(error, UsageError)
+            return {"timings": timings, "failure": text, "refused": refused}
+        return {"timings": timings, "failure": "", "refused": False}
+
+    def _note_reductions(self, answers: dict[int, dict[str, Any]]) -> None:
+        # Who refused is the cause; who waited for it in vain comes after.
+        failed = sorted((r for r in answers if answers[r]["failure"]), key=lambda r: not answers[r]["refused"])
+        timings = [each["timings"] for each in answers.values()]
+        common = min(map(len, timings)) if len(timings) == self._size else 0
+        for same in zip(*(each[:common] for each in timings), strict=True):
+            slowest = max(one["median_s"] for one in same)
+            self._state.reductions.append(MeasuredReduction(**{**same[0], "median_s": slowest}))
+        if common and not failed:
+            return
+        gone = sorted(self._node_of.keys() - answers.keys())
+        reasons = [f"rank {gone[0]} stopped or fell silent"] if gone else []
+        reasons += [f"rank {rank}: {answers[rank]['failure']}" for rank in failed[:2]]
+        known = self._state.reductions[-1] if self._state.reductions else MeasuredReduction("", True, "", 0)
+        failure = "; ".join(reasons) or "no answer"
+        self._state.reductions.append(replace(known, num_bytes=0, median_s=None, num_repeats=0, failure=failure))
+
+    def _bucket_bytes(self) -> int:
+        """Return a bucket of the usual size, or one small enough for the slowest link."""
+        slowest = min((each.slower_bytes_per_s for each in self._state.links if each.slower_bytes_per_s), default=1e12)
+        # Six all_reduces of 2 (n - 1) / n of the bucket, in a third of the time there is.
+        size = measure.LARGE_TENSOR_BYTES
+        while size > measure.SMALL_TENSOR_BYTES * 4 and 6 * 2 * size / slowest > self._timeout_s / 3:
+            size //= 4
+        return size
+
+    def _collect(
+        self, key_of: Mapping[int, str], groups: Sequence[Sequence[int]], deadline: float
+    ) -> dict[int, dict[str, Any]]:
+        """Read the answers of ranks on rank 0; a rank that gives none in time is lost.
+
+        Args:
+            key_of: where each rank writes its answer.
+            groups: ranks that depend on each other: once one has failed, the others are lost if their connection has ended.
+            deadline: until when.
+        """
+        group_of = {rank: group for group in groups for rank in group}
+        found: dict[int, dict[str, Any]] = {}
+        while waiting_for := [rank for rank in key_of if rank in self._state.present and rank not in found]:
+            is_over = time.monotonic() > deadline
+            for rank in waiting_for:
+                answer = self._client.read(key_of[rank])
+                if answer is not None:
+                    found[rank] = answer
+                elif is_over or (
+                    any(found[other]["failure"] for other in group_of[rank] if other in found) and self.has_ended(rank)
+                ):
+                    self.lose(rank)
+            time.sleep(self._client.look_s)
+        return found
+
+    def _wait_for(self, key: str) -> Any:
+        """Read what rank 0 writes when it begins a step; another rank may use up the limit of the step before."""
+        limit_s = 2 * self._timeout_s + _CONNECT_S + _CLOCKS_S + measure.PAIR_LIMIT_S
+        found = self._client.read(key, limit_s)
+        if found is None:
+            what = f"the check went on without this rank: rank 0 gave no sign within {limit_s:g} s"
+            raise WorldError(explain(what, rank=self._rank, fix="look at the output of rank 0"))
+        return found
+
+    def lose(self, rank: int) -> None:
+        """See [Note: who is lost]."""
+        if self._state.present.pop(rank, None) is None:
+            return
+        ended_by = self.ended_by(rank)
+        what = "was ended" if ended_by else "stopped" if self.has_ended(rank) else "does not answer"
+        self._state.lack(rank, what, f"it got {ended_by}" if ended_by else "")
+
+    def ended_by(self, rank: int) -> str:
+        """Return the signal that has ended a rank; "" where it did not write that down."""
+        with contextlib.suppress(WorldError):
+            return str(self._client.read(f"ended/{rank}") or "")
+        return ""
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether the connection of a rank to rank 0 has ended. Its only other use is to compare clocks, before."""
+        if (pair := self._control.pop(rank, None)) is not None and pair.has_ended(ENDED_S):
+            self._ended.add(rank)
+        return rank in self._ended
+
+
+def _clock(rank: int, pair: Pair) -> Clock:
+    """Compare clocks over a pair, as NTP does: the quickest of several exchanges counts."""
+    found = []
+    told = torch.zeros(1, dtype=torch.float64)
+    for _ in range(_CLOCK_REPEATS):
+        start = time.time()
+        pair.send(told)
+        pair.receive(told)
+        end = time.time()
+        found.append((end - start, float(told) - (start + end) / 2))
+    to_and_fro_s, offset_s = min(found)
+    return Clock(rank, offset_s, max(to_and_fro_s, 0.0) / 2, len(found))
+
+
+def _measured_pair(store: dist.Store, key: str, is_first: bool, address: str, limit_s: float) -> dict[str, Any]:
+    """Be one end of a pair; the figures come from the first."""
+    try:
+        pair = Pair(store, key, is_first, address, limit_s)
+        figures = measure.lead(pair) if is_first else measure.follow(pair)
+    except PairError as error:
+        return {"failure": str(error), "figures": {}}
+    return {"failure": "", "figures": figures}
