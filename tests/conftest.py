@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import fcntl
+import functools
 import gc
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
@@ -10,9 +13,12 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -20,12 +26,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.forking import starts
+
 # Long enough for a process that was told to end to be gone on a busy machine.
 SETTLE_S = 5.0
 # Threads that libraries start once and keep on purpose.
 KEPT_THREADS = ("tqdm", "fsspecIO", "pytest_timeout")
 # In the order they run: what is wrong in a line of arithmetic is not to be found after minutes of real hosts.
 TIERS = ("pure", "threads", "processes", "hosts", "device")
+# How many processes the tests of a whole run start themselves, from the fork server or as new programs. What those start is not
+# counted: a launcher starts about six more. A start is what costs time; whoever needs more shares ranks between cases first.
+STARTS_BUDGET = {"not slow": 1_800, "": 3_600}
 # Variables that torch sets for itself: its compiler does when the first optimizer of a process imports it.
 SET_BY_TORCH = {"TORCHINDUCTOR_CACHE_DIR"}
 
@@ -146,11 +157,98 @@ def nothing_left_behind() -> Iterator[None]:
     assert not left, "the test left behind " + "; ".join(left)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Fast ones first; skip what this machine cannot run, and say so."""
-    items.sort(key=lambda item: next((i for i, tier in enumerate(TIERS) if tier in item.path.parts), -1))
+# ---- side by side: `pytest -n 4 --dist loadfile`, by pytest-xdist. Without it nothing here has an effect.
+# [Note: side by side] Tests mostly wait, so four workers share two cores. The tests of a file go to one worker, because cases
+# share ranks; those of a file marked `waits` are dealt out one by one. A test marked `alone` measures time or memory of the
+# machine: it waits until the tests of the other workers have ended, and none begins before it has. Two locks do that: who runs
+# holds the second one, shared or alone, and takes it under the first, so that nobody overtakes who waits to be alone.
+
+
+@pytest.fixture(autouse=True)
+def beside_others(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Take a lock for as long as the test runs. See [Note: side by side]."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if run is None:
+        yield
+        return
+    folder, mode = tempfile.gettempdir(), fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH
+    with open(f"{folder}/{run}.turn", "w") as turn, open(f"{folder}/{run}.running", "w") as running:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        fcntl.flock(running, mode)
+        fcntl.flock(turn, fcntl.LOCK_UN)
+        yield
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Fast ones first, or what waits longest where tests run side by side; skip what this machine cannot run, and say so."""
+    is_worker = hasattr(config, "workerinput")
+    items.sort(key=lambda item: TIERS.index(_tier(item.path.parts)) * (-1 if is_worker else 1))
     for item in items:
         if item.get_closest_marker("needs_root") and os.geteuid() != 0:
             item.add_marker(pytest.mark.skip(reason="needs root to make network namespaces"))
         if item.get_closest_marker("device") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Deal out files, or the tests of files that are marked ``waits``."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Files(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return nodeid if _waits(config.rootpath / file) else file
+
+    return Files(config, log)
+
+
+@functools.cache
+def _waits(file: Path) -> bool:
+    return "pytest.mark.waits" in file.read_text()
+
+
+# ---- what a run cost, by tier
+
+
+def _tier(parts: tuple[str, ...]) -> str:
+    return next((tier for tier in TIERS if tier in parts), TIERS[0])
+
+
+def _count_programs(event: str, _: object) -> None:
+    if event in ("subprocess.Popen", "os.fork", "os.posix_spawn"):
+        starts["programs"] += 1
+
+
+sys.addaudithook(_count_programs)
+_counted = 0
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    global _counted
+    item.user_properties.append(("starts", starts.total() - _counted))
+    _counted = starts.total()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Tests, seconds (all workers together) and process starts of each tier."""
+    tests, seconds, started = (collections.Counter[str]() for _ in range(3))
+    for outcome in ("passed", "failed", "error", ""):
+        for report in terminalreporter.stats.get(outcome, []):
+            tier = _tier(Path(report.nodeid.partition("::")[0]).parts)
+            tests[tier] += report.when == "call"
+            seconds[tier] += report.duration
+            started[tier] += sum(
+                n for name, n in report.user_properties if name == "starts" and report.when == "teardown"
+            )
+    for tier in TIERS if tests.total() else ():
+        terminalreporter.write_line(
+            f"{tier:9} {tests[tier]:5} tests {seconds[tier]:6.0f} s {started[tier]:5} process starts"
+        )
+    budget = STARTS_BUDGET.get(config.option.markexpr)
+    if budget is not None and started.total() > budget:
+        terminalreporter.write_line(
+            f"{started.total()} process starts are more than {budget}: see STARTS_BUDGET in conftest.py"
+        )
+        terminalreporter._session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -16,7 +16,11 @@ from tests.hosts import slurm, sshd
 from tests.hosts.network import Hosts, missing, run_everywhere
 from tests.hosts.sshd import Sshd
 
-pytestmark = [pytest.mark.needs_root, pytest.mark.skipif(bool(missing()), reason=missing() or "it can")]
+pytestmark = [
+    pytest.mark.waits,
+    pytest.mark.needs_root,
+    pytest.mark.skipif(bool(missing()), reason=missing() or "it can"),
+]
 
 needs_ssh = pytest.mark.skipif(bool(sshd.missing()), reason=sshd.missing() or "it can")
 

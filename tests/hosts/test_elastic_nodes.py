@@ -20,7 +20,7 @@ import pytest
 
 from tests.hosts.network import Hosts, missing
 
-pytestmark = [pytest.mark.needs_root, pytest.mark.skipif(bool(missing()), reason=missing())]
+pytestmark = [pytest.mark.waits, pytest.mark.needs_root, pytest.mark.skipif(bool(missing()), reason=missing())]
 
 ROOT = Path(__file__).resolve().parents[2]
 

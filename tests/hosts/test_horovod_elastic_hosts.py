@@ -18,6 +18,7 @@ from tests.hosts.sshd import Sshd, missing, none_left
 from tests.hosts.test_ssh import environment
 
 pytestmark = [
+    pytest.mark.waits,
     pytest.mark.needs_root,
     pytest.mark.slow,
     pytest.mark.timeout(180),

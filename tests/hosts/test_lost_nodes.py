@@ -23,7 +23,7 @@ import pytest
 from tests.forking import fork_server
 from tests.hosts.network import Hosts, missing
 
-pytestmark = [pytest.mark.needs_root, pytest.mark.skipif(bool(missing()), reason=missing())]
+pytestmark = [pytest.mark.waits, pytest.mark.needs_root, pytest.mark.skipif(bool(missing()), reason=missing())]
 
 _CLONE_NEWUTS = 0x04000000
 FIXED = "--nnodes 2 --master-addr 10.77.0.10 --rdzv-conf timeout=20,keep_alive_max_attempt=2 --node-rank {host}"

@@ -23,6 +23,7 @@ from tests.hosts.test_ssh import environment, ours
 
 _LACKS = network.missing() or missing()
 pytestmark = [
+    pytest.mark.waits,
     pytest.mark.needs_root,
     pytest.mark.slow,
     pytest.mark.timeout(240),

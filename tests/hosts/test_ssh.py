@@ -26,7 +26,11 @@ from guozhuang.launch.hosts import ssh
 from tests.hosts.sshd import Sshd, missing, none_left, processes_with
 from tests.hosts.warm import Launcher, Warm
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.skipif(bool(missing()), reason=missing() or "it can")]
+pytestmark = [
+    pytest.mark.waits,
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(bool(missing()), reason=missing() or "it can"),
+]
 slow = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]

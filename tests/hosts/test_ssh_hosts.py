@@ -21,6 +21,7 @@ from tests.hosts.test_ssh import LIGHT, TRAIN, environment, ours, told
 
 _LACKS = network.missing() or missing()
 pytestmark = [
+    pytest.mark.waits,
     pytest.mark.needs_root,
     pytest.mark.slow,
     pytest.mark.timeout(180),

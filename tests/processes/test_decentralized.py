@@ -462,10 +462,11 @@ SENDING = (Decentralized(), Decentralized("shift_one"), LowPrecisionDecentralize
 
 def counted(rank: int, size: int) -> list[tuple[float, float]]:
     """For each method, bytes per step and what it says; over whole turns, in which each rank sits out as often as others."""
-    found = []
+    found, states = [], []  # what a method opened stays open: closed sockets are not counted
     for exchange in SENDING:
         weight = nn.Parameter(torch.randn(200_000))
         state = exchange.prepare([("w", weight)], dist.group.WORLD)
+        states.append(state)
         for step in range(2):
             exchange.before_step(state, step)
             exchange.after_step(state, step)

@@ -15,6 +15,8 @@ from guozhuang.watch.machine import usable_cores
 from tests.launching import Launched, guozhuang, write
 from tests.ranks import RankError, run_ranks
 
+pytestmark = pytest.mark.waits
+
 # Ranks without torch, so that a row costs a second: what the launcher does is the same.
 STOPS = """
 import os, signal, sys, time

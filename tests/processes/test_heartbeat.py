@@ -28,6 +28,8 @@ from tests.forking import fork_server
 from tests.processes import heartbeat_rank
 from tests.ranks import free_port, run_ranks
 
+pytestmark = pytest.mark.waits
+
 LIMIT_S = 40.0  # for a busy machine; the limits that are stated are checked by their own measure
 HANG_S = 2.0
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,7 +21,7 @@ import torch
 from guozhuang.compat.horovod.runner.settings import ElasticSettings
 from tests.forking import fork_server
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.waits, pytest.mark.timeout(150)]
 _ROOT = str(Path(__file__).resolve().parents[2])
 
 TRAIN = """

@@ -8,6 +8,8 @@ import pytest
 
 from tests.launching import guozhuang, write
 
+pytestmark = pytest.mark.waits
+
 CALL = """
 import os
 import horovod

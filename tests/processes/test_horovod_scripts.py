@@ -13,6 +13,8 @@ import pytest
 from guozhuang.launch import python_path
 from tests.launching import HOROVODRUN, guozhuang
 
+pytestmark = pytest.mark.waits
+
 ROOT = Path(__file__).resolve().parents[2]
 SYNTHETIC = [
     ROOT / "examples/horovod_synthetic.py",

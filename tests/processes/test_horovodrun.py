@@ -15,6 +15,8 @@ import pytest
 from guozhuang.launch import python_path
 from tests.launching import HOROVODRUN, Launched, guozhuang, write
 
+pytestmark = pytest.mark.waits
+
 TELL = """
 import json, os, sys, time
 begins = ("HOROVOD_", "GUOZHUANG_PLACES", "GUOZHUANG_HOROVOD")

@@ -20,6 +20,8 @@ import pytest
 from guozhuang.watch.machine import usable_cores
 from tests import launching
 
+pytestmark = pytest.mark.waits
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # Says who it is, into a file per rank; then does what it was asked.
@@ -320,7 +322,7 @@ def test_stopping_the_launcher_stops_the_ranks(script: Path, tmp_path: Path) -> 
         while len(list((tmp_path / "out").iterdir())) < 2:
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        ranks = psutil.Process(launcher.pid).children()
+        ranks = [each for each in psutil.Process(launcher.pid).children() if str(script) in each.cmdline()]
         assert len(ranks) == 2
         launcher.terminate()
         _, err = launcher.communicate(timeout=45)

@@ -14,6 +14,8 @@ import pytest
 
 from tests.launching import Launched
 
+pytestmark = pytest.mark.waits
+
 # Starts a child, a child in a session of its own that ignores SIGTERM, and a daemon in the old way (two forks); says who
 # they are; then does what it was asked.
 SCRIPT = """

@@ -21,6 +21,8 @@ import pytest
 from tests.glass import Glass
 from tests.processes.test_run import environ, guozhuang
 
+pytestmark = pytest.mark.waits
+
 
 def write(folder: Path, text: str) -> Path:
     (folder / "out").mkdir(exist_ok=True)

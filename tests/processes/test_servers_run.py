@@ -16,6 +16,8 @@ from guozhuang.launch.options.plan import plan
 from tests.launching import Launched, guozhuang, write
 from tests.ranks import free_port
 
+pytestmark = pytest.mark.waits
+
 SCRIPT = """
 import sys, time
 import torch

@@ -18,9 +18,10 @@ import pytest
 from guozhuang.launch.hosts import ssh
 from guozhuang.launch.hosts.link import Link
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux", reason="what a supervisor finds of its descendants, it finds by /proc"
-)
+pytestmark = [
+    pytest.mark.waits,
+    pytest.mark.skipif(sys.platform != "linux", reason="what a supervisor finds of its descendants, it finds by /proc"),
+]
 
 TOKEN = "guozhuang-0123"
 

@@ -23,6 +23,8 @@ from guozhuang.errors import UsageError, WorldError
 from guozhuang.world import session
 from tests.ranks import RankError, free_port, run_ranks
 
+pytestmark = pytest.mark.waits
+
 ROOT = Path(__file__).resolve().parents[2]
 TOLD_BY_LAUNCHERS = (
     "RANK",

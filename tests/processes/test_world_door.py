@@ -15,6 +15,8 @@ from guozhuang.net.search import own_address
 from tests.processes.test_world import LOOPBACK, listening
 from tests.ranks import free_port, run_ranks
 
+pytestmark = pytest.mark.waits
+
 ADDRESS = own_address([], [])
 SECRET = "5ec4e7" * 8
 needs_an_address = pytest.mark.skipif(ADDRESS.startswith("127."), reason="needs an address besides loopback")
