@@ -50,7 +50,6 @@ REMAINING: dict[str, dict[str, int]] = {
     "files": {"check": 6, "compat/horovod/torch": 5, "gradients/named": 8, "groups/shared_memory": 3, "sharding": 3},
     "classes": {"guozhuang": 42},
     "threading.Thread(": {"check": 4, "compat": 6, "exchange": 5, "gradients": 4, "weights": 1},
-    "TCPStore(": {"compat": 2, "exchange": 1, "launch": 2},
     "Horovod": {"gradients": 1, "launch": 5, "net": 1, "strategies": 1, "world": 2},
     "BytePS, Bagua": {"strategies": 1},
     "compat": {"compat": 35},

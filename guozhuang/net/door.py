@@ -26,7 +26,7 @@ import threading
 import time
 
 from guozhuang.errors import UsageError, WorldError, explain
-from guozhuang.net import waiting
+from guozhuang.net import client
 from guozhuang.net.relay import Relay, relay_both_ways
 
 HANDSHAKE_S = 5.0
@@ -176,7 +176,7 @@ def pass_through(
                     raise
                 why = str(error)
             except OSError as error:
-                why = waiting.why_no_connection(error)
+                why = client.why_no_connection(error)
             over.wait(min(_RETRY_S, left_s))
         return None
 
@@ -184,11 +184,11 @@ def pass_through(
         return f"{_me(rank)} waits for the door at {host}:{port}: {why}" if says else ""
 
     try:
-        first = waiting.attempt(timeout_s + 1.0, come, still)
+        first = client.attempt(timeout_s + 1.0, come, still)
     except WrongSecretError as error:
         fix = "start all ranks from one launcher, or give all of them the same GUOZHUANG_SECRET"
         raise WorldError(explain(f"the door at {host}:{port} is closed to us: {error}", rank=rank, fix=fix)) from error
-    except waiting.OverdueError:
+    except client.OverdueError:
         first = None
     finally:
         over.set()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 
 from guozhuang.errors import UsageError, WorldError, explain
-from guozhuang.net import search, waiting
+from guozhuang.net import client, search
 from guozhuang.net import store as stores
 from guozhuang.net.door import Door, Passage, pass_through, passage_from
 from guozhuang.net.meeting_point import MeetingPoint, PortSequence
@@ -188,9 +188,9 @@ def roll_call(store: dist.Store, rank: int, size: int, timeout_s: float, note: s
     """
     call = _RollCall(store, rank, size, timeout_s, note)
     try:
-        return waiting.attempt(timeout_s + _AFTER_VERDICT_S + 1.0, call.run, call.is_silent)
-    except waiting.OverdueError:
-        raise WorldError(explain(call.is_silent(), rank=rank, fix=waiting.LOOK_AT_THE_KEEPER)) from None
+        return client.attempt(timeout_s + _AFTER_VERDICT_S + 1.0, call.run, call.is_silent)
+    except client.OverdueError:
+        raise WorldError(explain(call.is_silent(), rank=rank, fix=client.LOOK_AT_THE_KEEPER)) from None
     except dist.DistNetworkError as error:
         what = "the process that keeps the store of the world is gone, so the ranks cannot find each other"
         fix = "look at the output of rank 0 and of the launcher for the first error"
@@ -200,7 +200,7 @@ def roll_call(store: dist.Store, rank: int, size: int, timeout_s: float, note: s
 
 
 class _RollCall:
-    """One rank's part, in a thread of its own; see [Note: waiting for a store] in ``waiting``."""
+    """One rank's part, in a thread of its own; see [Note: waiting for a store] in ``net.client``."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float, note: str) -> None:
         self._store, self._rank, self._size, self._timeout_s, self._note = store, rank, size, timeout_s, note
@@ -209,7 +209,7 @@ class _RollCall:
 
     def run(self) -> list[Told]:
         store, rank, size = self._store, self._rank, self._size
-        started, notices = time.monotonic(), waiting.Notices()
+        started, notices = time.monotonic(), client.Notices()
         if store.add(f"claim/{rank}", 1) > 1:
             what = f"two processes say that they are rank {rank} of {size}"
             text = explain(what, fix="give each process its own RANK; end processes that are left from an earlier run")

@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from guozhuang.errors import UsageError, WorldError, explain
-from guozhuang.net import interfaces, waiting
+from guozhuang.net import client, interfaces
 from guozhuang.net.door import NotOurDoorError, Passage, enter, passage_from
 from guozhuang.net.meeting_point import PortSequence
 
@@ -164,7 +164,7 @@ class _Search:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self) -> Found:
-        threads, notices = [], waiting.Notices()
+        threads, notices = [], client.Notices()
         try:
             for host in dict.fromkeys(self.point.hosts):
                 threads.append(self._start(host, self.point.ports))
@@ -228,10 +228,10 @@ class _Search:
                 try:
                     connection, store_port = enter(host, port, self.point.secret, min(limit_s, left_s))
                 except socket.gaierror as error:
-                    self.said_of_hosts[host] = waiting.why_no_connection(error)
+                    self.said_of_hosts[host] = client.why_no_connection(error)
                     break
                 except OSError as error:
-                    self.seen[host, port] = waiting.why_no_connection(error)
+                    self.seen[host, port] = client.why_no_connection(error)
                 except NotOurDoorError as error:
                     self.seen[host, port] = str(error)
                 else:

@@ -20,7 +20,7 @@ import time
 import torch.distributed as dist
 
 from guozhuang.errors import UsageError, WorldError, explain
-from guozhuang.net import search, waiting
+from guozhuang.net import client, search
 from guozhuang.net.meeting_point import MeetingPoint
 
 _BACKLOG = 2048
@@ -76,11 +76,49 @@ def listen(point: MeetingPoint) -> socket.socket:
         raise UsageError(explain(what, rank=0, fix=fix)) from error
 
 
-def serve(listener: socket.socket, timeout_s: float) -> dist.TCPStore:
-    """A store of this process that listens there and nowhere else; ``timeout_s`` is the limit of its operations."""
+def serve(listener: socket.socket, timeout_s: float, *, is_shared: bool = False) -> dist.TCPStore:
+    """A store of this process that listens there and nowhere else.
+
+    Args:
+        listener: a bound and listening socket; the store owns it from now on.
+        timeout_s: limit of each of its operations, in seconds.
+        is_shared: ``share`` finds it in this process.
+    """
     host, port = listener.getsockname()[:2]
+    return dist.TCPStore(
+        {"0.0.0.0": search.LOOPBACK, "::": "::1"}.get(host, host),
+        port,
+        None,
+        True,
+        datetime.timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        multi_tenant=is_shared,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def share(host: str, port: int, timeout_s: float) -> dist.TCPStore:
+    """The store that this process opened there with ``is_shared``; a new one where it did not.
+
+    Raises:
+        RuntimeError: the port is taken.
+    """
     limit = datetime.timedelta(seconds=timeout_s)
-    return dist.TCPStore(host, port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach())
+    return dist.TCPStore(host, port, None, True, limit, wait_for_workers=False, multi_tenant=True)
+
+
+def connect(host: str, port: int, timeout_s: float) -> dist.TCPStore:
+    """A client of the store of another process; waits in C++, see [Note: waiting for a store] in ``net.client``.
+
+    Args:
+        host: name or address.
+        port: the TCP port.
+        timeout_s: limit for coming there, and of each operation, in seconds.
+
+    Raises:
+        RuntimeError: nothing there answers as a store does.
+    """
+    return dist.TCPStore(host, port, None, False, datetime.timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
 def reach(
@@ -103,67 +141,69 @@ def reach(
         WorldError: nothing that speaks the store's language answered within ``timeout_s``.
     """
     deadline, over = time.monotonic() + timeout_s, threading.Event()
-    seen = ["the name is not resolved yet"]
+    seen: list[OSError | None] = [socket.gaierror("no answer yet")]
 
-    def connect() -> tuple[dist.TCPStore, str]:
+    def try_it() -> tuple[dist.TCPStore, str]:
         host = where_to_go(point)
         if not is_up:
             until_somebody_listens(host, point.port, deadline, over, seen)
-        seen[0] = ""
-        left = datetime.timedelta(seconds=max(deadline - time.monotonic(), 1.0))
-        store = dist.TCPStore(host, point.port, None, False, left, wait_for_workers=False)
+        seen[0] = None
+        store = connect(host, point.port, max(deadline - time.monotonic(), 1.0))
         store.set_timeout(datetime.timedelta(seconds=timeout_s))
         return store, host
 
     def still() -> str:
-        why = seen[0] or "what listens there does not answer"
+        why = client.why_no_connection(seen[0]) if seen[0] else "what listens there does not answer"
         return f"rank {rank} waits for rank 0's store at {where}: {why}" if says else ""
 
-    fix = "check that rank 0 runs, that both variables are the same on every rank, and that no firewall stands between"
     try:
-        return waiting.attempt(timeout_s + 1.0, connect, still)
-    except waiting.OverdueError:
-        if not seen[0]:
+        return client.attempt(timeout_s + 1.0, try_it, still)
+    except client.OverdueError as error:
+        if seen[0] is None:
             what = f"what listens at {where} is no store of PyTorch: it did not answer within {timeout_s:g} s"
             raise WorldError(explain(what, rank=rank, fix="choose another MASTER_PORT")) from None
-        raise _not_reached(where, timeout_s, seen[0], rank, fix) from None
-    except NobodyListensError as error:
-        raise _not_reached(where, timeout_s, str(error), rank, fix) from error
-    except RuntimeError as error:
-        raise _not_reached(where, timeout_s, str(error), rank, fix) from error
+        raise _not_reached(where, timeout_s, seen[0], rank) from error
+    except (NobodyListensError, RuntimeError) as error:
+        raise _not_reached(where, timeout_s, seen[0] or error, rank) from error
     finally:
         over.set()
 
 
-def _not_reached(where: str, timeout_s: float, why: str, rank: int, fix: str) -> WorldError:
-    if "resolved" in why:
+def _not_reached(where: str, timeout_s: float, why: Exception, rank: int) -> WorldError:
+    fix = "check that rank 0 runs, that both variables are the same on every rank, and that no firewall stands between"
+    if isinstance(why, socket.gaierror):
         fix = "set MASTER_ADDR to an address or to a name that every node knows (DNS or /etc/hosts)"
+    text = client.why_no_connection(why) if isinstance(why, OSError) else str(why)
     return WorldError(
-        explain(f"could not reach rank 0's store at {where} within {timeout_s:g} s: {why}", rank=rank, fix=fix)
+        explain(f"could not reach rank 0's store at {where} within {timeout_s:g} s: {text}", rank=rank, fix=fix)
     )
 
 
 class NobodyListensError(Exception):
-    """Nobody accepted a connection in time; the text says what happened at the last try."""
+    """No connection was accepted in time; the text says what happened at the last try."""
 
 
 def until_somebody_listens(
-    host: str, port: int, deadline: float, over: threading.Event | None = None, seen: list[str] | None = None
+    host: str,
+    port: int,
+    deadline: float,
+    over: threading.Event | None = None,
+    seen: list[OSError | None] | None = None,
 ) -> None:
-    """Try until somebody accepts a connection. In Python: a signal can end it.
+    """Try until a connection is accepted. In Python: a signal can end it.
 
     Args:
         host: name or address.
         port: the TCP port.
         deadline: by ``time.monotonic``.
         over: ends the waiting early when it is set.
-        seen: its first element is kept at what happened at the last try.
+        seen: its first element is kept at the error of the last try.
 
     Raises:
-        NobodyListensError: nobody did.
+        NobodyListensError: none was.
     """
-    over = over or threading.Event()
-    pause_s, why = _FIRST_PAUSE_S, ""
+    over, seen = over or threading.Event(), [None] if seen is None else seen
+    pause_s = _FIRST_PAUSE_S
     while True:
         left_s = deadline - time.monotonic()
         try:
@@ -171,13 +211,11 @@ def until_somebody_listens(
                 # TCP allows a connection to itself, and a port of the ephemeral range can come to it.
                 if found.getsockname() != found.getpeername():
                     return
-                why = "nobody listens there"
+                raise ConnectionRefusedError
         except OSError as error:
-            why = waiting.why_no_connection(error)
-        if seen is not None:
-            seen[0] = why
-        left_s = deadline - time.monotonic()
-        if over.is_set() or left_s <= 0:
-            raise NobodyListensError(why)
+            seen[0] = error
+            left_s = deadline - time.monotonic()
+            if over.is_set() or left_s <= 0:
+                raise NobodyListensError(client.why_no_connection(error)) from error
         over.wait(min(left_s, pause_s * random.uniform(0.7, 1.3)))  # thousands may be trying
         pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)

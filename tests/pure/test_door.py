@@ -16,8 +16,8 @@ import pytest
 import torch.distributed as dist
 
 from guozhuang.errors import UsageError, WorldError
+from guozhuang.net import client
 from guozhuang.net import door as doors
-from guozhuang.net import waiting
 from guozhuang.net.door import Door, NotOurDoorError, WrongSecretError, enter, knock, pass_through
 
 SECRET = bytes(range(16))
@@ -334,7 +334,7 @@ def test_a_door_that_never_opens_is_named() -> None:
 def test_who_waits_for_a_door_is_named_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(waiting, "FIRST_NOTICE_S", 0.2)
+    monkeypatch.setattr(client, "FIRST_NOTICE_S", 0.2)
     with caplog.at_level(logging.WARNING, "guozhuang"), pytest.raises(WorldError) as caught:
         pass_through("no-such-host.invalid", 15000, SECRET, 0.5, rank=3)
     assert "[rank 3] could not come through the door at no-such-host.invalid:15000 within 0.5 s" in str(caught.value)

@@ -21,9 +21,9 @@ from guozhuang.launch.rendezvous import stores as elastic_stores
 from guozhuang.launch.rendezvous.base import AnewError, Meeting
 from guozhuang.launch.rendezvous.elastic import ElasticMeeting
 from guozhuang.launch.rendezvous.fixed import FixedMeeting
-from guozhuang.launch.rendezvous.patient_store import PatientStore, look_s
 from guozhuang.launch.rendezvous.signs import OtherNodeError, Others
 from guozhuang.launch.rendezvous.stores import Kept
+from guozhuang.net.client import PatientStore, look_s
 
 _QUICK = datetime.timedelta(seconds=0.2)
 Open = Callable[..., list[Any]]
@@ -199,13 +199,13 @@ class Counted(PatientStore):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.asked = 0
-        call = self._caller.call
+        call = self._client.call
 
         def counted(*what: Any) -> Any:
             self.asked += 1
             return call(*what)
 
-        self._caller.call = counted  # type: ignore[method-assign]
+        self._client.call = counted  # type: ignore[method-assign]
 
 
 def test_to_look_costs_one_question_however_many_nodes_there_are() -> None:

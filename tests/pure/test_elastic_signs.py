@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from guozhuang.launch.rendezvous import signs as elastic_signs
-from guozhuang.launch.rendezvous.patient_store import PatientStore
 from guozhuang.launch.rendezvous.signs import OtherNodeError, Others
+from guozhuang.net.client import PatientStore
 
 Make = Callable[..., list[Others]]
 

@@ -12,7 +12,7 @@ from types import FrameType
 import pytest
 import torch.distributed as dist
 
-from guozhuang.launch.rendezvous.patient_store import Caller, PatientStore
+from guozhuang.net.client import Client, PatientStore
 
 
 class Deaf(dist.Store):
@@ -35,7 +35,7 @@ def deaf() -> Iterator[Deaf]:
 
 
 def test_no_answer_is_an_error_and_then_at_once(deaf: Deaf) -> None:
-    store = PatientStore(deaf, caller=Caller(0.3))
+    store = PatientStore(deaf, client=Client(0.3))
     with pytest.raises(dist.DistNetworkError, match="has not answered"):
         store.check(["a"])
     begin = time.monotonic()
@@ -64,7 +64,7 @@ def test_a_signal_gets_through(deaf: Deaf) -> None:
 
 
 def test_who_is_about_to_end_waits_less(deaf: Deaf) -> None:
-    store = PatientStore(deaf, caller=Caller(600))
+    store = PatientStore(deaf, client=Client(600))
     store.hurry()
     with pytest.raises(dist.DistNetworkError, match="for 2 s"):
         store.check(["a"])

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from guozhuang.errors import UsageError, WorldError
-from guozhuang.net import interfaces, search, waiting
+from guozhuang.net import client, interfaces, search
 from guozhuang.net import meeting_point as ports
 from guozhuang.net.door import Door, passage_from
 from guozhuang.net.meeting_point import PortSequence
@@ -118,7 +118,7 @@ def test_who_finds_nobody_says_where_it_looked(point: PortSequence) -> None:
 def test_who_waits_long_says_so_and_what_it_saw(
     point: PortSequence, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(waiting, "FIRST_NOTICE_S", 0.3)
+    monkeypatch.setattr(client, "FIRST_NOTICE_S", 0.3)
     with caplog.at_level(logging.WARNING, "guozhuang"), pytest.raises(WorldError):
         search.find(point, 3, 0.6)
     assert "rank 3 found no door of rank 0 yet; knocked at 127.0.0.1: nobody listens there" in caplog.text

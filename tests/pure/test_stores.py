@@ -17,7 +17,7 @@ import torch.distributed as dist
 from guozhuang.errors import UsageError, WorldError
 from guozhuang.launch.rendezvous import stores as elastic_stores
 from guozhuang.launch.rendezvous.fixed import FixedMeeting
-from guozhuang.net import interfaces, search, waiting
+from guozhuang.net import client, interfaces, search
 from guozhuang.net import meet as rendezvous
 from guozhuang.net import meeting_point as ports
 from guozhuang.net import store as stores
@@ -52,23 +52,23 @@ def test_what_does_not_end_is_given_up_and_what_does_is_handed_on() -> None:
     try:
         started = time.monotonic()
         with pytest.raises(WorldError, match=r"\[rank 2\] the store at x:1 has not answered for 0\.2 s\. Fix:"):
-            waiting.within(0.2, "the store at x:1", never.wait, rank=2)
+            client.within(0.2, "the store at x:1", never.wait, rank=2)
         assert time.monotonic() - started < 1
     finally:
         never.set()
-    assert waiting.within(5, "it", lambda: 7) == 7
+    assert client.within(5, "it", lambda: 7) == 7
     with pytest.raises(KeyError):
-        waiting.within(5, "it", lambda: {}["x"])
+        client.within(5, "it", lambda: {}["x"])
 
 
 def test_notices_come_first_soon_and_then_seldom(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(waiting, "FIRST_NOTICE_S", 0.1)
-    monkeypatch.setattr(waiting, "NEXT_NOTICE_S", 0.2)
+    monkeypatch.setattr(client, "FIRST_NOTICE_S", 0.1)
+    monkeypatch.setattr(client, "NEXT_NOTICE_S", 0.2)
     never = threading.Event()
-    with caplog.at_level(logging.WARNING, "guozhuang"), pytest.raises(waiting.OverdueError):
-        waiting.attempt(0.6, never.wait, lambda: "waiting for the moon")
+    with caplog.at_level(logging.WARNING, "guozhuang"), pytest.raises(client.OverdueError):
+        client.attempt(0.6, never.wait, lambda: "waiting for the moon")
     never.set()
     assert len(caplog.records) in (2, 3)
     assert "after 0 s: waiting for the moon" in caplog.text
@@ -87,7 +87,7 @@ def test_notices_come_first_soon_and_then_seldom(
 def test_who_reaches_nobody_ends_in_time_and_says_why(
     host: str, words: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(waiting, "FIRST_NOTICE_S", 0.3)
+    monkeypatch.setattr(client, "FIRST_NOTICE_S", 0.3)
     point = MeetingPoint(host, free_port())
     started = time.monotonic()
     with caplog.at_level(logging.WARNING, "guozhuang"), pytest.raises(WorldError) as caught:
@@ -268,7 +268,7 @@ def test_everybody_hears_what_everybody_told() -> None:
 def test_who_is_missing_is_said_while_waiting_and_at_the_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(waiting, "FIRST_NOTICE_S", 0.2)
+    monkeypatch.setattr(client, "FIRST_NOTICE_S", 0.2)
     monkeypatch.setattr(rendezvous, "_AFTER_VERDICT_S", 0.0)
     store = dist.HashStore()
     with caplog.at_level(logging.WARNING, "guozhuang"):
@@ -299,7 +299,7 @@ def test_a_store_that_stops_answering_does_not_hold_us(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(rendezvous, "_AFTER_VERDICT_S", 0.0)
-    monkeypatch.setattr(waiting, "FIRST_NOTICE_S", 0.7)
+    monkeypatch.setattr(client, "FIRST_NOTICE_S", 0.7)
     monkeypatch.setattr(rendezvous, "_SILENT_S", 0.2)
     store = Counting()
     stop = threading.Timer(0.2, store.answers.clear)

@@ -28,6 +28,7 @@ from guozhuang.groups.gloo import Crossing, choose_address
 from guozhuang.groups.subgroups import timeout_s
 from guozhuang.net.door import pass_through
 from guozhuang.net.search import own_address
+from guozhuang.net.store import connect as connect_store
 from guozhuang.net.store import loopback_address
 from guozhuang.watch.processes import node_identity
 from guozhuang.world.requests import requested_secret, requested_servers
@@ -201,7 +202,7 @@ def connect(address: str, limit_s: float) -> dist.Store:
     if secret and loopback_address(host) is None:
         host, port = pass_through(host, port, secret, limit_s)  # which lasts as long as this process
     try:
-        return dist.TCPStore(host, port, None, False, timedelta(seconds=limit_s), wait_for_workers=False)
+        return connect_store(host, port, limit_s)
     except RuntimeError as error:
         what = f"the store of the parameter servers at {address} does not answer: {error}"
         raise WorldError(explain(what, fix="look at the output of `guozhuang run`, which keeps it")) from error

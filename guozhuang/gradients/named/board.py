@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import queue
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, TypeVar
 
 import torch.distributed as dist
 
+from ...net.client import Client
 from ...watch.processes import SHARE_MEMORY, Process, node_identity, this_process
 
 _T = TypeVar("_T")
@@ -36,15 +35,16 @@ class Board:
         self._node = node_identity(SHARE_MEMORY)
         self._processes: dict[int, Process] = {}  # of ranks that have constructed their boards
         store.set(f"card/{rank}", str(this_process(self._node)))
-        self._asking = _Asking()
+        # Its thread is started at once: an interpreter that ends starts none.
+        self._client = Client(_STORE_S, retries=True, starts=True)
 
     def close(self) -> None:
         """End the thread; nothing is told or asked any more."""
-        self._asking.close()
+        self._client.close()
 
     def read_cards(self) -> None:
         """Learn the processes of all ranks that have constructed their boards."""
-        with contextlib.suppress(StoreSilent):
+        with contextlib.suppress(RuntimeError):
             for rank in range(self._size):
                 card = None if rank in self._processes else self._read(f"card/{rank}")
                 if card is not None:
@@ -59,14 +59,14 @@ class Board:
             self._store.set(f"word/{self._rank}", word)
             self._store.add("words", 1)
 
-        with contextlib.suppress(StoreSilent):
-            self._asking.ask(leave)
+        with contextlib.suppress(RuntimeError):
+            self._client.call(leave)
 
     def words(self) -> dict[int, str]:
         """What other ranks left; nothing if the store does not say."""
         found = {}
-        with contextlib.suppress(StoreSilent):
-            if self._asking.ask(lambda: self._store.add("words", 0)):
+        with contextlib.suppress(RuntimeError):
+            if self._client.call(lambda: self._store.add("words", 0)):
                 for rank in range(self._size):
                     word = None if rank == self._rank else self._read(f"word/{rank}")
                     if word is not None:
@@ -86,15 +86,15 @@ class Board:
                 return ended, {rank: word for rank, word in words.items() if rank in ended} if ended else words
             time.sleep(_LOOK_S)
 
-    # Stalls. Only the engine's watch calls these; they raise StoreSilent.
+    # Stalls. Only the engine's watch calls these; they raise RuntimeError.
 
     def ask(self) -> int:
         """Ask all ranks what they have pending; return the number of the question."""
-        return self._asking.ask(lambda: int(self._store.add("asked", 1)))
+        return self._client.call(lambda: int(self._store.add("asked", 1)))
 
     def num_asked(self) -> int:
         """How many questions were asked."""
-        return self._asking.ask(lambda: int(self._store.add("asked", 0)))
+        return self._client.call(lambda: int(self._store.add("asked", 0)))
 
     def answer(self, number: int, pending: Mapping[int, Sequence[str]]) -> None:
         """Say what this rank has pending.
@@ -104,7 +104,7 @@ class Board:
             pending: names by the number of their channel.
         """
         said = json.dumps([number, {str(key): pending[key] for key in pending}])
-        self._asking.ask(lambda: self._store.set(f"pending/{self._rank}", said))
+        self._client.call(lambda: self._store.set(f"pending/{self._rank}", said))
 
     def answers(self, number: int) -> dict[int, dict[int, list[str]]]:
         """By rank, what those have pending that answered this question or a later one."""
@@ -118,51 +118,5 @@ class Board:
         return found
 
     def _read(self, key: str) -> str | None:
-        """What is there; None if nothing is. Raises StoreSilent."""
-        return self._asking.ask(lambda: self._store.get(key).decode() if self._store.check([key]) else None)
-
-
-class StoreSilent(RuntimeError):
-    """The store is gone, or does not answer."""
-
-
-class _Asking:
-    """Asks the store in a thread of its own, and waits for no answer longer than a second.
-
-    The thread is made at once: when an interpreter ends, none can be begun.
-    """
-
-    def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="guozhuang negotiated words", daemon=True)
-        self._thread.start()
-
-    def ask(self, call: Callable[[], _T]) -> _T:
-        """Call it in the thread, and return what it returns.
-
-        Raises:
-            StoreSilent: it raised a RuntimeError, or did not return in time.
-        """
-        answers: queue.SimpleQueue[tuple[_T] | None] = queue.SimpleQueue()
-
-        def answer() -> None:
-            found = None
-            with contextlib.suppress(RuntimeError):  # DistStoreError, DistNetworkError
-                found = (call(),)
-            answers.put(found)
-
-        self._calls.put(answer)
-        found = None
-        with contextlib.suppress(queue.Empty):
-            found = answers.get(timeout=_STORE_S)
-        if found is None:
-            raise StoreSilent("the store does not answer")
-        return found[0]
-
-    def close(self) -> None:
-        self._calls.put(None)
-        self._thread.join(_STORE_S)
-
-    def _work(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call()
+        """What is there; None if nothing is. Raises RuntimeError."""
+        return self._client.call(lambda: self._store.get(key).decode() if self._store.check([key]) else None)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from ...errors import explain
-from .board import Board, StoreSilent
+from .board import Board
 from .settings import Settings
 from .submission import JOIN_NAME, NegotiationError
 
@@ -101,7 +101,7 @@ class Watch:
         self.num_looks += 1
         try:
             self._ask_around(since, now, age_s)
-        except StoreSilent as error:
+        except RuntimeError as error:
             _LOG.debug("rank %d: no look at what others have pending: %s", self._rank, error)
         if age_s >= self._stop_s:
             self._end(since, now)
@@ -162,7 +162,7 @@ class Watch:
     def _end(self, since: dict[int, dict[str, float]], now: float) -> None:
         """Ask once more who is missing, and end the engine."""
         missing: list[tuple[str, list[int], list[int]]] = []
-        with contextlib.suppress(StoreSilent):  # then nobody knows
+        with contextlib.suppress(RuntimeError):  # then nobody knows
             number = self._ask(since)
             self._closed.wait(2.5 * self._tick_s)
             missing = self._missing(number, since, now - self._stop_s)

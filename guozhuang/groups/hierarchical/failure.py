@@ -18,7 +18,6 @@ import contextlib
 import copy
 import json
 import os
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -28,6 +27,7 @@ import torch.distributed as dist
 from guozhuang.errors import MismatchError, PeerLost, WorldError, explain, rank_table
 from guozhuang.groups.hierarchical.comparison import Disagreement
 from guozhuang.groups.hierarchical.nodes import Nodes
+from guozhuang.net.client import Client
 from guozhuang.watch.processes import GONE, STOPPED, start_of, state_of
 
 _DIFFER, _LOST, _HEARD = "differ", "lost", "heard"
@@ -54,7 +54,7 @@ class GroupFailure:
         self._store, self._nodes, self._give_up, self._asked = store, nodes, give_up, asked
         self._error: BaseException | None = None
         self._next_look = 0.0
-        self._asking: threading.Thread | None = None
+        self._client = Client(_STORE_S, retries=True)
         store.set(f"process/{nodes.rank}", f"{os.getpid()} {start_of(os.getpid())}")
         mates = [rank for rank in nodes.here if rank != nodes.rank]
         self._mates = {rank: tuple(map(int, store.get(f"process/{rank}").split())) for rank in mates}
@@ -208,18 +208,9 @@ class GroupFailure:
 
     def _ask(self, question: Callable[[], Any]) -> Any:
         """The answer of the store; None if it fails or is slow: a dead keeper can hold a client for minutes."""
-        if self._asking is not None and self._asking.is_alive():
-            return None
-        answer: list[Any] = []
-
-        def run() -> None:
-            with contextlib.suppress(Exception):
-                answer.append(question())
-
-        self._asking = threading.Thread(target=run, name="guozhuang store", daemon=True)
-        self._asking.start()
-        self._asking.join(_STORE_S)
-        return answer[0] if answer else None
+        with contextlib.suppress(Exception):
+            return self._client.call(question)
+        return None
 
 
 def _lost(text: str, peers: Sequence[int], what: str) -> WorldError:

@@ -14,7 +14,6 @@ doors pass through all the same. Parameter servers and ranks meet at that store 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import logging
 import os
@@ -37,6 +36,7 @@ from guozhuang.launch.servers import VARIABLE as SERVERS
 from guozhuang.launch.servers import Servers
 from guozhuang.net import interfaces
 from guozhuang.net.door import Door, NotOurDoorError, WrongSecretError, knock, pass_through
+from guozhuang.net.store import serve
 from guozhuang.watch.processes import node_identity
 
 _KNOCK_S = 5.0
@@ -139,10 +139,7 @@ class Node:
         listener = socket.create_server(("127.0.0.1", 0))
         self._store_port = int(listener.getsockname()[1])
         # Torch elastic asks for a store at this port, and gets this one, because both say multi_tenant.
-        self._store = dist.TCPStore(
-            "127.0.0.1", self._store_port, None, True, datetime.timedelta(seconds=_STORE_S),
-            wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach(),
-        )  # fmt: skip
+        self._store = serve(listener, _STORE_S, is_shared=True)
         refused = {}
         for host in candidates:
             try:

@@ -43,7 +43,6 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.launch.rendezvous.base import AnewError, Meeting
-from guozhuang.launch.rendezvous.patient_store import PatientStore
 from guozhuang.launch.rendezvous.signs import OtherNodeError, Others
 from guozhuang.launch.rendezvous.stores import (
     LOOPBACK,
@@ -57,6 +56,7 @@ from guozhuang.launch.rendezvous.stores import (
     wait_for,
 )
 from guozhuang.net import search
+from guozhuang.net.client import PatientStore
 from guozhuang.net.search import is_loopback, resolve
 
 _ALIVE_S = 5

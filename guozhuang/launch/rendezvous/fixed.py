@@ -11,7 +11,6 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStore
 
 from guozhuang.errors import WorldError, explain
 from guozhuang.launch.rendezvous.base import Meeting
-from guozhuang.launch.rendezvous.patient_store import Caller, PatientStore, look_s
 from guozhuang.launch.rendezvous.signs import SILENCE_S, OtherNodeError, Others
 from guozhuang.launch.rendezvous.stores import (
     LOOPBACK,
@@ -27,6 +26,7 @@ from guozhuang.launch.rendezvous.stores import (
     wait_for,
 )
 from guozhuang.net import search
+from guozhuang.net.client import Client, PatientStore, look_s
 from guozhuang.net.meeting_point import PortSequence
 
 _AGENTS = "guozhuang agents"  # what agents tell each other begins so; the rest of a store is the ranks'
@@ -122,7 +122,7 @@ class FixedMeeting(Meeting):
             self._kept = find(self._point, self._node_rank, self._timeout_s)
         elif self._kept is None:
             self._kept = reach(self._host, self._port, self._secret, self._timeout_s, _NODE_0)
-        self._shared = PatientStore(self._kept.store, f"{_AGENTS}/{self._run_id}/", Caller(self._silence_s))
+        self._shared = PatientStore(self._kept.store, f"{_AGENTS}/{self._run_id}/", Client(self._silence_s))
         where = "" if self._kept.told[0] == LOOPBACK else f" ({self._kept.told[0]}:{self._kept.told[1]})"
         others = Others(
             self._shared, self._node_rank, self._num_nodes, _NODE_0 + where, self._node_rank == 0, True, self._silence_s

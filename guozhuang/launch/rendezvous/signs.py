@@ -5,7 +5,7 @@ sleep, or wait in a collective, may not notice for half an hour. So each agent s
 second, and two of the agents look at the numbers of all others. A number that stood still for ``SILENCE_S`` is taken for
 the end of its agent, and that is written down for all to read. By looks, not by clocks: an agent that was stopped itself for
 a while does not blame the others, and clocks of hosts may differ. Who keeps the store is seen by the store: it is gone, or
-it does not answer (see [Note: deaf] in patient_store.py).
+it does not answer (see [Note: waiting for a store] in net.client).
 
 [Note: who was first] A rank that fails makes others fail, on other nodes too, and their agents may be faster to say so. So an
 agent says whether its failure may be a reaction to another one. If it is not, it is the cause. If nothing but reactions was
@@ -28,7 +28,7 @@ import time
 import torch.distributed as dist
 
 from guozhuang.errors import WorldError
-from guozhuang.launch.rendezvous.patient_store import ANSWER_S, PatientStore
+from guozhuang.net.client import ANSWER_S, PatientStore
 
 SILENCE_S = ANSWER_S
 _SIGN_S = 1.0

@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.launch.console.say import say
-from guozhuang.launch.rendezvous.patient_store import PatientStore
-from guozhuang.net import interfaces, search, waiting
+from guozhuang.net import client, interfaces, search
 from guozhuang.net import store as stores
+from guozhuang.net.client import PatientStore
 from guozhuang.net.door import Door, pass_through
 from guozhuang.net.meeting_point import PortSequence
 from guozhuang.net.search import is_loopback, resolve
@@ -81,10 +81,10 @@ def keep(host: str, port: int, secret: bytes | None = None) -> Kept:
     listener = listen(host, port)
     told = (host, int(listener.getsockname()[1]))
     if secret is None or is_loopback(host):  # no other node comes to loopback: a door would protect nothing
-        return Kept(_serve(host, listener), _own(host), told[1], told)
+        return Kept(stores.serve(listener, _STORE_S), _own(host), told[1], told)
     inner = listen(LOOPBACK, 0)
     inner_port = int(inner.getsockname()[1])
-    store = _serve(LOOPBACK, inner)
+    store = stores.serve(inner, _STORE_S)
     return Kept(store, LOOPBACK, inner_port, told, Door(listener, inner_port, secret).close)
 
 
@@ -96,9 +96,8 @@ def keep_or_share(host: str, port: int, secret: bytes | None) -> Kept:
     try:
         return keep(host, port, secret)
     except UsageError:
-        limit = datetime.timedelta(seconds=_STORE_S)
         try:
-            shared = dist.TCPStore(_own(host), port, None, True, limit, wait_for_workers=False, multi_tenant=True)
+            shared = stores.share(_own(host), port, _STORE_S)
         except RuntimeError:
             shared = None
         if shared is None:
@@ -111,7 +110,7 @@ def keep_at(listener: socket.socket, point: PortSequence) -> Kept:
     address = listener.getsockname()
     inner = listen(LOOPBACK, 0)
     inner_port = int(inner.getsockname()[1])
-    store = _serve(LOOPBACK, inner)
+    store = stores.serve(inner, _STORE_S)
     door = Door(listener, inner_port, point.secret)
     told = str(address[0]), int(address[1])
     is_noted = bool(point.note) and search.write_note(point, told)
@@ -143,14 +142,6 @@ def _own(host: str) -> str:
     return {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
 
 
-def _serve(host: str, listener: socket.socket) -> dist.TCPStore:
-    port = listener.getsockname()[1]
-    limit = datetime.timedelta(seconds=_STORE_S)
-    return dist.TCPStore(
-        _own(host), port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
-
-
 def reach(host: str, port: int, secret: bytes | None, timeout_s: float, who: str) -> Kept:
     """Connect to a store of another process; with a secret, through its door.
 
@@ -174,13 +165,10 @@ def reach(host: str, port: int, secret: bytes | None, timeout_s: float, who: str
 
 def _client(host: str, port: int, who: str) -> dist.Store:
     """A connection to what listens there; a program that accepts it and is silent is no store."""
-    limit = datetime.timedelta(seconds=_ANSWER_S)
     fix = "check the address and the port, that no other program has it, and that both or none have GUOZHUANG_SECRET"
     try:
-        store = waiting.attempt(
-            _ANSWER_S + 1.0, lambda: dist.TCPStore(host, port, None, False, limit, wait_for_workers=False)
-        )
-    except waiting.OverdueError:
+        store = client.attempt(_ANSWER_S + 1.0, lambda: stores.connect(host, port, _ANSWER_S))
+    except client.OverdueError:
         what = f"what listens at {host}:{port} does not answer as the store of {who} would, within {_ANSWER_S:g} s"
         raise WorldError(explain(what, fix=fix)) from None
     except RuntimeError as error:

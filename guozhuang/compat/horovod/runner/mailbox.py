@@ -8,7 +8,6 @@ of that host could reach the store itself; so each pickle is signed with the sec
 from __future__ import annotations
 
 import contextlib
-import datetime
 import hashlib
 import hmac
 import ipaddress
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from guozhuang.errors import WorldError, explain
 from guozhuang.net import interfaces
 from guozhuang.net.door import Door, NotOurDoorError, knock, passage_from
+from guozhuang.net.store import connect, serve
 
 _SECRET_BYTES = 32
 _LOOPBACK = "127.0.0.1"
@@ -44,8 +44,7 @@ class Mailbox:
 
     def __init__(self, function: bytes, nics: Sequence[str] | None) -> None:
         self._secret = secrets.token_bytes(_SECRET_BYTES)
-        limit = datetime.timedelta(seconds=_LIMIT_S)
-        self._store = dist.TCPStore(_LOOPBACK, 0, None, True, limit, wait_for_workers=False)
+        self._store = serve(socket.create_server((_LOOPBACK, 0)), _LIMIT_S)
         _put(self._store, self._secret, _FUNCTION, function)
         self._doors: list[Door] = []
         for address in [_LOOPBACK, *([] if nics is None else _addresses(nics))]:
@@ -89,8 +88,7 @@ def visit(secret: bytes, doors: Sequence[tuple[str, int]]) -> Iterator[Visitor]:
     host, port, first = _entered(secret, doors)
     passage = passage_from(first, host, port, secret)
     try:
-        limit = datetime.timedelta(seconds=_LIMIT_S)
-        yield Visitor(dist.TCPStore(*passage, None, False, limit, wait_for_workers=False), secret)
+        yield Visitor(connect(*passage, timeout_s=_LIMIT_S), secret)
     finally:
         passage.close()
 

@@ -9,14 +9,11 @@ alone for it. So they come for the next round by themselves, after a pause that 
 
 from __future__ import annotations
 
-import datetime
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
-
-import torch.distributed as dist
 
 from guozhuang.compat.horovod.common.exceptions import HorovodInternalError
 from guozhuang.compat.horovod.runner.elastic.board import HostUpdateResult as HostUpdateResult
@@ -24,7 +21,8 @@ from guozhuang.compat.horovod.runner.elastic.board import Round, Update, WorkerB
 from guozhuang.compat.horovod.runner.elastic.lost_peers import LostPeers
 from guozhuang.errors import MismatchError, WorldError, explain
 from guozhuang.gradients.named import NegotiationError
-from guozhuang.net import waiting
+from guozhuang.net import client
+from guozhuang.net.store import connect
 from guozhuang.world import horovod_elastic
 
 # A waiting worker looks at the store after such pauses.
@@ -73,13 +71,7 @@ class Membership:
         self.world_timeout_s = min(max(share_s, _LEAST_TIMEOUT_S), _MOST_TIMEOUT_S)
         self._newest_update = 0.0
         self._where = f"the driver's store at {told.host}:{told.port}"
-        limit = datetime.timedelta(seconds=told.timeout_s)
-
-        def connect() -> WorkerBoard:
-            store = dist.TCPStore(told.host, told.port, None, False, limit, wait_for_workers=False)
-            return WorkerBoard(store, told.worker)
-
-        self._board = self._ask(connect)
+        self._board = self._ask(lambda: WorkerBoard(connect(told.host, told.port, told.timeout_s), told.worker))
         self._lost_peers = LostPeers(self._board)
 
     def join(self) -> Round:
@@ -129,7 +121,7 @@ class Membership:
     def _ask(self, do: Callable[[], _T]) -> _T:
         """See [Note: waiting for a store] in ``world.waiting``."""
         try:
-            return waiting.within(self._told.timeout_s, self._where, do, fix=_FIX)
+            return client.within(self._told.timeout_s, self._where, do, fix=_FIX)
         except RuntimeError as error:  # a WorldError, or what PyTorch's store raises
             raise SilentDriverError(str(error)) from error
 
@@ -138,7 +130,7 @@ class Membership:
         worker, timeout_s = self._told.worker, self._told.timeout_s
         self._ask(lambda: self._board.come(after, may_skip_sync, self.has_state, self.has_entered))
         began = heard = time.monotonic()
-        beat, looked, notices = -1, after, waiting.Notices()
+        beat, looked, notices = -1, after, client.Notices()
         while True:
             news = self._ask(self._board.news)
             now = time.monotonic()
