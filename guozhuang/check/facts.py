@@ -21,7 +21,7 @@ import torch.distributed as dist
 from guozhuang.check.results import SOURCE, Facts, Network, NetworkInterface, Resources
 from guozhuang.errors import UsageError
 from guozhuang.groups.shared_memory import engine
-from guozhuang.net import waiting
+from guozhuang.net.client import OverdueError, attempt
 from guozhuang.net.meeting_point import MeetingPoint
 from guozhuang.watch.machine import nvidia_driver, processor_name, quota_cores
 from guozhuang.watch.processes import node_identity
@@ -201,8 +201,8 @@ def _resolve(host: str) -> tuple[tuple[str, ...], str]:
         return tuple(dict.fromkeys(sorted((str(e[4][0]) for e in entries), key=lambda a: ":" in a))), ""
 
     try:  # nothing but a thread can put a limit to the system's resolver
-        return waiting.attempt(_RESOLVE_S, ask)
-    except waiting.OverdueError:
+        return attempt(_RESOLVE_S, ask)
+    except OverdueError:
         return nothing, f"no answer from the name service within {_RESOLVE_S:g} s"
 
 

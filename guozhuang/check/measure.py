@@ -21,7 +21,7 @@ import torch.distributed as dist
 from guozhuang import units, world
 from guozhuang.check.results import MeasuredReduction
 from guozhuang.errors import WorldError
-from guozhuang.net import waiting
+from guozhuang.net.client import within
 from guozhuang.world.devices import SHARED_MEMORY
 
 #: The limit of one pair.
@@ -154,7 +154,7 @@ class Pair:
             return dist.ProcessGroupGloo(dist.PrefixStore(key, store), 1 - self._peer, 2, options)
 
         try:
-            self._group = waiting.within(limit_s + 1.0, "the store of the world", make)
+            self._group = within(limit_s + 1.0, "the store of the world", make)
         except (RuntimeError, WorldError) as error:
             is_over = time.monotonic() >= self._deadline - 0.1 * limit_s
             why = f"no connection at {address} within {limit_s:g} s" if is_over else f"{address}: {_first_line(error)}"

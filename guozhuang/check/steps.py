@@ -24,7 +24,7 @@ from guozhuang.check.facts import address_on
 from guozhuang.check.measure import Pair, PairError
 from guozhuang.check.results import Absence, Clock, Facts, MeasuredLink, MeasuredReduction, Results
 from guozhuang.errors import UsageError, WorldError, explain
-from guozhuang.net import waiting
+from guozhuang.net.client import LOOK_AT_THE_KEEPER, OverdueError, attempt
 from guozhuang.world.identity import Identity
 
 _ANSWER_S = 5.0  # limit of a call that the store answers at once
@@ -48,7 +48,7 @@ def steps_limit_s(timeout_s: float) -> float:
 
 
 class StoreClient:
-    """The store of the world, with a limit for each call; see [Note: waiting for a store] in ``net.waiting``.
+    """The store of the world, with a limit for each call; see [Note: waiting for a store] in ``net.client``.
 
     Args:
         store: of the world.
@@ -85,9 +85,9 @@ class StoreClient:
         """Call the store; raises as :meth:`write`."""
         try:
             return self.within(_ANSWER_S, lambda: call(self.store))
-        except waiting.OverdueError:
+        except OverdueError:
             what = f"{self._where} has not answered for {_ANSWER_S:g} s"
-            raise WorldError(explain(what, rank=self._rank, fix=waiting.LOOK_AT_THE_KEEPER)) from None
+            raise WorldError(explain(what, rank=self._rank, fix=LOOK_AT_THE_KEEPER)) from None
         except WorldError:
             raise
         except RuntimeError as error:  # torch's own
@@ -95,7 +95,7 @@ class StoreClient:
             raise WorldError(explain(f"{self._where} is gone: {error}", rank=self._rank, fix=fix)) from error
 
     def within(self, limit_s: float, call: Callable[[], T]) -> T:
-        """Call in a thread, with a limit; raises ``waiting.OverdueError``, and what the call raised."""
+        """Call in a thread, with a limit; raises ``OverdueError``, and what the call raised."""
 
         def counted() -> T:
             self.num_calls += 1
@@ -104,7 +104,7 @@ class StoreClient:
             finally:
                 self.num_calls -= 1
 
-        return waiting.attempt(limit_s, counted)
+        return attempt(limit_s, counted)
 
 
 @dataclass
@@ -297,7 +297,7 @@ class Steps:
 
         try:
             self._client.within(self._timeout_s + _GRACE_S, reduce)
-        except waiting.OverdueError:
+        except OverdueError:
             return None
         except Exception as error:  # a bug, too: a rank without an answer would look like one that is stuck
             is_expected = isinstance(error, RuntimeError | ValueError | OSError) and str(error)

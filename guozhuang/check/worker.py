@@ -6,7 +6,7 @@ the roster every rank derives the same plan of pairs. Rank 0 begins each step by
 the step there with a limit, and tells in the key of the next step which ranks were lost. Ranks measure each other over gloo
 groups of two, and all_reduce in the world of ``gz.init``.
 
-Every step runs in a thread (``net.waiting``), because calls into torch are deaf to signals; the main thread waits for it.
+Every step runs in a thread (``net.client``), because calls into torch are deaf to signals; the main thread waits for it.
 ``python -m guozhuang.check.worker`` is what ``guozhuang check`` starts where nobody else has started ranks.
 """
 
@@ -29,7 +29,7 @@ from guozhuang.check.results import OTHER_VERSION, Absence, Facts, Results, is_l
 from guozhuang.check.steps import ENDED_S, State, Steps, StoreClient, steps_limit_s
 from guozhuang.check.verdict import judge
 from guozhuang.errors import UsageError, WorldError, explain
-from guozhuang.net import waiting
+from guozhuang.net.client import OverdueError
 from guozhuang.net.meet import Meeting
 from guozhuang.records import build
 from guozhuang.world import session
@@ -176,7 +176,7 @@ class Worker:
                 node_of, address = (self._lead if self._leads else self._follow)(client, meeting)
                 self._steps = Steps(client, self._identity, self._timeout_s, node_of, address, self._state)
                 client.within(limit_s, self._steps.take)
-            except (WorldError, waiting.OverdueError) as error:
+            except (WorldError, OverdueError) as error:
                 text = str(error) or f"no end within {limit_s:g} s"
                 if not self._leads:
                     raise Apart(text, self._state.facts[self._rank]) from error
