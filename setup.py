@@ -53,7 +53,7 @@ HOROVOD = [
 ]
 EXTRAS = {
     "horovod": HOROVOD,
-    "text": ["transformers", "tokenizers", "pyarrow"],
+    "text": ["transformers", "tokenizers", "pyarrow", "charset-normalizer"],
     "test": [
         *HOROVOD,
         "hypothesis",

@@ -60,9 +60,10 @@ def read_bytes(path: Path) -> bytes:
 def decode(data: bytes, path: Path, encoding: str | None = None) -> Decoded:
     """Decode a file by the encoding told, else by the one detected.
 
-    Detection: a byte-order mark; UTF-16 by its NUL bytes; UTF-8; UTF-8 with a few bad bytes; and for text that is
-    mostly ASCII, Windows-1252 (all of printable ISO-8859-1 is in it), which is a guess and says so. Text that is mostly
-    not ASCII and not Unicode could be in dozens of encodings that all decode, so nothing is guessed there.
+    Detection: a byte-order mark; UTF-16 by its NUL bytes; UTF-8; UTF-8 with a few bad bytes; for text that is mostly ASCII,
+    Windows-1252 (all of printable ISO-8859-1 is in it), which is a guess and says so. Text that is mostly not ASCII and not
+    Unicode could be in dozens of encodings that all decode: the one in which charset-normalizer recognises a language is
+    taken, which says so too; without one nothing is guessed.
 
     Args:
         data: the bytes, unpacked.
@@ -99,6 +100,12 @@ def decode(data: bytes, path: Path, encoding: str | None = None) -> Decoded:
     if num_good > num_bad:
         return Decoded(text, "utf-8", "")
     if num_bad > 0.2 * len(data):
+        name = _recognised(data)
+        if name:
+            assumed = (
+                f"{path}: not Unicode, read as {name}, in which its language is recognised; --encoding says otherwise"
+            )
+            return Decoded(_text(data, name, path), name, assumed)
         raise UsageError(
             explain(
                 f"{path} is not Unicode, and its encoding cannot be told from its bytes",
@@ -115,6 +122,17 @@ def bad_bytes(text: str) -> str:
         if "\udc80" <= character <= "\udcff":
             return f"0x{ord(character) - 0xDC00:02x}"
     return ""
+
+
+def _recognised(data: bytes) -> str:
+    """Return the encoding in which charset-normalizer recognises a language; empty where there is none, or no such package."""
+    try:
+        import charset_normalizer
+    except ImportError:
+        return ""
+    lines = data[: 1 << 16].rpartition(b"\n")[0] if len(data) > 1 << 16 else data  # a piece may end inside a character
+    best = charset_normalizer.from_bytes(lines).best()
+    return codecs.lookup(best.encoding).name if best is not None and best.coherence > 0 else ""
 
 
 def _utf16(data: bytes) -> str:

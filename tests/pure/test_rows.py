@@ -107,10 +107,24 @@ def test_encodings_are_detected(tmp_path, encoding) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["gb18030", "shift_jis", "euc_jp"])
-def test_encodings_that_cannot_be_told_are_asked_for(tmp_path, encoding) -> None:
+def test_encodings_that_cannot_be_told_are_asked_for(tmp_path, monkeypatch, encoding) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "charset_normalizer", None)  # not installed
     path = write(tmp_path / "a.csv", ("a,今日天文学\nb,明日天文学\n" * 4).encode(encoding))
     assert "--encoding" in error(path)
     assert read_samples(path, encoding=encoding).texts[0] == "今日天文学"
+
+
+CHINESE = ["今日天文学的新发现。科学家在实验室里研究了很多年。", "这部电影非常好看。演员的表演很出色。"]
+RUSSIAN = ["Этот фильм очень хороший", "актеры играли прекрасно"]
+
+
+@pytest.mark.parametrize(("encoding", "texts"), [("gb18030", CHINESE), ("gbk", CHINESE), ("cp1251", RUSSIAN)])
+def test_encodings_in_which_a_language_is_recognised(tmp_path, encoding, texts) -> None:
+    pytest.importorskip("charset_normalizer")
+    content = "".join(f"{label},{text}\n" for label, text in zip("abab", texts * 2, strict=True)).encode(encoding)
+    samples = read_samples(write(tmp_path / "a.csv", content * 1000))  # longer than the piece that is looked at
+    assert samples.texts[:2] == texts
+    assert any("language is recognised" in text for text in samples.table.assumed)
 
 
 @of_files
