@@ -382,6 +382,7 @@ def test_a_signal_of_signals_to_handle_comes_to_the_ranks(begun: Any, folder: Pa
     assert not none_left(str(folder), 1)
 
 
+@pytest.mark.alone  # other launchers have folders of the same name
 def test_a_second_signal_does_not_wait_for_deaf_ranks(begun: Any, folder: Path) -> None:
     before = set(Path(tempfile.gettempdir()).glob("guozhuang-run-*"))
     launcher = begun(2, "-H", "a0:1,a1:1", "light.py", "deaf", "sleep")

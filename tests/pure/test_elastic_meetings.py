@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,14 +23,10 @@ from guozhuang.launch.rendezvous.fixed import FixedMeeting
 from guozhuang.launch.rendezvous.signs import OtherNodeError, Others
 from guozhuang.launch.rendezvous.stores import Kept
 from guozhuang.net.client import PatientStore, look_s
+from tests.ranks import free_port
 
 _QUICK = datetime.timedelta(seconds=0.2)
 Open = Callable[..., list[Any]]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @pytest.fixture

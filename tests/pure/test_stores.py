@@ -25,6 +25,7 @@ from guozhuang.net.meet import Told, open_store, roll_call
 from guozhuang.net.meeting_point import MeetingPoint, PortSequence
 from guozhuang.watch.processes import node_identity
 from guozhuang.world import torchrun
+from tests.ranks import free_port
 
 ADDRESS = search.own_address([], [])
 needs_an_address = pytest.mark.skipif(ADDRESS.startswith("127."), reason="needs an address besides loopback")
@@ -37,11 +38,6 @@ def silent_service() -> Iterator[int]:
     """The port of somebody who accepts and says nothing."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield listener.getsockname()[1]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 # ---- waiting

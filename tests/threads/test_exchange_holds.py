@@ -7,7 +7,6 @@ gradients must give the same bits, however much the method loses.
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,8 +18,9 @@ from torch import Tensor, nn
 
 from guozhuang import DistributedDataParallel
 from guozhuang.errors import UsageError
-from tests.processes.cases import assert_equal_across_ranks, grads, names_of_cases, results_of_cases
-from tests.processes.gradient_methods import METHODS, Method, forget_groups
+from tests.processes.cases import assert_equal_across_ranks, grads, names_of_cases
+from tests.processes.gradient_methods import METHODS, Method
+from tests.threads.ranks import run_threads
 
 SHAPES = {"first": (12, 10), "second": (7,), "third": (30, 20), "number": ()}
 CAP_MB = 0.002  # several buckets
@@ -211,22 +211,8 @@ PROPERTIES: dict[str, Callable[[Method, int, int], None]] = {
 }
 
 
-def _tell(name: str, property_name: str, rank: int, size: int) -> None:
-    try:
-        PROPERTIES[property_name](METHODS[name], rank, size)
-    finally:
-        forget_groups()
-
-
-NAMES = [f"{name}-{property_name.removeprefix('case_')}" for name in METHODS for property_name in PROPERTIES]
-for _name in METHODS:
-    for _property in PROPERTIES:
-        globals()[f"{_name}-{_property.removeprefix('case_')}"] = functools.partial(_tell, _name, _property)
-RESULTS = {size: results_of_cases(__name__, size, NAMES, timeout_s=240.0) for size in (1, 2, 3, 4, 8)}
-
-
-@pytest.mark.timeout(270)  # the first of a size waits for all of it
-@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 3, 4, 8))])
-@pytest.mark.parametrize("name", NAMES)
-def test_holds(name: str, size: int) -> None:
-    RESULTS[size](name)
+@pytest.mark.parametrize("size", [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("asked", PROPERTIES, ids=lambda name: name.removeprefix("case_"))
+@pytest.mark.parametrize("name", METHODS)
+def test_holds(name: str, asked: str, size: int) -> None:
+    run_threads(lambda rank, _: PROPERTIES[asked](METHODS[name], rank, size), size)

@@ -1,0 +1,268 @@
+"""Ranks as threads: run a function on several ranks of one process, over a group in memory.
+
+    def sums(rank, world_size):
+        tensor = torch.full((3,), float(rank))
+        dist.all_reduce(tensor)
+        return tensor
+
+    run_threads(sums, 8)[0]
+
+Everything of ``torch.distributed`` that the functions call finds the group of its own rank: what torch keeps for a process is
+kept here for a rank, that is for its thread and all threads that this one starts. A rank costs no process and a collective no
+message, so that cases with 1 to 8 ranks take milliseconds. Not for what only processes show: deaths, time-outs, bytes on
+sockets; nor for what ranks do not have for themselves here, such as the random numbers of ``torch.manual_seed``.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import queue
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from guozhuang.groups.base import PythonGroup
+
+NAME = "threads"
+LIMIT_S = 60.0
+_here = threading.local()
+
+
+class _Ended(dist.Work):
+    """A work that has ended when it is returned, or a message that is taken when it is waited for."""
+
+    def __init__(self, wait: Callable[[], object] = lambda: None) -> None:
+        super().__init__()
+        self._wait: Callable[[], object] | None = wait
+
+    def wait(self, timeout: object = None) -> bool:
+        wait, self._wait = self._wait, None
+        if wait is not None:
+            wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> Any:
+        self.wait()
+        future: Any = torch.futures.Future()
+        future.set_result([])
+        return future
+
+
+class _Meeting:
+    """Where the ranks of a group hand each other what they have: for each call, what each rank gave."""
+
+    def __init__(self, size: int, run: _Run) -> None:
+        self.size, self.run, self.changed = size, run, threading.Condition()
+        self.calls: dict[int, dict[int, Any]] = collections.defaultdict(dict)
+        self.mail: dict[tuple[int, int, int], queue.SimpleQueue[Tensor]] = collections.defaultdict(queue.SimpleQueue)
+
+    def of_all(self, number: int, rank: int, given: Any) -> list[Any]:
+        with self.changed:
+            here = self.calls[number]
+            here[rank] = given
+            self.changed.notify_all()
+            there = self.changed.wait_for(lambda: len(here) == self.size or self.run.has_failed, LIMIT_S)
+            assert there and len(here) == self.size, f"ranks {sorted(set(range(self.size)) - here.keys())} did not come"
+            self.calls.pop(number - 1, None)  # all have left it: they came to this one
+        return [here[rank] for rank in range(self.size)]
+
+
+class ThreadGroup(PythonGroup):
+    """A group of ranks that are threads of one process."""
+
+    def __init__(self, rank: int, size: int, meeting: _Meeting) -> None:
+        super().__init__(rank, size, NAME)
+        self._meeting, self._number, self._lock = meeting, 0, threading.Lock()
+
+    def _of_all(self, name: str, given: Any) -> list[Any]:
+        with self._lock:
+            self._number += 1
+            number = self._number
+        found = self._meeting.of_all(number, self.rank(), (name, given))
+        assert len({name for name, _ in found}) == 1, f"ranks call {[name for name, _ in found]}"
+        return [given for _, given in found]
+
+    def _reduced(self, name: str, tensor: Tensor, op: Any) -> Tensor:
+        everyones = self._of_all(f"{name} {tuple(tensor.shape)} {tensor.dtype}", tensor.detach().clone())
+        return _combined(everyones, op)
+
+    def allreduce(self, tensors: list[Tensor] | Tensor, opts: Any = None) -> dist.Work:
+        for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
+            tensor.detach().copy_(self._reduced("allreduce", tensor, opts.reduceOp if opts else dist.ReduceOp.SUM))
+        return _Ended()
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+        result = self._reduced("reduce", tensors[0], opts.reduceOp)
+        if self.rank() == opts.rootRank:
+            tensors[0].detach().copy_(result)
+        return _Ended()
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+        found = self._of_all("broadcast", tensors[0].detach().clone())
+        tensors[0].detach().copy_(found[opts.rootRank])
+        return _Ended()
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        found = self._of_all("allgather", inputs[0].detach().clone())
+        for output, value in zip(outputs[0], found, strict=True):
+            output.detach().copy_(value)
+        return _Ended()
+
+    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> dist.Work:
+        found = self._of_all("all_gather_single", given.detach().clone())
+        output.detach().view(-1).copy_(torch.cat([value.reshape(-1) for value in found]))
+        return _Ended()
+
+    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any) -> dist.Work:
+        whole = self._reduced("reduce_scatter_single", given, opts.reduceOp).reshape(self.size(), -1)
+        output.detach().view(-1).copy_(whole[self.rank()])
+        return _Ended()
+
+    def all_to_all_single(
+        self, output: Tensor, given: Tensor, out_splits: list[int], in_splits: list[int], opts: Any = None
+    ) -> dist.Work:
+        rows = given.detach().clone().split(list(in_splits) or given.shape[0] // self.size())
+        found = self._of_all("all_to_all_single", rows)
+        output.detach().copy_(torch.cat([parts[self.rank()] for parts in found]).view_as(output))
+        return _Ended()
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        self._of_all("barrier", None)
+        return _Ended()
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> dist.Work:
+        self._meeting.mail[self.rank(), peer, tag].put(tensors[0].detach().clone())
+        return _Ended()
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> dist.Work:
+        mail = self._meeting.mail[peer, self.rank(), tag]
+        return _Ended(lambda: tensors[0].detach().copy_(mail.get(timeout=LIMIT_S)))
+
+
+def _combined(everyones: list[Tensor], op: Any) -> Tensor:
+    kinds: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+        dist.ReduceOp.MIN: torch.minimum,
+        dist.ReduceOp.MAX: torch.maximum,
+        dist.ReduceOp.PRODUCT: torch.mul,
+        dist.ReduceOp.BOR: torch.bitwise_or,
+    }
+    combine = next((function for kind, function in kinds.items() if op == kind), torch.add)
+    total = everyones[0]
+    for tensor in everyones[1:]:  # in the order of ranks: the same bits for all
+        total = combine(total, tensor)
+    return total / len(everyones) if op == dist.ReduceOp.AVG else total
+
+
+class _Run:
+    """The ranks of one call of ``run_threads``."""
+
+    def __init__(self) -> None:
+        self.has_failed, self._lock = False, threading.Lock()
+        self._meetings: dict[Any, _Meeting] = {}
+
+    def meeting(self, name: str, members: Any, size: int) -> _Meeting:
+        """Where the ranks meet that make a group of this name for the same time."""
+        with self._lock:
+            made = _here.made
+            made[name, members] += 1
+            key = (name, members, made[name, members])
+            return self._meetings.setdefault(key, _Meeting(size, self))
+
+    def fail(self) -> None:
+        self.has_failed = True
+        for meeting in list(self._meetings.values()):
+            with meeting.changed:
+                meeting.changed.notify_all()
+
+
+class _Worlds:
+    """In the place of what ``torch.distributed`` keeps for a process: the same for each rank."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_here.world, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(_here.world, name, value)
+
+
+def _empty_world() -> SimpleNamespace:
+    maps = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag", "pg_coalesce_state")
+    return SimpleNamespace(default_pg=None, group_count=0, comms=[], **{name: {} for name in maps})
+
+
+def _create(told: Any, _: Any) -> ThreadGroup:
+    members = tuple(told.global_ranks_in_group or ())
+    meeting = _here.run.meeting(told.group_id, members, told.group_size)
+    return ThreadGroup(told.group_rank, told.group_size, meeting)
+
+
+@contextlib.contextmanager
+def _ranks_are_threads() -> Iterator[None]:
+    if NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    start, hook = threading.Thread.start, sys.excepthook
+
+    def start_in_rank(thread: threading.Thread) -> None:
+        mine, run = dict(vars(_here)), thread.run
+
+        def in_rank() -> None:
+            vars(_here).update(mine)
+            run()
+
+        thread.run = in_rank  # type: ignore[method-assign]
+        start(thread)
+
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    try:
+        with mock.patch.object(c10d, "_world", _Worlds()), mock.patch.object(threading.Thread, "start", start_in_rank):
+            yield
+    finally:
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        sys.excepthook = hook
+
+
+def run_threads(fn: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
+    """Call ``fn(rank, world_size, *args)`` in ``num_ranks`` threads; return the results in rank order.
+
+    Raises:
+        AssertionError: a rank failed; the text holds the traceback of every rank.
+    """
+    store, run = dist.HashStore(), _Run()
+    results: list[Any] = [None] * num_ranks
+    failures: dict[int, str] = {}
+
+    def rank_of(rank: int) -> None:
+        _here.world, _here.run, _here.made = _empty_world(), run, collections.Counter()
+        try:
+            dist.init_process_group(NAME, store=store, rank=rank, world_size=num_ranks)
+            try:
+                results[rank] = fn(rank, num_ranks, *args)
+            finally:
+                dist.destroy_process_group()
+        except BaseException:
+            failures[rank] = traceback.format_exc()
+            run.fail()
+
+    with _ranks_are_threads():
+        threads = [threading.Thread(target=rank_of, args=(rank,), name=f"rank {rank}") for rank in range(num_ranks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not failures, "\n".join(f"---- rank {r} of {num_ranks}:\n{text}" for r, text in sorted(failures.items()))
+    return results
