@@ -255,12 +255,34 @@ def uneven_rows(rank: int, n: int, is_wrong: bool) -> None:
     dist.reduce_scatter_tensor(torch.zeros(2), torch.zeros(2 * n + is_wrong))
 
 
+def expanded(rank: int, n: int, is_wrong: bool) -> None:
+    """Also after tensors of the same call that are well."""
+    tensor = torch.ones(1).expand(6) if is_wrong else torch.ones(6)
+    options = dist.AllreduceCoalescedOptions()
+    options.asyncOp = False
+    dist.group.WORLD.allreduce_coalesced([torch.ones(LARGE), tensor], options)
+
+
+def expanded_output(rank: int, n: int, is_wrong: bool) -> None:
+    """The root of a broadcast may have one: it is read only."""
+    dist.broadcast(torch.ones(2, 1).expand(2, 6) if is_wrong or not rank else torch.ones(2, 6), 0)
+
+
+def nothing_at_all(rank: int, n: int, is_wrong: bool) -> None:
+    """The check itself fails: what goes wrong is no UsageError."""
+    options = dist.AllreduceCoalescedOptions()
+    options.asyncOp = False
+    dist.group.WORLD.allreduce_coalesced([] if is_wrong else [torch.ones(3)], options)
+
+
 def refuses_on_one_rank(rank: int, n: int, case: Callable[[int, int, bool], None]) -> tuple[str, str]:
-    with pytest.raises(UsageError):
-        case(rank, n, True)  # on all ranks alike: the group goes on
+    kind = IndexError if case is nothing_at_all else UsageError
+    if case is not expanded_output:
+        with pytest.raises(kind):
+            case(rank, n, True)  # on all ranks alike: the group goes on
     dist.barrier()
     started = time.monotonic()
-    with pytest.raises(UsageError if rank == 1 else MismatchError) as caught:
+    with pytest.raises(kind if rank == 1 else MismatchError) as caught:
         case(rank, n, rank == 1)
     assert time.monotonic() - started < SOON_S
     with pytest.raises(MismatchError) as later:
@@ -268,11 +290,15 @@ def refuses_on_one_rank(rank: int, n: int, case: Callable[[int, int, bool], None
     return str(caught.value), str(later.value)
 
 
-@pytest.mark.parametrize("case", [unknown_dtype, short_list, short_list_started, uneven_rows], ids=lambda c: c.__name__)
+@pytest.mark.parametrize(
+    "case",
+    [unknown_dtype, short_list, short_list_started, uneven_rows, expanded, expanded_output, nothing_at_all],
+    ids=lambda c: c.__name__,
+)
 def test_arguments_refused_on_one_rank_raise_on_every_rank(case) -> None:
     results = run_shm_ranks(refuses_on_one_rank, 3, case)
     for rank, (text, later) in enumerate(results):
-        assert rank == 1 or "refused on this rank" in text
+        assert rank == 1 or "refused on this rank" in text, text
         assert "refused on this rank" in later
 
 

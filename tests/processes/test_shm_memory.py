@@ -1033,5 +1033,9 @@ def receives_apart(rank: int, size: int) -> None:
         assert found == [True] * 4
 
 
+    with pytest.raises(UsageError, match="share memory"):
+        dist.irecv(torch.zeros(1).expand(5), 1 - rank)
+
+
 def test_a_receive_that_has_ended_is_complete_for_every_thread() -> None:
     run_shm_ranks(receives_apart, 2)

@@ -49,6 +49,16 @@ def check(tensors: Sequence[Tensor], what: str, rank: int) -> None:
             refuse(f"{what}: tensors of one call must have one dtype", f"{tensors[0].dtype}, {tensor.dtype}", rank)
 
 
+def check_written(tensors: Sequence[Tensor], what: str, rank: int) -> None:
+    """Refuse to write to tensors whose elements share memory, as those that ``expand`` makes."""
+    for tensor in tensors:
+        if not tensor.is_contiguous() and any(
+            size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        ):
+            value = f"shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+            refuse(f"{what}: elements of the tensor share memory", value, rank, "pass tensor.contiguous()")
+
+
 def expect(tensors: Sequence[object], num: int, what: str, rank: int) -> None:
     """Refuse a list that does not have a tensor per rank."""
     if len(tensors) != num:

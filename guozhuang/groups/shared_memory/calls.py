@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import functools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -33,30 +34,42 @@ ASYNC_SPIN_US: Final = 20
 
 
 class _PreparedCall(NamedTuple):
-    """A call whose arguments were looked at."""
+    """A call whose arguments were checked.
+
+    Attributes:
+        run: does what this rank has to do.
+        tensors: what holds the result.
+        what: the call in words.
+        opts: its options.
+        writes: whether this rank's ``tensors`` are written to.
+    """
 
     run: Run
     tensors: Sequence[Tensor]
     what: str
     opts: Any
+    writes: bool = True
 
 
-_Call = _PreparedCall | dist.Work  # the work of another group
+_Call = _PreparedCall | Callable[[], dist.Work]  # the latter begins the call on another group
 _Prepare = Callable[..., _Call]
 
 
 def _collective(name: str) -> Callable[[_Prepare], Callable[..., dist.Work]]:
-    """Make a call of what looks at its arguments: start what it prepared; tell the peers if it refuses."""
+    """Make a call of a method that checks arguments: start what it prepared; tell the peers if the check fails."""
 
     def decorate(prepare: _Prepare) -> Callable[..., dist.Work]:
         @functools.wraps(prepare)
         def call(self: CollectiveCalls, *args: Any, **named: Any) -> dist.Work:
             try:
                 prepared = prepare(self, *args, **named)
-            except UsageError as error:
-                self._refuse(name, str(error), args[-1] if args else None)
+                if isinstance(prepared, _PreparedCall) and prepared.writes:
+                    arguments.check_written(prepared.tensors, name, self._rank)
+            except Exception as error:  # peers that wait for this rank in vain would wait for the whole time-out
+                why = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
+                self._refuse(name, why, args[-1] if args else None)
                 raise
-            return self._start(prepared) if isinstance(prepared, _PreparedCall) else prepared
+            return self._start(prepared) if isinstance(prepared, _PreparedCall) else prepared()
 
         return call
 
@@ -99,7 +112,7 @@ class CollectiveCalls(PythonGroup):
         opts = dist.AllreduceOptions() if opts is None else opts
         tensor = tensors[0] if len(tensors) == 1 else arguments.one(tensors, "all_reduce", self._rank)
         if not tensor.is_cpu:
-            return self._others.group_for(tensor).allreduce([tensor], opts)
+            return partial(self._others.group_for(tensor).allreduce, [tensor], opts)
         if tensor.layout != torch.strided:
             return self._sparse(tensor, opts)
         return self._reduce(tensor, arguments.combining(opts.reduceOp, self._size, self._rank), None, opts)
@@ -109,7 +122,7 @@ class CollectiveCalls(PythonGroup):
         """Combine several tensors; small ones travel together."""
         opts = dist.AllreduceCoalescedOptions() if opts is None else opts
         if not tensors[0].is_cpu:
-            return self._others.group_for(tensors[0]).allreduce_coalesced(tensors, opts)
+            return partial(self._others.group_for(tensors[0]).allreduce_coalesced, tensors, opts)
         arguments.check(tensors, "all_reduce", self._rank)
         how = arguments.combining(opts.reduceOp, self._size, self._rank)
         among = f", of tensors of {[tensor.numel() for tensor in tensors]}".encode()
@@ -133,7 +146,7 @@ class CollectiveCalls(PythonGroup):
         opts = dist.ReduceOptions() if opts is None else opts
         tensor = arguments.one(tensors, "reduce", self._rank)
         if not tensor.is_cpu:
-            return self._others.group_for(tensor).reduce([tensor], opts)
+            return partial(self._others.group_for(tensor).reduce, [tensor], opts)
         return self._reduce(
             tensor,
             arguments.combining(opts.reduceOp, self._size, self._rank),
@@ -147,7 +160,7 @@ class CollectiveCalls(PythonGroup):
         opts = dist.ReduceScatterOptions() if opts is None else opts
         output, given = arguments.one(outputs, "reduce_scatter", self._rank), inputs[0]
         if not output.is_cpu:
-            return self._others.group_for(output).reduce_scatter(outputs, inputs, opts)
+            return partial(self._others.group_for(output).reduce_scatter, outputs, inputs, opts)
         arguments.check_list(output, given, self._size, "reduce_scatter", self._rank)
         how = arguments.combining(opts.reduceOp, self._size, self._rank)
 
@@ -165,7 +178,7 @@ class CollectiveCalls(PythonGroup):
         """Combine the r-th part of every rank's tensor on rank r."""
         opts = dist.ReduceScatterOptions() if opts is None else opts
         if not output.is_cpu:
-            return self._others.group_for(output)._reduce_scatter_base(output, given, opts)
+            return partial(self._others.group_for(output)._reduce_scatter_base, output, given, opts)
         arguments.check([output, given], "reduce_scatter", self._rank)
         how = arguments.combining(opts.reduceOp, self._size, self._rank)
         return _PreparedCall(
@@ -177,7 +190,7 @@ class CollectiveCalls(PythonGroup):
         """Several ``reduce_scatter_single``, as one work."""
         opts = dist.ReduceScatterOptions() if opts is None else opts
         if not outputs[0].is_cpu:
-            return self._others.group_for(outputs[0]).reduce_scatter_tensor_coalesced(outputs, inputs, opts)
+            return partial(self._others.group_for(outputs[0]).reduce_scatter_tensor_coalesced, outputs, inputs, opts)
         how = arguments.combining(opts.reduceOp, self._size, self._rank)
         for pair in zip(outputs, inputs, strict=True):
             arguments.check(pair, "reduce_scatter", self._rank)
@@ -196,7 +209,7 @@ class CollectiveCalls(PythonGroup):
         opts = dist.BroadcastOptions() if opts is None else opts
         tensor = arguments.one(tensors, "broadcast", self._rank)
         if not tensor.is_cpu:
-            return self._others.group_for(tensor).broadcast([tensor], opts)
+            return partial(self._others.group_for(tensor).broadcast, [tensor], opts)
         arguments.check([tensor], "broadcast", self._rank)
         root = arguments.root(opts.rootRank, self._size, self._rank)
 
@@ -206,7 +219,7 @@ class CollectiveCalls(PythonGroup):
             self._operations.broadcast(arguments.piece(plain), plain, root, terms)
             held.put_back()
 
-        return _PreparedCall(run, [tensor], "broadcast", opts)
+        return _PreparedCall(run, [tensor], "broadcast", opts, root != self._rank)
 
     @_collective("all_gather")
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> _Call:
@@ -214,7 +227,7 @@ class CollectiveCalls(PythonGroup):
         opts = torch._C._distributed_c10d.AllgatherOptions() if opts is None else opts
         given, taken = arguments.one(inputs, "all_gather", self._rank), outputs[0]
         if not given.is_cpu:
-            return self._others.group_for(given).allgather(outputs, inputs, opts)
+            return partial(self._others.group_for(given).allgather, outputs, inputs, opts)
         arguments.check_list(given, taken, self._size, "all_gather", self._rank)
         return _PreparedCall(lambda terms: self._gather_list(taken, given, terms), list(taken), "all_gather", opts)
 
@@ -223,7 +236,7 @@ class CollectiveCalls(PythonGroup):
         """Several ``allgather`` as one work; ``outputs[r][i]`` takes input i of rank r."""
         opts = torch._C._distributed_c10d.AllgatherOptions() if opts is None else opts
         if not inputs[0].is_cpu:
-            return self._others.group_for(inputs[0]).allgather_coalesced(outputs, inputs, opts)
+            return partial(self._others.group_for(inputs[0]).allgather_coalesced, outputs, inputs, opts)
         arguments.expect(outputs, self._size, "all_gather_coalesced", self._rank)
         if any(len(each) != len(inputs) for each in outputs):
             refuse("all_gather_coalesced takes an output for each input", [len(each) for each in outputs], self._rank)
@@ -242,7 +255,7 @@ class CollectiveCalls(PythonGroup):
         """Copy every rank's tensor into the r-th part of the output, on all ranks."""
         opts = torch._C._distributed_c10d.AllgatherOptions() if opts is None else opts
         if not given.is_cpu:
-            return self._others.group_for(given)._allgather_base(output, given, opts)
+            return partial(self._others.group_for(given)._allgather_base, output, given, opts)
         arguments.check([given, output], "all_gather", self._rank)
         return _PreparedCall(lambda terms: self._gather_one(output, given, terms), [output], "all_gather", opts)
 
@@ -251,7 +264,7 @@ class CollectiveCalls(PythonGroup):
         """Several ``all_gather_single``, as one work."""
         opts = torch._C._distributed_c10d.AllgatherOptions() if opts is None else opts
         if not inputs[0].is_cpu:
-            return self._others.group_for(inputs[0]).allgather_into_tensor_coalesced(outputs, inputs, opts)
+            return partial(self._others.group_for(inputs[0]).allgather_into_tensor_coalesced, outputs, inputs, opts)
         for pair in zip(inputs, outputs, strict=True):
             arguments.check(pair, "all_gather", self._rank)
 
@@ -267,7 +280,7 @@ class CollectiveCalls(PythonGroup):
         opts = dist.GatherOptions() if opts is None else opts
         given, root = arguments.one(inputs, "gather", self._rank), arguments.root(opts.rootRank, self._size, self._rank)
         if not given.is_cpu:
-            return self._others.group_for(given).gather(outputs, inputs, opts)
+            return partial(self._others.group_for(given).gather, outputs, inputs, opts)
         taken = outputs[0] if root == self._rank else []
         arguments.check_list(given, taken, self._size if root == self._rank else 0, "gather", self._rank)
 
@@ -289,7 +302,7 @@ class CollectiveCalls(PythonGroup):
             arguments.root(opts.rootRank, self._size, self._rank),
         )
         if not output.is_cpu:
-            return self._others.group_for(output).scatter(outputs, inputs, opts)
+            return partial(self._others.group_for(output).scatter, outputs, inputs, opts)
         given = inputs[0] if root == self._rank else []
         arguments.check_list(output, given, self._size if root == self._rank else 0, "scatter", self._rank)
 
@@ -307,7 +320,7 @@ class CollectiveCalls(PythonGroup):
         """Copy the r-th tensor of every rank's list to rank r; sizes may all differ."""
         opts = dist.AllToAllOptions() if opts is None else opts
         if not outputs[0].is_cpu:
-            return self._others.group_for(outputs[0]).alltoall(outputs, inputs, opts)
+            return partial(self._others.group_for(outputs[0]).alltoall, outputs, inputs, opts)
         arguments.check([*outputs, *inputs], "all_to_all", self._rank)
         for tensors in (outputs, inputs):
             arguments.expect(tensors, self._size, "all_to_all", self._rank)
@@ -329,7 +342,7 @@ class CollectiveCalls(PythonGroup):
         opts = dist.AllToAllOptions() if opts is None else opts
         if not output.is_cpu:
             other = self._others.group_for(output)
-            return other.alltoall_base(output, given, list(output_splits), list(input_splits), opts)
+            return partial(other.alltoall_base, output, given, list(output_splits), list(input_splits), opts)
         arguments.check([output, given], "all_to_all", self._rank)
         takes = arguments.rows_per_rank(output, output_splits, self._size, self._rank)
         gives = arguments.rows_per_rank(given, input_splits, self._size, self._rank)
@@ -350,14 +363,14 @@ class CollectiveCalls(PythonGroup):
         opts = dist.BarrierOptions() if opts is None else opts
         device = opts.device
         if device is not None and device.type != "cpu":
-            return self._others.group_on(device).barrier(opts)
+            return partial(self._others.group_on(device).barrier, opts)
         return _PreparedCall(lambda terms: self._operations.barrier(b"barrier", terms), [], "barrier", opts)
 
     # What they have in common.
 
     def _start(self, prepared: _PreparedCall) -> dist.Work:
         """Give a call its turn: before this returns, unless the options say that it may end later."""
-        run, tensors, what, opts = prepared
+        run, tensors, what, opts, _ = prepared
         timeout_s, perform = take_timeout(opts) or self._timeout_s, self._operations.perform
         self._num_calls += 1
         if opts.asyncOp:
@@ -375,11 +388,14 @@ class CollectiveCalls(PythonGroup):
         def run(terms: Terms) -> None:
             reduce(tensor, how, root, terms)
 
-        return _PreparedCall(run, [tensor], "all_reduce" if root is None else "reduce", opts)
+        return _PreparedCall(
+            run, [tensor], "all_reduce" if root is None else "reduce", opts, root in (None, self._rank)
+        )
 
     def _reduce_now(self, tensor: Tensor, how: Combining, root: int | None, terms: Terms, among: bytes = b"") -> None:
         held = Bytes()
-        self._operations.reduce(held.target(tensor), how, root, terms, among)
+        plain = held.target(tensor) if root in (None, self._rank) else held.plain(tensor)
+        self._operations.reduce(plain, how, root, terms, among)
         held.put_back()
 
     def _sparse(self, tensor: Tensor, opts: Any) -> _PreparedCall:
@@ -393,7 +409,7 @@ class CollectiveCalls(PythonGroup):
             limited.timeout = datetime.timedelta(seconds=terms[0])
             self._others.group_for(tensor).allreduce([tensor], limited).wait()
 
-        return _PreparedCall(run, [tensor], "all_reduce", opts)
+        return _PreparedCall(run, [tensor], "all_reduce", opts, writes=False)  # gloo checks it
 
     def _gather_list(self, taken: Sequence[Tensor], given: Tensor, terms: Terms) -> None:
         held = Bytes()
