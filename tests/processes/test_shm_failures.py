@@ -268,15 +268,21 @@ def expanded_output(rank: int, n: int, is_wrong: bool) -> None:
     dist.broadcast(torch.ones(2, 1).expand(2, 6) if is_wrong or not rank else torch.ones(2, 6), 0)
 
 
-def nothing_at_all(rank: int, n: int, is_wrong: bool) -> None:
+def no_tensor(rank: int, n: int, is_wrong: bool) -> None:
     """The check itself fails: what goes wrong is no UsageError."""
+    options = dist.AllreduceCoalescedOptions()
+    options.asyncOp = False
+    dist.group.WORLD.allreduce_coalesced([torch.ones(3), None if is_wrong else torch.ones(3)], options)
+
+
+def nothing_at_all(rank: int, n: int, is_wrong: bool) -> None:
     options = dist.AllreduceCoalescedOptions()
     options.asyncOp = False
     dist.group.WORLD.allreduce_coalesced([] if is_wrong else [torch.ones(3)], options)
 
 
 def refuses_on_one_rank(rank: int, n: int, case: Callable[[int, int, bool], None]) -> tuple[str, str]:
-    kind = IndexError if case is nothing_at_all else UsageError
+    kind = AttributeError if case is no_tensor else UsageError
     if case is not expanded_output:
         with pytest.raises(kind):
             case(rank, n, True)  # on all ranks alike: the group goes on
@@ -292,7 +298,7 @@ def refuses_on_one_rank(rank: int, n: int, case: Callable[[int, int, bool], None
 
 @pytest.mark.parametrize(
     "case",
-    [unknown_dtype, short_list, short_list_started, uneven_rows, expanded, expanded_output, nothing_at_all],
+    [unknown_dtype, short_list, short_list_started, uneven_rows, expanded, expanded_output, no_tensor, nothing_at_all],
     ids=lambda c: c.__name__,
 )
 def test_arguments_refused_on_one_rank_raise_on_every_rank(case) -> None:

@@ -354,8 +354,20 @@ def complex_and_sparse(rank: int, n: int) -> None:
     dist.all_gather(gathered, torch.full((5,), complex(0, rank)))
     assert [each[0].imag.item() for each in gathered] == list(range(n))
     sparse = torch.sparse_coo_tensor([[rank]], [float(rank + 1)], (n,))
-    dist.all_reduce(sparse)  # gloo's own way
+    dist.all_reduce(sparse)
     assert torch.equal(sparse.to_dense(), torch.arange(1.0, n + 1))
+    generator = torch.Generator().manual_seed(rank)
+    for rows in (0, 3, 40_000):  # rank 1 has none at all; the last do not fit one shot
+        count = 0 if rank == 1 else rows + rank
+        indices = torch.randint(0, 50, (2, count), generator=generator)  # some of them twice
+        values = torch.randint(-9, 9, (count, 3), generator=generator).double()
+        sparse = torch.sparse_coo_tensor(indices, values, (50, 60, 3))
+        dense = sparse.to_dense()
+        dist.all_reduce(dense)
+        work = dist.all_reduce(sparse, async_op=True)
+        assert work is not None and work.wait() and torch.equal(sparse.to_dense(), dense)
+    with pytest.raises(UsageError, match="sparse"):
+        dist.all_reduce(torch.sparse_coo_tensor([[rank]], [1.0], (n,)), dist.ReduceOp.MAX)
 
 
 def works(rank: int, n: int) -> None:

@@ -1032,7 +1032,6 @@ def receives_apart(rank: int, size: int) -> None:
             thread.join()
         assert found == [True] * 4
 
-
     with pytest.raises(UsageError, match="share memory"):
         dist.irecv(torch.zeros(1).expand(5), 1 - rank)
 

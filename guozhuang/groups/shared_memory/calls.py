@@ -6,7 +6,6 @@ must call it, in the same order. Tensors that are not on the CPU go to a group o
 
 from __future__ import annotations
 
-import datetime
 import functools
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,10 +14,12 @@ from typing import Any, Final, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
 
 from guozhuang.errors import UsageError
 from guozhuang.groups.base import PythonGroup
 from guozhuang.groups.gloo import OtherDevices
+from guozhuang.world import versions
 
 from ..turns import Turns, take_timeout
 from . import arguments
@@ -55,25 +56,52 @@ _Call = _PreparedCall | Callable[[], dist.Work]  # the latter begins the call on
 _Prepare = Callable[..., _Call]
 
 
-def _collective(name: str) -> Callable[[_Prepare], Callable[..., dist.Work]]:
-    """Make a call of a method that checks arguments: start what it prepared; tell the peers if the check fails."""
+def _collective(name: str, options: Callable[[], Any]) -> Callable[[_Prepare], Callable[..., dist.Work]]:
+    """Make a call of a method that checks arguments: start what it prepared; tell the peers if the check fails.
+
+    Args:
+        name: of the collective, for errors.
+        options: makes the options of a call that brings none; they are the last argument.
+    """
 
     def decorate(prepare: _Prepare) -> Callable[..., dist.Work]:
+        native, num_arguments = versions.name_of(prepare.__name__), prepare.__code__.co_argcount - 1
+
         @functools.wraps(prepare)
-        def call(self: CollectiveCalls, *args: Any, **named: Any) -> dist.Work:
+        def call(self: CollectiveCalls, *args: Any, opts: Any = None) -> dist.Work:
+            if len(args) == num_arguments:
+                args, opts = args[:-1], args[-1]
+            opts = options() if opts is None else opts
             try:
-                prepared = prepare(self, *args, **named)
-                if isinstance(prepared, _PreparedCall) and prepared.writes:
-                    arguments.check_written(prepared.tensors, name, self._rank)
+                tensor = _first_tensor(args)
+                if tensor is None and args:
+                    refuse(f"{name} takes tensors", args[0], self._rank)
+                if tensor is not None and not tensor.is_cpu:
+                    other = getattr(self._others.group_on(tensor.device), native)
+                    prepared: _Call = partial(other, *args, opts)
+                else:
+                    prepared = prepare(self, *args, opts)
+                    if isinstance(prepared, _PreparedCall) and prepared.writes:
+                        arguments.check_written(prepared.tensors, name, self._rank)
             except Exception as error:  # peers that wait for this rank in vain would wait for the whole time-out
                 why = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
-                self._refuse(name, why, args[-1] if args else None)
+                self._refuse(name, why, opts)
                 raise
             return self._start(prepared) if isinstance(prepared, _PreparedCall) else prepared()
 
         return call
 
     return decorate
+
+
+def _first_tensor(args: Sequence[Any]) -> Tensor | None:
+    """The first tensor of a call's arguments, which may be lists of tensors, or lists of those."""
+    for each in args:
+        if isinstance(each, Tensor):
+            return each
+        if isinstance(each, list | tuple) and (found := _first_tensor(each)) is not None:
+            return found
+    return None
 
 
 class CollectiveCalls(PythonGroup):
@@ -106,23 +134,17 @@ class CollectiveCalls(PythonGroup):
 
     # Reductions.
 
-    @_collective("all_reduce")
-    def allreduce(self, tensors: list[Tensor] | Tensor, opts: Any = None) -> _Call:
+    @_collective("all_reduce", dist.AllreduceOptions)
+    def allreduce(self, tensors: list[Tensor] | Tensor, opts: Any) -> _Call:
         """Combine a tensor of all ranks, on all ranks: each gets the same bits."""
-        opts = dist.AllreduceOptions() if opts is None else opts
         tensor = tensors[0] if len(tensors) == 1 else arguments.one(tensors, "all_reduce", self._rank)
-        if not tensor.is_cpu:
-            return partial(self._others.group_for(tensor).allreduce, [tensor], opts)
         if tensor.layout != torch.strided:
             return self._sparse(tensor, opts)
         return self._reduce(tensor, arguments.combining(opts.reduceOp, self._size, self._rank), None, opts)
 
-    @_collective("all_reduce")
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> _Call:
+    @_collective("all_reduce", dist.AllreduceCoalescedOptions)
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> _Call:
         """Combine several tensors; small ones travel together."""
-        opts = dist.AllreduceCoalescedOptions() if opts is None else opts
-        if not tensors[0].is_cpu:
-            return partial(self._others.group_for(tensors[0]).allreduce_coalesced, tensors, opts)
         arguments.check(tensors, "all_reduce", self._rank)
         how = arguments.combining(opts.reduceOp, self._size, self._rank)
         among = f", of tensors of {[tensor.numel() for tensor in tensors]}".encode()
@@ -140,13 +162,10 @@ class CollectiveCalls(PythonGroup):
 
         return _PreparedCall(run, tensors, "all_reduce of several tensors", opts)
 
-    @_collective("reduce")
-    def reduce(self, tensors: list[Tensor] | Tensor, opts: Any = None) -> _Call:
+    @_collective("reduce", dist.ReduceOptions)
+    def reduce(self, tensors: list[Tensor] | Tensor, opts: Any) -> _Call:
         """Combine a tensor of all ranks, on the root; other ranks' tensors stay as they are."""
-        opts = dist.ReduceOptions() if opts is None else opts
         tensor = arguments.one(tensors, "reduce", self._rank)
-        if not tensor.is_cpu:
-            return partial(self._others.group_for(tensor).reduce, [tensor], opts)
         return self._reduce(
             tensor,
             arguments.combining(opts.reduceOp, self._size, self._rank),
@@ -154,13 +173,10 @@ class CollectiveCalls(PythonGroup):
             opts,
         )
 
-    @_collective("reduce_scatter")
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> _Call:
+    @_collective("reduce_scatter", dist.ReduceScatterOptions)
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> _Call:
         """Combine the r-th tensor of every rank's list on rank r; sizes may differ within the list."""
-        opts = dist.ReduceScatterOptions() if opts is None else opts
         output, given = arguments.one(outputs, "reduce_scatter", self._rank), inputs[0]
-        if not output.is_cpu:
-            return partial(self._others.group_for(output).reduce_scatter, outputs, inputs, opts)
         arguments.check_list(output, given, self._size, "reduce_scatter", self._rank)
         how = arguments.combining(opts.reduceOp, self._size, self._rank)
 
@@ -173,43 +189,22 @@ class CollectiveCalls(PythonGroup):
 
         return _PreparedCall(run, [output], "reduce_scatter", opts)
 
-    @_collective("reduce_scatter")
-    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> _Call:
+    @_collective("reduce_scatter", dist.ReduceScatterOptions)
+    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any) -> _Call:
         """Combine the r-th part of every rank's tensor on rank r."""
-        opts = dist.ReduceScatterOptions() if opts is None else opts
-        if not output.is_cpu:
-            return partial(self._others.group_for(output)._reduce_scatter_base, output, given, opts)
-        arguments.check([output, given], "reduce_scatter", self._rank)
-        how = arguments.combining(opts.reduceOp, self._size, self._rank)
-        return _PreparedCall(
-            lambda terms: self._scatter_one(output, given, how, terms), [output], "reduce_scatter", opts
-        )
+        return self._pairs("reduce_scatter", [output], [given], opts, opts.reduceOp)
 
-    @_collective("reduce_scatter")
-    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> _Call:
+    @_collective("reduce_scatter", dist.ReduceScatterOptions)
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> _Call:
         """Several ``reduce_scatter_single``, as one work."""
-        opts = dist.ReduceScatterOptions() if opts is None else opts
-        if not outputs[0].is_cpu:
-            return partial(self._others.group_for(outputs[0]).reduce_scatter_tensor_coalesced, outputs, inputs, opts)
-        how = arguments.combining(opts.reduceOp, self._size, self._rank)
-        for pair in zip(outputs, inputs, strict=True):
-            arguments.check(pair, "reduce_scatter", self._rank)
-
-        def run(terms: Terms) -> None:
-            for pair in zip(outputs, inputs, strict=True):
-                self._scatter_one(*pair, how, terms)
-
-        return _PreparedCall(run, outputs, "reduce_scatter of several tensors", opts)
+        return self._pairs("reduce_scatter", outputs, inputs, opts, opts.reduceOp)
 
     # Movements.
 
-    @_collective("broadcast")
-    def broadcast(self, tensors: list[Tensor] | Tensor, opts: Any = None) -> _Call:
+    @_collective("broadcast", dist.BroadcastOptions)
+    def broadcast(self, tensors: list[Tensor] | Tensor, opts: Any) -> _Call:
         """Copy the root's tensor to all ranks."""
-        opts = dist.BroadcastOptions() if opts is None else opts
         tensor = arguments.one(tensors, "broadcast", self._rank)
-        if not tensor.is_cpu:
-            return partial(self._others.group_for(tensor).broadcast, [tensor], opts)
         arguments.check([tensor], "broadcast", self._rank)
         root = arguments.root(opts.rootRank, self._size, self._rank)
 
@@ -221,22 +216,16 @@ class CollectiveCalls(PythonGroup):
 
         return _PreparedCall(run, [tensor], "broadcast", opts, root != self._rank)
 
-    @_collective("all_gather")
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> _Call:
+    @_collective("all_gather", AllgatherOptions)
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> _Call:
         """Copy every rank's tensor into the r-th of the list, on all ranks; sizes may differ among ranks."""
-        opts = torch._C._distributed_c10d.AllgatherOptions() if opts is None else opts
         given, taken = arguments.one(inputs, "all_gather", self._rank), outputs[0]
-        if not given.is_cpu:
-            return partial(self._others.group_for(given).allgather, outputs, inputs, opts)
         arguments.check_list(given, taken, self._size, "all_gather", self._rank)
         return _PreparedCall(lambda terms: self._gather_list(taken, given, terms), list(taken), "all_gather", opts)
 
-    @_collective("all_gather")
-    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> _Call:
+    @_collective("all_gather", AllgatherOptions)
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> _Call:
         """Several ``allgather`` as one work; ``outputs[r][i]`` takes input i of rank r."""
-        opts = torch._C._distributed_c10d.AllgatherOptions() if opts is None else opts
-        if not inputs[0].is_cpu:
-            return partial(self._others.group_for(inputs[0]).allgather_coalesced, outputs, inputs, opts)
         arguments.expect(outputs, self._size, "all_gather_coalesced", self._rank)
         if any(len(each) != len(inputs) for each in outputs):
             refuse("all_gather_coalesced takes an output for each input", [len(each) for each in outputs], self._rank)
@@ -250,37 +239,20 @@ class CollectiveCalls(PythonGroup):
 
         return _PreparedCall(run, [each for row in outputs for each in row], "all_gather of several tensors", opts)
 
-    @_collective("all_gather")
-    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> _Call:
+    @_collective("all_gather", AllgatherOptions)
+    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any) -> _Call:
         """Copy every rank's tensor into the r-th part of the output, on all ranks."""
-        opts = torch._C._distributed_c10d.AllgatherOptions() if opts is None else opts
-        if not given.is_cpu:
-            return partial(self._others.group_for(given)._allgather_base, output, given, opts)
-        arguments.check([given, output], "all_gather", self._rank)
-        return _PreparedCall(lambda terms: self._gather_one(output, given, terms), [output], "all_gather", opts)
+        return self._pairs("all_gather", [output], [given], opts)
 
-    @_collective("all_gather")
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> _Call:
+    @_collective("all_gather", AllgatherOptions)
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> _Call:
         """Several ``all_gather_single``, as one work."""
-        opts = torch._C._distributed_c10d.AllgatherOptions() if opts is None else opts
-        if not inputs[0].is_cpu:
-            return partial(self._others.group_for(inputs[0]).allgather_into_tensor_coalesced, outputs, inputs, opts)
-        for pair in zip(inputs, outputs, strict=True):
-            arguments.check(pair, "all_gather", self._rank)
+        return self._pairs("all_gather", outputs, inputs, opts)
 
-        def run(terms: Terms) -> None:
-            for pair in zip(outputs, inputs, strict=True):
-                self._gather_one(*pair, terms)
-
-        return _PreparedCall(run, outputs, "all_gather of several tensors", opts)
-
-    @_collective("gather")
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> _Call:
+    @_collective("gather", dist.GatherOptions)
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> _Call:
         """Copy every rank's tensor into the r-th of the root's list."""
-        opts = dist.GatherOptions() if opts is None else opts
         given, root = arguments.one(inputs, "gather", self._rank), arguments.root(opts.rootRank, self._size, self._rank)
-        if not given.is_cpu:
-            return partial(self._others.group_for(given).gather, outputs, inputs, opts)
         taken = outputs[0] if root == self._rank else []
         arguments.check_list(given, taken, self._size if root == self._rank else 0, "gather", self._rank)
 
@@ -293,16 +265,13 @@ class CollectiveCalls(PythonGroup):
 
         return _PreparedCall(run, list(taken), "gather", opts)
 
-    @_collective("scatter")
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> _Call:
+    @_collective("scatter", dist.ScatterOptions)
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> _Call:
         """Copy the r-th tensor of the root's list to rank r."""
-        opts = dist.ScatterOptions() if opts is None else opts
         output, root = (
             arguments.one(outputs, "scatter", self._rank),
             arguments.root(opts.rootRank, self._size, self._rank),
         )
-        if not output.is_cpu:
-            return partial(self._others.group_for(output).scatter, outputs, inputs, opts)
         given = inputs[0] if root == self._rank else []
         arguments.check_list(output, given, self._size if root == self._rank else 0, "scatter", self._rank)
 
@@ -315,12 +284,9 @@ class CollectiveCalls(PythonGroup):
 
         return _PreparedCall(run, [output], "scatter", opts)
 
-    @_collective("all_to_all")
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> _Call:
+    @_collective("all_to_all", dist.AllToAllOptions)
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> _Call:
         """Copy the r-th tensor of every rank's list to rank r; sizes may all differ."""
-        opts = dist.AllToAllOptions() if opts is None else opts
-        if not outputs[0].is_cpu:
-            return partial(self._others.group_for(outputs[0]).alltoall, outputs, inputs, opts)
         arguments.check([*outputs, *inputs], "all_to_all", self._rank)
         for tensors in (outputs, inputs):
             arguments.expect(tensors, self._size, "all_to_all", self._rank)
@@ -334,15 +300,11 @@ class CollectiveCalls(PythonGroup):
 
         return _PreparedCall(run, outputs, "all_to_all", opts)
 
-    @_collective("all_to_all")
+    @_collective("all_to_all", dist.AllToAllOptions)
     def all_to_all_single(
-        self, output: Tensor, given: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = None
+        self, output: Tensor, given: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any
     ) -> _Call:
         """Copy the r-th part of every rank's tensor to rank r; splits count rows of the first dim, none means evenly."""
-        opts = dist.AllToAllOptions() if opts is None else opts
-        if not output.is_cpu:
-            other = self._others.group_for(output)
-            return partial(other.alltoall_base, output, given, list(output_splits), list(input_splits), opts)
         arguments.check([output, given], "all_to_all", self._rank)
         takes = arguments.rows_per_rank(output, output_splits, self._size, self._rank)
         gives = arguments.rows_per_rank(given, input_splits, self._size, self._rank)
@@ -357,13 +319,11 @@ class CollectiveCalls(PythonGroup):
 
         return _PreparedCall(run, [output], "all_to_all", opts)
 
-    @_collective("barrier")
-    def barrier(self, opts: Any = None) -> _Call:
+    @_collective("barrier", dist.BarrierOptions)
+    def barrier(self, opts: Any) -> _Call:
         """Wait for all ranks."""
-        opts = dist.BarrierOptions() if opts is None else opts
-        device = opts.device
-        if device is not None and device.type != "cpu":
-            return partial(self._others.group_on(device).barrier, opts)
+        if opts.device is not None and opts.device.type != "cpu":
+            return partial(self._others.group_on(opts.device).barrier, opts)
         return _PreparedCall(lambda terms: self._operations.barrier(b"barrier", terms), [], "barrier", opts)
 
     # What they have in common.
@@ -399,17 +359,45 @@ class CollectiveCalls(PythonGroup):
         held.put_back()
 
     def _sparse(self, tensor: Tensor, opts: Any) -> _PreparedCall:
-        """Hand a sparse tensor to gloo, once all ranks have said that they have one."""
-        what = describe("all_reduce", [], tensor.dtype) + b", sparse"
-        limited = dist.AllreduceOptions()
-        limited.reduceOp, limited.asyncOp = opts.reduceOp, True
+        """Sum sparse tensors: every rank gathers the entries of all, and adds them up in rank order."""
+        if tensor.layout != torch.sparse_coo or opts.reduceOp != dist.ReduceOp.SUM:
+            fix = "use a sum of COO tensors, or .to_dense()"
+            refuse(
+                "all_reduce: this layout and operation do not go together",
+                f"{tensor.layout}, {opts.reduceOp}",
+                self._rank,
+                fix,
+            )
+        what = describe("all_reduce", [], tensor.dtype) + f", sparse, shape {tuple(tensor.shape)}".encode()
 
         def run(terms: Terms) -> None:
-            self._operations.barrier(what, terms)
-            limited.timeout = datetime.timedelta(seconds=terms[0])
-            self._others.group_for(tensor).allreduce([tensor], limited).wait()
+            given = tensor.detach().coalesce()
+            parts = []
+            for part in (given.indices().t().contiguous(), given.values().contiguous()):
+                nums = self._operations.counts(what, len(part), terms)
+                rows = torch.empty((sum(nums), *part.shape[1:]), dtype=part.dtype)
+                pieces = [arguments.piece(each) for each in rows.split(nums)]
+                self._operations.all_gather(arguments.piece(part), part, pieces, terms)
+                parts.append(rows)
+            with torch.no_grad():
+                tensor.copy_(torch.sparse_coo_tensor(parts[0].t(), parts[1], tensor.shape).coalesce())
 
-        return _PreparedCall(run, [tensor], "all_reduce", opts, writes=False)  # gloo checks it
+        return _PreparedCall(run, [tensor], "all_reduce", opts, writes=False)
+
+    def _pairs(
+        self, name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any, reduce_op: Any = None
+    ) -> _PreparedCall:
+        """Prepare an all_gather or a reduce_scatter of each input into the output at its place."""
+        pairs = list(zip(outputs, inputs, strict=True))
+        for pair in pairs:
+            arguments.check(pair, name, self._rank)
+        how = None if reduce_op is None else arguments.combining(reduce_op, self._size, self._rank)
+
+        def run(terms: Terms) -> None:
+            for pair in pairs:
+                self._gather_one(*pair, terms) if how is None else self._scatter_one(*pair, how, terms)
+
+        return _PreparedCall(run, outputs, name if len(pairs) == 1 else f"{name} of several tensors", opts)
 
     def _gather_list(self, taken: Sequence[Tensor], given: Tensor, terms: Terms) -> None:
         held = Bytes()

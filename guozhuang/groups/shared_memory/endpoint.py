@@ -167,6 +167,10 @@ class Endpoint:
     def meet(self, what: bytes, terms: Terms, private: bytes = b"") -> tuple[bytes, ...]:
         """Begin an operation that moves nothing before ``go_on``; return what every rank told privately."""
         self._is_open = True
+        return self.tell(what, terms, private)
+
+    def tell(self, what: bytes, terms: Terms, private: bytes) -> tuple[bytes, ...]:
+        """Run an operation that moves nothing; return what every rank told privately."""
         self.begin(what, MEETING, terms, private)
         return tuple(self._engine.privates())
 

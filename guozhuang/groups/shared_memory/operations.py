@@ -210,6 +210,11 @@ class Operations:
         kept = [(inputs[root].address, output)] if self._rank == root else []
         self._move(what, terms, self._size, sent, taken, kept, output.num_bytes)
 
+    def counts(self, what: bytes, count: int, terms: Terms) -> list[int]:
+        """Tell the peers a number in a call; return that of every rank."""
+        told = self._link.tell(cut(what), terms, count.to_bytes(8, "little"))
+        return [int.from_bytes(each[:8], "little") for each in told]
+
     def barrier(self, name: bytes, terms: Terms) -> None:
         """Wait for all ranks."""
         self._link.begin(name, MEETING, terms)

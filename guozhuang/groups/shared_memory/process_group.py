@@ -82,7 +82,7 @@ class SharedMemoryGroup(CollectiveCalls):
         """Send a tensor to one rank, which must receive it with the same tag."""
         tensor = arguments.one(tensors, "send", self._rank)
         if not tensor.is_cpu:
-            return self._others.group_for(tensor).send([tensor], dst, tag)
+            return self._others.group_on(tensor.device).send([tensor], dst, tag)
         arguments.check([tensor], "send", self._rank)
         return self._transfers("send").send(tensor, dst, tag, self._timeout_s)
 
@@ -97,7 +97,7 @@ class SharedMemoryGroup(CollectiveCalls):
     def _receive(self, tensors: list[Tensor] | Tensor, src: int | None, tag: int) -> dist.Work:
         tensor = arguments.one(tensors, "recv", self._rank)
         if not tensor.is_cpu:
-            other = self._others.group_for(tensor)
+            other = self._others.group_on(tensor.device)
             return other.recv_anysource([tensor], tag) if src is None else other.recv([tensor], src, tag)
         arguments.check([tensor], "recv", self._rank)
         arguments.check_written([tensor], "recv", self._rank)
@@ -172,14 +172,14 @@ class SharedMemoryGroup(CollectiveCalls):
         """
         if os.getpid() == self._process and self._end.detach() is not None:
             self._resources.close(_SHUTDOWN_PATIENCE_S)
-            self._others.shutdown()
+            self._others.end(at_once=False)
 
     def abort(self) -> None:
         """Leave the group at once: peers that wait for this rank raise, and so do collectives under way that wait for them."""
         if os.getpid() == self._process and self._end.detach() is not None:
             self._resources.link.leave()
             self._resources.close(_AT_EXIT_PATIENCE_S)
-            self._others.abort()
+            self._others.end(at_once=True)
 
 
 class GroupResources:
