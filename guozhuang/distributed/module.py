@@ -1,8 +1,8 @@
 """``DistributedDataParallel``, a drop-in for ``torch.nn.parallel.DistributedDataParallel``.
 
 The wrapper decides; the work lies elsewhere: ``arguments`` (what options mean), ``equal_start`` (ranks begin equal),
-``reducer`` (backward), ``exchanging`` (what is sent), ``joining`` (uneven inputs), ``delayed`` and ``precision`` (rarer
-options), ``torch_surface`` (the rest of PyTorch's methods).
+``reducer`` (backward), ``exchanging`` (what is sent), ``joining`` (uneven inputs), ``precision`` (a rarer option),
+``torch_surface`` (the rest of PyTorch's methods).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from ..sync_batch_norm import use_on_cpu
 from ..timeline import Timeline
 from ..weights.around import WeightExchanging
 from ..weights.equal_start import broadcast_tensors, describe, sparse_names, state_of, verify_equal_layout
+from .additions import Additions
 from .arguments import (
     bucket_caps,
     choose_devices,
@@ -33,7 +34,6 @@ from .arguments import (
     refuse_optimizers_in_backward,
     sync_choices,
 )
-from .delayed import DelayedGradients
 from .exchanging import Exchanging
 from .joining import ShadowSteps, check_can_join, refuse_switch, sync_buffers, tell_synchronization
 from .outputs import tensors_with_graph
@@ -186,14 +186,7 @@ class DistributedDataParallel(TorchSurface, WeightExchanging, Exchanging, nn.Mod
 
     def _connect(self) -> None:
         """Make what holds communication state: the reducer, the delayed gradients."""
-        named = [(name, p) for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore]
-        by_name = dict(self.module.named_parameters())
-        self._delayed: DelayedGradients | None = None
-        if self._delayed_names:
-            (trigger,) = self._trigger
-            assert trigger is not None
-            pairs = [(name, by_name[name]) for name in self._delayed_names]
-            self._delayed = DelayedGradients(pairs, trigger, self.process_group)
+        named = self._averaged_parameters()
         self.reducer: Reducer | None = None
         if any(p.requires_grad for _, p in named):
             options = Options(
@@ -203,9 +196,16 @@ class DistributedDataParallel(TorchSurface, WeightExchanging, Exchanging, nn.Mod
                 batched_copy=self.batched_grad_copy,
                 overlap=not self.find_unused_parameters
                 or not any(isinstance(part, nn.SyncBatchNorm) for part in self.module.modules()),
+                delayed=frozenset(self._delayed_names),
+                trigger=next((name for name, p in named if p is self._trigger[0]), None),
             )
             sparse = sparse_names(self.module)
             self.reducer = Reducer(named, sparse, self.process_group, self.exchange, self._caps, options)
+        self._additions = Additions(named)
+
+    def _averaged_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        ignored = self.ignored - set(self._delayed_names)
+        return [(name, p) for name, p in self.module.named_parameters() if name not in ignored]
 
     def __getstate__(self) -> dict[str, Any]:
         if not dist.is_initialized() or self.process_group is not dist.group.WORLD:
@@ -217,7 +217,7 @@ class DistributedDataParallel(TorchSurface, WeightExchanging, Exchanging, nn.Mod
             )
         if self.around is not None:
             raise RuntimeError(explain("a weight exchange in use cannot be pickled", fix="pickle the module's .module"))
-        left_out = {"process_group", "reducer", "_delayed"}
+        left_out = {"process_group", "reducer", "_additions"}
         return {key: value for key, value in self.__dict__.items() if key not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -252,23 +252,17 @@ class DistributedDataParallel(TorchSurface, WeightExchanging, Exchanging, nn.Mod
     def _before_forward(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if torch.is_grad_enabled():
+            self._additions.refuse(self._averaged_parameters, self.process_group.rank())
         if torch.is_grad_enabled() and self.around is not None:
             self.around.note_forward()
         if torch.is_grad_enabled() and self.reducer is not None:
-            self.reducer.synchronize = self.require_backward_grad_sync and not self.keeps_gradients
             self.take_up_changes()
         if torch.is_grad_enabled() and not self._checked_optimizers:
             refuse_optimizers_in_backward(list(self.module.parameters()))
             self._checked_optimizers = True
         if self._join_config.enable and not self._join_config.throw_on_early_termination:
             check_can_join(self)
-        if self._delayed is not None and self._join_config.enable:
-            raise UsageError(
-                explain(
-                    "delay_all_reduce_named_params does not work in a join context: a rank without data cannot shadow it",
-                    fix="use one of the two",
-                )
-            )
         work = Join.notify_join_context(self)
         if self.reducer is not None:
             self.reducer.num_active_ranks = self.process_group.size()
@@ -291,11 +285,8 @@ class DistributedDataParallel(TorchSurface, WeightExchanging, Exchanging, nn.Mod
     def _after_forward(self, outputs: Any) -> None:
         synchronizes = torch.is_grad_enabled() and self.require_backward_grad_sync and not self.keeps_gradients
         self.require_forward_param_sync = synchronizes
-        found = tensors_with_graph(outputs) if synchronizes else []
-        if self._delayed is not None and torch.is_grad_enabled():
-            self._delayed.after_forward(synchronizes, found)
         if synchronizes and self.reducer is not None:
-            self.reducer.watch(found)
+            self.reducer.after_forward(tensors_with_graph(outputs))
 
     def take_up_changes(self) -> None:
         """Account for the last backward, and compare ranks if ``requires_grad`` was switched. Every rank must call it.

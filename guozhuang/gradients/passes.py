@@ -27,6 +27,8 @@ class Options:
         batched_copy: copy a bucket's gradients with one call when it is full, not one by one as they come.
         overlap: start buckets while backward runs; False where the model itself communicates in backward and ranks may differ
             in what they use, so that only the end of backward is at the same place on all of them.
+        delayed: names of parameters that travel last, in buckets of their own.
+        trigger: name of the parameter whose gradient these buckets wait for.
     """
 
     find_unused: bool = False
@@ -34,6 +36,8 @@ class Options:
     skip_unused: bool = False
     batched_copy: bool = False
     overlap: bool = True
+    delayed: frozenset[str] = frozenset()
+    trigger: str | None = None
 
 
 @dataclass
@@ -50,6 +54,7 @@ class Pass:
     waiting: list[int]  # parameters still to come
     fired: list[int]  # gradients that came
     shadow: bool = False  # this rank has run out of data and only takes part
+    graph_start: int | None = None  # autograd's number at the beginning, if this backward makes a graph itself
     num_fired: int = 0
     next_bucket: int = 0
     works: list[Work | None] = field(default_factory=list)  # None: nothing was started for that bucket

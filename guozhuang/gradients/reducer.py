@@ -2,7 +2,8 @@
 
 [Note: one pass]
 A *pass* is one backward that synchronizes. It opens when the first gradient reaches an output of the model (a tensor hook,
-which runs in the outermost graph task) or, where no output tensor was found, a parameter. Opening queues one callback, which
+which runs in the outermost graph task) or, where backward passes no output, a parameter; see [Note: whose graph] in
+forwards.py. Opening queues one callback, which
 the autograd engine runs when that graph task has ended: `_finish`. In between, each parameter's hook puts its gradient into
 the bucket; a bucket whose parameters are all there is started, but never before the buckets of lower index. So every rank
 starts bucket 0, 1, 2, ... in that order, however its own gradients come. What is not there when backward ends (unused
@@ -29,12 +30,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 
-from ..errors import PeerLost, WorldError, explain
+from ..errors import PeerLost, UsageError, WorldError, explain
 from ..exchange.base import GradientExchange, Work
 from ..exchange.sparse import all_gather_mean, no_rows
 from ..groups.allocation import zeros_for
 from ..timeline import Timeline
 from .buckets import Bucket, Caps
+from .forwards import Forwards, current_number
 from .passes import Options, Pass, record_ends, record_start, weakly
 from .selection import Selection
 from .unused import UnusedReport, UsedAnywhere
@@ -56,7 +58,6 @@ class Reducer:
     Attributes:
         step: number of passes so far.
         exchange_step: gives the step that the exchange is told, where that is not this number.
-        synchronize: whether the next backward is a pass; the wrapper sets it at each forward.
         num_active_ranks: what a mean is divided by; fewer than the group while some ranks have run out of data.
         timeline: where spans are recorded; None (the default) costs nothing.
     """
@@ -79,10 +80,10 @@ class Reducer:
         self._pass: Pass | None = None
         self._last_pass: Pass | None = None  # see [Note: who drops a work last]
         self._pass_since_forward = False
-        self._armed = False  # a forward whose backward is to synchronize has run since the last pass
+        self._forwards = Forwards()
+        self._forward_start = current_number()
         self.step = 0
         self.exchange_step: Callable[[], int] | None = None
-        self.synchronize = True
         self.num_active_ranks = group.size()
         self.timeline: Timeline | None = None
         self._state: Any = None
@@ -100,7 +101,8 @@ class Reducer:
         selection = self._selections.pop(self._signature, None)
         if selection is None:
             chosen = [(name, p) for name, p in self._candidates if p.requires_grad]
-            selection = Selection(chosen, self._sparse, self.caps, zeros_for(self.group))
+            delayed, trigger = self.options.delayed, self.options.trigger
+            selection = Selection(chosen, self._sparse, self.caps, zeros_for(self.group), delayed, trigger)
         self._selections[self._signature] = selection
         if len(self._selections) > _KEPT_SELECTIONS:  # each keeps the memory of its buckets
             del self._selections[next(iter(self._selections))]
@@ -169,6 +171,7 @@ class Reducer:
             UnusedParameterError: a parameter got no gradient since the forward before the last pass.
             RuntimeError: the last backward was broken off in the middle of an exchange.
         """
+        self._forward_start = current_number()
         if torch._C._current_graph_task_id() != -1:  # a checkpointed part is computed again, inside a backward
             return []
         if self._pass is not None:
@@ -204,9 +207,13 @@ class Reducer:
 
     # ---- a pass (see [Note: one pass]) ------------------------------------------------------------------------------
 
-    def watch(self, outputs: Sequence[Tensor]) -> None:
-        """Open a pass when backward reaches one of these tensors: the outputs of the model that have a graph."""
-        self._armed = True
+    def after_forward(self, outputs: Sequence[Tensor]) -> None:
+        """Average what backwards through this forward bring; :meth:`before_forward` was called at its beginning.
+
+        Args:
+            outputs: what it returned and autograd computed.
+        """
+        self._forwards.add(self._forward_start)
         hook = weakly(self.on_output)
         for output in outputs:
             output.register_hook(hook)
@@ -216,13 +223,14 @@ class Reducer:
         size = self.group.size()
         num_active = self.num_active_ranks if self.exchange.averages else size
         selection.views.begin(self.exchange.input_scale(size) * size / num_active)
-        sizes = [len(members) for members in self.layout]
-        fired = [0] * len(selection.names)
-        self._pass = Pass(torch._C._current_graph_task_id(), selection.expected.copy(), sizes, fired, shadow)
+        fired, task = [0] * len(selection.names), torch._C._current_graph_task_id()
+        self._pass = Pass(task, selection.expected.copy(), selection.num_awaited(), fired, shadow)
         return self._pass
 
     def _open(self) -> Pass:
         current, selection = self._begin(), self._selection
+        if torch.is_grad_enabled():  # create_graph=True: backwards through what this one makes are passes, too
+            current.graph_start = current_number()
         Variable._execution_engine.queue_callback(self._finish)
         if self.options.find_unused and not self.options.static_graph and selection.predictable:
             current.predicted_unused = selection.unreachable()
@@ -231,24 +239,25 @@ class Reducer:
                 current.left[i] = 0
             for i, left in enumerate(current.left):
                 if left == 0:
-                    self._count_down(current, selection.placement.bucket_of[i])
+                    self._count_down(current, i)
         return current
 
     def on_output(self) -> None:
         """Take note that backward has reached an output."""
         with self._lock:
-            if self.synchronize and self._pass is None:
+            if self._pass is None:
                 self._open()
 
     def on_gradient(self, index: int) -> None:
         """Take note that a gradient was accumulated."""
         with self._lock:
             selection = self._selection
-            selection.seen[index] = True
-            if not self.synchronize or (self._pass is None and not self._armed):  # the latter: past the wrapper
-                selection.accumulated[index] = True
+            current = self._pass
+            if current is None and self._comes_from_a_synchronized_forward(index):
+                current = self._open()
+            selection.came(index, current is not None)
+            if current is None:
                 return
-            current = self._pass or self._open()
             current.num_fired += 1
             current.fired[index] += 1
             if selection.watching or not self.options.static_graph:
@@ -268,18 +277,36 @@ class Reducer:
                 if selection.views.filled[index] or bucket < current.next_bucket:
                     self._raise_late(index)
                 selection.predictable = False
-            else:
-                self._count_down(current, bucket)
             if not self.options.batched_copy:
                 selection.views.fill(index)
+            is_any_full = left == 0 and self._count_down(current, index)
             if self.timeline is not None:
                 record_ends(current, self.timeline)
-            if current.waiting[bucket] == 0 and self.options.overlap:
+            if is_any_full and self.options.overlap:
                 self._start_full(current)
 
-    def _count_down(self, current: Pass, bucket: int) -> None:
-        current.waiting[bucket] -= 1
-        if current.waiting[bucket] == 0 and self.timeline is not None:
+    def _comes_from_a_synchronized_forward(self, index: int) -> bool:
+        found = self._forwards.is_ours()
+        if found is None:
+            what = (
+                "a gradient came by a backward of which it cannot be told whether it is to be averaged over the ranks"
+            )
+            fix = "start it by torch.autograd.backward, from what a forward of the wrapper has returned"
+            raise UsageError(explain(what, value=self.names[index], rank=self.group.rank(), fix=fix))
+        return found
+
+    def _count_down(self, current: Pass, index: int) -> bool:
+        """Wait for one parameter less; tell whether a bucket became full."""
+        is_any_full = False
+        for bucket in self._selection.counts_for[index]:
+            current.waiting[bucket] -= 1
+            if current.waiting[bucket] == 0:
+                is_any_full = True
+                self._mark_ready(bucket)
+        return is_any_full
+
+    def _mark_ready(self, bucket: int) -> None:
+        if self.timeline is not None:
             self.timeline.mark(f"bucket {bucket} ready", "buckets", step=self.step)
 
     def _raise_late(self, index: int) -> None:
@@ -329,6 +356,8 @@ class Reducer:
         with self._lock:
             current = self._pass
             assert current is not None
+            if current.graph_start is not None:
+                self._forwards.add(current.graph_start)
             if current.num_fired == 0:
                 self._pass = None
                 return
@@ -348,8 +377,8 @@ class Reducer:
         selection, n = self._selection, len(self.parameters)
         for b, waiting in enumerate(current.waiting):
             if waiting:  # what is not there now does not come any more
-                current.waiting[b] = 1
-                self._count_down(current, b)
+                current.waiting[b] = 0
+                self._mark_ready(b)
         self._start_full(current)
         used_here = [not current.shadow and self._is_used(current, i) for i in range(n)]
         asking: UsedAnywhere | None = None
@@ -379,7 +408,7 @@ class Reducer:
         if not current.shadow:
             selection.unused_last = [not was_used for was_used in used_here]
         selection.accumulated = [False] * n
-        self._last_pass, self._pass, self._armed = current, None, False
+        self._last_pass, self._pass = current, None
         self._pass_since_forward = not current.shadow
         self.step += 1
 

@@ -24,8 +24,11 @@ class Selection:
         sparse: names of parameters whose gradients are sparse.
         caps: bounds of the buckets.
         allocate: where their memory comes from.
+        delayed: names of parameters that travel last, in a bucket of their own.
+        trigger: the parameter whose gradient that bucket waits for; None for no other than its own.
 
     Attributes:
+        counts_for: the buckets that wait for a parameter.
         seen: got a gradient since the last pass was accounted for.
         accumulated: holds gradients of backwards that were not synchronized.
         nested: got a gradient in an inner backward.
@@ -44,8 +47,11 @@ class Selection:
         sparse: frozenset[str],
         caps: Caps,
         allocate: Allocate,
+        delayed: frozenset[str] = frozenset(),
+        trigger: str | None = None,
     ) -> None:
         pairs = list(named_parameters)
+        self._delayed, self._trigger = delayed, trigger
         self.names = [name for name, _ in pairs]
         self.parameters = [p for _, p in pairs]
         self._caps, self._allocate = caps, allocate
@@ -62,7 +68,7 @@ class Selection:
         self.watching = self.learning = True
         self.restored = False
         self._new_layout: list[tuple[int, ...]] | None = None
-        self._lay_out(assign(self._slots, range(n - 1, -1, -1), caps))
+        self._lay_out(self._assign(range(n - 1, -1, -1)))
 
     def take_over(self, other: Selection) -> None:
         """Carry over what another selection knows of the gradients that parameters hold now."""
@@ -70,9 +76,38 @@ class Selection:
         self.accumulated = [id(p) in accumulated and p.grad is not None for p in self.parameters]
         self.seen = self.accumulated.copy()
 
+    def _assign(self, order: Sequence[int]) -> list[tuple[int, ...]]:
+        """Group parameters into buckets, the delayed ones behind all others."""
+        late = [i for i in order if self.names[i] in self._delayed]
+        whole = Caps((max(1, sum(self._slots[i].num_bytes for i in late)),))
+        layout: list[tuple[int, ...]] = []
+        for part, caps in (([i for i in order if self.names[i] not in self._delayed], self._caps), (late, whole)):
+            buckets = assign([self._slots[i] for i in part], range(len(part)), caps)
+            layout += [tuple(part[k] for k in members) for members in buckets]
+        return layout
+
     def _lay_out(self, layout: Sequence[tuple[int, ...]]) -> None:
         self.placement = place(layout, self.names, self.parameters, self._slots, self._allocate)
         self.views = GradientViews(self.parameters, self.placement)
+        self.counts_for = [[b] for b in self.placement.bucket_of]
+        if self._trigger in self.names:
+            late = {b for b, name in zip(self.placement.bucket_of, self.names, strict=True) if name in self._delayed}
+            own = self.counts_for[self.names.index(self._trigger)]
+            own += sorted(late.difference(own))
+
+    def num_awaited(self) -> list[int]:
+        """Return for each bucket how many parameters' gradients it waits for."""
+        counts = [0] * len(self.placement.buckets)
+        for buckets in self.counts_for:
+            for b in buckets:
+                counts[b] += 1
+        return counts
+
+    def came(self, index: int, in_pass: bool) -> None:
+        """Take note of a gradient: one that a pass averages, or one that stays local until the next pass."""
+        self.seen[index] = True
+        if not in_pass:
+            self.accumulated[index] = True
 
     def connect(self, on_gradient: Callable[[int], Callable[[Any, Any], None]]) -> None:
         """Hook each parameter: ``on_gradient(index)`` makes the hook, called when a gradient has been accumulated.
@@ -113,7 +148,7 @@ class Selection:
         """Lay out the buckets in this order from the next :meth:`renew` on."""
         self.learning = False
         if not self.restored:
-            self._new_layout = assign(self._slots, order, self._caps)
+            self._new_layout = self._assign(order)
 
     def named_layout(self) -> list[list[str]] | None:
         """Return the names of each bucket's parameters, for a checkpoint; None while the ranks have not agreed on an order."""

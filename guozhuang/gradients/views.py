@@ -40,33 +40,53 @@ class HandedOut:
 
     Args:
         views: by parameter; None for one that has no place in a flat tensor.
+
+    Attributes:
+        tensors: what was handed out last, by parameter.
     """
 
     def __init__(self, views: Sequence[Tensor | None]) -> None:
         self._views = list(views)
-        self._handed = [None if view is None else same_place(view) for view in views]
+        self.tensors = [None if view is None else same_place(view) for view in views]
 
     def place(self, index: int, view: Tensor) -> None:
         """Let the gradient of a parameter lie somewhere else from now on."""
-        self._views[index], self._handed[index] = view, same_place(view)
+        self._views[index], self.tensors[index] = view, same_place(view)
 
     def holds(self, index: int, gradient: Tensor | None) -> bool:
         """Tell whether a gradient is the one that was handed out, and still lies in its place."""
         view = self._views[index]
-        return (
-            gradient is not None
-            and gradient is self._handed[index]
-            and view is not None
-            and gradient.is_set_to(view)
-            and gradient.dtype == view.dtype
-        )
+        if gradient is None or view is None or gradient is not self.tensors[index]:
+            return False
+        return gradient.is_set_to(view) and gradient.dtype == view.dtype
 
     def hand(self, index: int) -> Tensor | None:
         """Return what ``p.grad`` is to be; a new tensor if the program has given the last one other memory."""
-        view, handed = self._views[index], self._handed[index]
-        if view is not None and handed is not None and not handed.is_set_to(view):
-            handed = self._handed[index] = same_place(view)
-        return handed
+        view, tensor = self._views[index], self.tensors[index]
+        if view is not None and tensor is not None and not tensor.is_set_to(view):
+            tensor = self.tensors[index] = same_place(view)
+        return tensor
+
+    def accumulating(self, parameters: Sequence[Tensor], indices: Iterable[int]) -> bool:
+        """Tell whether any of these parameters' gradients is in its place now, to be added to.
+
+        Tensors that the program has given other memory are replaced by new ones, but for those in ``p.grad``, which
+        :meth:`holds` finds.
+        """
+        found = False
+        views, tensors = self._views, self.tensors
+        for i in indices:
+            view, tensor = views[i], tensors[i]
+            if view is None or tensor is None:
+                continue
+            in_grad = parameters[i].grad is tensor
+            if found and in_grad:
+                continue
+            if tensor.is_set_to(view):
+                found |= in_grad
+            else:
+                tensors[i] = same_place(view)
+        return found
 
     def version(self, index: int) -> int:
         """Return autograd's count of the changes that were made in place to what was handed out."""
@@ -75,7 +95,7 @@ class HandedOut:
 
     def num_references(self, indices: Iterable[int]) -> int:
         """Return by how many the most referred to of these tensors is referred to."""
-        return max((sys.getrefcount(self._handed[i]) for i in indices), default=0)
+        return max((sys.getrefcount(self.tensors[i]) for i in indices), default=0)
 
 
 class GradientViews:
@@ -131,9 +151,7 @@ class GradientViews:
     def _leave_kept(self, b: int) -> None:
         """Give a bucket new memory if its old one is held elsewhere, see [Note: kept gradients]."""
         members = self._placement.layout[b]
-        for i in members:
-            self._handed.hand(i)  # the count below is for tensors that are all in their place
-        if any(self._handed.holds(i, self._parameters[i].grad) for i in members):
+        if self._handed.accumulating(self._parameters, members):
             return
         memory, views = self._count_references(b)
         own_memory, own_views = self._own_references[b]
@@ -159,14 +177,15 @@ class GradientViews:
             return
         if keep:
             self._kept[index] = gradient.detach().clone()
-        if self._handed.holds(index, gradient):
+        handed = self._handed.tensors[index]
+        if gradient is handed and self._handed.holds(index, gradient):
             if self.scale != 1.0:
                 view.mul_(self.scale)
         elif gradient.requires_grad or gradient.is_sparse:
             self._fill_other(index, gradient, view)
         else:
             torch.mul(gradient, self.scale, out=view)
-            parameter.grad = self._handed.hand(index)
+            parameter.grad = self._handed.hand(index) if gradient is handed else handed
 
     def _fill_other(self, index: int, gradient: Tensor, view: Tensor) -> None:
         with torch.no_grad():  # under create_graph, autograd records during backward

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.checkpoint import checkpoint
 
 from guozhuang import DistributedDataParallel
+from guozhuang.errors import UsageError
 from tests.processes.cases import (
     assert_equal_across_ranks,
     assert_same_grads,
@@ -152,6 +154,129 @@ def case_several_backwards_of_one_graph(rank, world_size):
                 (3 * loss).backward()
             assert_same_grads(ddp, twin)
             assert_equal_across_ranks(ddp, lambda p: p.grad)
+
+
+class Keeps(nn.Module):
+    """Returns one result and keeps a loss of its own, perhaps of a part that is computed again in backward."""
+
+    def __init__(self, checkpoint: bool | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.lower, self.upper = nn.Linear(6, 8), nn.Linear(8, 3, bias=False)
+        self.checkpoint = checkpoint
+        self.kept = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.checkpoint is None:
+            hidden = torch.tanh(self.lower(x))
+        else:
+            hidden = checkpoint(self.lower, x, use_reentrant=self.checkpoint)
+        self.kept = hidden.pow(2).mean()
+        return self.upper(hidden)
+
+
+def kept_loss(model: nn.Module, bare: nn.Module, x: Tensor) -> None:
+    model(x).pow(2).mean().backward(retain_graph=True)
+    bare.kept.backward()
+
+
+def only_the_kept_loss_twice(model: nn.Module, bare: nn.Module, x: Tensor) -> None:
+    out = model(x)
+    bare.kept.backward(retain_graph=True)
+    (bare.kept * 2).backward(retain_graph=True)
+    (out * 0).sum().backward()
+
+
+def gradient_penalty(model: nn.Module, bare: nn.Module, x: Tensor) -> None:
+    out = model(x)
+    out.pow(2).mean().backward(retain_graph=True)
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    (slope.norm(dim=1) - 1).pow(2).mean().backward()
+
+
+def case_backwards_that_pass_no_output_are_averaged(rank, world_size):
+    """Losses that the model keeps, penalties on gradients; also where a part is computed again."""
+    table = [(kept_loss, None), (kept_loss, False), (kept_loss, True), (only_the_kept_loss_twice, None)]
+    table += [(only_the_kept_loss_twice, False), (gradient_penalty, None), (gradient_penalty, "linear")]
+    for way, kind in table:
+        for options in ({}, {"find_unused_parameters": True}):
+            bare = nn.Sequential(nn.Linear(6, 3)) if kind == "linear" else Keeps(kind)
+            twin, ddp = twin_of(bare), DistributedDataParallel(bare, bucket_cap_mb=0.0001, **options)
+            for step in range(4):
+                for each in (ddp, twin):
+                    each.zero_grad()
+                way(ddp, bare, batch(rank, step).requires_grad_())
+                if step == 2 and kind is None:  # no gradient is accumulated, nothing is exchanged: the ranks may differ
+                    for _ in range(rank):
+                        torch.autograd.grad(ddp(batch(rank, 7)).sum(), list(ddp.parameters()))
+                for r in range(world_size):
+                    way(twin, twin, batch(r, step).requires_grad_())
+                for p in twin.parameters():
+                    p.grad /= world_size
+                assert_same_grads(ddp, twin)
+                assert_equal_across_ranks(ddp, lambda p: p.grad)
+
+
+def case_a_joint_backward_of_forwards_inside_and_outside_of_no_sync(rank, world_size):
+    """In either order, whether or not the two share all parameters: as PyTorch's wrapper."""
+    for use in ("a", "b", "ab"):
+        bare = TwoHeads()
+        peer = TorchDDP(twin_of(bare), find_unused_parameters=True)
+        twin, ddp = twin_of(bare), DistributedDataParallel(bare, bucket_cap_mb=0.0001, find_unused_parameters=True)
+        for step in range(4):
+            for model in (ddp, peer) if use == "a" else (ddp,):  # PyTorch's refuses other uses inside
+                model.zero_grad()
+                outside = model(batch(rank, step), "a")
+                with model.no_sync():
+                    inside = model(batch(rank, step + 5), use)
+                sum(o.pow(2).mean() for o in (outside, *(inside if isinstance(inside, tuple) else [inside]))).backward()
+            twin.zero_grad()
+            for r in range(world_size):
+                inside = twin(batch(r, step + 5), use)
+                outs = (twin(batch(r, step), "a"), *(inside if isinstance(inside, tuple) else [inside]))
+                (sum(o.pow(2).mean() for o in outs) / world_size).backward()
+            assert_same_grads(ddp, twin)
+            assert_equal_across_ranks(ddp, lambda p: p.grad)
+            if use == "a":
+                assert_same_grads(ddp, peer)
+
+
+def case_a_loss_kept_inside_no_sync_stays_local(rank, world_size):
+    ddp = DistributedDataParallel(Keeps())
+    ddp(batch(rank)).pow(2).mean().backward()
+    ddp.zero_grad()
+    alone = Keeps()
+    with ddp.no_sync():
+        kept_loss(ddp, ddp.module, batch(rank, 1))
+    kept_loss(alone, alone, batch(rank, 1))
+    assert_same_grads(ddp, alone)
+
+
+def case_parameters_added_after_wrapping_are_found(rank, world_size):
+    bare = mlp()
+    ddp = DistributedDataParallel(bare)
+    local_loss(ddp, rank).backward()
+    frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
+    bare[4].register_parameter("extra", frozen)
+    local_loss(ddp, rank).backward()  # not trained: nothing is amiss
+    bare[2] = nn.Sequential(bare[2], nn.Linear(5, 5))
+    with torch.no_grad():
+        ddp(batch(rank))
+    with pytest.raises(UsageError, match=rf"rank {rank}.*2\.1\.weight, 2\.1\.bias.*wrap the module anew"):
+        ddp(batch(rank))
+    bare[2][1].requires_grad_(False)
+    local_loss(ddp, rank).backward()
+    frozen.requires_grad_(True)
+    with pytest.raises(UsageError, match=r"4\.extra"):
+        ddp(batch(rank))
+    bare[2] = bare[2][0]
+    del bare[4].extra
+    check = twin_of(bare)
+    for model in (ddp, check):
+        model.zero_grad()
+    local_loss(ddp, rank, 3).backward()
+    mean_loss(check, world_size, 3).backward()
+    assert_same_grads(ddp, check)
 
 
 def case_two_forwards_one_backward(rank, world_size):

@@ -220,62 +220,6 @@ def case_mixed_precision(rank, world_size):
     torch.optim.AdamW(ddp.parameters()).step()
 
 
-def case_an_exchange_of_delayed_parameters_after_a_broken_backward(rank, world_size):
-    """The backward raises after the exchange has begun, the program goes on."""
-
-    class Refuses(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, refuse: bool) -> Tensor:
-            ctx.refuse = refuse
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Any:
-            if ctx.refuse:
-                raise KeyError("the user's own error")
-            return gradient, None
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = mlp()
-
-        def forward(self, x: Tensor, refuse: bool = False) -> Tensor:
-            return self.inner[2:](Refuses.apply(self.inner[:2](x), refuse))
-
-    bare = Model()
-    named = list(bare.named_parameters())
-    options = {"delay_all_reduce_named_params": named[2:], "param_to_hook_all_reduce": bare.inner[2].weight}
-    bare.inner[0].requires_grad_(False)
-    bare.inner[0].weight.requires_grad_(True)
-    ddp = DistributedDataParallel(bare, find_unused_parameters=True, **options)
-    twin = twin_of(bare)
-    for step in range(4):
-        for model in (ddp, twin):
-            model.zero_grad()
-        if step == 1:
-            with pytest.raises(KeyError):
-                ddp(batch(rank, step), refuse=True).pow(2).mean().backward()
-            assert ddp._delayed._works, "the exchange had not begun; the case says nothing"
-            continue
-        local_loss(ddp, rank, step).backward()
-        mean_loss(twin, world_size, step).backward()
-        assert_same_grads(ddp.module.inner[2:], twin.inner[2:])
-    ddp.zero_grad()
-    loss = local_loss(ddp, rank, 8)
-    loss.backward(retain_graph=True)
-    loss.backward()  # each backward of a forward is synchronized
-    twin.zero_grad()
-    for _ in range(2):
-        mean_loss(twin, world_size, 8).backward()
-    assert_same_grads(ddp.module.inner[2:], twin.inner[2:])
-    alone = twin_of(bare)
-    for model in (bare, alone):
-        model.zero_grad()
-        local_loss(model, rank, 9).backward()  # past the wrapper: local
-    assert_same_grads(bare.inner[2:], alone.inner[2:])
-
-
 def delayed_peer_leaves(rank, world_size):
     bare = mlp()
     named = list(bare.named_parameters())
@@ -287,7 +231,7 @@ def delayed_peer_leaves(rank, world_size):
 def test_delayed_parameters_of_a_lost_rank():
     outcomes = run_ranks(delayed_peer_leaves, 2, collect_errors=True, group_timeout_s=3.0)
     assert outcomes[0].type_name == "WorldError", outcomes[0]
-    assert "delayed parameters" in outcomes[0].message and "Fix:" in outcomes[0].message
+    assert "the exchange of bucket 0 of 1" in outcomes[0].message and "Fix:" in outcomes[0].message
 
 
 def case_mixed_precision_of_an_lstm(rank, world_size):

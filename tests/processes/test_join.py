@@ -246,16 +246,17 @@ def case_with_a_sharded_optimizer(rank, world_size):
             assert_same_state(ddp.module, twin)
 
 
-def case_delayed_parameters_are_refused(rank, world_size):
+def case_delayed_parameters_are_shadowed(rank, world_size):
     bare = mlp()
+    plain = DistributedDataParallel(twin_of(bare))
     ddp = DistributedDataParallel(
         bare,
         delay_all_reduce_named_params=[("2.weight", bare[2].weight)],
         param_to_hook_all_reduce=bare[0].weight,
     )
-    with pytest.raises(ValueError, match="join"):
-        train(ddp, rank, [2, 4])
-    train(ddp, rank, [2, 2], enable=False)
+    for model in (ddp, plain):
+        train(model, rank, [2, 4])
+    assert_same_state(ddp.module, plain.module)
 
 
 def case_sync_batch_norm_is_refused(rank, world_size):
