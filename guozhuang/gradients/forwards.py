@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
+from ..errors import UsageError, explain
+
 _ENGINE = _engine_run_backward.__code__
 _NUM_KEPT = 1024
 
@@ -48,15 +50,25 @@ class Forwards:
         if len(self._starts) > _NUM_KEPT:
             del self._starts[0], self._ends[0]
 
-    def is_ours(self) -> bool | None:
-        """Tell whether the backward that runs now goes through a synchronized forward; None if its roots are not found."""
+    def made_what_runs(self, name: str, rank: int) -> bool:
+        """Tell whether the backward that runs now goes through a synchronized forward.
+
+        Args:
+            name: of the parameter to which it has brought a gradient, for the error.
+            rank: of this process, for the error.
+
+        Raises:
+            UsageError: the roots of the backward are not found.
+        """
         if not self._starts:
             return False
         task = torch._C._current_graph_task_id()
         if task != self._task:
             roots = _roots()
             if roots is None:
-                return None
+                what = "a gradient came by a backward of which it cannot be told whether it is to be averaged over the ranks"
+                fix = "start it by torch.autograd.backward, from what a forward of the wrapper has returned"
+                raise UsageError(explain(what, value=name, rank=rank, fix=fix))
             self._task, self._is_ours = task, any(self._reaches(root) for root in roots)
         return self._is_ours
 

@@ -1,4 +1,13 @@
-"""What a reducer knows of one backward that synchronizes, and how its exchanges get onto the timeline."""
+"""What a reducer knows of one backward that synchronizes, and how its exchanges get onto the timeline.
+
+[Note: nested backward]
+Re-entrant checkpointing runs an inner backward inside the outer one. A parameter that is used in several such parts, or
+inside and outside of one, gets several gradients in one pass, and after the first of them nobody can tell whether more will
+come. The first pass (and the first after each change of the parameters) therefore starts no bucket before its end, and
+watches: under `static_graph` it counts each parameter's gradients, and later passes wait for that many; otherwise a parameter
+that was ever seen in an inner backward is taken as ready at the end of the pass only. What remains, a parameter that turns up
+in an inner backward for the first time when its bucket has left, cannot be repaired (its bucket is being summed) and raises.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..errors import explain
 from ..exchange.base import Work
 from ..timeline import Timeline
 from .buckets import Bucket
@@ -63,6 +73,16 @@ class Pass:
     predicted_unused: list[int] = field(default_factory=list)
     on_timeline: dict[int, tuple[Work, int]] = field(default_factory=dict)  # by bucket: under way, and since when in ns
     watchers: list[threading.Thread] = field(default_factory=list)  # for the timeline
+
+
+def late_gradient(name: str, options: Options, rank: int) -> RuntimeError:
+    """Compose the error for a gradient that came after its bucket had left. See [Note: nested backward]."""
+    promise, other = "", ", or static_graph=True if steps are alike"
+    if options.static_graph:
+        promise = " although static_graph=True promised that every step is alike"
+        other = " or leave static_graph out"
+    what = f"parameter {name!r} got another gradient, in an inner (re-entrant) backward, after its bucket was complete{promise}"
+    return RuntimeError(explain(what, rank=rank, fix=f"use checkpoint(..., use_reentrant=False){other}"))
 
 
 def record_start(current: Pass, bucket: Bucket, work: Work, start_ns: int, timeline: Timeline) -> None:

@@ -9,14 +9,6 @@ the bucket; a bucket whose parameters are all there is started, but never before
 starts bucket 0, 1, 2, ... in that order, however its own gradients come. What is not there when backward ends (unused
 parameters) is filled in by `_finish`. A pass in which no parameter got a gradient was `torch.autograd.grad` on an input
 and is dropped.
-
-[Note: nested backward]
-Re-entrant checkpointing runs an inner backward inside the outer one. A parameter that is used in several such parts, or
-inside and outside of one, gets several gradients in one pass, and after the first of them nobody can tell whether more will
-come. The first pass (and the first after each change of the parameters) therefore starts no bucket before its end, and
-watches: under `static_graph` it counts each parameter's gradients, and later passes wait for that many; otherwise a parameter
-that was ever seen in an inner backward is taken as ready at the end of the pass only. What remains, a parameter that turns up
-in an inner backward for the first time when its bucket has left, cannot be repaired (its bucket is being summed) and raises.
 """
 
 from __future__ import annotations
@@ -30,14 +22,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 
-from ..errors import PeerLost, UsageError, WorldError, explain
+from ..errors import explain
 from ..exchange.base import GradientExchange, Work
 from ..exchange.sparse import all_gather_mean, no_rows
 from ..groups.allocation import zeros_for
 from ..timeline import Timeline
 from .buckets import Bucket, Caps
 from .forwards import Forwards, current_number
-from .passes import Options, Pass, record_ends, record_start, weakly
+from .passes import Options, Pass, late_gradient, record_ends, record_start, weakly
 from .selection import Selection
 from .unused import UnusedReport, UsedAnywhere
 
@@ -253,7 +245,7 @@ class Reducer:
         with self._lock:
             selection = self._selection
             current = self._pass
-            if current is None and self._comes_from_a_synchronized_forward(index):
+            if current is None and self._forwards.made_what_runs(self.names[index], self.group.rank()):
                 current = self._open()
             selection.came(index, current is not None)
             if current is None:
@@ -267,7 +259,7 @@ class Reducer:
                 return
             if selection.nested[index] and not self.options.static_graph:
                 if selection.views.filled[index]:
-                    self._raise_late(index)
+                    raise late_gradient(self.names[index], self.options, self.group.rank())
                 return
             left = current.left[index] = current.left[index] - 1
             if left > 0:
@@ -275,7 +267,7 @@ class Reducer:
             bucket = selection.placement.bucket_of[index]
             if left < 0:  # it had been taken for unused, or came more often than in the first pass
                 if selection.views.filled[index] or bucket < current.next_bucket:
-                    self._raise_late(index)
+                    raise late_gradient(self.names[index], self.options, self.group.rank())
                 selection.predictable = False
             if not self.options.batched_copy:
                 selection.views.fill(index)
@@ -284,16 +276,6 @@ class Reducer:
                 record_ends(current, self.timeline)
             if is_any_full and self.options.overlap:
                 self._start_full(current)
-
-    def _comes_from_a_synchronized_forward(self, index: int) -> bool:
-        found = self._forwards.is_ours()
-        if found is None:
-            what = (
-                "a gradient came by a backward of which it cannot be told whether it is to be averaged over the ranks"
-            )
-            fix = "start it by torch.autograd.backward, from what a forward of the wrapper has returned"
-            raise UsageError(explain(what, value=self.names[index], rank=self.group.rank(), fix=fix))
-        return found
 
     def _count_down(self, current: Pass, index: int) -> bool:
         """Wait for one parameter less; tell whether a bucket became full."""
@@ -308,15 +290,6 @@ class Reducer:
     def _mark_ready(self, bucket: int) -> None:
         if self.timeline is not None:
             self.timeline.mark(f"bucket {bucket} ready", "buckets", step=self.step)
-
-    def _raise_late(self, index: int) -> None:
-        promise, other = "", ", or static_graph=True if steps are alike"
-        if self.options.static_graph:
-            promise = " although static_graph=True promised that every step is alike"
-            other = " or leave static_graph out"
-        what = f"parameter {self.names[index]!r} got another gradient, in an inner (re-entrant) backward, after its bucket "
-        fix = f"use checkpoint(..., use_reentrant=False){other}"
-        raise RuntimeError(explain(f"{what}was complete{promise}", rank=self.group.rank(), fix=fix))
 
     def _start_full(self, current: Pass) -> None:
         """Start the buckets that are full, in order."""
@@ -428,17 +401,7 @@ class Reducer:
 
     def cause_of(self, error: RuntimeError, what: str) -> RuntimeError:
         """Compose the error for a collective that failed: what another rank has said of it, or that a rank is gone."""
-        said = self._unused.error_elsewhere(self.step)
-        if said is None and isinstance(error, PeerLost):
-            return PeerLost(f"{error} [{what}, step {self.step}]", rank=error.rank, pid=error.pid, waiting_in=what)
-        return said or WorldError(
-            explain(
-                f"{what} in step {self.step} failed: {error}",
-                rank=self.group.rank(),
-                fix="unless this rank's own error stands above, look at the rank that stopped first; the others only "
-                "noticed that it was gone",
-            )
-        )
+        return self._unused.cause_of(error, what, self.step)
 
     def _learn(self, current: Pass) -> None:
         """Take from the first pass what later ones rely on; the order of buckets is the one that rank 0 saw."""

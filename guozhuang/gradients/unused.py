@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ..errors import UnusedParameterError, explain, rank_table
+from ..errors import PeerLost, UnusedParameterError, WorldError, explain, rank_table
 from ..groups import StepNotices
 
 
@@ -43,6 +43,26 @@ class UnusedReport:
             return None
         found = self._notices.read(step, patience_s=0.0) or self._notices.read(step - 1, patience_s=0.0)
         return self._compose(found) if found else None
+
+    def cause_of(self, error: RuntimeError, what: str, step: int) -> RuntimeError:
+        """Compose the error for a collective that failed: the unused parameters of another rank, or a rank that is gone.
+
+        Args:
+            error: what the collective raised.
+            what: names it.
+            step: in which it was.
+        """
+        elsewhere = self.error_elsewhere(step)
+        if elsewhere is None and isinstance(error, PeerLost):
+            return PeerLost(f"{error} [{what}, step {step}]", rank=error.rank, pid=error.pid, waiting_in=what)
+        return elsewhere or WorldError(
+            explain(
+                f"{what} in step {step} failed: {error}",
+                rank=self._rank,
+                fix="unless this rank's own error stands above, look at the rank that stopped first; the others only "
+                "noticed that it was gone",
+            )
+        )
 
     def _compose(self, found: dict[int, str]) -> UnusedParameterError:
         rows = [(rank, found.get(rank, "(none reported)")) for rank in range(self._size)]
