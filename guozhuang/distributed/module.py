@@ -172,11 +172,10 @@ class DistributedDataParallel(TorchSurface, WeightExchanging, Exchanging, nn.Mod
     @property
     def ignored(self) -> frozenset[str]:
         """Names of parameters and buffers that are left alone."""
-        return frozenset(self.parameters_to_ignore)
+        return frozenset(self.parameters_to_ignore) - frozenset(self._delayed_names)
 
     def _make_equal(self, buffers: bool) -> None:
-        ignored = self.ignored - set(self._delayed_names)
-        state = state_of(self.module, ignored, buffers)
+        state = state_of(self.module, self.ignored, buffers)
         verify_equal_layout(self.process_group, [self._options_line(), *describe(state, sparse_names(self.module))])
         broadcast_tensors([tensor for _, tensor in state], self.process_group, source=0)
 
@@ -204,7 +203,7 @@ class DistributedDataParallel(TorchSurface, WeightExchanging, Exchanging, nn.Mod
         self._additions = Additions(named)
 
     def _averaged_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        ignored = self.ignored - set(self._delayed_names)
+        ignored = self.ignored
         return [(name, p) for name, p in self.module.named_parameters() if name not in ignored]
 
     def __getstate__(self) -> dict[str, Any]:
