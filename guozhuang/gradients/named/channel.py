@@ -2,9 +2,15 @@
 
 [Note: threads of a channel] Any thread may submit or wait; one thread of the channel holds the rounds and carries out what
 they decide. ``_changed`` guards what both see: what is fresh, what is under way, the pace, how the channel ends. The thread
-holds it only to look and to take, never in a collective. An entry leaves ``_under_way`` under the lock, and whoever took it out
-completes its handle; so it is completed once, by the thread or by ``stop``, and its name is free before anybody who waits goes
+holds it only to look and to take, never in a collective. A handle leaves ``_under_way`` under the lock, and whoever took it out
+ends it; so it ends once, by the thread or by ``stop``, and its name is free before anybody who waits goes
 on. The thread is a daemon: an interpreter that ends does not wait for a peer that never comes.
+
+[Note: pace] A round costs each rank some tens of microseconds, and wakes all of them, so it should find much to do; but what is
+ready early should travel while backward still computes. Without a fixed cycle a rank comes when somebody waits, or polls; when
+a bucketful of bytes has come together; or when what came first is a tenth of a second old: longer than the backward of a small
+model, which so goes as one. If a round made nothing ready, ranks are pending on each other's next requests: the next one comes
+after a pause that doubles, unless there is something new on this rank.
 """
 
 from __future__ import annotations
@@ -14,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Final, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -23,16 +29,86 @@ from torch import Tensor
 from ...errors import UsageError, explain
 from ...groups.allocation import zeros_for
 from .control import Carriers
-from .execution import Entry, Executor, Result
-from .intake import request_of
-from .memory import FlatMemories
-from .pace import Pace
-from .plans import Known, Plans
+from .execution import Executor, batches
+from .requests import Response, request_of
 from .rounds import Outcome, Rounds
 from .settings import Knobs, Settings, Tuner
 from .submission import JOIN_NAME, DuplicateNameError, Handle, Kind, NegotiationError, Submission
-from .table import Response
 from .tracing import Tracing
+
+BYTES: Final = 25 << 20
+AGE_S: Final = 0.1
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.02
+
+
+class Pace:
+    """Decides when; knows no clock: every moment is an argument, in seconds. See [Note: pace].
+
+    Args:
+        cycle_time_ms: between the beginnings of two rounds; None: as above.
+
+    Attributes:
+        cycle_time_ms: may be set between rounds.
+        is_urgent: the rank comes to every round at once: it has joined, or leaves.
+    """
+
+    def __init__(self, cycle_time_ms: float | None) -> None:
+        self.cycle_time_ms = cycle_time_ms
+        self.is_urgent = False
+        self._num_pending = self._num_fresh = self._num_wanted = 0
+        self._fresh_bytes, self._oldest = 0, 0.0
+        self._began = self._ended = -1.0
+        self._pause_s = 0.0
+
+    def submitted(self, num_bytes: int, now: float) -> bool:
+        """Take note of a submission; tell whether ``due`` has to be asked anew."""
+        is_idle = self._num_pending == 0
+        if self._num_fresh == 0:
+            self._oldest = now
+        was_enough = self._fresh_bytes >= BYTES
+        self._num_pending += 1
+        self._num_fresh += 1
+        self._fresh_bytes += num_bytes
+        is_enough = self._fresh_bytes >= BYTES and not was_enough
+        if is_idle or self._num_fresh == 1:  # what is fresh waits for no pause
+            return True
+        return self.cycle_time_ms is None and (is_enough or self._num_wanted > 0)
+
+    def wanted(self) -> None:
+        """Take note that somebody waits for something that is pending."""
+        self._num_wanted += 1
+
+    def settled(self, was_wanted: bool) -> None:
+        """Take note that something pending has ended."""
+        self._num_pending -= 1
+        if was_wanted:
+            self._num_wanted -= 1
+
+    def due(self, now: float) -> float | None:
+        """When the next round is due, now or later; None if there is nothing to come for."""
+        if self.is_urgent:
+            return now
+        if self._num_pending == 0:
+            return None
+        if self.cycle_time_ms is not None:
+            earliest = self._began + self.cycle_time_ms / 1e3
+            return max(now, earliest if self._num_fresh else max(earliest, self._ended + self._pause_s))
+        if self._num_fresh:
+            if self._num_wanted or self._fresh_bytes >= BYTES:
+                return now
+            return max(now, self._oldest + AGE_S)
+        pause_s = self._pause_s if self._num_wanted else max(self._pause_s, AGE_S)
+        return max(now, self._ended + pause_s)
+
+    def begins(self, now: float) -> None:
+        """Take note that a round begins with all that was submitted."""
+        self._began = now
+        self._num_fresh, self._fresh_bytes = 0, 0
+
+    def ends(self, now: float, was_fruitful: bool) -> None:
+        """Take note of the end of a round: whether it made something ready."""
+        self._ended = now
+        self._pause_s = 0.0 if was_fruitful else min(max(2 * self._pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
 
 
 @dataclass(frozen=True)
@@ -81,11 +157,10 @@ class Channel:
         self._around, self._carriers, self._process = around, carriers, os.getpid()
         self.group: dist.ProcessGroup | None = None
         self._changed = threading.Condition(threading.Lock())
-        self._fresh: list[Entry] = []
-        self._under_way: dict[str, Entry] = {}
+        self._fresh: list[Handle] = []
+        self._under_way: dict[str, Handle] = {}
         self._pace = Pace(around.settings.cycle_time_ms)
         self._threshold_bytes = around.settings.fusion_threshold_bytes
-        self._plans = Plans(around.settings.fuse_groups)
         self._leaves = False
         self._ended: NegotiationError | None = None  # why nothing is taken any more
         self._knobs: Knobs | None = None
@@ -95,7 +170,6 @@ class Channel:
             return
         self.group = carriers.group
         self._allocate = zeros_for(carriers.cpu)
-        self._memories = FlatMemories(self._allocate)
         self._rounds = Rounds(carriers.words, rank, self.ranks, around.settings.cache_capacity)
         self._executor = Executor(carriers.device, carriers.cpu, rank, self._allocate, carriers.averages)
         self._thread = threading.Thread(target=self._work, name=f"guozhuang negotiated {number}", daemon=True)
@@ -117,25 +191,20 @@ class Channel:
             raise ValueError(explain(f"this process is none of the ranks {list(self.ranks)}", value=submission.name))
         if os.getpid() != self._process:
             self._refuse_process()
-        tensors, known = submission.tensors, submission.known
-        if known is None or known.channel is not self or known.addresses != _addresses(submission):
-            request = request_of(submission, self.size, self._memories.places_of)  # refuses what has no address
-            known = Known(self, request, sum([tensor.nbytes for tensor in tensors]), _addresses(submission))
-            object.__setattr__(submission, "known", known)
-        request, num_bytes = known.request, known.num_bytes
-        ready = None
+        request, ready = request_of(submission, self.size), None
         if request.device != "cpu":  # see [Note: streams of a channel]
-            ready = torch.accelerator.current_stream(tensors[0].device).record_event()
-        handle, now = Handle(self._hurry), time.monotonic()
-        entry = Entry(request, submission, handle, now, ready)
+            ready = torch.accelerator.current_stream(submission.tensors[0].device).record_event()
+        handle = Handle(submission, request, self._hurry, time.monotonic(), ready)
         with self._changed:
             if self._ended is not None:
                 raise self._ended.again() from self._ended.__cause__
             if submission.name in self._under_way:
-                raise DuplicateNameError(self._duplicate(submission))
-            self._under_way[submission.name] = entry
-            self._fresh.append(entry)
-            if self._pace.submitted(num_bytes, now):
+                what = f"{submission.kind.value} of a name that is under way: two tensors must not have the same name at a time"
+                fix = "give them different names, or wait for the first one"
+                raise DuplicateNameError(explain(what, value=submission.name, fix=fix))
+            self._under_way[submission.name] = handle
+            self._fresh.append(handle)
+            if self._pace.submitted(request.num_bytes, handle.since):
                 self._changed.notify_all()
         self._around.touch()
         return handle
@@ -157,16 +226,12 @@ class Channel:
         return self.submit(Submission(Kind.JOIN, JOIN_NAME, ()))
 
     def allocate(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a flat tensor of zeros in memory that the group reduces in place.
-
-        Tensors that lie in it one after the other, on all ranks alike, and are all-reduced with themselves as outputs, are
-        reduced as one without copies. Ranks should allocate alike, in the same order; if not, copies are made.
-        """
+        """Return a flat tensor of zeros in memory that the group reduces in place."""
         if self._thread is None:
             raise ValueError(explain(f"this process is none of the ranks {list(self.ranks)}"))
         if os.getpid() != self._process:
             self._refuse_process()
-        return self._memories.allocate(num_elements, dtype, device)
+        return self._allocate(num_elements, dtype, device)
 
     @property
     def num_rounds(self) -> int:
@@ -182,8 +247,8 @@ class Channel:
         """What is under way, and since when on the monotonic clock; a join from the last round on."""
         with self._changed:
             return {
-                name: entry.since if entry.request.kind != Kind.JOIN else max(entry.since, self._last_round_s)
-                for name, entry in self._under_way.items()
+                name: handle.since if handle.request.kind != Kind.JOIN else max(handle.since, self._last_round_s)
+                for name, handle in self._under_way.items()
             }
 
     # How it ends; the engine calls these.
@@ -211,8 +276,8 @@ class Channel:
             self._fresh.clear()
             self._pace.is_urgent = True
             self._changed.notify_all()
-        for entry in taken:
-            entry.handle.fail(error)
+        for handle in taken:
+            handle.end(error)
 
     def abort(self) -> None:
         """Break the groups, so that no thread waits in a collective, here or on a peer."""
@@ -278,13 +343,13 @@ class Channel:
         with self._changed:
             if self._ended is not None:  # what it had has failed; zeros in place of it would be taken for it
                 return False
-            entries = {
+            handles = {
                 each.name: self._under_way[each.name] for each in outcome.responses if each.name in self._under_way
             }
         zeros_are_due = self._rounds.has_joined or outcome.last_joined is not None
-        assert zeros_are_due or len(entries) == len(outcome.responses), "a rank answers only what it asked for"
-        self._carry_out(outcome, entries)
-        del entries
+        assert zeros_are_due or len(handles) == len(outcome.responses), "a rank answers only what it asked for"
+        self._carry_out(outcome, handles)
+        del handles
         with self._changed:
             self._last_round_s = time.monotonic()
             self._pace.ends(self._last_round_s, bool(outcome.responses))
@@ -293,52 +358,47 @@ class Channel:
             self._part(outcome.leaving, leaves)
         return not outcome.leaving
 
-    def _carry_out(self, outcome: Outcome, entries: Mapping[str, Entry]) -> None:
+    def _carry_out(self, outcome: Outcome, handles: Mapping[str, Handle]) -> None:
         if outcome.knobs is not None:
             self._threshold_bytes = outcome.knobs.fusion_threshold_bytes
             self._pace.cycle_time_ms = outcome.knobs.cycle_time_ms
         if self._around.tracing.is_on:
-            self._trace_negotiated(outcome.responses, entries)
+            self._trace_negotiated(outcome.responses, handles)
         good = [response for response in outcome.responses if response.error is None]
         for response in outcome.responses:
             if response.error is not None:
                 kinds = {request.kind for request in response.requests.values()}
-                self._settle({response.name: NegotiationError(response.error, is_of_kinds=len(kinds) > 1)})
+                self._settle([response.name], NegotiationError(response.error, is_of_kinds=len(kinds) > 1))
         num_bytes, moved = 0, []
-        for batch in self._plans.batches(good, self._threshold_bytes):
+        for batch in batches(good, self._threshold_bytes, self._around.settings.fuse_groups):
             began = time.monotonic()
-            own = {each.name: entries[each.name] for each in batch if each.name in entries}
-            results = self._executor.carry_out(batch, own)
+            names = [each.name for each in batch]
+            self._executor.carry_out(batch, {name: handles[name] for name in names if name in handles})
             if self._around.tracing.is_on:
-                names = [each.name for each in batch]
                 self._around.tracing.carried_out(batch[0].request.kind, names, began, time.monotonic())
             if self._around.tuner is not None:
                 num_bytes += sum(each.request.num_bytes for each in batch)
                 moved += [each.name for each in batch if each.request.shapes]
             if outcome.last_joined is not None and batch[0].request.kind == Kind.JOIN:
-                entries[JOIN_NAME].handle.last_joined = outcome.last_joined
-            self._settle(results)
+                handles[JOIN_NAME].last_joined = outcome.last_joined
+            self._settle(names)
         if num_bytes and self._around.tuner is not None:
             now = time.monotonic()
             self._knobs = self._around.tuner.observe(moved, num_bytes, now - self._observed_s)
             self._observed_s = now
 
-    def _settle(self, results: dict[str, Result] | dict[str, NegotiationError]) -> None:
-        """Take entries out and complete their handles. See [Note: threads of a channel]."""
+    def _settle(self, names: Sequence[str], error: NegotiationError | None = None) -> None:
+        """Take handles out and end them. See [Note: threads of a channel]."""
         taken = []
         with self._changed:
-            for name, result in results.items():
-                entry = self._under_way.pop(name, None)
-                if entry is not None:
-                    self._pace.settled(entry.handle.is_wanted)
-                    entry.handle.is_wanted = True  # who waits from now on must not be counted
-                    taken.append((entry.handle, result))
-        for handle, result in taken:
-            if isinstance(result, NegotiationError):
-                handle.fail(result)
-            else:
-                handle.received_splits = result.received_splits
-                handle.complete(result.outputs, result.launched)
+            for name in names:
+                handle = self._under_way.pop(name, None)
+                if handle is not None:
+                    self._pace.settled(handle.is_wanted)
+                    handle.is_wanted = True  # who waits from now on must not be counted
+                    taken.append(handle)
+        for handle in taken:
+            handle.end(error)
 
     def _part(self, leaving: Sequence[int], leaves: bool) -> None:
         """End the channel, because ranks of it leave."""
@@ -355,23 +415,9 @@ class Channel:
             self._around.left(self, text)
         self.stop(NegotiationError(text))
 
-    def _trace_negotiated(self, responses: Sequence[Response], entries: Mapping[str, Entry]) -> None:
+    def _trace_negotiated(self, responses: Sequence[Response], handles: Mapping[str, Handle]) -> None:
         now = time.monotonic()
         for response in responses:
-            entry = entries.get(response.name)
-            since = now if entry is None else entry.since
+            handle = handles.get(response.name)
+            since = now if handle is None else handle.since
             self._around.tracing.negotiated(response.request.kind, [(response.name, since)], now)
-
-    def _duplicate(self, submission: Submission) -> str:
-        what = (
-            f"{submission.kind.value} of a name that is under way: two tensors must not have the same name at one time"
-        )
-        return explain(what, value=submission.name, fix="give them different names, or wait for the first one")
-
-
-def _addresses(submission: Submission) -> list[int]:
-    tensors, outputs = submission.tensors, submission.outputs
-    found = list(map(Tensor.data_ptr, tensors))
-    if outputs is not None and outputs is not tensors:
-        found += map(Tensor.data_ptr, outputs)
-    return found

@@ -46,38 +46,35 @@ def carried(call: Callable[_P, _R]) -> Callable[_P, _R]:
 @carried
 def all_reduce(tensor: Tensor, op: Any, group: Any) -> None:
     """Combine a tensor of all ranks, in place."""
-    opts = dist.AllreduceOptions()
-    opts.reduceOp, opts.asyncOp = op, False
-    group.allreduce([tensor], opts).wait()
+    group.allreduce([tensor], _options(dist.AllreduceOptions, reduceOp=op)).wait()
 
 
 @carried
 def broadcast(tensor: Tensor, root: int, group: Any) -> None:
     """Copy the tensor of a rank of the group to all ranks."""
-    opts = dist.BroadcastOptions()
-    opts.rootRank, opts.asyncOp = root, False
-    group.broadcast([tensor], opts).wait()
+    group.broadcast([tensor], _options(dist.BroadcastOptions, rootRank=root)).wait()
 
 
 @carried
 def all_gather(output: Tensor, given: Tensor, group: Any) -> None:
     """Lay the tensors of all ranks one after the other."""
-    opts = torch._C._distributed_c10d.AllgatherOptions()
-    opts.asyncOp = False
-    group._allgather_base(output, given, opts).wait()
+    group._allgather_base(output, given, _options(torch._C._distributed_c10d.AllgatherOptions)).wait()
 
 
 @carried
 def reduce_scatter(output: Tensor, given: Tensor, op: Any, group: Any) -> None:
     """Combine the r-th part of all ranks' tensors on rank r."""
-    opts = dist.ReduceScatterOptions()
-    opts.reduceOp, opts.asyncOp = op, False
-    group._reduce_scatter_base(output, given, opts).wait()
+    group._reduce_scatter_base(output, given, _options(dist.ReduceScatterOptions, reduceOp=op)).wait()
 
 
 @carried
 def all_to_all(output: Tensor, given: Tensor, takes: Sequence[int], gives: Sequence[int], group: Any) -> None:
     """Send the r-th part of each rank's tensor to rank r; parts in elements, none for equal ones."""
-    opts = dist.AllToAllOptions()
-    opts.asyncOp = False
-    group.alltoall_base(output, given, list(takes), list(gives), opts).wait()
+    group.alltoall_base(output, given, list(takes), list(gives), _options(dist.AllToAllOptions)).wait()
+
+
+def _options(kind: Any, **fields: Any) -> Any:
+    options = kind()
+    for name, value in {"asyncOp": False, **fields}.items():
+        setattr(options, name, value)
+    return options

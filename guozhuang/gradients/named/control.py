@@ -26,7 +26,7 @@ from ...groups.base import PythonGroup
 from ...groups.gloo import Crossing, choose_address
 from ...groups.shared_memory import SharedMemoryGroup
 from ...groups.subgroups import subgroup, timeout_s
-from .collectives import carried
+from . import collectives
 
 _OUT_OF_REACH_S: Final = 7 * 24 * 3600.0
 
@@ -41,21 +41,17 @@ class Words:
 
     def __init__(self, group: Any, size: int) -> None:
         self._group, self._size = group, size
-        self._least, self._gather = dist.AllreduceOptions(), torch._C._distributed_c10d.AllgatherOptions()
-        self._least.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]
-        self._least.asyncOp = self._gather.asyncOp = False
 
-    @carried
     def least(self, vector: Tensor) -> None:
         """Make each byte of ``vector`` the least of all ranks, in place."""
         if self._size > 1:
-            self._group.allreduce([vector], self._least).wait()
+            collectives.all_reduce(vector, dist.ReduceOp.MIN, self._group)
 
     def exchange(self, message: bytes) -> list[bytes]:
         """Return the messages of all ranks, of any length but 0."""
         if self._size == 1:
             return [message]
-        lengths = [int(each) for each in self._gathered(torch.tensor([len(message)]))]
+        lengths = self._gathered(torch.tensor([len(message)])).view(-1).tolist()
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         taken = self._gathered(padded)
@@ -65,10 +61,9 @@ class Words:
         """Let go of the group."""
         self._group = None
 
-    @carried
-    def _gathered(self, given: Tensor) -> list[Tensor]:
-        taken = [torch.empty_like(given) for _ in range(self._size)]
-        self._group.allgather([taken], [given], self._gather).wait()
+    def _gathered(self, given: Tensor) -> Tensor:
+        taken = given.new_empty(self._size, len(given))
+        collectives.all_gather(taken.view(-1), given, self._group)
         return taken
 
 

@@ -14,12 +14,11 @@ import torch.distributed as dist
 from ...errors import PeerLost, UsageError, explain
 from ...groups.agreement import agree, store_of
 from ...groups.subgroups import timeout_s
-from .board import Board
 from .channel import Channel, Surroundings
 from .collectives import CarrierError
 from .control import Carriers
 from .settings import Settings, Tuner
-from .stalls import Watch
+from .stalls import EngineStore, StallWatch
 from .submission import NegotiationError
 from .tracing import Tracing
 
@@ -67,15 +66,15 @@ class Engine:
         whole = store_of(group)
         turn = whole.add(f"guozhuang/negotiated/turns/{self._rank}", 1)
         self._store: dist.Store = dist.PrefixStore(f"guozhuang/negotiated/{turn}", whole)
-        self._board = Board(self._store, self._rank, self._size)
+        self._words = EngineStore(self._store, self._rank, self._size)
         self._tracing = Tracing(writes=self._rank == 0)
         stop_s = settings.stall_stop_s or max(self._limit_s, _LEAST_STOP_S)
-        self._watch = Watch(self._board, self._rank, settings, stop_s, lambda: self._channels, self._stop)
+        self._watch = StallWatch(self._words, self._rank, settings, stop_s, lambda: self._channels, self._stop)
         try:
             self.world = self._begin(settings)
         except BaseException:
             self._watch.close()
-            self._board.close()
+            self._words.close()
             raise
 
     def add(self, ranks: Sequence[int], called: str = "channel") -> Channel:
@@ -156,7 +155,7 @@ class Engine:
             channels, self._channels = self._channels, []
         self._end(channels)
         self._watch.close()
-        self._board.close()
+        self._words.close()
         self._tracing.stop()
 
     # How channels begin and end.
@@ -175,7 +174,7 @@ class Engine:
         finally:
             if refusal is not None:  # only now, so that the others hear of it and do not wait
                 raise refusal
-        self._board.read_cards()
+        self._words.read_cards()
         return self._make(range(self._size), tuner)
 
     def _agree(self, what: str, lines: Sequence[str], fix: str) -> None:
@@ -184,7 +183,7 @@ class Engine:
     def _look(self) -> None:
         """Raise if a rank cannot come to what all of them do together."""
         self._raise_failure()
-        self._board.read_cards()
+        self._words.read_cards()
         if lost := self._lost(0.0):
             self._stop(NegotiationError(lost))
             self._raise_failure()
@@ -225,7 +224,7 @@ class Engine:
         deadline = time.monotonic() + (_LEAVE_S if self.failure is None else _END_S)
         alone = [each for each in channels if not each.wait_left(max(0.0, deadline - time.monotonic()))]
         if alone and self._closed:
-            self._board.tell(f"rank {self._rank} has shut down")
+            self._words.tell(f"rank {self._rank} has shut down")
         for channel in alone:  # before what is under way fails here: others must not take part in it any more
             channel.abort()
         text = explain("negotiated collectives were shut down on this rank", rank=self._rank)
@@ -274,7 +273,7 @@ class Engine:
             failure.__cause__ = cause
         self.failure = failure
         try:
-            self._board.tell(text)  # before anybody here learns of it, who may end the process
+            self._words.tell(text)  # before anybody here learns of it, who may end the process
             for channel in self._channels:
                 channel.abort()
         finally:
@@ -296,7 +295,7 @@ class Engine:
 
     def _lost(self, patience_s: float) -> str:
         """Name ranks that are known to be gone, or say what others told; "" if nothing comes to light within the time."""
-        ended, words = self._board.news(patience_s)
+        ended, words = self._words.news(patience_s)
         if words:  # who ended after an error has left word of it
             told = "; ".join(dict.fromkeys(words[rank] for rank in sorted(words)))
             return explain(f"negotiated collectives cannot go on: {told}", rank=self._rank)

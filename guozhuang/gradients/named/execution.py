@@ -1,9 +1,10 @@
 """Carries out what a round made ready: one batch after the other, in the same order on every rank of the channel.
 
-[Note: in place and packed] Tensors that are reduced together form one flat tensor. Where they lie one after the other in memory
-of the channel, on all ranks, that stretch is reduced as it is: no copies (fusion.runs). All others are packed into a buffer
-that lasts, and unpacked. A rank that has joined feeds zeros: it knows shapes, dtypes and places from the others' requests, so
-it makes the same collectives of the same sizes. Only whether this rank copies is its own affair.
+[Note: in place and packed] Tensors that are reduced together form one flat tensor. A single tensor, and a group whose tensors
+lie one after the other in memory, is reduced as it is: no copies. Others are packed into a buffer that lasts, and unpacked;
+so a large tensor is reduced by itself: copying it would cost more than another message. A rank that has joined feeds zeros:
+it knows shapes and dtypes from the others' requests, so it makes the same collectives of the same sizes. Only whether this rank
+copies is its own affair.
 
 [Note: streams of a channel] On an accelerator a batch runs in a stream of the channel, behind the event that each submission
 recorded in the stream of whoever submitted it; what waits on a handle puts the end of the batch before what it launches next.
@@ -11,76 +12,107 @@ recorded in the stream of whoever submitted it; what waits on a handle puts the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from . import collectives
-from .adaptive import adaptive_sum
-from .arithmetic import combine, scale
-from .fusion import runs
-from .memory import Scratch
 from .movements import all_gather, all_to_all, broadcast, reduce_scatter
+from .reductions import adaptive_sum, combine, scale
+from .requests import Request, Response
 from .submission import Handle, Kind, Reduction, Submission
-from .table import Request, Response
+
+# Larger ones go alone: packing pays only where a message costs more than copying its bytes.
+_PACKED_BYTES: Final = {Kind.ALLREDUCE: 1 << 20, Kind.BROADCAST: 256 << 10}
+_NUM_TAKEN: Final = 100  # uses of a buffer between two looks at how much was needed
 
 
-class Entry:
-    """What this rank has submitted and what has not ended.
+def batches(responses: Sequence[Response], threshold_bytes: int, fuse_groups: bool) -> list[list[Response]]:
+    """Divide responses into what is done at once, in order. Pure: the same on every rank.
 
-    Attributes:
-        request: what other ranks know of it.
-        submission: the tensors.
-        handle: of the one who waits.
-        since: when it was submitted, on the monotonic clock, in seconds.
-        ready: on an accelerator: what its tensors are behind.
+    Each batch begins with the first response that is left, and takes what fits to it and into the threshold, looking past what
+    does not fit as long as what was taken and what was passed over stay within the threshold.
+
+    Args:
+        responses: without error, in the order that all ranks know.
+        threshold_bytes: of one batch; a larger response goes alone.
+        fuse_groups: whether a response of several tensors goes with others.
+    """
+    left = deque((response, _key(response, fuse_groups), response.request.num_bytes) for response in responses)
+    num_alike = Counter(key for _, key, _ in left)
+    found = []
+    while left:
+        first, key, num_bytes = left.popleft()
+        num_alike[key] -= 1
+        taken, passed, passed_bytes = [first], [], 0
+        looks, num_ahead = key is not None and num_bytes < threshold_bytes, num_alike[key]
+        while looks and num_ahead:  # nobody looks through all that is left for what is not there
+            other = response, other_key, more = left.popleft()
+            num_ahead -= other_key == key
+            if other_key == key and num_bytes + more <= threshold_bytes:
+                taken.append(response)
+                num_alike[key] -= 1
+                num_bytes += more
+                continue
+            passed.append(other)
+            passed_bytes += more
+            looks = num_bytes + passed_bytes <= threshold_bytes
+        found.append(taken)
+        left.extendleft(reversed(passed))
+    return found
+
+
+def _key(response: Response, fuse_groups: bool) -> Hashable | None:
+    """Return what must be equal for responses to go together; None for one that goes alone."""
+    request = response.request
+    if (len(request.shapes) > 1 and not fuse_groups) or request.num_bytes > _PACKED_BYTES.get(request.kind, -1):
+        return None
+    if request.kind == Kind.BROADCAST:
+        return request.kind, request.device, request.root
+    if len(set(request.dtypes)) != 1:
+        return None
+    return request.dtypes[0], request.device, request.reduction, request.prescale, request.postscale
+
+
+class Scratch:
+    """Memory that is taken again and again, one piece at a time. It grows at once, and shrinks when less was needed for long.
+
+    Args:
+        allocate: makes flat tensors: ``allocate(num_elements, dtype, device)``.
     """
 
-    __slots__ = ("handle", "ready", "request", "since", "submission")
+    def __init__(self, allocate: Callable[[int, torch.dtype, torch.device], Tensor]) -> None:
+        self._allocate = allocate
+        self._held: Tensor | None = None
+        self._most = self._num_taken = 0
 
-    def __init__(
-        self, request: Request, submission: Submission, handle: Handle, since: float, ready: torch.Event | None
-    ) -> None:
-        self.request, self.submission, self.handle = request, submission, handle
-        self.since, self.ready = since, ready
-
-
-@dataclass
-class Result:
-    """What one entry gets.
-
-    Attributes:
-        outputs: its tensors.
-        received_splits: of an all-to-all.
-        launched: on an accelerator: device, and the event after which outputs are there.
-    """
-
-    outputs: Sequence[Tensor]
-    received_splits: list[int] | None = None
-    launched: tuple[torch.device, torch.Event] | None = None
+    def take(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a piece, with anything in it; the last one must not be used any more. Dtype and device must not change."""
+        self._most, self._num_taken = max(self._most, num_elements), self._num_taken + 1
+        size = 0 if self._held is None else self._held.numel()
+        shrinks = self._num_taken >= _NUM_TAKEN and 2 * self._most < size
+        if self._held is None or size < num_elements or shrinks:
+            self._held = None  # before the other one is made
+            self._held = self._allocate(self._most if shrinks else num_elements, dtype, device)
+        if self._num_taken >= _NUM_TAKEN:
+            self._most = self._num_taken = 0
+        return self._held[:num_elements]
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class _Part:
-    """One tensor of a batch. A rank that has joined has neither input nor output for it."""
+    """One tensor of an all-reduce. A rank that has joined has neither input nor output for it."""
 
     num_elements: int
     dtype: torch.dtype
-    given: Tensor | None
-    output: Tensor | None
-
-
-@dataclass
-class _Repeated:
-    """What a batch of all-reduces comes to, if it is in place and asked for by the very same submissions again."""
-
-    stretches: list[tuple[Tensor, Sequence[_Part]]]
-    results: dict[str, Result]
+    given: Tensor | None = None
+    output: Tensor | None = None
 
 
 class Executor:
@@ -114,17 +146,18 @@ class Executor:
         self._device: torch.device | None = None  # where this rank's tensors were
         self.joined_on = 0
 
-    def carry_out(self, batch: Sequence[Response], entries: Mapping[str, Entry]) -> dict[str, Result]:
-        """Do a batch; every rank of the channel must call, with the same batch.
+    def carry_out(self, batch: Sequence[Response], handles: Mapping[str, Handle]) -> None:
+        """Do a batch, and put the results into the handles; every rank of the channel must call, with the same batch.
 
         Args:
-            batch: from ``fusion.batches``.
-            entries: what this rank has pending under the batch's names; nothing where it has joined.
+            batch: from ``batches``.
+            handles: what this rank has pending under the batch's names; nothing where it has joined.
         """
         kind = batch[0].request.device
         if kind == "cpu":
-            return self._carry_out(batch, entries, torch.device("cpu"))
-        tensors = [tensor for entry in entries.values() for tensor in entry.submission.tensors]
+            self._carry_out(batch, handles, torch.device("cpu"))
+            return
+        tensors = [tensor for handle in handles.values() for tensor in handle.submission.tensors]
         if tensors:
             self._device = tensors[0].device
         elif self._device is None:
@@ -134,136 +167,88 @@ class Executor:
             self._streams[device] = torch.Stream(device)
         stream = self._streams[device]
         with stream:  # see [Note: streams of a channel]
-            for entry in entries.values():
-                if entry.ready is not None:
-                    stream.wait_event(entry.ready)
-            results = self._carry_out(batch, entries, device)
+            for handle in handles.values():
+                if handle.ready is not None:
+                    stream.wait_event(handle.ready)
+            self._carry_out(batch, handles, device)
             event = stream.record_event()
-        for result in results.values():
-            result.launched = device, event
+        for handle in handles.values():
+            handle.launched = device, event
         if device.type == "cuda":
             for tensor in tensors:
                 tensor.record_stream(stream)
-        return results
 
     def close(self) -> None:
         """Let go of groups and memory."""
         self._group = self._cpu_group = None
         self._buffers.clear()
 
-    def _carry_out(
-        self, batch: Sequence[Response], entries: Mapping[str, Entry], device: torch.device
-    ) -> dict[str, Result]:
-        if batch[0].request.kind == Kind.ALLREDUCE:
-            return self._all_reduce(batch, entries, device)
-        if batch[0].request.kind == Kind.BROADCAST:
-            return self._broadcast(batch, entries, device)
-        [response] = batch
-        if response.request.kind in (Kind.BARRIER, Kind.JOIN):
-            return {response.name: Result(())}
-        return {response.name: self._move(response, entries[response.name].submission.tensors, device)}
+    def _carry_out(self, batch: Sequence[Response], handles: Mapping[str, Handle], device: torch.device) -> None:
+        group, request = self._cpu_group if device.type == "cpu" else self._group, batch[0].request
+        for handle in handles.values():
+            if request.kind in (Kind.ALLREDUCE, Kind.BROADCAST):
+                handle.outputs = _outputs(handle.submission)
+        if request.kind == Kind.ALLREDUCE:
+            self._all_reduce(batch, handles, device, group)
+        elif request.kind == Kind.BROADCAST:
+            assert request.root is not None
+            pairs = [pair for each in batch for pair in _pairs(handles[each.name])]
+            given, taken = [tensor for tensor, _ in pairs], [output for _, output in pairs]
+            broadcast(given, taken, request.root, self._rank, group)
+        elif request.kind not in (Kind.BARRIER, Kind.JOIN):
+            self._move(batch[0], handles[batch[0].name], device, group)
 
-    def _move(self, response: Response, tensors: Sequence[Tensor], device: torch.device) -> Result:
-        request, group = response.request, self._group_for(device)
+    def _move(self, response: Response, handle: Handle, device: torch.device, group: Any) -> None:
+        request, tensors = response.request, handle.submission.tensors
         asked = [response.requests[rank] for rank in range(self._size)]
         if request.kind == Kind.ALLTOALL:
             splits = [each.splits or () for each in asked]
-            output, received = all_to_all(tensors[0], splits, self._rank, group)
-            return Result([output], received)
-        if request.kind == Kind.ALLGATHER:
+            output, handle.received_splits = all_to_all(tensors[0], splits, self._rank, group)
+            handle.outputs = [output]
+        elif request.kind == Kind.ALLGATHER:
             rows = [[each.shapes[i][0] for each in asked] for i in range(len(tensors))]
-            return Result([all_gather(tensor, of_each, group) for tensor, of_each in zip(tensors, rows, strict=True)])
-        assert request.kind == Kind.REDUCESCATTER
-        averages = device.type in self._averages
-        return Result([reduce_scatter(tensor, request, self._rank, averages, group) for tensor in tensors])
-
-    def _broadcast(
-        self, batch: Sequence[Response], entries: Mapping[str, Entry], device: torch.device
-    ) -> dict[str, Result]:
-        results: dict[str, Result] = {}
-        given: list[Tensor] = []
-        taken: list[Tensor] = []
-        for response in batch:
-            submission = entries[response.name].submission
-            outputs = _outputs(submission)
-            results[response.name] = Result(outputs)
-            for pair in _pairs(submission.tensors, outputs):
-                given.append(pair[0])
-                taken.append(pair[1])
-        root = batch[0].request.root
-        assert root is not None
-        broadcast(given, taken, root, self._rank, self._group_for(device))
-        return results
-
-    # Reductions.
+            handle.outputs = [all_gather(each, of_each, group) for each, of_each in zip(tensors, rows, strict=True)]
+        else:
+            averages = device.type in self._averages
+            handle.outputs = [reduce_scatter(each, request, self._rank, averages, group) for each in tensors]
 
     def _all_reduce(
-        self, batch: Sequence[Response], entries: Mapping[str, Entry], device: torch.device
-    ) -> dict[str, Result]:
-        request = batch[0].request
-        about = [batch, *[entry.submission.known.token for entry in entries.values()]]
-        known = next((entry.submission.known for entry in entries.values()), None)
-        repeated: _Repeated | None = None if known is None else known.together.get(about)
-        if repeated is not None:
-            for flat, of_flat in repeated.stretches:
-                self._reduce_flat(flat, of_flat, request)
-            return repeated.results
-        results: dict[str, Result] = {}
+        self, batch: Sequence[Response], handles: Mapping[str, Handle], device: torch.device, group: Any
+    ) -> None:
         parts: list[_Part] = []
-        is_in_place = len(entries) == len(batch)
         for response in batch:
-            request, entry = response.request, entries.get(response.name)
-            sizes = zip(map(prod, request.shapes), request.dtypes, strict=True)
-            if entry is None:
-                parts += [_Part(num, dtype, None, None) for num, dtype in sizes]
-                continue
-            outputs, given = _outputs(entry.submission), entry.submission.tensors
-            results[response.name] = Result(outputs)
-            is_in_place = is_in_place and outputs is given
-            pairs = _pairs(given, outputs)
-            parts += [_Part(num, dtype, *pair) for (num, dtype), pair in zip(sizes, pairs, strict=True)]
-        found = runs(batch) if request.reduction != Reduction.ADASUM else None
-        if found is not None:
-            together = [[parts[i] for i in run.order] for run in found]
-        else:
-            dtypes = dict.fromkeys(part.dtype for part in parts)
-            together = [[part for part in parts if part.dtype == dtype] for dtype in dtypes]
-        stretches: list[tuple[Tensor, Sequence[_Part]]] = []
-        for each in together:
-            of_flat = [part for part in each if part.num_elements]
-            stretch = self._reduce(of_flat, request, device)
-            if stretch is not None:
-                stretches.append((stretch, of_flat))
-        if known is not None and is_in_place and len(stretches) == len(together):
-            known.together.put(about, _Repeated(stretches, results))
-        return results
+            handle, request = handles.get(response.name), response.request
+            sizes = list(zip(map(prod, request.shapes), request.dtypes, strict=True))
+            pairs = [(None, None)] * len(sizes) if handle is None else _pairs(handle)
+            parts += [_Part(*size, *pair) for size, pair in zip(sizes, pairs, strict=True)]
+        for dtype in dict.fromkeys(part.dtype for part in parts):
+            together = [part for part in parts if part.dtype == dtype and part.num_elements]
+            if together:
+                self._reduce(together, batch[0].request, device, group)
 
-    def _reduce(self, parts: Sequence[_Part], request: Request, device: torch.device) -> Tensor | None:
-        """Reduce tensors of one dtype as one. See [Note: in place and packed]. Returns the memory if it was in place."""
-        if not parts:
-            return None
+    def _reduce(self, parts: Sequence[_Part], request: Request, device: torch.device, group: Any) -> None:
+        """Reduce tensors of one dtype as one. See [Note: in place and packed]."""
         flat = _stretch(parts)
         if flat is not None:
-            self._reduce_flat(flat, parts, request)
-            return flat
-        num_elements = sum(part.num_elements for part in parts)
-        flat = self._buffer(num_elements, parts[0].dtype, device)
+            self._reduce_flat(flat, parts, request, group)
+            return
+        num_elements, dtype = sum(part.num_elements for part in parts), parts[0].dtype
+        buffer = self._buffers.setdefault((dtype, device), Scratch(self._allocate))
+        flat = buffer.take(num_elements, dtype, device)
         pieces = flat.split([part.num_elements for part in parts])
         if all(part.given is not None for part in parts):
             torch.cat([part.given.reshape(-1) for part in parts if part.given is not None], out=flat)
         else:  # this rank has joined, but for what it asked for before
             for part, piece in zip(parts, pieces, strict=True):
                 piece.zero_() if part.given is None else piece.copy_(part.given.reshape(-1))
-        self._reduce_flat(flat, parts, request)
+        self._reduce_flat(flat, parts, request, group)
         taken = [
             (part.output.view(-1), piece) for part, piece in zip(parts, pieces, strict=True) if part.output is not None
         ]
         if taken:
             torch._foreach_copy_([each for each, _ in taken], [piece for _, piece in taken])
-        return None
 
-    def _reduce_flat(self, flat: Tensor, parts: Sequence[_Part], request: Request) -> None:
-        group = self._group_for(flat.device)
+    def _reduce_flat(self, flat: Tensor, parts: Sequence[_Part], request: Request, group: Any) -> None:
         if request.reduction == Reduction.ADASUM:
             scale(flat, request.prescale)
             adaptive_sum(flat, [part.num_elements for part in parts], group)
@@ -277,14 +262,6 @@ class Executor:
 
         combine(flat, request, self._size, flat.device.type in self._averages, collective)
 
-    def _buffer(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if (dtype, device) not in self._buffers:
-            self._buffers[dtype, device] = Scratch(self._allocate)
-        return self._buffers[dtype, device].take(num_elements, dtype, device)
-
-    def _group_for(self, device: torch.device) -> Any:
-        return self._cpu_group if device.type == "cpu" else self._group
-
 
 def _outputs(submission: Submission) -> Sequence[Tensor]:
     if submission.outputs is not None:
@@ -292,14 +269,15 @@ def _outputs(submission: Submission) -> Sequence[Tensor]:
     return [torch.empty_like(tensor, requires_grad=False) for tensor in submission.tensors]
 
 
-def _pairs(given: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Inputs and outputs; the same object where they are the same."""
+def _pairs(handle: Handle) -> list[tuple[Tensor, Tensor]]:
+    """Return inputs and outputs; the same object where they are the same."""
+    given = handle.submission.tensors
     written = [_writable(tensor) for tensor in given]
-    return list(zip(written, written if outputs is given else map(_writable, outputs), strict=True))
+    return list(zip(written, written if handle.outputs is given else map(_writable, handle.outputs), strict=True))
 
 
 def _writable(tensor: Tensor) -> Tensor:
-    """The tensor, or the same memory: what was made in ``torch.inference_mode`` can be written only there."""
+    """Return the tensor, or the same memory: what was made in ``torch.inference_mode`` can be written only there."""
     if not tensor.is_inference():
         return tensor
     alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -307,7 +285,7 @@ def _writable(tensor: Tensor) -> Tensor:
 
 
 def _stretch(parts: Sequence[_Part]) -> Tensor | None:
-    """The outputs as one flat tensor, holding the inputs, if they are one; None if they have to be packed."""
+    """Return the outputs as one flat tensor, holding the inputs, if they are one; None if they have to be packed."""
     first = parts[0].output
     if first is None:
         return None

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import collectives
-from .arithmetic import combine
-from .table import Request
+from .reductions import combine
+from .requests import Request
 
 
 def all_gather(given: Tensor, rows: Sequence[int], group: dist.ProcessGroup) -> Tensor:

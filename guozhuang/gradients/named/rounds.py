@@ -17,10 +17,16 @@
 
 A rank comes to a round when it has something pending, has joined, or leaves. So a round waits for all ranks to have something,
 and an idle rank costs nothing: before that, nothing could have been done. What has joined supplies zeros (execution.py).
+
+[Note: slots] Every rank puts, uses and evicts the same names in the same order, because it does so only for what a round told
+all of them. So a slot means the same everywhere without a word about it. A rank compares what it is asked for with what it
+asked under that name before; where that is equal on all ranks, all that was agreed on is still true.
 """
 
 from __future__ import annotations
 
+import heapq
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
@@ -29,17 +35,77 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .cache import ResponseCache
-from .mismatches import difference, joined_difference
+from .requests import Message, Request, Response, difference, joined_difference
 from .settings import Knobs
 from .submission import JOIN_NAME, Kind
-from .table import Message, Request, Response, Table, common_places
 
 _OUT_OF_DATE, _NOT_HERE, _READY = 0, 1, 2
 _ASKED, _QUIET = 1, 2  # in the last round of a join
 _MOST_SEEN: Final = 4096  # names that came once
-# What is asked for once, and what changes with the data.
+# Kinds that are not worth a slot of the cache: used once (barrier, join), or different each time (all-to-all).
 _NOT_CACHED: Final = (Kind.BARRIER, Kind.JOIN, Kind.ALLTOALL)
+
+
+class ResponseCache:
+    """Responses by slot, the longest unused given up first. See [Note: slots].
+
+    Args:
+        capacity: how many at most.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._slots: dict[str, int] = {}
+        self._held: OrderedDict[int, Response] = OrderedDict()  # the longest unused first
+        self._free: list[int] = []
+        self.num_slots = 0  # that were ever in use
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def slot_of(self, name: str) -> int | None:
+        """Where a name is held."""
+        return self._slots.get(name)
+
+    def name_at(self, slot: int) -> str:
+        """The name that a slot stands for."""
+        return self._held[slot].name
+
+    def at(self, slot: int) -> Response | None:
+        """What a slot holds."""
+        return self._held.get(slot)
+
+    def use(self, slot: int) -> Response:
+        """What a slot holds, which thereby is the last to be given up."""
+        self._held.move_to_end(slot)
+        return self._held[slot]
+
+    def put(self, response: Response) -> list[int]:
+        """Hold a response under a new name. Returns the slots that were given up for it."""
+        if self.capacity == 0:
+            return []
+        given_up = []
+        while len(self._held) >= self.capacity:
+            slot = next(iter(self._held))
+            self.evict(slot)
+            given_up.append(slot)
+        if self._free:
+            slot = heapq.heappop(self._free)
+        else:
+            slot = self.num_slots
+            self.num_slots += 1
+        self._slots[response.name] = slot
+        self._held[slot] = response
+        return given_up
+
+    def evict(self, slot: int) -> None:
+        """Give up what a slot holds."""
+        del self._slots[self._held.pop(slot).name]
+        heapq.heappush(self._free, slot)
+
+    def slots(self) -> list[int]:
+        """Those that hold something, rising."""
+        return sorted(self._held)
 
 
 class Words(Protocol):
@@ -89,7 +155,9 @@ class Rounds:
     def __init__(self, words: Words, rank: int, ranks: Sequence[int], cache_capacity: int) -> None:
         self._words, self._rank, self._ranks, self._capacity = words, rank, ranks, cache_capacity
         self._cache = ResponseCache(cache_capacity)
-        self._table = Table(len(ranks))
+        self._asked: dict[
+            str, dict[int, Request]
+        ] = {}  # names that not all ranks asked for, by rank; the same on every rank
         self._counted: dict[int, tuple[str, Request]] = {}  # pending on this rank and in the cache, by slot
         self._unsent: list[tuple[str, Request]] = []  # pending on this rank, and not in the table yet
         self._mine = np.full(64, _NOT_HERE, dtype=np.uint8)  # by slot
@@ -127,7 +195,7 @@ class Rounds:
         if told[0] == 0:
             self._exchange(leaves, knobs, outcome)
         if ends_join:
-            outcome.responses.append(Response(JOIN_NAME, dict(sorted(self._joins.items())), None, None))
+            outcome.responses.append(Response(JOIN_NAME, dict(sorted(self._joins.items()))))
             outcome.last_joined = self.joined[-1]
             self.joined.clear()
             self._joins.clear()
@@ -195,16 +263,21 @@ class Rounds:
                     self.joined.append(rank)
                     self._joins[rank] = request
                 else:
-                    self._table.add(rank, name, request)
+                    self._asked.setdefault(name, {})[rank] = request
         if outcome.knobs is not None:
             self._take(outcome.knobs)
-        for name, requests in self._table.take_complete(set(self.joined)):
-            outcome.responses.append(self._answer(name, requests))
+        complete = [
+            name
+            for name, requests in self._asked.items()
+            if len(requests) == len(self._ranks) or len(requests.keys() | set(self.joined)) == len(self._ranks)
+        ]
+        for name in complete:  # in the order in which each was first asked for
+            outcome.responses.append(self._answer(name, self._asked.pop(name)))
 
     def _answer(self, name: str, requests: dict[int, Request]) -> Response:
         one = next(iter(requests.values()))
         error = difference(name, requests, self._ranks) or self._joined_error(name, one)
-        response = Response(name, requests, error, common_places(requests))
+        response = Response(name, requests, error)
         if error is None and one.kind not in _NOT_CACHED and self._saw(name):
             del self._seen[name]
             for slot in self._cache.put(response):

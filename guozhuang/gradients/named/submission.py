@@ -1,15 +1,18 @@
-"""What one rank asks for, and what it gets: submissions, handles, and how they fail."""
+"""What one rank asks for, and what it gets: submissions, handles, and their errors."""
 
 from __future__ import annotations
 
 import enum
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .requests import Request
 
 JOIN_NAME: Final = "join"  # of every submission of that kind
 DTYPES: Final = frozenset(
@@ -67,9 +70,6 @@ class DuplicateNameError(ValueError):
 class Submission:
     """One collective, as one rank asks for it. Ranks may submit in any order; what has the same name belongs together.
 
-    It may be submitted again to the same channel when it has ended, which costs less if its tensors lie where they lay; their
-    shapes and dtypes must be the same.
-
     Attributes:
         kind: which collective.
         name: by which ranks match, with the kind in it: ``"allreduce.layer.weight"``.
@@ -81,7 +81,6 @@ class Submission:
         postscale: multiplies its result.
         root: of a broadcast; a rank in the channel.
         splits: of an all-to-all, how many rows of dim 0 go to each rank; the sum may be less than there are. None: evenly.
-        known: for the channel: what it worked out when this was submitted for the first time.
     """
 
     kind: Kind
@@ -93,41 +92,49 @@ class Submission:
     postscale: float = 1.0
     root: int | None = None
     splits: tuple[int, ...] | None = None
-    known: Any = field(default=None, init=False, repr=False, compare=False)
 
 
 class Handle:
-    """What is under way. May be used from any thread.
+    """A submission under way. ``done`` and ``wait`` may be called from any thread; all else is for the channel.
 
     Attributes:
         received_splits: after ``wait()`` of an all-to-all: how many rows came from each rank.
         last_joined: after ``wait()`` of a join: the rank (in the channel) that joined last; the same on all ranks.
+        submission: what was asked for. request: what other ranks know of it.
+        since: when it was submitted, on the monotonic clock, in seconds.
+        ready: on an accelerator: the event after which the inputs are there.
+        outputs: the results, once it has been carried out.
+        launched: on an accelerator: device, and the event after which the outputs are there.
+        is_wanted: somebody waits, or it is too late for haste; the channel's lock is over it.
+        has_ended: it was completed, or has failed.
     """
 
-    def __init__(self, hurry: Callable[[Handle], None]) -> None:
-        """Make the handle of something that has not ended.
-
-        Args:
-            hurry: tells the channel, once, that somebody waits.
-        """
+    def __init__(
+        self,
+        submission: Submission,
+        request: Request,
+        hurry: Callable[[Handle], None],
+        since: float = 0.0,
+        ready: torch.Event | None = None,
+    ) -> None:
+        self.submission, self.request, self.since, self.ready = submission, request, since, ready
         self.received_splits: list[int] | None = None
         self.last_joined: int | None = None
-        self.is_wanted = False  # somebody waits, or it is too late for haste; the channel's lock is over it
+        self.outputs: Sequence[Tensor] = ()
+        self.launched: tuple[torch.device, torch.Event] | None = None
+        self.is_wanted = self.has_ended = False
         self._hurry = hurry
         self._ended = threading.Lock()  # held until the end: the cheapest thing to wait for
         self._ended.acquire()
-        self._completed = False
-        self._outputs: Sequence[Tensor] = ()
         self._error: NegotiationError | None = None
-        self._launched: tuple[torch.device, torch.Event] | None = None
 
     def done(self) -> bool:
         """Tell, without waiting, whether it has ended, well or not. Not ended: the channel makes haste from now on."""
-        if not self._completed:
+        if not self.has_ended:
             if not self.is_wanted:
                 self._hurry(self)
             return False
-        return self._launched is None or self._launched[1].query()
+        return self.launched is None or self.launched[1].query()
 
     def wait(self) -> list[Tensor]:
         """Return the outputs when they are there; those of a barrier or a join are none.
@@ -138,37 +145,23 @@ class Handle:
         Raises:
             NegotiationError: it failed, on all ranks that took part; again at every call.
         """
-        if not self._completed:
+        if not self.has_ended:
             self._hurry(self)
             self._ended.acquire()
             self._ended.release()
         if self._error is not None:
             raise self._error.again() from self._error.__cause__
-        if self._launched is not None:
-            device, event = self._launched
+        if self.launched is not None:
+            device, event = self.launched
             stream = torch.accelerator.current_stream(device)
             stream.wait_event(event)
-            for tensor in self._outputs:
+            for tensor in self.outputs:
                 if tensor.device.type == "cuda":  # allocated in the channel's stream
                     tensor.record_stream(stream)
-        return list(self._outputs)
+        return list(self.outputs)
 
-    def complete(self, outputs: Sequence[Tensor], launched: tuple[torch.device, torch.Event] | None = None) -> None:
-        """For the channel: it has ended well. On an accelerator, the outputs are there after the event ``launched``."""
-        self._outputs, self._launched = outputs, launched
-        self._end()
-
-    def fail(self, error: NegotiationError) -> None:
-        """For the channel: it has failed. What has ended already stays as it is."""
-        if not self._completed:
-            self._error = error
-            self._end()
-
-    @property
-    def has_ended(self) -> bool:
-        """For the channel: whether one of the above was called."""
-        return self._completed
-
-    def _end(self) -> None:
-        self._completed = True
-        self._ended.release()
+    def end(self, error: NegotiationError | None = None) -> None:
+        """Let those who wait go on, with the outputs or an error. What has ended already stays as it is."""
+        if not self.has_ended:
+            self._error, self.has_ended = error, True
+            self._ended.release()

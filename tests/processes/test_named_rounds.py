@@ -1,19 +1,16 @@
 """What negotiation costs, counted: rounds, full rounds, collectives, copies; and what is written about it."""
 
-import gc
 import json
 import time
-import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from guozhuang.errors import UsageError
-from guozhuang.gradients.named import Channel, Engine, Kind, Knobs, Reduction, Settings, Submission, collectives
+from guozhuang.gradients.named import Engine, Kind, Knobs, Settings, Submission, collectives
 from guozhuang.gradients.named import engine as engines
 from guozhuang.gradients.named.control import Words
 from tests.processes.negotiating import an_engine, asked, full, in_place, reduced, reducing, run_engines, together
@@ -29,8 +26,9 @@ class Counted:
         all_reduce, least, exchange = collectives.all_reduce, Words.least, Words.exchange
 
         def counting(tensor: torch.Tensor, *args: Any) -> None:
-            self.sizes.append(tensor.numel())
-            self.pointers.append(tensor.data_ptr())
+            if tensor.dtype != torch.uint8:  # those are the words of rounds
+                self.sizes.append(tensor.numel())
+                self.pointers.append(tensor.data_ptr())
             all_reduce(tensor, *args)
 
         def counting_least(words: Words, vector: torch.Tensor) -> None:
@@ -88,43 +86,33 @@ def test_a_steady_state_is_one_small_all_reduce_a_round_and_an_idle_one_is_nothi
     run_engines(steady_state, 2, name=name)
 
 
-def flat_memory(engine: Engine) -> None:
+def copied_or_not(engine: Engine) -> None:
     channel, counted = engine.world, Counted()
     rank = channel.rank or 0
     flat = channel.allocate(1000, torch.float32, torch.device("cpu"))
-    views = list(flat.split([100, 300, 200, 400]))
-    for step, reduction in enumerate((Reduction.SUM, Reduction.AVERAGE, Reduction.SUM)):
-        flat.fill_(rank + 1.0)
-        together(channel, f"{step}")
-        counted.forget()
-        order = (3, 0, 2, 1) if rank else (0, 1, 2, 3)
-        handles = {i: in_place(channel, f"{reduction}.{i}", views[i], reduction=reduction) for i in order}
-        for i, handle in handles.items():
-            assert handle.wait()[0] is views[i]
-        assert flat.eq(3.0 if reduction == Reduction.SUM else 1.5).all()
-        in_memory = [flat.data_ptr() <= each < flat.data_ptr() + 4000 for each in counted.pointers]
-        assert all(in_memory), "no copies"
-        if len(counted.sizes) == 1:
-            assert counted.sizes == [1000]
-    # A gap, and views that lie elsewhere on one rank.
+    views, large = flat.split([100, 300, 200, 400]), full(1.0, 1 << 19)
+    flat.fill_(rank + 1.0)
+    assert in_place(channel, "neighbours", *views).wait()[2] is views[2]
+    assert flat.eq(3.0).all() and counted.sizes[-1] == 1000 and counted.pointers[-1] == flat.data_ptr(), "no copies"
     flat.fill_(1.0)
-    group = (views[0], views[2], views[3])
-    in_place(channel, "gap", *group).wait()
+    in_place(channel, "gap", views[0], views[2], views[3]).wait()
     assert flat[:100].eq(2).all() and flat[100:400].eq(1).all() and flat[400:].eq(2).all()
-    assert counted.sizes[-2:] == [100, 600]
-    other = channel.allocate(500, torch.float32, torch.device("cpu")) if rank else torch.zeros(500)
+    assert counted.sizes[-1] == 700 and counted.pointers[-1] != flat.data_ptr()
+    handles = [in_place(channel, "large", large), in_place(channel, "small", views[0])]
+    for handle in handles:
+        handle.wait()
+    assert large.eq(2).all() and large.data_ptr() in counted.pointers, "it goes alone, and as it is"
+    other = channel.allocate(500, torch.float32, torch.device("cpu")) if rank else torch.zeros(600)[:500]
     other.fill_(1.0)
-    first, second = other.split([200, 300])
+    first, second = other.split([200, 300]) if rank else (other[:200], other[200:].clone())  # apart on one rank
     in_place(channel, "apart", first, second).wait()
-    assert other.eq(2.0).all()
-    if dist.get_backend() == "shm":
-        assert channel.group is not None and hasattr(channel.group, "empty")
+    assert first.eq(2.0).all() and second.eq(2.0).all()
     together(channel, "end")
 
 
 @pytest.mark.parametrize("name", ["shm", "gloo"])
-def test_neighbours_in_flat_memory_are_reduced_in_place(name: str) -> None:
-    run_engines(flat_memory, 2, name=name)
+def test_neighbours_of_a_group_and_large_tensors_are_reduced_in_place(name: str) -> None:
+    run_engines(copied_or_not, 2, name=name)
 
 
 def submitted_again(engine: Engine) -> None:
@@ -152,7 +140,6 @@ def submitted_again(engine: Engine) -> None:
             handle.wait()
         assert flat.eq(1 + 2 * step).all(), step
         assert all(other.eq(1 + 4 * step).all() for other in others)
-    it_moves_and_goes(channel, rank)
     expected = [1.0 + 4 * step for step in range(12) for _ in range(3)]
     assert [each[0].item() for each in kept] == expected, "what was returned before stays as it was"
     if rank == 1:
@@ -169,28 +156,6 @@ def submitted_again(engine: Engine) -> None:
 def _over_itself(name: str, tensor: torch.Tensor) -> Submission:
     tensors = (tensor,)  # the very same object: only then the engine sees that nothing has to be copied
     return Submission(Kind.ALLREDUCE, name, tensors, tensors)
-
-
-def it_moves_and_goes(channel: Channel, rank: int) -> None:
-    tensors = tuple(full(0.0, 50) for _ in range(2))
-    mine = [_over_itself(f"moves {i}", each) for i, each in enumerate(tensors)]
-    for step in range(4):
-        for each, part in zip(tensors, full(rank + step, 100).split(50), strict=True):
-            each.data = part  # neighbours, so that they are reduced in place
-        for handle in [channel.submit(each) for each in mine]:
-            handle.wait()
-        assert all(each.eq(1 + 2 * step).all() for each in tensors), "its tensors lie elsewhere now"
-    for _ in range(4):
-        for handle in [channel.submit(each) for each in mine]:
-            handle.wait()
-    gone = [weakref.ref(each) for each in mine]
-    gc.disable()
-    del mine, handle
-    deadline = time.monotonic() + 5.0
-    while any(each() is not None for each in gone) and time.monotonic() < deadline:
-        time.sleep(0.01)  # the channel's thread ends its round
-    gc.enable()
-    assert [each() for each in gone] == [None, None], "submissions must not hold each other"
 
 
 @pytest.mark.parametrize("name", ["shm", "gloo"])

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from guozhuang.gradients.named.requests import Message, Request
 from guozhuang.gradients.named.rounds import Outcome, Rounds
 from guozhuang.gradients.named.settings import Knobs
 from guozhuang.gradients.named.submission import Kind, Reduction
-from guozhuang.gradients.named.table import Message, Request, Table
 
 
 class Meeting:
@@ -86,8 +86,7 @@ Make = Callable[..., World]
 
 
 def request(*shape: int, kind: Kind = Kind.ALLREDUCE, **more: object) -> Request:
-    plain = Request(kind, (shape,), (torch.float32,), "cpu", Reduction.SUM, 1.0, 1.0, None, None, None)
-    return plain._replace(**more)  # type: ignore[arg-type]
+    return Request(kind, (shape,), (torch.float32,))._replace(**more)  # type: ignore[arg-type]
 
 
 def names(outcome: Outcome) -> list[str]:
@@ -275,7 +274,7 @@ def test_shuffled_ranks_decide_alike_and_lose_nothing(make: Make, seed: int) -> 
 def test_messages_say_the_same_on_the_other_side() -> None:
     sent = Message(
         [
-            ("ä", request(2, 3, prescale=0.1, places=((0, 7),))),
+            ("ä", request(2, 3, prescale=0.1)),
             ("b", request(kind=Kind.JOIN)),
             ("c", request(4, kind=Kind.ALLTOALL, splits=(1, 3), dtypes=(torch.bfloat16,))),
             ("d", request(4, kind=Kind.BROADCAST, root=1, device="cuda", reduction=Reduction.ADASUM)),
@@ -287,10 +286,3 @@ def test_messages_say_the_same_on_the_other_side() -> None:
     own = request(2)._replace(shapes=(torch.zeros(2, 3).shape,))
     [(_, other)] = Message.decoded(Message([("x", own)]).encoded()).requests
     assert other == own, "sizes are tuples"
-
-
-def test_the_table_gives_out_what_is_complete_once() -> None:
-    table = Table(3)
-    table.add(0, "x", request(1))
-    assert not table.take_complete(set())
-    assert [name for name, _ in table.take_complete({1, 2})] == ["x"] and not table.take_complete({0, 1, 2})

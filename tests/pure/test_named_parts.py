@@ -3,7 +3,9 @@
 import json
 import os
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,24 +13,19 @@ import torch
 from torch import Tensor
 
 from guozhuang.errors import UsageError
-from guozhuang.gradients.named import Handle, Kind, NegotiationError, Reduction, Settings, Submission, fusion
-from guozhuang.gradients.named.arithmetic import combine, scale
-from guozhuang.gradients.named.channel import Channel, Surroundings
-from guozhuang.gradients.named.execution import Entry, Result
-from guozhuang.gradients.named.fusion import batches, runs
-from guozhuang.gradients.named.intake import request_of
-from guozhuang.gradients.named.memory import FlatMemories, Scratch
-from guozhuang.gradients.named.pace import AGE_S, BYTES, FIRST_BYTES, Pace
-from guozhuang.gradients.named.table import Message, Request, Response
+from guozhuang.gradients.named import Handle, Kind, NegotiationError, Reduction, Settings, Submission, execution
+from guozhuang.gradients.named.channel import AGE_S, BYTES, Channel, Pace, Surroundings
+from guozhuang.gradients.named.execution import Executor, Scratch, batches
+from guozhuang.gradients.named.reductions import combine, scale
+from guozhuang.gradients.named.requests import Message, Request, Response, difference, request_of
+from guozhuang.gradients.named.stalls import EngineStore, StallWatch
 from guozhuang.gradients.named.tracing import Tracing
+from tests.pure.test_serial import Stream
 
 
 def response(name: str, num: int, kind: Kind = Kind.ALLREDUCE, num_tensors: int = 1, **more: object) -> Response:
-    request = Request(
-        kind, ((num,),) * num_tensors, (torch.float32,) * num_tensors, "cpu", Reduction.SUM, 1.0, 1.0, None, None, None
-    )
-    request = request._replace(**more)  # type: ignore[arg-type]
-    return Response(name, {0: request}, None, request.places)
+    request = Request(kind, ((num,),) * num_tensors, (torch.float32,) * num_tensors)
+    return Response(name, {0: request._replace(**more)})  # type: ignore[arg-type]
 
 
 def fused(responses: list[Response], threshold: int, fuse_groups: bool = True) -> list[str]:
@@ -46,6 +43,7 @@ def test_batches_take_what_fits_and_look_past_what_does_not() -> None:
     far = response("far", 50, dtypes=(torch.int32,))
     assert fused([a, far, b], 100) == ["a", "far", "b"]
     assert fused([a, response("large", 1000), b], 100) == ["a", "large", "b"]
+    assert fused([a, response("large", 1 << 19), b], 1 << 30) == ["a b", "large"], "it is not worth a copy"
 
 
 @pytest.mark.parametrize(
@@ -56,7 +54,6 @@ def test_batches_take_what_fits_and_look_past_what_does_not() -> None:
         {"postscale": 2.0},
         {"device": "cuda"},
         {"kind": Kind.ALLGATHER},
-        {"places": ((0, 5),)},
     ],
 )
 def test_what_differs_does_not_travel_together(more: dict[str, object]) -> None:
@@ -66,13 +63,13 @@ def test_what_differs_does_not_travel_together(more: dict[str, object]) -> None:
 
 def test_each_response_is_looked_at_once_where_nothing_goes_together(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[str] = []
-    key = fusion._key
+    key = execution._key
 
     def counting(response: Response, fuse_groups: bool) -> object:
         looked.append(response.name)
         return key(response, fuse_groups)
 
-    monkeypatch.setattr(fusion, "_key", counting)
+    monkeypatch.setattr(execution, "_key", counting)
     many = [response(f"{i}", 1, prescale=float(i)) for i in range(500)]
     assert fused(many, 1 << 20) == [each.name for each in many] == looked
 
@@ -89,20 +86,6 @@ def test_groups_and_broadcasts() -> None:
     assert fused(gathers, 100) == ["0", "1"]
 
 
-def test_runs_are_neighbours_in_any_order() -> None:
-    placed = [
-        response("b", 10, places=((0, 5),)),
-        response("a", 5, places=((0, 0),)),
-        response("far", 3, places=((0, 20),)),
-        response("group", 2, num_tensors=2, places=((0, 15), (0, 23))),
-    ]
-    found = runs(placed)
-    assert found is not None
-    assert [(run.order, run.num_elements) for run in found] == [((1, 0, 3), 17), ((2, 4), 5)]
-    assert runs([*placed, response("x", 1)]) is None
-    assert [run.num_elements for run in runs([placed[0], placed[0]]) or []] == [10, 10], "one memory under two names"
-
-
 def test_memory_for_packing_grows_at_once_and_shrinks_when_little_was_needed_for_long() -> None:
     made: list[int] = []
 
@@ -114,25 +97,6 @@ def test_memory_for_packing_grows_at_once_and_shrinks_when_little_was_needed_for
     for num in (10, 8, 1000, *[30, 40] * 300, 500):
         assert len(scratch.take(num, torch.float32, cpu)) == num
     assert made == [10, 1000, 40, 500]
-
-
-def test_flat_memories_know_where_tensors_lie() -> None:
-    memories = FlatMemories(lambda num, dtype, device: torch.zeros(num, dtype=dtype, device=device))
-    assert memories.places_of((torch.zeros(3),)) is None
-    cpu = torch.device("cpu")
-    first, second = memories.allocate(100, torch.float32, cpu), memories.allocate(50, torch.float64, cpu)
-    assert memories.places_of((first[10:20],)) == ((0, 10),)
-    assert memories.places_of((second, second[7:8])) == ((1, 0), (1, 7))
-    assert memories.places_of((first[:1], second[:1])) is None, "two memories"
-    assert memories.places_of((first[:0],)) is None and memories.places_of((torch.zeros(100),)) is None
-    assert memories.places_of((first[:2].view(torch.float64),)) is None, "another dtype"
-    storage = torch.zeros(30)
-    pieces = iter((storage[10:20], storage[5:15], storage[25:]))
-    again = FlatMemories(lambda *_: next(pieces))
-    for _ in range(3):
-        again.allocate(10 if _ < 2 else 5, torch.float32, cpu)
-    assert again.places_of((storage[16:18],)) is None, "what lies over an older one takes its place"
-    assert again.places_of((storage[6:7],)) == ((1, 1),) and again.places_of((storage[25:27],)) == ((2, 0),)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.float16, torch.float32])
@@ -163,13 +127,12 @@ def test_the_pace_of_a_burst() -> None:
     assert pace.submitted(10, 1.0), "the thread sleeps without end"
     assert pace.due(1.0) == 1.0 + AGE_S
     assert not pace.submitted(10, 1.001)
-    assert pace.submitted(FIRST_BYTES, 1.002) and pace.due(1.002) == 1.002, "the first bytes go early"
-    pace.begins(1.002)
+    pace.begins(1.0 + AGE_S)
     pace.ends(1.003, True)
     assert pace.due(1.003) == 1.003 + AGE_S, "what was not ready asks again, without haste"
-    pace.submitted(FIRST_BYTES, 1.004)
+    pace.submitted(10, 1.004)
     assert pace.due(1.004) == 1.004 + AGE_S
-    assert pace.submitted(BYTES, 1.005) and pace.due(1.005) == 1.005, "then a bucketful"
+    assert pace.submitted(BYTES, 1.005) and pace.due(1.005) == 1.005, "a bucketful"
     pace.begins(1.005)
     pace.ends(1.006, True)
     pace.wanted()
@@ -183,7 +146,7 @@ def test_the_pace_of_a_burst() -> None:
     assert pace.submitted(1, 2.0) and pace.due(2.0) == 2.0, "news do not pause"
     pace.begins(2.0)
     pace.ends(2.0, True)
-    for _ in range(6):
+    for _ in range(5):
         pace.settled(was_wanted=False)
     assert pace.due(3.0) is None
     pace.is_urgent = True
@@ -208,22 +171,24 @@ def test_the_pace_of_a_cycle() -> None:
     assert pace.due(6.001) == pytest.approx(6.01)
 
 
+def handle_of(hurry: object, *tensors: Tensor) -> Handle:
+    return Handle(Submission(Kind.ALLREDUCE, "x", tensors), response("x", 1).request, hurry)  # type: ignore[arg-type]
+
+
 def test_who_comes_to_wait_while_it_ends_is_not_counted() -> None:
     around = Surroundings(Settings(), Tracing(writes=False), *[lambda *_: None] * 3)  # type: ignore[arg-type]
     channel = Channel(0, [0], None, None, around)
-    handle = Handle(channel._hurry)
-    one = Submission(Kind.ALLREDUCE, "x", (torch.zeros(1),))
-    channel._under_way["x"] = Entry(response("x", 1).request, one, handle, 0.0, None)
+    handle = channel._under_way["x"] = handle_of(channel._hurry, torch.zeros(1))
     channel._pace.submitted(4, 0.0)
-    complete = handle.complete
+    end = handle.end
 
     def late(*args: object) -> None:
         assert not handle.done(), "between the end and the word of it"
         channel._hurry(handle)
-        complete(*args)  # type: ignore[arg-type]
+        end(*args)  # type: ignore[arg-type]
 
-    handle.complete = late  # type: ignore[assignment, method-assign]
-    channel._settle({"x": Result(one.tensors)})
+    handle.end = late  # type: ignore[assignment, method-assign]
+    channel._settle(["x"])
     assert handle.done() and channel._pace._num_wanted == channel._pace._num_pending == 0
 
 
@@ -234,50 +199,36 @@ def test_a_handle_waits_and_hurries_once() -> None:
         hurried.append(handle)
         handle.is_wanted = True
 
-    handle = Handle(hurry)
+    handle = handle_of(hurry)
     assert not handle.done() and not handle.done() and hurried == [handle]
     waiter = threading.Thread(target=handle.wait)
     waiter.start()
-    outputs = [torch.zeros(1)]
-    handle.complete(outputs)
+    handle.outputs = outputs = [torch.zeros(1)]
+    handle.end()
     waiter.join(5)
     assert not waiter.is_alive() and handle.done() and handle.wait() == outputs == handle.wait()
-    handle.fail(NegotiationError("too late"))
+    handle.end(NegotiationError("too late"))
     assert handle.wait() == outputs
-    failed = Handle(hurry)
-    failed.fail(NegotiationError("why"))
+    failed = handle_of(hurry)
+    failed.end(NegotiationError("why", is_of_kinds=True))
     for _ in range(2):
-        with pytest.raises(NegotiationError, match=r"^why$"):
+        with pytest.raises(NegotiationError, match=r"^why$") as raised:
             failed.wait()
+        assert raised.value.is_of_kinds
     assert failed.done()
 
 
-def test_requests_say_where_tensors_lie_only_if_they_are_reduced_in_place() -> None:
-    def places_of(tensors: tuple[Tensor, ...]) -> tuple[tuple[int, int], ...]:
-        return ((3, 4),) * len(tensors)
-
-    tensor = torch.zeros(2, 3)
-    for outputs, kind, places in (
-        ((tensor,), Kind.ALLREDUCE, ((3, 4),)),
-        (None, Kind.ALLREDUCE, None),
-        ((tensor.clone(),), Kind.ALLREDUCE, None),
-        ((tensor,), Kind.BROADCAST, None),
-    ):
-        submission = Submission(kind, "x", (tensor,), outputs=outputs, root=0)
-        assert request_of(submission, 2, places_of).places == places
-    even = request_of(Submission(Kind.ALLTOALL, "x", (torch.zeros(4, 1),)), 2, places_of)
+def test_requests_of_barriers_joins_and_even_splits() -> None:
+    even = request_of(Submission(Kind.ALLTOALL, "x", (torch.zeros(4, 1),)), 2)
     assert even.splits == (2, 2) and even.shapes == ((4, 1),)
     with pytest.raises(ValueError, match="barrier takes no tensors"):
-        request_of(Submission(Kind.BARRIER, "x", (tensor,)), 2, places_of)
+        request_of(Submission(Kind.BARRIER, "x", (torch.zeros(2, 3),)), 2)
     for kind, name in ((Kind.BARRIER, "join"), (Kind.JOIN, "x")):
         with pytest.raises(ValueError, match="is called 'join'"):
-            request_of(Submission(kind, name, ()), 2, places_of)
+            request_of(Submission(kind, name, ()), 2)
 
 
 def test_numbers_of_numpy_travel_as_those_of_python() -> None:
-    def places_of(tensors: tuple[Tensor, ...]) -> None:
-        return None
-
     scales = {"prescale": np.float32(0.5), "postscale": torch.tensor(2.0)}
     tensor = torch.zeros(4, 1)
     for submission in (
@@ -285,7 +236,7 @@ def test_numbers_of_numpy_travel_as_those_of_python() -> None:
         Submission(Kind.BROADCAST, "x", (tensor,), root=np.int64(1)),  # type: ignore[arg-type]
         Submission(Kind.ALLTOALL, "x", (tensor,), splits=tuple(np.array([1, 3]))),
     ):
-        request = request_of(submission, 2, places_of)
+        request = request_of(submission, 2)
         [(_, other)] = Message.decoded(Message([("x", request)]).encoded()).requests
         assert other == request
 
@@ -351,3 +302,167 @@ def test_a_trace_ends_where_the_disk_is_full(
     tracing.stop()
     tracing.start(str(path), mark_cycles=False)
     tracing.stop()
+
+
+# Streams: with streams that only write down what is asked of them.
+
+
+class Alone:
+    """A group of one rank."""
+
+    def size(self) -> int:
+        return 1
+
+
+def test_a_batch_stands_between_what_was_launched_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    trainer = Stream("trainer", said)
+    monkeypatch.setattr(torch, "Stream", lambda device: Stream("channel", said))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: trainer)
+    group: Any = Alone()
+
+    def allocate(num: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        said.append("packs")
+        return torch.zeros(num, dtype=dtype, device=device)
+
+    executor = Executor(group, group, 0, allocate, frozenset())
+    handles, batch = {}, []
+    for name in ("a", "b"):
+        submission = Submission(Kind.ALLREDUCE, name, (torch.ones(2),))
+        request = Request(Kind.ALLREDUCE, ((2,),), (torch.float32,), "cuda", prescale=2.0)
+        ready: Any = trainer.record_event()
+        handles[name] = Handle(submission, request, lambda handle: None, 0.0, ready)
+        batch.append(Response(name, {0: request}))
+    executor.carry_out(batch, handles)
+    handle = handles["b"]
+    handle.end()
+    assert torch.equal(handle.wait()[0], torch.full((2,), 2.0))
+    assert said == [
+        "trainer records event 0",
+        "trainer records event 1",
+        "enter channel",
+        "channel waits for event 0",
+        "channel waits for event 1",
+        "packs",
+        "channel records event 6",
+        "leave channel",
+        "trainer waits for event 6",
+    ]
+
+
+def test_zeros_of_a_rank_that_joined_and_never_had_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[torch.device] = []
+    monkeypatch.setattr(torch, "Stream", lambda device: Stream(f"{device}", []))
+
+    def allocate(num: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        made.append(device)
+        return torch.ones(num, dtype=dtype)
+
+    group: Any = Alone()
+    executor = Executor(group, group, 0, allocate, frozenset())
+    executor.joined_on = 3
+    executor.carry_out([Response("x", {1: Request(Kind.ALLREDUCE, ((2,),), (torch.float32,), "cuda")})], {})
+    assert made == [torch.device("cuda", 3)] == list(executor._streams)
+
+
+def test_a_tensor_on_an_accelerator_on_one_rank_only() -> None:
+    here = Request(Kind.ALLREDUCE, ((2,),), (torch.float32,), "cpu", prescale=2.0)
+    found = difference("x", {0: here, 1: here._replace(device="cuda")}, [0, 1])
+    assert found == "Mismatched devices (CPU/GPU): rank 0 has a tensor on cpu, rank 1 has a tensor on cuda (for 'x')"
+
+
+# Stalls, and words, also where the store is gone.
+
+
+class SilentStore:
+    """A store whose keeper is gone."""
+
+    def __init__(self) -> None:
+        self.is_gone = False
+        self.held: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self._raise()
+        self.held[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        self._raise()
+        return self.held[key]
+
+    def check(self, keys: list[str]) -> bool:
+        self._raise()
+        return all(key in self.held for key in keys)
+
+    def add(self, key: str, amount: int) -> int:
+        self._raise()
+        self.held[key] = str(int(self.held.get(key, b"0")) + amount).encode()
+        return int(self.held[key])
+
+    def _raise(self) -> None:
+        if self.is_gone:
+            raise RuntimeError("connection reset")
+
+
+def test_words_need_no_new_thread_and_no_store_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    store: Any = SilentStore()
+    stores = [EngineStore(store, rank, 2) for rank in range(2)]
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    stores[0].read_cards()
+    stores[1].tell("rank 1 has shut down")
+    assert stores[0].words() == {1: "rank 1 has shut down"} == stores[0].news(0.0)[1]
+    store.is_gone = True
+    stores[0].tell("nobody hears it")
+    assert stores[0].words() == {} and stores[0].news(0.0) == ({}, {})
+    with pytest.raises(RuntimeError):
+        stores[0].ask()
+    for words in stores:
+        words.close()
+
+
+class Pending:
+    """A channel that waits for somebody."""
+
+    def __init__(self, *names: str) -> None:
+        self.number, self.ranks, self.since = 0, (0, 1, 2), time.monotonic()
+        self.names = names
+
+    def pending_since(self) -> dict[str, float]:
+        return dict.fromkeys(self.names, self.since)
+
+
+def test_a_stall_ends_at_its_limit_without_a_store_too() -> None:
+    store: Any = SilentStore()
+    words, ended = EngineStore(store, 0, 3), threading.Event()
+    store.is_gone = True
+    failures: list[NegotiationError] = []
+
+    def stop(error: NegotiationError) -> None:
+        failures.append(error)
+        ended.set()
+
+    channel = Pending("x")
+    watch = StallWatch(words, 0, Settings(), 0.1, lambda: [channel], stop, tick_s=0.02)
+    watch.touch()
+    assert ended.wait(5.0)
+    watch.close()
+    words.close()
+    assert "stalled" in str(failures[0]) and "the store is gone" in str(failures[0])
+
+
+def test_who_has_joined_is_not_missing() -> None:
+    store: Any = SilentStore()
+    stores = [EngineStore(store, rank, 3) for rank in range(3)]
+    channel = Pending("x", "join")
+    failures: list[NegotiationError] = []
+    watch = StallWatch(stores[0], 0, Settings(), 0.3, lambda: [channel], failures.append, tick_s=0.02)
+    stores[1].answer(10, {0: ["join"]})
+    watch._end({0: channel.pending_since()}, channel.since + 1.0)
+    watch.close()
+    for words in stores:
+        words.close()
+    text = str(failures[0])
+    assert "missing: rank 2 for x, join" in text and "rank 1" not in text

@@ -200,7 +200,7 @@ def errs(rank: int, n: int) -> None:
         def fail(*_: object) -> None:
             raise OSError("nothing can be found out")
 
-        engine._board.news = fail  # type: ignore[assignment, method-assign]
+        engine._words.news = fail  # type: ignore[assignment, method-assign]
         pattern = "cannot go on"
     fails(engine, pattern, reducing(engine.world, "x", full(1.0)), reducing(engine.world, "y", full(1.0)))
     engine.close()
@@ -212,7 +212,7 @@ def test_an_error_in_the_thread_fails_all_ranks_with_its_text(name: str) -> None
 
 
 def stalls_for_a_while(rank: int, n: int, folder: str) -> None:
-    stalls.Watch.__init__.__defaults__ = (0.1,)  # type: ignore[attr-defined]
+    stalls.StallWatch.__init__.__defaults__ = (0.1,)  # type: ignore[attr-defined]
     logging.getLogger("guozhuang").addHandler(logging.FileHandler(f"{folder}/{rank}"))
     with an_engine(Settings(stall_warning_s=0.5)) as engine:
         reduced(engine.world, "x", full(1.0))
@@ -243,7 +243,7 @@ def test_a_stall_is_reported_once_with_the_ranks_that_are_missing(name: str, tmp
 
 
 def joins_for_long(rank: int, n: int, folder: str) -> None:
-    stalls.Watch.__init__.__defaults__ = (0.1,)  # type: ignore[attr-defined]
+    stalls.StallWatch.__init__.__defaults__ = (0.1,)  # type: ignore[attr-defined]
     logging.getLogger("guozhuang").addHandler(logging.FileHandler(f"{folder}/{rank}"))
     with an_engine(Settings(stall_warning_s=0.6, stall_stop_s=1.0)) as engine:
         for _ in range(8 if rank == 0 else 1):
@@ -258,7 +258,7 @@ def test_a_join_is_no_stall_as_long_as_others_go_on(tmp_path: Path) -> None:
 
 
 def stalls_for_ever(rank: int, n: int) -> None:
-    stalls.Watch.__init__.__defaults__ = (0.1,)  # type: ignore[attr-defined]
+    stalls.StallWatch.__init__.__defaults__ = (0.1,)  # type: ignore[attr-defined]
     assert dist.group.WORLD is not None
     engine = Engine(dist.group.WORLD, Settings(stall_check=False, stall_stop_s=0.7))
     reduced(engine.world, "x", full(1.0))
