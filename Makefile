@@ -12,7 +12,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --e
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-text
-	$(BIN)/guozhuang compare --batch-size 16 --steps 60 --strategies single,ddp,torch-ddp,sharded,none
+	$(BIN)/guozhuang compare --batch-size 16 --steps 40 --strategies single,ddp,torch-ddp,sharded,none
 
 # Tests run side by side on four workers, for they mostly wait (tests/conftest.py). Types are checked meanwhile, and reported
 # after them. Either failing fails.

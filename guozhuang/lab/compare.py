@@ -16,7 +16,7 @@ from guozhuang import strategies, timeline, units
 from guozhuang.lab.contender import Contender
 from guozhuang.lab.machine import busy_share, describe
 from guozhuang.lab.measure import difference
-from guozhuang.lab.plan import Plan, add_arguments, notes_of, plan_of
+from guozhuang.lab.plan import FEWEST_ROUNDS, Plan, add_arguments, notes_of, plan_of
 from guozhuang.lab.progress import Reporter
 from guozhuang.lab.results import (
     Difference,
@@ -29,7 +29,7 @@ from guozhuang.lab.results import (
     to_json,
 )
 from guozhuang.lab.runs import ended_by_signals, execute, new_folder
-from guozhuang.lab.verdict import judge, short
+from guozhuang.lab.verdict import SETTLED, judge, settled, short
 from guozhuang.lab.worker import RunSpec
 from guozhuang.watch.machine import usable_cores
 
@@ -69,7 +69,7 @@ def run(namespace: argparse.Namespace) -> int:
         command=shlex.join(["guozhuang", *sys.argv[1:]]),
         workload=plan.workload,
         workload_details=details,
-        settings=plan.settings,
+        settings=replace(plan.settings, num_rounds=max((len(row.rounds) for row in rows), default=0) or 1),
         machine=describe(),
         rows=rows,
         notes=(*notes_of(plan, busy), *notes),
@@ -99,9 +99,23 @@ def _measure(plan: Plan, reporter: Reporter) -> tuple[tuple[Row, ...], tuple[str
     found = _Found({name: [] for name in plan.names})
     for number in range(1, plan.settings.num_rounds + 1):
         _round(plan, number, found, reporter)
+        if plan.may_stop_early and FEWEST_ROUNDS <= number < plan.settings.num_rounds and _is_settled(plan, found):
+            reporter.skip((plan.settings.num_rounds - number) * len(plan.names))
+            found.notes.append(
+                f"{number} rounds were enough: no strategy's differ by more than {units.percent(SETTLED)}, and the fastest is "
+                f"further than that ahead of the next. --rounds {plan.settings.num_rounds} makes one more."
+            )
+            break
     if plan.timeline is not None:
         _trace(plan, plan.timeline, found, reporter)
     return tuple(_row(plan, one, found) for one in plan.contenders), tuple(found.notes)
+
+
+def _is_settled(plan: Plan, found: _Found) -> bool:
+    speeds = {
+        name: [each.samples_per_s for each in found.rounds[name]] for name in plan.names if name not in found.failures
+    }
+    return settled(speeds, [one.name for one in plan.contenders if one.entry.trains])
 
 
 def _round(plan: Plan, number: int, found: _Found, reporter: Reporter) -> None:

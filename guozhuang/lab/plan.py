@@ -17,6 +17,7 @@ from guozhuang.lab.results import Settings
 from guozhuang.watch.machine import usable_cores
 
 DEFAULT_STEPS = 50
+DEFAULT_ROUNDS, FEWEST_ROUNDS = 3, 2
 
 _BUSY = 0.2  # a desktop at rest stays below
 
@@ -35,6 +36,7 @@ class Plan:
         scratch: the folder of the runs' files.
         out: the report's folder.
         timeline: where traces go; None for none.
+        may_stop_early: the number of rounds was left open; see ``verdict.settled``.
     """
 
     contenders: tuple[Contender, ...]
@@ -46,6 +48,7 @@ class Plan:
     scratch: Path
     out: Path
     timeline: Path | None
+    may_stop_early: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -91,7 +94,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--warmup-steps", type=int, default=5, metavar="N", help="steps before the measured ones (default: 5)"
     )
-    how.add_argument("--rounds", type=int, default=3, metavar="N", help="runs of each strategy, in turn (default: 3)")
+    how.add_argument(
+        "--rounds",
+        type=int,
+        metavar="N",
+        help="runs of each strategy, in turn (default: 3, or 2 where those tell enough)",
+    )
     how.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and data order (default: 0)")
     how.add_argument(
         "--timeout", type=float, default=1800.0, metavar="SECONDS", help="limit of one run (default: 1800)"
@@ -180,7 +188,7 @@ def plan_of(namespace: argparse.Namespace, scratch: Path, console: Any) -> tuple
         num_ranks=namespace.ranks,
         num_steps=num_steps,
         num_warmup_steps=namespace.warmup_steps,
-        num_rounds=namespace.rounds,
+        num_rounds=namespace.rounds if namespace.rounds is not None else DEFAULT_ROUNDS,
         num_epochs=namespace.epochs,
         seed=namespace.seed,
         threads_per_rank=namespace.threads_per_rank or max(1, usable_cores() // namespace.ranks),
@@ -197,6 +205,7 @@ def plan_of(namespace: argparse.Namespace, scratch: Path, console: Any) -> tuple
         scratch,
         out,
         namespace.timeline,
+        namespace.rounds is None,
     )
     return plan, dict(workload.details)
 

@@ -58,9 +58,9 @@ class Reporter:
         shown = self._label.replace("[", r"\[")
         self._bar.reset(self._task, total=num_steps, description=shown, rate="starting", visible=True)
 
-    def skip(self) -> None:
-        """Say that one of the runs will not be made."""
-        self._num_runs -= 1
+    def skip(self, num_runs: int = 1) -> None:
+        """Say that runs will not be made."""
+        self._num_runs -= num_runs
 
     def tick(self, step: int) -> None:
         """Say how many steps the run has done."""

@@ -10,12 +10,15 @@ The rules, all on results alone:
 2. The fastest is the one with the highest median of samples/s.
 3. Others tie with it when the ranges of both over the rounds overlap and the medians are less than :data:`TIE` apart
    (with one round there are no ranges: less than :data:`TIE_OF_ONE_ROUND`). Among those that tie the simplest is taken.
+4. Where the number of rounds was left open, two are enough if the rounds of no strategy differ by more than
+   :data:`SETTLED`, and no strategy that trains is that near to the fastest one that does: a third would not change rule 3.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from guozhuang import units
@@ -23,6 +26,9 @@ from guozhuang.lab.results import PHASES, Results, Row
 
 TIE = 0.10
 TIE_OF_ONE_ROUND = 0.03
+
+#: See rule 4; a share of the slower one.
+SETTLED = 0.05
 
 #: The fastest round over the slowest beyond which the machine was busy with something else.
 RESTLESS = 1.25
@@ -78,6 +84,19 @@ def judge(results: Results) -> Verdict:
         how(results, chosen),
         tuple(_cautions(results, chosen, candidates)),
     )
+
+
+def settled(speeds: Mapping[str, Sequence[float]], training: Collection[str]) -> bool:
+    """Apply rule 4 to the samples/s of the rounds of each strategy that has not failed.
+
+    Args:
+        speeds: by strategy.
+        training: those of the strategies that train.
+    """
+    if any(max(each) > (1 + SETTLED) * min(each) for each in speeds.values()):
+        return False
+    medians = sorted((statistics.median(each) for name, each in speeds.items() if name in training), reverse=True)
+    return len(medians) < 2 or medians[0] > (1 + SETTLED) * medians[1]
 
 
 def how(results: Results, row: Row) -> tuple[str, ...]:

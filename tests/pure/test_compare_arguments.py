@@ -27,7 +27,7 @@ def test_defaults_compare_every_strategy_over_two_ranks(tmp_path: Path) -> None:
     plan = _plan(tmp_path)
     assert plan.names == tuple(strategies.STRATEGIES)
     assert plan.settings.num_ranks == 2
-    assert plan.settings.num_rounds == 3
+    assert plan.settings.num_rounds == 3 and plan.may_stop_early
     assert plan.settings.global_batch_size == 8
     assert plan.settings.threads_per_rank == max(1, usable_cores() // 2)
     assert plan.out == tmp_path / "out"

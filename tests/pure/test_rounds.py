@@ -52,6 +52,30 @@ def test_every_strategy_gets_its_turn_at_every_place(monkeypatch: pytest.MonkeyP
     assert any("90 % of the cores busy" in note for note in results.notes)
 
 
+@pytest.mark.parametrize(
+    ("of_ddp", "arguments", "num_rounds"),
+    [(150, (), 2), (102, (), 3), (150, ("--rounds", "3"), 3), (0, (), 3)],
+    ids=["clear", "near", "asked for", "restless"],
+)
+def test_two_rounds_are_enough_where_a_third_would_not_change_the_verdict(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, of_ddp: float, arguments: tuple[str, ...], num_rounds: int
+) -> None:
+    runs: list[str] = []
+
+    def play(spec: RunSpec) -> tuple[RankRecord, ...]:
+        runs.append(spec.strategy)
+        restless = 150 * (1 + 0.1 * runs.count("ddp"))
+        return (
+            _well(spec) if spec.strategy == "single" else tuple(record(r, of_ddp or restless, 4, 2) for r in range(2))
+        )
+
+    _, results = _run(monkeypatch, tmp_path, play, "--strategies", "single,ddp", *arguments)
+    assert len(runs) == 2 * num_rounds
+    assert [len(row.rounds) for row in results.rows] == [num_rounds] * 2
+    assert results.settings.num_rounds == num_rounds
+    assert any("2 rounds were enough" in note for note in results.notes) is (num_rounds == 2)
+
+
 def test_a_failure_ends_only_its_own_strategy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[str] = []
 
