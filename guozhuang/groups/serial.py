@@ -54,9 +54,11 @@ class SerialWork:
         for device, event in self._launched:
             torch.accelerator.current_stream(device).wait_event(event)
 
-    def _end(self, error: BaseException | None) -> None:
-        self._error = error
-        self._ended.set()
+    def end(self, error: BaseException | None = None) -> None:
+        """Let the waiting threads go on, or raise ``error`` there. The first call counts."""
+        if not self._ended.is_set():
+            self._error = error
+            self._ended.set()
 
 
 _Entry: TypeAlias = tuple[float, int, Job | None, SerialWork]
@@ -99,6 +101,16 @@ class SerialThread:
             job = self._in_streams(job, work, accelerators)
         self._jobs.put((urgency, next(self._numbers), job, work))
         return work
+
+    def close(self) -> None:
+        """End the thread after all jobs that were handed over, the least urgent ones too. Does not wait."""
+        self._jobs.put((float("inf"), next(self._numbers), None, SerialWork()))
+
+    def join(self, timeout_s: float | None) -> bool:
+        """Wait until the thread has ended, for so many seconds at most (None: without a limit); tell whether it has."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        return self._thread is None or not self._thread.is_alive()
 
     def _in_streams(self, job: Job, work: SerialWork, devices: Iterable[torch.device]) -> Job:
         """See [Note: streams of a serial thread]. The result must not hold this object, as the thread must not."""
@@ -157,4 +169,4 @@ def _work(jobs: queue.SimpleQueue[_Entry], what: str) -> None:
             error = raised
             failed = failed or raised
         job = None  # its tensors must not stay until the next one comes
-        work._end(error)
+        work.end(error)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from guozhuang import DistributedDataParallel
 from guozhuang.errors import PeerLost, UsageError
 from guozhuang.exchange.parameter_server import AsyncParameterServer, ParameterServer
-from guozhuang.exchange.parameter_server.meeting import connect
+from guozhuang.exchange.parameter_server.protocol import connect
 from guozhuang.exchange.parameter_server.server import serve
 from guozhuang.gradients.buckets import Bucket
 from guozhuang.groups.agreement import store_of
@@ -172,17 +172,26 @@ def case_sums_are_made_in_the_order_of_ranks(rank: int, size: int) -> None:
 def case_what_is_needed_next_goes_first(rank: int, size: int) -> None:
     exchange, buckets = ParameterServer(part_bytes=40_000), filled([100_000] * 4, rank)
     state = exchange.prepare(buckets, dist.group.WORLD)
-    with contextlib.ExitStack() as held:
-        for line in state.links.lines:
-            held.enter_context(line.changed)
-        works = [exchange.start(bucket, state, 0) for bucket in buckets]
+    hold, sent = threading.Event(), [list[int]() for _ in state.client.connections]
+    for connection, order in zip(state.client.connections, sent, strict=True):
+        connection._sender.run(hold.wait, urgency=-1)
+        send = connection._send
+
+        def note(request: Any, send: Any = send, order: list[int] = order) -> None:
+            order.append(request.message.part)
+            send(request)
+
+        connection._send = note
+    works = [exchange.start(bucket, state, 0) for bucket in buckets]
+    hold.set()
     for work in works:
         work.wait()
     urgency = {part.index: part.urgency for parts in state.parts.values() for part in parts}
     assert len(urgency) >= 40
-    for line in state.links.lines:
-        order = [urgency[part] for _, part in line.sent]
+    for connection, parts in zip(state.client.connections, sent, strict=True):
+        order = [urgency[part] for part in parts]
         assert order == sorted(order) and len(order) > 40 // size - 2
+        del connection._send
     state.close()
 
 

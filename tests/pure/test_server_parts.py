@@ -13,9 +13,9 @@ from torch import Tensor
 
 from guozhuang.errors import MismatchError, UsageError, WorldError
 from guozhuang.exchange.parameter_server import AsyncParameterServer, ParameterServer
-from guozhuang.exchange.parameter_server.parts import cut
-from guozhuang.exchange.parameter_server.protocol import Kind, Message
-from guozhuang.exchange.parameter_server.shelves import Shelf, in_memory_of
+from guozhuang.exchange.parameter_server.client import cut
+from guozhuang.exchange.parameter_server.protocol import Message, Opcode
+from guozhuang.exchange.parameter_server.service import HeldParts, copy_into
 
 SIZES = st.lists(st.tuples(st.integers(0, 200_000), st.sampled_from([1, 2, 4, 8, 16])), max_size=6)
 
@@ -62,9 +62,9 @@ def test_what_the_next_forward_needs_first_is_most_urgent() -> None:
 
 
 def test_a_message_comes_out_as_it_went_in() -> None:
-    for kind in Kind:
+    for opcode in Opcode:
         for has_payload in (False, True):
-            message = Message(kind, 3, 2**31 + 5, 2**40, torch.bfloat16, 2**33 + 1, has_payload)
+            message = Message(opcode, 3, 2**31 + 5, 2**40, torch.bfloat16, 2**33 + 1, has_payload)
             assert Message.decode(message.encode()) == message
     with pytest.raises(WorldError, match="no message to a parameter server"):
         Message.decode(torch.full((6,), 99))
@@ -80,24 +80,36 @@ def test_numbers_that_make_no_sense(make: Callable[..., Any]) -> None:
 
 
 class Worker:
-    """Asks a shelf, and keeps what it answers."""
+    """Asks a server's parts, and keeps what it answers."""
 
-    def __init__(self, shelf: Shelf, rank: int, num_elements: int = 2) -> None:
-        self.shelf, self.rank, self.num_elements = shelf, rank, num_elements
+    def __init__(self, held: HeldParts, rank: int, num_elements: int = 2) -> None:
+        self.held, self.rank, self.num_elements = held, rank, num_elements
         self.got: Tensor | None = None
+        self.num_steps: dict[int, int] = {}
 
-    def ask(self, kind: Kind, values: list[float] | None, number: int = 0, part: int = 0) -> None:
+    def join(self, part: int = 0) -> int:
+        """The last step of the slowest worker."""
+        lowest = torch.zeros(1, dtype=torch.int64)
+        message = Message(Opcode.JOIN, 0, part, 0, torch.int64, 1)
+        self.held.take(self.rank, message, None, True, copy_into(lowest))
+        return int(lowest)
+
+    def ask(self, opcode: Opcode, values: list[float] | None, number: int = 0, part: int = 0) -> None:
         self.got = None
+        if opcode is Opcode.DELTA:
+            self.num_steps[part] = number = number or self.num_steps.get(part, 0) + 1
+        elif opcode is Opcode.AGREE:
+            self.num_steps[part] = 0
         into = torch.zeros(self.num_elements)
         payload = None if values is None else torch.tensor(values)
-        reply = in_memory_of(into)
+        reply = copy_into(into)
 
         def answered(answer: Tensor) -> Any:
             self.got = into
             return reply(answer)
 
-        message = Message(kind, 0, part, number, torch.float32, self.num_elements, values is not None)
-        self.shelf.take(self.rank, message, payload, True, answered)
+        message = Message(opcode, 0, part, number, torch.float32, self.num_elements, values is not None)
+        self.held.take(self.rank, message, payload, True, answered)
 
 
 def answers(workers: list[Worker]) -> list[list[float] | None]:
@@ -107,53 +119,53 @@ def answers(workers: list[Worker]) -> list[list[float] | None]:
 def test_a_sum_is_made_in_the_order_of_ranks() -> None:
     large, values = 2.0**24, [[2.0**24, 0.0], [1.0, 0.0], [-(2.0**24), 0.0]]
     for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0), (2, 0, 1)):
-        shelf = Shelf(3)
-        workers = [Worker(shelf, rank) for rank in range(3)]
+        held = HeldParts(3)
+        workers = [Worker(held, rank) for rank in range(3)]
         for step in range(2):
             for rank in order:
-                workers[rank].ask(Kind.SUM, values[rank], step)
+                workers[rank].ask(Opcode.SUM, values[rank], step)
             expected = (torch.tensor(large) + 1.0 - large).item()  # 0: the one is lost, in whatever order they come
             assert answers(workers) == [[expected, 0.0]] * 3
 
 
 def test_a_sum_of_different_steps_or_sizes_is_refused() -> None:
-    shelf = Shelf(2)
-    Worker(shelf, 0).ask(Kind.SUM, [1.0, 1.0], 4)
+    held = HeldParts(2)
+    Worker(held, 0).ask(Opcode.SUM, [1.0, 1.0], 4)
     with pytest.raises(MismatchError, match=r"ranks 0 and 1 do not send the same part.*step 4.*step 5"):
-        Worker(shelf, 1).ask(Kind.SUM, [1.0, 1.0], 5)
+        Worker(held, 1).ask(Opcode.SUM, [1.0, 1.0], 5)
     with pytest.raises(MismatchError, match=r"3 of torch\.float32"):
-        Worker(shelf, 1, 3).ask(Kind.SUM, [1.0, 1.0, 1.0], 4)
+        Worker(held, 1, 3).ask(Opcode.SUM, [1.0, 1.0, 1.0], 4)
 
 
 def test_a_sum_does_not_wait_for_who_has_left() -> None:
-    shelf = Shelf(3)
-    Worker(shelf, 0).ask(Kind.SUM, [1.0, 1.0], 4)
-    assert shelf.oldest_wait() is not None and shelf.oldest_wait()[1:] == ([1, 2], "the sum of step 4 of part 0")
+    held = HeldParts(3)
+    Worker(held, 0).ask(Opcode.SUM, [1.0, 1.0], 4)
+    assert held.oldest_wait() is not None and held.oldest_wait()[1:] == ([1, 2], "the sum of step 4 of part 0")
     with pytest.raises(WorldError, match="rank 2 has left, and others wait for the sum of step 4"):
-        shelf.leave(2)
+        held.leave(2)
 
 
-def seeded(num_workers: int, bound: int) -> tuple[Shelf, list[Worker]]:
-    shelf = Shelf(num_workers)
-    workers = [Worker(shelf, rank) for rank in range(num_workers)]
+def seeded(num_workers: int, bound: int) -> tuple[HeldParts, list[Worker]]:
+    held = HeldParts(num_workers)
+    workers = [Worker(held, rank) for rank in range(num_workers)]
     for worker in workers:
-        worker.ask(Kind.SEED, [10.0, 20.0] if worker.rank == 0 else None, bound)
+        worker.ask(Opcode.SEED, [10.0, 20.0] if worker.rank == 0 else None, bound)
     assert answers(workers) == [[10.0, 20.0]] * num_workers
-    return shelf, workers
+    return held, workers
 
 
 def test_weights_move_at_once_and_the_bound_holds() -> None:
-    shelf, (fast, slow) = seeded(2, 2)
-    fast.ask(Kind.DELTA, [1.0, 0.0])
+    held, (fast, slow) = seeded(2, 2)
+    fast.ask(Opcode.DELTA, [1.0, 0.0])
     assert answers([fast]) == [[11.0, 20.0]]
-    fast.ask(Kind.DELTA, [1.0, 0.0])
+    fast.ask(Opcode.DELTA, [1.0, 0.0])
     assert answers([fast]) == [[12.0, 20.0]]
-    fast.ask(Kind.DELTA, [1.0, 0.0])
+    fast.ask(Opcode.DELTA, [1.0, 0.0])
     assert fast.got is None, "three steps ahead of a bound of two"
-    assert shelf.oldest_wait() is not None and shelf.oldest_wait()[1] == [1]
-    slow.ask(Kind.DELTA, [0.0, 5.0])
+    assert held.oldest_wait() is not None and held.oldest_wait()[1] == [1]
+    slow.ask(Opcode.DELTA, [0.0, 5.0])
     assert answers([fast, slow]) == [[13.0, 25.0]] * 2
-    assert shelf.oldest_wait() is None
+    assert held.oldest_wait() is None
 
 
 def test_without_staleness_all_get_the_same_in_every_step() -> None:
@@ -161,41 +173,69 @@ def test_without_staleness_all_get_the_same_in_every_step() -> None:
     for step in range(1, 3):
         for worker in workers[::-1]:
             assert step == 1 or worker.got is not None
-            worker.ask(Kind.DELTA, [1.0, float(worker.rank)])
+            worker.ask(Opcode.DELTA, [1.0, float(worker.rank)])
         assert answers(workers) == [[10.0 + 3 * step, 20.0 + 3 * step]] * 3
 
 
 def test_who_agrees_or_has_left_holds_nobody_and_agreed_weights_are_equal() -> None:
-    shelf, (a, b, _) = seeded(3, 0)
-    a.ask(Kind.AGREE, None)
-    b.ask(Kind.DELTA, [1.0, 1.0])
+    held, (a, b, _) = seeded(3, 0)
+    a.ask(Opcode.AGREE, None)
+    b.ask(Opcode.DELTA, [1.0, 1.0])
     assert b.got is None
-    shelf.leave(2)
+    held.leave(2)
     assert answers([a, b]) == [None, [11.0, 21.0]]
-    b.ask(Kind.AGREE, [0.5, 0.5])
+    b.ask(Opcode.AGREE, [0.5, 0.5])
     assert answers([a, b]) == [[11.5, 21.5]] * 2
-    a.ask(Kind.DELTA, [1.0, 1.0])  # from there both are active again
+    a.ask(Opcode.DELTA, [1.0, 1.0])  # from there both are active again
     assert a.got is None
-    b.ask(Kind.DELTA, [1.0, 1.0])
+    b.ask(Opcode.DELTA, [1.0, 1.0])
     assert answers([a, b]) == [[13.5, 23.5]] * 2
     with pytest.raises(MismatchError, match=r"3 of torch\.float32"):
-        Worker(shelf, 0, 3).ask(Kind.DELTA, [1.0, 1.0, 1.0])
+        Worker(held, 0, 3).ask(Opcode.DELTA, [1.0, 1.0, 1.0])
 
 
 def test_who_rests_holds_nobody_until_its_next_step() -> None:
     _, (a, b) = seeded(2, 0)
-    b.ask(Kind.DELTA, [1.0, 0.0])
+    b.ask(Opcode.DELTA, [1.0, 0.0])
     assert b.got is None
-    a.ask(Kind.REST, None)
+    a.ask(Opcode.REST, None)
     assert answers([a, b]) == [[11.0, 20.0]] * 2
-    b.ask(Kind.DELTA, [1.0, 0.0])
+    b.ask(Opcode.DELTA, [1.0, 0.0])
     assert answers([b]) == [[12.0, 20.0]]
-    a.ask(Kind.DELTA, [0.0, 1.0])  # from where b is: one step further than b now
+    assert a.join() == 2
+    a.ask(Opcode.DELTA, [0.0, 1.0], 3)  # from where b is: one step further than b now
     assert a.got is None
-    b.ask(Kind.DELTA, [1.0, 0.0])
+    b.ask(Opcode.DELTA, [1.0, 0.0])
     assert answers([a, b]) == [[13.0, 21.0]] * 2
+
+
+def test_who_comes_back_from_a_rest_waits_for_nobody_in_a_circle() -> None:
+    """Its first step comes to part 0 before, and to part 1 after the other one's next step; both go on all the same."""
+    held = HeldParts(2)
+    a, b = workers = [Worker(held, rank) for rank in range(2)]
+    for part in range(2):
+        for worker in workers:
+            worker.ask(Opcode.SEED, [0.0, 0.0] if worker.rank == 0 else None, 0, part)
+        a.ask(Opcode.REST, None, 0, part)
+        for step in (1, 2, 3):
+            b.ask(Opcode.DELTA, [1.0, 0.0], step, part)
+            assert b.got is not None
+    joined = a.join()
+    assert joined == 3
+    a.ask(Opcode.DELTA, [0.0, 1.0], joined + 1, 0)
+    b.ask(Opcode.DELTA, [1.0, 0.0], 4, 0)
+    assert answers(workers) == [[4.0, 1.0]] * 2
+    b.ask(Opcode.DELTA, [1.0, 0.0], 4, 1)
+    assert b.got is not None, "the other one does not count in this part yet"
+    a.ask(Opcode.DELTA, [0.0, 1.0], joined + 1, 1)
+    assert answers(workers) == [[4.0, 1.0], [4.0, 0.0]]
+    for step in (5, 6):
+        for part in range(2):
+            for worker in workers:
+                worker.ask(Opcode.DELTA, [1.0, 1.0], step, part)
+            assert a.got is not None and b.got is not None, (step, part)
 
 
 def test_weights_that_were_never_seeded() -> None:
     with pytest.raises(MismatchError, match="rank 1 asked for weights before they were seeded"):
-        Worker(Shelf(2), 1).ask(Kind.DELTA, [1.0, 1.0])
+        Worker(HeldParts(2), 1).ask(Opcode.DELTA, [1.0, 1.0])

@@ -23,42 +23,42 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
-from guozhuang.errors import UsageError, explain
-from guozhuang.exchange.numbers import is_finite
-from guozhuang.exchange.weights import WeightExchange
-from guozhuang.weights.flat import FlatWeights, Named
-
-from .lines import Errand
-from .links import Links
-from .meeting import num_servers
-from .parts import Part, cut
-from .protocol import Kind, Message
-from .synchronous import check_numbers
+from ...errors import UsageError, explain
+from ...weights.flat import FlatWeights, Named
+from ..numbers import is_finite, some_of
+from ..weights import WeightExchange
+from .client import Client, PartRequest, ServedPart, check_numbers, cut, traffic
+from .protocol import Message, Opcode
 
 _log = logging.getLogger("guozhuang")
 
 
 @dataclass
 class AsyncServersState:
-    """What a worker keeps.
+    """A worker's weights as flat tensors, and its client.
 
     Attributes:
-        pulled: the weights as they came last, flat; where the worker began its step.
-        changed: room for what the optimizer changed, alike.
+        pulled: the weights as they came last; where the worker began its step.
+        changed: room for what the optimizer changed.
         leaving: where the changes are sent from: ``changed`` itself, or a copy on the CPU.
         coming: where weights arrive: ``pulled`` itself, or a copy on the CPU.
+        parts: into which they are cut; none where a single worker needs no server.
+        num_steps: see [Note: numbers of steps] in ``protocol``.
+        rests: whether the servers know that this worker's data has ended.
     """
 
     group: dist.ProcessGroup
-    links: Links
+    client: Client
     parameters: Named
     weights: FlatWeights
     pulled: list[Tensor]
     changed: list[Tensor]
     leaving: list[Tensor]
     coming: list[Tensor]
-    parts: Sequence[Part]
+    parts: Sequence[ServedPart]
+    num_steps: int = 0
     rests: bool = False
 
 
@@ -74,7 +74,8 @@ class AsyncParameterServer(WeightExchange[AsyncServersState]):
             exactly K processes that ``guozhuang run`` started.
 
     Raises:
-        UsageError: a number that makes no sense.
+        UsageError: a number that makes no sense; in ``prepare``, the run has another number of servers.
+        WorldError: in ``prepare``, a rank or a server did not come in time; the text names it.
     """
 
     max_staleness_steps: int = 4
@@ -88,132 +89,123 @@ class AsyncParameterServer(WeightExchange[AsyncServersState]):
         check_numbers(self.part_bytes, self.servers)
 
     @property
+    @override
     def in_step(self) -> bool:
-        """False: no rank waits for a certain step of another one, but for the bound."""
         return False
 
+    @override
     def prepare(self, parameters: Named, group: dist.ProcessGroup) -> AsyncServersState:
-        """Meet the servers and seed them with the weights of rank 0, which all ranks take. Every rank must call.
-
-        Raises:
-            UsageError: the run has another number of servers.
-            WorldError: a rank or a server did not come in time; the text names it.
-        """
-        links = Links(group, self.servers, self.part_bytes)
+        """Meet the servers and seed them with the weights of rank 0, which all ranks take. Every rank must call."""
+        client = Client(group, self.servers, self.part_bytes)
         weights = FlatWeights(parameters)
         pulled, changed = weights.copy(), weights.empty()
-        on_cpu = [flat.device.type == "cpu" for flat in pulled]
-        leaving, coming = (
-            [f if c else _pinned(f) for f, c in zip(flats, on_cpu, strict=True)] for flats in (changed, pulled)
-        )
+        leaving, coming = ([_on_cpu(flat) for flat in flats] for flats in (changed, pulled))
         sizes = [(flat.numel(), flat.element_size()) for flat in pulled]
-        parts = cut(sizes, self.part_bytes, len(links.lines)) if links.lines else []
-        state = AsyncServersState(group, links, parameters, weights, pulled, changed, leaving, coming, parts)
+        parts = cut(sizes, self.part_bytes, len(client.connections)) if client.connections else []
+        state = AsyncServersState(group, client, parameters, weights, pulled, changed, leaving, coming, parts)
         self._seed(state)
         return state
 
+    @override
     def before_step(self, state: AsyncServersState, step: int) -> None:
-        """Nothing: the optimizer steps from the weights that were pulled last."""
+        pass  # the optimizer steps from the weights that were pulled last
 
+    @override
     def after_step(self, state: AsyncServersState, step: int) -> None:
-        """Push what the optimizer changed; take what the servers have. May wait for slower workers, see the module."""
+        """Push what the optimizer changed; pull the servers' weights. May wait for slower workers, see the module."""
         if state.parts:
-            state.rests = False
-            self._change(state, step)
-            self._ask(state, Kind.DELTA, has_payload=True)
+            if state.rests:
+                part, lowest = state.parts[0], torch.zeros(1, dtype=torch.int64)
+                request = PartRequest(Message(Opcode.JOIN, 0, part.index, 0, lowest.dtype, 1), into=lowest)
+                state.client.send([(part.server, request)])
+                request.wait()
+                state.num_steps, state.rests = int(lowest), False
+            state.num_steps += 1
+            self._change(state, f"step {step}")
+            self._request(state, Opcode.DELTA, state.num_steps)
 
+    @override
     def rest(self, state: AsyncServersState) -> None:
-        """Hold nobody any more, until the next step: this rank's data has ended before that of others. Not collective."""
         if state.parts and not state.rests:
-            self._ask(state, Kind.REST, has_payload=False)
+            self._request(state, Opcode.REST, has_payload=False)
             state.rests = True
 
+    @override
     def agree(self, state: AsyncServersState) -> None:
         """Push what was changed since the last pull; wait for all other active workers; take the same weights on all."""
         if state.parts:
-            self._change(state, None)
+            self._change(state, "before weights are agreed on")
             has_payload = any(bool(changed.count_nonzero()) for changed in state.changed)
-            self._ask(state, Kind.AGREE, has_payload)
-            state.rests = False
+            self._request(state, Opcode.AGREE, has_payload=has_payload)
+            state.num_steps, state.rests = 0, False
 
+    @override
     def close(self, state: AsyncServersState) -> None:
-        """Leave the servers, in the background; the others are no longer held by this worker."""
-        state.links.close()
+        state.client.close()
 
+    @override
     def state_dict(self, state: AsyncServersState) -> dict[str, Any]:
         """Return the names of the weights that the servers hold: after ``agree`` they are those of the model itself."""
         return {"held": [name for name, _ in state.parameters]}
 
+    @override
     def load_state_dict(self, state: AsyncServersState, saved: Mapping[str, Any]) -> None:
-        """Seed the servers anew, with the loaded weights of rank 0, which all ranks take. Every rank must call.
-
-        Raises:
-            UsageError: it belongs to another method, or to other parameters.
-        """
+        """Seed the servers anew, with the loaded weights of rank 0, which all ranks take. Every rank must call."""
         if saved and saved.get("held") != [name for name, _ in state.parameters]:
             what = "the checkpoint was saved with another exchange, or for other parameters"
             raise UsageError(explain(what, value=sorted(saved), fix="choose the exchange that it was saved with"))
         state.weights.read(state.pulled)
         self._seed(state)
 
+    @override
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> float:
-        """Return the bytes of the weights, to servers of their own; else twice what is of other workers' shares."""
-        num_bytes = num_elements * element_bytes
-        return num_bytes if num_servers(self.servers) else 2 * (world_size - 1) * num_bytes / world_size
+        return traffic(num_elements * element_bytes, self.servers, world_size)
 
     def _seed(self, state: AsyncServersState) -> None:
-        if not state.parts:
-            return
-        is_source = state.group.rank() == 0
-        if is_source:
-            for leaving, pulled in zip(state.leaving, state.pulled, strict=True):
+        if state.parts:
+            is_source = state.group.rank() == 0
+            for leaving, pulled in zip(state.leaving, state.pulled, strict=True) if is_source else ():
                 leaving.copy_(pulled)
-        self._ask(state, Kind.SEED, has_payload=is_source)
+            self._request(state, Opcode.SEED, self.max_staleness_steps, is_source)
+            state.num_steps, state.rests = 0, False
 
     @torch.no_grad()
-    def _change(self, state: AsyncServersState, step: int | None) -> None:
+    def _change(self, state: AsyncServersState, when: str) -> None:
         """Write what was changed since the last pull to where it leaves from."""
         state.weights.read(state.changed)
+        views = state.weights.views(state.changed)
         for i, (changed, pulled) in enumerate(zip(state.changed, state.pulled, strict=True)):
             changed -= pulled
             if not is_finite(changed):
-                self._say(state, i, step)
+                pairs = zip(state.weights.names[i], views[i], strict=True)
+                names = some_of([name for name, view in pairs if not bool(view.isfinite().all())])
+                what = (
+                    f"{when}: the change of {names} holds NaN or infinity, and so do the servers' weights from now on"
+                )
+                _log.warning("%s", explain(what, rank=state.group.rank()))
             if self.average:
                 changed /= state.group.size()
             if state.leaving[i] is not changed:
                 state.leaving[i].copy_(changed)
 
-    def _say(self, state: AsyncServersState, index: int, step: int | None) -> None:
-        views = state.weights.views(state.changed)[index]
-        name, *more = [
-            name
-            for name, view in zip(state.weights.names[index], views, strict=True)
-            if not bool(view.isfinite().all())
-        ]
-        others = f" and of {len(more)} more parameters" if more else ""
-        where = "before weights are agreed on" if step is None else f"step {step}"
-        what = (
-            f"{where}: the change of {name!r}{others} holds NaN or infinity, and so do the servers' weights from now on"
-        )
-        _log.warning("%s", explain(what, rank=state.group.rank()))
-
-    def _ask(self, state: AsyncServersState, kind: Kind, has_payload: bool) -> None:
+    def _request(self, state: AsyncServersState, opcode: Opcode, number: int = 0, has_payload: bool = True) -> None:
         """Send a message for each part, wait for the answers, and take the weights."""
-        errands = []
+        requests = []
         for part in state.parts:
-            here = slice(part.start, part.start + part.num_elements)
-            leaving, coming = state.leaving[part.tensor][here], state.coming[part.tensor][here]
-            bound = self.max_staleness_steps if kind is Kind.SEED else 0
-            message = Message(kind, 0, part.index, bound, leaving.dtype, part.num_elements, has_payload)
-            errands.append((part.server, Errand(message, leaving if has_payload else None, coming, part.urgency)))
-        state.links.send(errands)
-        for _, errand in errands:
-            errand.wait()
+            leaving, coming = part.of(state.leaving[part.tensor]), part.of(state.coming[part.tensor])
+            message = Message(opcode, 0, part.index, number, leaving.dtype, part.num_elements, has_payload)
+            request = PartRequest(message, leaving if has_payload else None, coming, part.urgency)
+            requests.append((part.server, request))
+        state.client.send(requests)
+        for _, request in requests:
+            request.wait()
         for pulled, coming in zip(state.pulled, state.coming, strict=True):
             if pulled is not coming:
                 pulled.copy_(coming)
         state.weights.write(state.pulled)
 
 
-def _pinned(flat: Tensor) -> Tensor:
-    return torch.empty_like(flat, device="cpu", pin_memory=flat.device.type == "cuda")
+def _on_cpu(flat: Tensor) -> Tensor:
+    """Return the tensor itself on a CPU; else pinned memory of its size."""
+    on_cpu = flat.device.type == "cpu"
+    return flat if on_cpu else torch.empty_like(flat, device="cpu", pin_memory=flat.device.type == "cuda")

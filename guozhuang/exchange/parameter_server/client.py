@@ -1,0 +1,379 @@
+"""The worker's side: parts of what is sent, a connection to each server, and the order of sending, most urgent first.
+
+[Note: credit] Bytes that were handed to gloo can no longer be overtaken, so a connection hands over only enough to keep the
+link full: ``CREDIT_PARTS`` parts whose sending has not ended. Requests that come meanwhile wait, the most urgent one in front.
+Answers come while the next parts leave, so the link is used both ways.
+
+[Note: the end] A worker that drops the model says goodbye to the servers in the background. A worker that ends in peace says
+goodbye and, where the workers serve, stays until all others have said it too, or the limit has passed: they may still need this
+server. A worker that ends after an error ends all connections, so that the others learn of it at once.
+
+Source: parts of a few megabytes and the order of their sending: Peng et al., A Generic Communication Scheduler for Distributed
+DNN Training Acceleration (ByteScheduler), SOSP 2019, https://doi.org/10.1145/3341301.3359642; the load of servers by bytes:
+Jiang et al., A Unified Architecture for Accelerating Distributed DNN Training (BytePS), OSDI 2020.
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import functools
+import itertools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ...errors import UsageError, WorldError, explain
+from ...groups.agreement import store_of
+from ...groups.serial import SerialThread, SerialWork
+from ...groups.subgroups import timeout_s
+from ...world.requests import requested_servers
+from . import protocol
+from .protocol import HEADER, PAYLOAD, REPLY, Announcement, Message, Opcode, ServerGroup, wire
+from .service import Service, copy_into
+
+CREDIT_PARTS = 2
+_CREDIT_MESSAGES = 16  # of small parts
+_GOODBYE_S = 5.0
+# Below that many bytes a server's share costs more in messages than its link saves.
+_WORTH_SHARING_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ServedPart:
+    """A piece of a flat tensor that travels by itself.
+
+    Attributes:
+        index: place among all parts of the layout; the same on all ranks.
+        tensor: which flat tensor it is cut from.
+        start: its first element there.
+        num_elements: how many it has.
+        num_bytes: the same in bytes.
+        server: the number of its server, from 0.
+        urgency: parts that wait are sent in ascending order of it.
+    """
+
+    index: int
+    tensor: int
+    start: int
+    num_elements: int
+    num_bytes: int
+    server: int
+    urgency: int
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Return this part of its flat tensor, as a view."""
+        return flat[self.start : self.start + self.num_elements]
+
+
+def cut(
+    sizes: Sequence[tuple[int, int]], part_bytes: int, num_servers: int, *, last_is_first: bool = False
+) -> list[ServedPart]:
+    """Cut flat tensors into parts and give each to the server with the fewest bytes so far, the first of several.
+
+    A tensor is cut into equal parts of at most ``part_bytes``; into a multiple of the number of servers where the parts are
+    still worth it, so that all links carry the same.
+
+    Args:
+        sizes: (number of elements, bytes of an element) of each flat tensor.
+        part_bytes: the most that a part has, in bytes; an element is never cut.
+        num_servers: how many there are, at least 1.
+        last_is_first: whether the last numbers are needed first. So it is with buckets of gradients: they are filled in the
+            order of backward, and the next forward begins where backward ended.
+    """
+    assert num_servers >= 1 and part_bytes >= 1
+    pieces = []
+    for tensor, (num_elements, width) in enumerate(sizes):
+        count = -(-num_elements // max(1, part_bytes // width))
+        if num_elements * width >= num_servers * _WORTH_SHARING_BYTES:
+            count = -(-count // num_servers) * num_servers
+        bounds = [num_elements * i // count for i in range(count + 1)] if count else []
+        pieces += [(tensor, a, b - a, (b - a) * width) for a, b in itertools.pairwise(bounds) if b > a]
+    loads, found = [0] * num_servers, []
+    for index, (tensor, start, num_elements, num_bytes) in enumerate(pieces):
+        server = min(range(num_servers), key=loads.__getitem__)
+        loads[server] += num_bytes
+        urgency = len(pieces) - 1 - index if last_is_first else index
+        found.append(ServedPart(index, tensor, start, num_elements, num_bytes, server, urgency))
+    return found
+
+
+class PartRequest(SerialWork):
+    """One message to a server, and its answer. Each wait for the server has the limit of its group.
+
+    Args:
+        message: the header.
+        payload: is sent with it, contiguous in the CPU's memory; None for none.
+        into: receives the answer, alike; None for none.
+        urgency: the lower, the sooner.
+        before: called in the sending thread before the payload is sent.
+    """
+
+    def __init__(
+        self,
+        message: Message,
+        payload: Tensor | None = None,
+        into: Tensor | None = None,
+        urgency: float = 0,
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__()
+        self.message, self.payload, self.into, self.before = message, payload, into, before
+        self.urgency = urgency
+
+
+class Connection:
+    """Carries requests to one server, in a thread for sending and one for answers.
+
+    Args:
+        group: of which this process is a worker.
+        server: number of the server.
+        part_bytes: size of a part, in bytes.
+        service: the service of this process, if it is that server itself.
+    """
+
+    def __init__(self, group: ServerGroup, server: int, part_bytes: int, service: Service | None) -> None:
+        self._group, self._server, self._service, self._part_bytes = group, group.servers[server], service, part_bytes
+        self._sender, self._receiver = (SerialThread("guozhuang to server", "message") for _ in range(2))
+        self._leaving: collections.deque[tuple[int, list[Any], Tensor | None]] = collections.deque()
+        self._open: set[PartRequest] = set()  # at the service of this process, without an answer yet
+        self._lock = threading.Lock()
+        self._failed: BaseException | None = None
+        self._has_left = False
+        if service is not None:
+            service.when_it_fails(self._service_failed)
+
+    def submit(self, request: PartRequest) -> None:
+        """Hand over a request; the most urgent one leaves first."""
+        self._sender.run(functools.partial(self._send, request), urgency=request.urgency)
+
+    def leave(self) -> None:
+        """Say goodbye after everything else. Not collective, and does not wait."""
+        if not self._has_left:
+            self._has_left = True
+            self.submit(PartRequest(Message(Opcode.GOODBYE), urgency=float("inf")))
+            self._sender.close()
+
+    def wait(self, limit_s: float) -> None:
+        """Wait for the threads to end, for so many seconds each."""
+        self._sender.join(limit_s)
+        self._receiver.join(limit_s)
+
+    def _send(self, request: PartRequest) -> None:
+        is_last = request.message.opcode is Opcode.GOODBYE
+        try:
+            if self._failed is not None:
+                raise self._failed
+            request.before()
+            if self._service is not None:
+                self._serve(request, self._service)
+            else:
+                self._transmit(request, is_last)
+            if is_last:  # all others end with their answers
+                request.end()
+        except BaseException as error:
+            self._fail(str(request.message), error, request)
+        finally:
+            if is_last:
+                self._receiver.close()
+
+    def _transmit(self, request: PartRequest, is_last: bool) -> None:
+        message, payload, group = request.message, request.payload, self._group
+        if request.into is not None:
+            answer = group.receive(wire(request.into), self._server, REPLY + message.part)
+            self._receiver.run(functools.partial(self._receive, request, answer))
+        works = [group.send(message.encode(), self._server, HEADER)]
+        if payload is not None:
+            works.append(group.send(wire(payload), self._server, PAYLOAD))
+        self._leaving.append((0 if payload is None else payload.nbytes, works, payload))
+        while self._leaving and (is_last or not self._has_credit()):  # see [Note: credit]
+            for work in self._leaving.popleft()[1]:
+                work.wait(group.limit)
+
+    def _has_credit(self) -> bool:
+        num_bytes = self._part_bytes + sum(each[0] for each in self._leaving)
+        return len(self._leaving) < _CREDIT_MESSAGES and num_bytes <= CREDIT_PARTS * self._part_bytes
+
+    def _receive(self, request: PartRequest, answer: Any) -> None:
+        try:
+            answer.wait(self._group.limit)
+            request.end()
+        except BaseException as error:
+            self._fail(str(request.message), error, request)
+
+    def _serve(self, request: PartRequest, service: Service) -> None:
+        if request.message.opcode is Opcode.GOODBYE:
+            service.leave(self._group.rank)
+            return
+        assert request.into is not None
+        copy = copy_into(request.into)
+
+        def reply(answer: Tensor) -> Callable[[], object]:
+            has_left = copy(answer)
+            with self._lock:
+                self._open.discard(request)
+            request.end()
+            return has_left
+
+        with self._lock:
+            self._open.add(request)
+        service.parts.take(self._group.rank, request.message, request.payload, True, reply)
+
+    def _service_failed(self, text: str) -> None:
+        with self._lock:
+            doing = next((str(request.message) for request in self._open), "the other ranks")
+        self._fail(doing, RuntimeError(text), None)
+
+    def _fail(self, doing: str, error: BaseException, request: PartRequest | None) -> None:
+        """End a request, those that are open at the service, and all later ones, with the first error."""
+        if self._failed is None and isinstance(error, RuntimeError) and not isinstance(error, WorldError):
+            error = self._group.error_of(self._server, doing, error)
+        elif self._failed is None:
+            self._group.abort(None, f"{self._group.names[self._group.rank]} failed: {error}")
+        with self._lock:
+            self._failed = self._failed or error
+            ended = [*self._open, *([request] if request is not None else [])]
+            self._open.clear()
+        for each in ended:
+            each.end(self._failed)
+
+
+class Client:
+    """The connections of one model of one worker to all servers, and its service if the workers serve.
+
+    Every rank of the group must construct it, and send the same requests. It does not wait for the end; see [Note: the end].
+
+    Args:
+        group: the workers.
+        servers: see :func:`num_servers`.
+        part_bytes: size of a part, in bytes.
+
+    Attributes:
+        connections: to each server; none where a single worker needs none.
+
+    Raises:
+        UsageError: the run has another number of servers.
+        WorldError: a process did not come within the group's time-out; the text names it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, servers: int | None, part_bytes: int) -> None:
+        self.connections: list[Connection] = []
+        found = _join(group, servers)
+        if found is None:
+            return
+        service = Service(found) if found.workers_serve else None
+        for number, rank in enumerate(found.servers):
+            own = service if rank == found.rank else None
+            self.connections.append(Connection(found, number, part_bytes, own))
+        ending = _Ending(found, self.connections, service)
+        self._finalizer = weakref.finalize(self, ending.in_background)
+        self._finalizer.atexit = False
+        atexit.register(ending.at_exit)
+
+    def send(self, requests: Iterable[tuple[int, PartRequest]]) -> None:
+        """Hand (number of the server, request) pairs to the connections."""
+        for server, request in sorted(requests, key=lambda each: each[1].urgency):
+            self.connections[server].submit(request)
+
+    def close(self) -> None:
+        """Say goodbye to the servers, in the background. Not collective."""
+        if self.connections:
+            self._finalizer()
+
+
+class _Ending:
+    """See [Note: the end]."""
+
+    def __init__(self, group: ServerGroup, connections: Sequence[Connection], service: Service | None) -> None:
+        self._group, self._connections, self._service = group, connections, service
+
+    def in_background(self) -> None:
+        # Locks are for the thread: this may be called by the garbage collector, wherever that happens to run.
+        SerialThread("guozhuang leaves servers", "goodbye").run(self._finish)
+
+    def _finish(self) -> None:
+        self._leave(self._group.limit_s)
+        if self._service is not None:
+            self._service.wait()
+        self._group.crossing.close()
+        atexit.unregister(self.at_exit)
+
+    def at_exit(self) -> None:
+        if getattr(sys, "last_value", None) is not None:
+            group = self._group
+            group.abort(group.rank, f"{group.names[group.rank]} ended after an error")
+            return
+        self._leave(_GOODBYE_S)
+        if self._service is not None:
+            self._service.end(self._group.limit_s)
+
+    def _leave(self, limit_s: float) -> None:
+        for connection in self._connections:
+            connection.leave()
+        for connection in self._connections:
+            connection.wait(limit_s)
+
+
+def num_servers(asked: int | None) -> int:
+    """Return how many server processes an exchange is to use; 0: the workers serve.
+
+    Args:
+        asked: by the user; None: as many as this run has.
+
+    Raises:
+        UsageError: it was given, and this run has another number.
+    """
+    there = requested_servers()
+    if asked == 0 or (asked is None and there is None):
+        return 0
+    num_there = 0 if there is None else there[0]
+    if asked is not None and asked != num_there:
+        what = f"the exchange asks for {asked} parameter servers, and this run has {num_there}"
+        raise UsageError(explain(what, fix=f"start it with `guozhuang run --servers {asked}`, or leave servers out"))
+    return num_there
+
+
+def check_numbers(part_bytes: int, servers: int | None) -> None:
+    """Check the settings that both exchanges share.
+
+    Raises:
+        UsageError: a size of parts below 1, or a number of servers below 0.
+    """
+    if part_bytes < 1:
+        raise UsageError(explain("part_bytes is a size in bytes, at least 1", value=part_bytes, fix="give 4_000_000"))
+    if servers is not None and servers < 0:
+        raise UsageError(explain("servers is a count, at least 0, or None", value=servers, fix="leave it out"))
+
+
+def traffic(num_bytes: int, servers: int | None, world_size: int) -> float:
+    """Return the bytes that a worker sends per step: all to servers of their own, else twice the other workers' shares."""
+    return num_bytes if num_servers(servers) else 2 * (world_size - 1) * num_bytes / world_size
+
+
+def _join(group: dist.ProcessGroup, asked: int | None) -> ServerGroup | None:
+    """Make the group of workers and servers, at a worker; None where a single worker would serve itself."""
+    rank, size, limit_s = group.rank(), group.size(), timeout_s(group)
+    count = num_servers(asked)
+    if count == 0 and size == 1:
+        return None
+    own = store_of(group)
+    # Each rank counts in the store, so no process keeps a counter.
+    turn = own.add(f"guozhuang/parameter server/turns/{rank}", 1)
+    store: dist.Store = dist.PrefixStore(f"guozhuang/parameter server/{turn}", own)
+    keeper = ""
+    if count:
+        there = requested_servers()
+        assert there is not None
+        outer, keeper = protocol.connect(there[1], limit_s), protocol.address_of(there[1]).host
+        if rank == 0:
+            store.set("number", str(protocol.announce(outer, Announcement(size, limit_s))))
+        what = "rank 0 announced no meeting with the servers"
+        protocol.wait_until(lambda: store.check(["number"]), limit_s, lambda: what, rank)
+        store = protocol.store_of_group(outer, int(store.get("number")))
+    return protocol.join(store, rank, size, count, limit_s, keeper)
