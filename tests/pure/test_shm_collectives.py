@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from guozhuang.groups.shared_memory import collectives
-from guozhuang.groups.shared_memory.collectives import Reduction, Span, Window
+from guozhuang.groups.shared_memory.collectives import Combining, Span, Window
 from guozhuang.groups.shared_memory.endpoint import REMEMBERED_BYTES, Endpoint, size_of
 from guozhuang.groups.shared_memory.program import DTYPE_OF, ChunkPlace, Op, Program
 from tests.pure import program_in_python
@@ -130,7 +130,7 @@ def test_reductions_of_equal_tensors(way, op, to_root, root) -> None:
     n, dtype = way["num_ranks"], way["dtype"]
     root = root % n if to_root else None
     scale = 1.0 / n if dtype.is_floating_point and op == Op.SUM else 1.0
-    how = Reduction(DTYPE_OF[dtype], op, scale)
+    how = Combining(DTYPE_OF[dtype], op, scale)
     inputs = [values(way["num_elements"], dtype, rank) for rank in range(n)]
     expected = combined(inputs, op, scale)
     num_bytes = piece(inputs[0]).num_bytes
@@ -156,7 +156,7 @@ def test_reductions_of_equal_tensors(way, op, to_root, root) -> None:
 def test_reduce_scatter(way, counts, uneven) -> None:
     n, dtype = way["num_ranks"], way["dtype"]
     counts = counts[:n] if uneven else [counts[0]] * n
-    how = Reduction(DTYPE_OF[dtype], Op.SUM, 1.0)
+    how = Combining(DTYPE_OF[dtype], Op.SUM, 1.0)
     inputs = [[values(count, dtype, rank) for count in counts] for rank in range(n)]
     longest = max(counts) * dtype.itemsize
     memory, outputs = Memory(n), [torch.zeros(count, dtype=dtype) for count in counts]
@@ -271,7 +271,7 @@ def test_own_part_never_travels() -> None:
     memory = Memory(n)
     window = memory.window(n, num_bytes, 640)
     tensor = torch.zeros(num_bytes, dtype=torch.uint8)
-    how = Reduction(DTYPE_OF[torch.uint8], Op.SUM, 1.0)
+    how = Combining(DTYPE_OF[torch.uint8], Op.SUM, 1.0)
     program = collectives.reduce_staged(window, 1, piece(tensor), how, None)
     moved = {stage: sum(s.num_bytes for s in program.streams if s.stage == stage) for stage in (0, 1, 2)}
     assert moved == {0: num_bytes * 3 // 4, 1: num_bytes // 4, 2: num_bytes * 3 // 4}
@@ -289,7 +289,7 @@ def test_remembered_programs_are_bounded_by_what_they_take(num_ranks: int) -> No
         bases = [10**14 + rank * 10**9 for rank in range(num_ranks)]
         window = collectives.ring_window(bases, 32 << 20, num_ranks, 1 << 20, False)
         return collectives.reduce_staged(
-            window, 0, Span(10**13 + i * 10**8, num_ranks << 20), Reduction(0, 0, 1.0), None
+            window, 0, Span(10**13 + i * 10**8, num_ranks << 20), Combining(0, 0, 1.0), None
         )
 
     tracemalloc.start()

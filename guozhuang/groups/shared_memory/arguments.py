@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any, Final
@@ -10,20 +11,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .collectives import Span
+from .collectives import Combining, Span
 from .endpoint import refuse
-from .operations import Combining
-from .program import Op
+from .program import DTYPE_OF, Op
 
-_COMBINING: Final = MappingProxyType(
+_OPS: Final = MappingProxyType(
     {
-        dist.ReduceOp.SUM: Combining(Op.SUM, "sum"),
-        dist.ReduceOp.PRODUCT: Combining(Op.PROD, "prod"),
-        dist.ReduceOp.MIN: Combining(Op.MIN, "min"),
-        dist.ReduceOp.MAX: Combining(Op.MAX, "max"),
-        dist.ReduceOp.BAND: Combining(Op.BAND, "band"),
-        dist.ReduceOp.BOR: Combining(Op.BOR, "bor"),
-        dist.ReduceOp.BXOR: Combining(Op.BXOR, "bxor"),
+        dist.ReduceOp.SUM: Op.SUM,
+        dist.ReduceOp.PRODUCT: Op.PROD,
+        dist.ReduceOp.MIN: Op.MIN,
+        dist.ReduceOp.MAX: Op.MAX,
+        dist.ReduceOp.BAND: Op.BAND,
+        dist.ReduceOp.BOR: Op.BOR,
+        dist.ReduceOp.BXOR: Op.BXOR,
+        dist.ReduceOp.AVG: Op.SUM,
     }
 )
 
@@ -98,17 +99,38 @@ def root(rank_of_root: int, num_ranks: int, rank: int) -> int:
     return rank_of_root
 
 
-def combining(reduce_op: Any, num_ranks: int, rank: int) -> Combining:
-    """What a torch ``ReduceOp`` asks for."""
+def combining(reduce_op: Any, dtype: torch.dtype, num_ranks: int, rank: int) -> Combining:
+    """How a torch ``ReduceOp`` combines elements of a dtype; refuses what cannot be."""
     kind = getattr(reduce_op, "op", reduce_op)
-    if (how := _COMBINING.get(kind)) is not None:
-        return how
-    if kind == dist.ReduceOp.AVG:
-        return Combining(Op.SUM, "avg", 1.0 / num_ranks)
+    if kind in _OPS:
+        return _combining(kind, dtype, num_ranks, rank)
     factor = reduce_op.factor  # the last kind there is: premultiplied sum
     if isinstance(factor, Tensor):
         refuse("a premultiplied sum takes a number here, not a tensor", factor, rank, "pass float(factor)")
-    return Combining(Op.SUM, f"sum times {factor}", float(factor))
+    how = _combining(dist.ReduceOp.SUM, dtype, num_ranks, rank)._replace(
+        scale=float(factor), name=f"sum times {factor}"
+    )
+    return _check_scale(how, dtype, rank)
+
+
+@functools.cache
+def _combining(kind: Any, dtype: torch.dtype, num_ranks: int, rank: int) -> Combining:
+    op, is_average = _OPS[kind], kind == dist.ReduceOp.AVG
+    what = f"{str(dtype).removeprefix('torch.')}, {op.name.lower()}"
+    if dtype not in DTYPE_OF:
+        known = ", ".join(str(each).removeprefix("torch.") for each in DTYPE_OF)
+        refuse("this dtype cannot be combined", what, rank, f"use one of {known}")
+    if op in (Op.BAND, Op.BOR, Op.BXOR) and dtype.is_floating_point:
+        refuse("bit-wise operations need integers or bool", what, rank)
+    scale, name = (1.0 / num_ranks, "avg") if is_average else (1.0, op.name.lower())
+    return _check_scale(Combining(DTYPE_OF[dtype], op, scale, name), dtype, rank)
+
+
+def _check_scale(how: Combining, dtype: torch.dtype, rank: int) -> Combining:
+    if (how.scale != 1.0 or how.name == "avg") and not dtype.is_floating_point:
+        what = f"{str(dtype).removeprefix('torch.')}, {how.name}"
+        refuse("the result would not be whole numbers", what, rank, "convert to float")
+    return how
 
 
 class Bytes:

@@ -24,9 +24,10 @@ from guozhuang.world import versions
 from ..turns import Turns, take_timeout
 from . import arguments
 from .arguments import Bytes
+from .collectives import Combining
 from .endpoint import Terms, refuse
 from .engine import ONE_SHOT_BYTES
-from .operations import Combining, Operations, describe
+from .operations import Operations, describe
 
 Run = Callable[[Terms], object]
 # How long a wait looks before it sleeps, in microseconds: less on the group's own thread, beside which others compute.
@@ -140,13 +141,13 @@ class CollectiveCalls(PythonGroup):
         tensor = tensors[0] if len(tensors) == 1 else arguments.one(tensors, "all_reduce", self._rank)
         if tensor.layout != torch.strided:
             return self._sparse(tensor, opts)
-        return self._reduce(tensor, arguments.combining(opts.reduceOp, self._size, self._rank), None, opts)
+        return self._reduce(tensor, None, opts)
 
     @_collective("all_reduce", dist.AllreduceCoalescedOptions)
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> _Call:
         """Combine several tensors; small ones travel together."""
         arguments.check(tensors, "all_reduce", self._rank)
-        how = arguments.combining(opts.reduceOp, self._size, self._rank)
+        how = arguments.combining(opts.reduceOp, tensors[0].dtype, self._size, self._rank)
         among = f", of tensors of {[tensor.numel() for tensor in tensors]}".encode()
 
         def run(terms: Terms) -> None:
@@ -166,19 +167,14 @@ class CollectiveCalls(PythonGroup):
     def reduce(self, tensors: list[Tensor] | Tensor, opts: Any) -> _Call:
         """Combine a tensor of all ranks, on the root; other ranks' tensors stay as they are."""
         tensor = arguments.one(tensors, "reduce", self._rank)
-        return self._reduce(
-            tensor,
-            arguments.combining(opts.reduceOp, self._size, self._rank),
-            arguments.root(opts.rootRank, self._size, self._rank),
-            opts,
-        )
+        return self._reduce(tensor, arguments.root(opts.rootRank, self._size, self._rank), opts)
 
     @_collective("reduce_scatter", dist.ReduceScatterOptions)
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> _Call:
         """Combine the r-th tensor of every rank's list on rank r; sizes may differ within the list."""
         output, given = arguments.one(outputs, "reduce_scatter", self._rank), inputs[0]
         arguments.check_list(output, given, self._size, "reduce_scatter", self._rank)
-        how = arguments.combining(opts.reduceOp, self._size, self._rank)
+        how = arguments.combining(opts.reduceOp, output.dtype, self._size, self._rank)
 
         def run(terms: Terms) -> None:
             held = Bytes()
@@ -342,7 +338,8 @@ class CollectiveCalls(PythonGroup):
         give_turn = self._turns.later if getattr(opts, "asyncOp", False) else self._turns.now
         give_turn(lambda: self._operations.refuse(name, why, (self._timeout_s, self._async_spin_us)), [], name)
 
-    def _reduce(self, tensor: Tensor, how: Combining, root: int | None, opts: Any) -> _PreparedCall:
+    def _reduce(self, tensor: Tensor, root: int | None, opts: Any) -> _PreparedCall:
+        how = arguments.combining(opts.reduceOp, tensor.dtype, self._size, self._rank)
         reduce = self._operations.reduce if arguments.is_plain(tensor) else self._reduce_now
 
         def run(terms: Terms) -> None:
@@ -391,7 +388,7 @@ class CollectiveCalls(PythonGroup):
         pairs = list(zip(outputs, inputs, strict=True))
         for pair in pairs:
             arguments.check(pair, name, self._rank)
-        how = None if reduce_op is None else arguments.combining(reduce_op, self._size, self._rank)
+        how = None if reduce_op is None else arguments.combining(reduce_op, outputs[0].dtype, self._size, self._rank)
 
         def run(terms: Terms) -> None:
             for pair in pairs:

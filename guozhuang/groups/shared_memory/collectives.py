@@ -32,12 +32,20 @@ class Span(NamedTuple):
     num_bytes: int
 
 
-class Reduction(NamedTuple):
-    """How elements are combined: see ``ChunkStream``."""
+class Combining(NamedTuple):
+    """How elements are combined: see ``ChunkStream``.
+
+    Attributes:
+        dtype: a ``DType``.
+        op: an ``Op``.
+        scale: factor after combining.
+        name: of the operation, for people.
+    """
 
     dtype: int
     op: int
-    scale: float
+    scale: float = 1.0
+    name: str = ""
 
 
 class Window(NamedTuple):
@@ -148,7 +156,7 @@ def fetch(taken: Sequence[tuple[int, Span]]) -> Program:
     return Program(tuple(streams), 1, trailing_barrier=True)
 
 
-def reduce_one_shot(window: Window, rank: int, piece: Span, reduction: Reduction, root: int | None) -> Program:
+def reduce_one_shot(window: Window, rank: int, piece: Span, how: Combining, root: int | None) -> Program:
     """Combine small tensors: everybody (or only ``root``) combines what all ranks put into their windows (1 lane)."""
     whole, num_bytes = (ChunkPlace(piece.address),), piece.num_bytes
     if not num_bytes:
@@ -156,11 +164,11 @@ def reduce_one_shot(window: Window, rank: int, piece: Span, reduction: Reduction
     streams = [ChunkStream(StreamKind.COPY, 0, num_bytes, window.lane_bytes, (window.lane(rank, 0),), whole)]
     if root is None or root == rank:
         sources = tuple(whole[0] if peer == rank else window.lane(peer, 0) for peer in range(len(window.bases)))
-        streams.append(_combine(1, num_bytes, window.lane_bytes, whole, sources, reduction))
+        streams.append(_combine(1, num_bytes, window.lane_bytes, whole, sources, how))
     return Program(tuple(streams), 2)
 
 
-def reduce_staged(window: Window, rank: int, piece: Span, reduction: Reduction, root: int | None) -> Program:
+def reduce_staged(window: Window, rank: int, piece: Span, how: Combining, root: int | None) -> Program:
     """Combine large tensors of equal size: rank r combines part r of all; all ranks (or only ``root``) collect the parts.
 
     The window has a lane per rank. A rank's own part never travels to it: in round j it puts chunk j of the other parts into
@@ -184,7 +192,7 @@ def reduce_staged(window: Window, rank: int, piece: Span, reduction: Reduction, 
         sources = tuple(here if peer == rank else window.lane(peer, rank) for peer in ranks)
         # Whoever collects the parts has its own at once; the others find it in the window.
         targets = ((here,) if collects else ()) + (() if root == rank else (window.lane(rank, rank),))
-        streams.append(_combine(1, mine.num_bytes, chunk, targets, sources, reduction))
+        streams.append(_combine(1, mine.num_bytes, chunk, targets, sources, how))
     streams += [
         ChunkStream(StreamKind.COPY, 0, part.num_bytes, chunk, (window.lane(rank, peer),), (ChunkPlace(part.address),))
         for peer, part in others
@@ -192,20 +200,18 @@ def reduce_staged(window: Window, rank: int, piece: Span, reduction: Reduction, 
     return Program(tuple(streams), window.num_chunks(parts[0].num_bytes) + 2)
 
 
-def reduce_in_place(
-    addresses: Sequence[int], rank: int, num_bytes: int, reduction: Reduction, root: int | None
-) -> Program:
+def reduce_in_place(addresses: Sequence[int], rank: int, num_bytes: int, how: Combining, root: int | None) -> Program:
     """Combine tensors that all ranks see: rank r combines part r of all and writes it to all (or only to ``root``)."""
     offset, part_bytes = parts_of(num_bytes, len(addresses))[rank]
     if not part_bytes:
         return Program((), 1, trailing_barrier=True)
     sources = tuple(ChunkPlace(address + offset) for address in addresses)
     targets = sources if root is None else (sources[root],)
-    return Program((_combine(0, part_bytes, part_bytes, targets, sources, reduction),), 1, trailing_barrier=True)
+    return Program((_combine(0, part_bytes, part_bytes, targets, sources, how),), 1, trailing_barrier=True)
 
 
 def reduce_scatter(
-    window: Window, rank: int, inputs: Sequence[Span], output: int, reduction: Reduction, longest_bytes: int
+    window: Window, rank: int, inputs: Sequence[Span], output: int, how: Combining, longest_bytes: int
 ) -> Program:
     """Combine piece r of all ranks on rank r. The window has a lane per rank; ``output`` is an address."""
     chunk = window.lane_bytes
@@ -221,18 +227,16 @@ def reduce_scatter(
         sources = tuple(
             ChunkPlace(mine.address) if peer == rank else window.lane(peer, rank) for peer in range(len(window.bases))
         )
-        streams.append(_combine(1, mine.num_bytes, chunk, (ChunkPlace(output),), sources, reduction))
+        streams.append(_combine(1, mine.num_bytes, chunk, (ChunkPlace(output),), sources, how))
     return Program(tuple(streams), window.num_chunks(longest_bytes) + 1)
 
 
-def reduce_scatter_in_place(sources: Sequence[int], output: int, num_bytes: int, reduction: Reduction) -> Program:
+def reduce_scatter_in_place(sources: Sequence[int], output: int, num_bytes: int, how: Combining) -> Program:
     """Combine this rank's piece straight out of the memory of all ranks: ``sources`` are its addresses, by rank."""
     if not num_bytes:
         return Program((), 1, trailing_barrier=True)
     places = tuple(ChunkPlace(source) for source in sources)
-    return Program(
-        (_combine(0, num_bytes, num_bytes, (ChunkPlace(output),), places, reduction),), 1, trailing_barrier=True
-    )
+    return Program((_combine(0, num_bytes, num_bytes, (ChunkPlace(output),), places, how),), 1, trailing_barrier=True)
 
 
 def _copy(target: int, source: int, num_bytes: int) -> ChunkStream:
@@ -252,6 +256,6 @@ def _combine(
     chunk_bytes: int,
     targets: tuple[ChunkPlace, ...],
     sources: tuple[ChunkPlace, ...],
-    how: Reduction,
+    how: Combining,
 ) -> ChunkStream:
     return ChunkStream(StreamKind.REDUCE, stage, num_bytes, chunk_bytes, targets, sources, how.dtype, how.op, how.scale)

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import ctypes
 import hashlib
-import re
 import struct
 import time
 from collections.abc import Callable, Hashable
@@ -19,6 +18,7 @@ from guozhuang.errors import MismatchError, PeerLost, UsageError, WorldError, ex
 from .arena import Arena
 from .engine import (
     DESCRIPTOR_BYTES,
+    LOST_OFFSET,
     NUM_ONE_SHOT_AREAS,
     ONE_SHOT_BYTES,
     ONE_SHOT_OFFSET,
@@ -58,6 +58,8 @@ class Endpoint:
             tuple(main + ONE_SHOT_OFFSET + area * ONE_SHOT_BYTES for main in mains)
             for area in range(NUM_ONE_SHOT_AREAS)
         ]
+        # By rank: 1 + the rank that it lost, before it gave up. See ``LOST_OFFSET``.
+        self._lost = [ctypes.c_uint32.from_address(main + LOST_OFFSET) for main in mains]
         self.turn = 0  # which area the operation that comes next uses: as the descriptor slots, they are used in turn
         self.failure: Exception | None = None
         self._what = b""  # the operation under way
@@ -216,6 +218,7 @@ class Endpoint:
             )
             self.failure = WorldError(text)
         cause = f"lost rank {error.rank}" if isinstance(error, PeerLost) else f"met {type(error).__name__}"
+        self._lost[self.rank].value = error.rank + 1 if isinstance(error, PeerLost) else 0
         self._engine.set_doing(f"{cause} in {what}".encode())
         self._engine.set_state(RankState.BROKEN)
 
@@ -250,9 +253,8 @@ class Endpoint:
 
     def _first_cause(self, rank: int) -> int:
         """The rank that a rank which gave up had lost, where it was another one; else itself."""
-        found = re.match(r"lost rank (\d+) ", self._engine.doing(rank))
-        lost = int(found[1]) if found else rank
-        return lost if lost < self.size and lost != self.rank else rank
+        lost = self._lost[rank].value - 1
+        return lost if 0 <= lost < self.size and lost != self.rank else rank
 
     def _why(self, status: Status, ranks: tuple[int, ...], what: str, limit_s: float) -> str:
         names = ", ".join(f"rank {rank} (pid {self._peers.pids[rank]})" for rank in ranks)

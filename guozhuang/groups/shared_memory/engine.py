@@ -25,6 +25,7 @@ MAGIC_OFFSET: Final = 0
 ARRIVED_OFFSET: Final = 64  # +1 per barrier; peers wait on it as a futex
 ASLEEP_OFFSET: Final = 128  # 0, or 1 + the rank on whose `arrived` this rank sleeps
 STATE_OFFSET: Final = 192  # a RankState
+LOST_OFFSET: Final = 196  # of a BROKEN rank: 1 + the rank that it lost, 0 if it broke for another reason
 DOING_OFFSET: Final = 256  # what the rank is doing, in words, ended by NUL
 DOING_BYTES: Final = 120  # at most, without the NUL
 # Two descriptor slots, used in turn. See [Note: one barrier per operation] in _barrier.c.

@@ -15,28 +15,20 @@ from torch import Tensor
 from guozhuang.errors import MismatchError, explain, rank_table
 
 from . import collectives
-from .collectives import Reduction, Span, Window
+from .collectives import Combining, Span, Window
 from .endpoint import MEETING, Endpoint, Terms, cut, refuse
 from .engine import DESCRIPTOR_BYTES, ONE_SHOT_BYTES
-from .program import DTYPE_OF, Op, Program
+from .program import Program
 
 NO_PIECE: Final = Span(0, 0)
 _NUM_KEPT_PLANS: Final = 1024
-
-
-class Combining(NamedTuple):
-    """How a reducing collective combines: the operation, its name for people, and a factor."""
-
-    op: Op
-    name: str
-    scale: float = 1.0
 
 
 class _ReductionPlan(NamedTuple):
     """What does not change between reductions of the same size, dtype and kind."""
 
     what: bytes
-    reduction: Reduction
+    how: Combining
     num_bytes: int
     fits_one_shot: bool
 
@@ -79,23 +71,22 @@ class Operations:
         name = "all_reduce" if root is None else f"reduce to rank {root}"
         what = cut(describe(name, [tensor.numel()], tensor.dtype, how) + among)
         num_bytes = tensor.numel() * tensor.itemsize
-        reduction = self._reduction(tensor.dtype, how, what)
-        plan = self._plans[key] = _ReductionPlan(what, reduction, num_bytes, num_bytes <= ONE_SHOT_BYTES)
+        plan = self._plans[key] = _ReductionPlan(what, how, num_bytes, num_bytes <= ONE_SHOT_BYTES)
         return plan
 
     def _one_shot(self, plan: _ReductionPlan, address: int, root: int | None) -> Program:
         window = collectives.one_shot_window(self._link.one_shot, ONE_SHOT_BYTES, 1, plan.num_bytes)
         assert window is not None
-        return collectives.reduce_one_shot(window, self._rank, Span(address, plan.num_bytes), plan.reduction, root)
+        return collectives.reduce_one_shot(window, self._rank, Span(address, plan.num_bytes), plan.how, root)
 
     def _large(self, plan: _ReductionPlan, address: int, root: int | None, places: Sequence[bytes]) -> Program:
         seen = self._seen(places)
         if seen is not None:
             own = [address if rank == self._rank else there for rank, there in enumerate(seen)]
-            return collectives.reduce_in_place(own, self._rank, plan.num_bytes, plan.reduction, root)
+            return collectives.reduce_in_place(own, self._rank, plan.num_bytes, plan.how, root)
         longest = collectives.parts_of(plan.num_bytes, self._size)[0][1]
         window = self._ring(self._size, longest)
-        return collectives.reduce_staged(window, self._rank, Span(address, plan.num_bytes), plan.reduction, root)
+        return collectives.reduce_staged(window, self._rank, Span(address, plan.num_bytes), plan.how, root)
 
     def broadcast(self, piece: Span, tensor: Tensor, root: int, terms: Terms) -> None:
         """Copy the root's bytes to all ranks. ``tensor`` is what the piece lies in; the root's may be seen by the peers."""
@@ -149,12 +140,11 @@ class Operations:
         """
         counts = _counts(inputs, whole)
         what = describe("reduce_scatter", counts, whole.dtype, how)
-        reduction = self._reduction(whole.dtype, how, what)
         if output.num_bytes != inputs[self._rank].num_bytes:
             self._complain(what, f"but this rank takes {output.num_bytes // whole.itemsize}", terms)
         longest, link = max(piece.num_bytes for piece in inputs), self._link
         window = collectives.one_shot_window(link.one_shot, ONE_SHOT_BYTES, self._size, longest)
-        arguments = (self._rank, inputs, output.address, reduction, longest)
+        arguments = (self._rank, inputs, output.address, how, longest)
         if window is not None:
             link.begin(what, collectives.reduce_scatter(window, *arguments), terms)
             return
@@ -166,7 +156,7 @@ class Operations:
         mine = inputs[self._rank]
         offset = mine.address - inputs[0].address  # the sizes are the same on all ranks
         sources = [mine.address if rank == self._rank else there + offset for rank, there in enumerate(seen)]
-        link.go_on(collectives.reduce_scatter_in_place(sources, output.address, output.num_bytes, reduction))
+        link.go_on(collectives.reduce_scatter_in_place(sources, output.address, output.num_bytes, how))
 
     def all_to_all(self, outputs: Sequence[Span], inputs: Sequence[Span], dtype: torch.dtype, terms: Terms) -> None:
         """Copy input r of every rank to rank r; sizes may all differ, as long as both ends of a pair agree."""
@@ -271,19 +261,6 @@ class Operations:
             return None
         found = [0 if r == self._rank else self._link.address_of(r, place) for r, place in enumerate(places)]
         return [0 if address is None else address for address in found]
-
-    def _reduction(self, dtype: torch.dtype, how: Combining, what: bytes) -> Reduction:
-        if dtype not in DTYPE_OF:
-            fix = f"use one of {', '.join(_name(known) for known in DTYPE_OF)}"
-            refuse(f"{what.decode()}: this dtype cannot be combined", _name(dtype), self._rank, fix)
-        bitwise = how.op in (Op.BAND, Op.BOR, Op.BXOR)
-        if bitwise and dtype.is_floating_point:
-            refuse(f"{what.decode()}: bit-wise operations need integers or bool", _name(dtype), self._rank)
-        if (how.name == "avg" or how.scale != 1.0) and not dtype.is_floating_point:
-            refuse(
-                f"{what.decode()}: the result would not be whole numbers", _name(dtype), self._rank, "convert to float"
-            )
-        return Reduction(DTYPE_OF[dtype], how.op, how.scale)
 
     def _complain(self, what: bytes, why: str, terms: Terms) -> NoReturn:
         """Tell the peers of sizes that do not fit on this rank; if they are wrong in the same way on all, nobody differs."""
