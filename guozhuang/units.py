@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 TIMES = "\N{MULTIPLICATION SIGN}"
 DASH = "\N{EN DASH}"
 MINUS = "\N{MINUS SIGN}"
@@ -81,3 +83,22 @@ def _three_digits(value: float) -> str:
     if magnitude >= 9.995:
         return f"{value:.1f}"
     return f"{value:.2f}"
+
+
+def merged(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
+    """Each different text once, with the ranks that gave it, in the order of their lowest rank."""
+    found: dict[str, list[int]] = {}
+    for rank in sorted(texts):
+        found.setdefault(texts[rank], []).append(rank)
+    return [(ranks, text) for text, ranks in found.items()]
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """ "rank 3", or "ranks 0-2, 5"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join("-".join(map(str, run)) for run in runs)

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "guozhuang"
 # From the ground up. A file imports from floors below its own, and from its own package. Where one part of a floor of the
 # design stands on another part of it, they are two rows here.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "units", "watch.processes", "watch.machine"),
+    ("errors", "units", "watch.processes"),
     ("timeline", "records", "net", "watch"),
     ("world", "data"),
     ("groups", "gradients.buckets", "weights.flat"),

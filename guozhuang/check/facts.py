@@ -23,11 +23,11 @@ from guozhuang.errors import UsageError
 from guozhuang.groups.shared_memory import engine
 from guozhuang.net.client import OverdueError, attempt
 from guozhuang.net.meeting_point import MeetingPoint
-from guozhuang.watch.machine import nvidia_driver, processor_name, quota_cores
 from guozhuang.watch.processes import node_identity
 from guozhuang.world import requested_backend, requested_gloo_interface, requested_nccl_interface
 from guozhuang.world.devices import BIND_DEVICES, SHARED_MEMORY, choose
 from guozhuang.world.identity import Identity
+from guozhuang.world.machine import nvidia_driver, processor_name, quota_cores
 
 _RESOLVE_S = 3.0  # a name server that is down answers after half a minute
 _PACKAGES = ("torch", "guozhuang", "numpy")

@@ -31,7 +31,7 @@ from guozhuang.lab.results import (
 from guozhuang.lab.runs import ended_by_signals, execute, new_folder
 from guozhuang.lab.verdict import SETTLED, judge, settled, short
 from guozhuang.lab.worker import RunSpec
-from guozhuang.watch.machine import usable_cores
+from guozhuang.world.machine import usable_cores
 
 __all__ = ["add_arguments", "run"]
 

@@ -9,7 +9,7 @@ import psutil
 import torch
 
 from guozhuang.lab.results import Machine
-from guozhuang.watch.machine import processor_name, usable_cores
+from guozhuang.world.machine import processor_name, usable_cores
 
 
 def describe() -> Machine:

@@ -14,7 +14,7 @@ from guozhuang import strategies, units, workloads
 from guozhuang.errors import UsageError, explain
 from guozhuang.lab.contender import Contender, contenders
 from guozhuang.lab.results import Settings
-from guozhuang.watch.machine import usable_cores
+from guozhuang.world.machine import usable_cores
 
 DEFAULT_STEPS = 50
 DEFAULT_ROUNDS, FEWEST_ROUNDS = 3, 2

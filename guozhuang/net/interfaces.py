@@ -7,6 +7,7 @@ the first interface it finds; across nodes both then wait for a peer that cannot
 from __future__ import annotations
 
 import ipaddress
+import logging
 import re
 import socket
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ _HOROVODS_GLOO = "HOROVOD_GLOO_IFACE"
 _LOCAL_BRIDGE = re.compile(r"docker\d+|virbr\d+|lxcbr\d+|lxdbr\d+|podman\d+|cni-podman\d+|br-[0-9a-f]{12}")
 # Any port does: connecting a datagram socket sends nothing, it only asks the kernel for a route.
 _ANY_PORT = 9
+_log = logging.getLogger("guozhuang")
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,24 @@ def variables_towards(master: str, environ: Mapping[str, str], asked: str | None
     if environ.get(GLOO) and environ.get(NCCL):
         return {}
     return variables(towards(master), environ)
+
+
+def variables_of_ranks(host: str | None, environ: Mapping[str, str]) -> dict[str, str]:
+    """What a rank sets in its own environment, so that gloo and NCCL meet the others; nothing where no way is known.
+
+    Args:
+        host: of rank 0, where ranks are on several nodes: they use the interface that leads there. None: all are on this node,
+            and need no other interface than loopback.
+        environ: the environment of this process.
+    """
+    if host is not None:
+        try:
+            return variables_towards(host, environ)
+        except WorldError as error:
+            _log.debug("no interface chosen: %s", error)
+    elif loopback := _names() & {"lo", "lo0"}:
+        return variables(Interface(loopback.pop(), "127.0.0.1"), environ)
+    return {}
 
 
 def _names() -> set[str]:

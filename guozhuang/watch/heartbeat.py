@@ -27,23 +27,39 @@ lock for ever in a C call therefore gives no beat and no stack; its neighbours s
 
 from __future__ import annotations
 
-import atexit
+import hashlib
 import logging
 import math
 import os
 import sys
-from dataclasses import dataclass
+import threading
+import time
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from guozhuang.errors import UsageError, explain
-from guozhuang.watch.beats import Heartbeat
-from guozhuang.watch.judge import Limits
+from guozhuang.watch.judge import AwakeClock, Beat, Judge, Limits
+from guozhuang.watch.processes import GONE, SEE_EACH_OTHER, node_identity, state_of, this_process
+from guozhuang.watch.report import EXIT_CODE, end
+from guozhuang.watch.stacks import (
+    OWN_THREADS,
+    MainThread,
+    error_text,
+    is_of_a_collective,
+    place_of_error,
+    stacks_text,
+    started_collectives,
+)
+from guozhuang.watch.watcher import Watcher, Word, look_at_neighbours, read_reports
 
-# Behind a door every request goes through the Python of rank 0, which has a training step to do.
-_RANKS_PER_SECOND, _RANKS_PER_SECOND_BEHIND_A_DOOR = 500, 50
+# Each is one more chance to see a main thread that goes round a loop move.
+_LOOKS_PER_BEAT = 4
+# The others must have read a report before the rank that keeps the store takes it away.
+_LONGER_S = 1.0
+_JOIN_S = 2.0
 _log = logging.getLogger("guozhuang")
 
 
@@ -56,10 +72,10 @@ def start(
     keeps_store: bool = False,
     behind_door: bool = False,
     interval_s: float | None = None,
-) -> bool:
+) -> Heartbeat | None:
     """Begin to give signs of life, and to hear those of the others. Every rank must call, after the group was made.
 
-    Cheap, and returns at once. A second call for the same world does nothing. In a world of one, and with a store that is
+    Cheap, and returns at once. In a world of one, and with a store that is
     not a ``TCPStore`` (a file would grow with every beat), nothing is started, which is logged.
 
     Args:
@@ -75,7 +91,7 @@ def start(
             it. The same on every rank.
 
     Returns:
-        Whether a heartbeat runs.
+        The heartbeat, which ends with its ``stop``; None where none was started.
 
     Raises:
         UsageError: a time that is not a number above 0.
@@ -83,68 +99,326 @@ def start(
     for name, value in (("hang_timeout_s", hang_timeout_s), ("interval_s", interval_s)):
         if value is not None and not (math.isfinite(value) and value > 0):
             raise UsageError(explain(f"{name} must be a number of seconds above 0", value=value, fix="leave it out"))
-    if _state.running is not None:
-        if (_state.running.rank, _state.running.size) == (rank, size):
-            return True
-        stop()
     if size == 1 or not isinstance(_innermost(store), dist.TCPStore):
         why = "there is one rank" if size == 1 else "the store of the world is no TCPStore"
         _log.log(logging.INFO if hang_timeout_s is None else logging.WARNING, "no heartbeat: %s", why)
-        return False
-    if not _state.handles_fork:
-        os.register_at_fork(after_in_child=_forget)
-        _state.handles_fork = True
-    atexit.unregister(_at_exit)
-    atexit.register(_at_exit)  # again, to come before what was registered until now
-    limits = Limits.of(usual_interval_s(size, behind_door) if interval_s is None else interval_s)
+        return None
+    limits = Limits.usual(size, behind_door) if interval_s is None else Limits.of(interval_s)
     prefixed: Any = dist.PrefixStore("heartbeat", store)
     own = prefixed.clone()  # See [Note: two threads].
     own.set_timeout(timedelta(seconds=limits.lost_s))
-    _state.running = Heartbeat(own, rank, size, hang_timeout_s, limits, keeps_store)
-    _state.running.start()
-    return True
-
-
-def usual_interval_s(size: int, behind_door: bool) -> float:
-    """Between two beats of each of ``size`` ranks, so that the store has no more than 1000 requests per second (a door 100)."""
-    return max(1.0, size / (_RANKS_PER_SECOND_BEHIND_A_DOOR if behind_door else _RANKS_PER_SECOND))
-
-
-def stop(error: BaseException | None = None) -> None:
-    """Say farewell, and end the threads. Without a heartbeat it does nothing.
-
-    To be called before the process group is destroyed; at exit it is called by itself. Takes milliseconds; up to an interval
-    where this process keeps the store and others still run; up to two seconds where the store does not answer; and until the
-    report after an exception that came out of a collective, which may be the echo of what happened to another rank: an
-    interval or two, at most three where nobody begins to gather it. Where a loss was reported before there is no wait.
-
-    Args:
-        error: why this rank leaves, told to the others; None: the exception that is being handled, if any.
-    """
-    running, _state.running = _state.running, None
-    if running is not None:
-        running.stop(error if error is not None else sys.exception())
-
-
-@dataclass
-class _State:
-    running: Heartbeat | None = None
-    handles_fork: bool = False
-
-
-_state = _State()
-
-
-def _at_exit() -> None:
-    stop(getattr(sys, "last_value", None))
-
-
-def _forget() -> None:
-    """In a forked child, which has none of our threads and must not speak on our socket."""
-    _state.running = None
+    running = Heartbeat(own, rank, size, hang_timeout_s, limits, keeps_store)
+    running.start()
+    return running
 
 
 def _innermost(store: dist.Store) -> dist.Store:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store
+
+
+class Heartbeat:
+    """Of one rank, from ``start`` to ``stop``.
+
+    Args:
+        store: a client of its own, of which no other thread makes use.
+        rank: of this process.
+        size: number of ranks.
+        hang_timeout_s: see ``start``.
+        limits: the same on every rank.
+        keeps_store: see ``start``.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, hang_timeout_s: float | None, limits: Limits, keeps_store: bool
+    ) -> None:
+        self.rank, self.size, self._limits, self._hang_timeout_s = rank, size, limits, hang_timeout_s
+        self._store, self._keeps_store = store, keeps_store
+        self._stopped, self._wake = threading.Event(), threading.Event()
+        self._clock = AwakeClock(2 * limits.interval_s)
+        # Short, because it is in every beat.
+        self._me = this_process(hashlib.sha256(node_identity(SEE_EACH_OTHER).encode()).hexdigest()[:12])
+        # Of the guard, read by the other thread.
+        self._main = MainThread(0.0)
+        self._collectives, self._idle_since_s = (0, -1), 0.0
+        # Of the thread that talks to the store, read by the guard.
+        self._num_answers = 0
+        self._trouble = ""
+        self._closing = self._is_ending = self._is_cut_off = False
+        self._count = self._gave = self._seen = 0
+        self._word: Word | None = None
+        self._word_since_s = 0.0
+        self._tried = 0
+        self._watch: Watcher | None = None
+        self._farewell: str | None = None
+        self._texts: set[str] = set()
+        # Of the main thread, when it leaves because of an exception.
+        self._error: BaseException | None = None
+        self._has_told_why = threading.Event()
+        self._guarding = threading.Thread(target=self._guard, name=f"{OWN_THREADS} guard", daemon=True)
+        self._line = threading.Thread(target=self._talk, name=f"{OWN_THREADS} store", daemon=True)
+
+    def start(self) -> None:
+        """Begin. Returns at once."""
+        self._look()
+        self._guarding.start()
+        self._line.start()
+
+    def stop(self, error: BaseException | None = None) -> None:
+        """Say farewell, and end the threads. To be called before the process group is destroyed; a second call does nothing.
+
+        Takes milliseconds; up to an interval where this process keeps the store and others still run; up to two seconds where
+        the store does not answer; and until the report after an exception that came out of a collective, which may be the echo
+        of what happened to another rank: an interval or two, at most three where no rank begins to gather it. Where a loss was
+        reported before there is no wait.
+
+        Args:
+            error: why this rank leaves, told to the others; None: the exception that is being handled, if any.
+        """
+        if self._stopped.is_set() or os.getpid() != self._me.pid:
+            return  # a forked child has none of our threads, and must not speak on our socket
+        error = error if error is not None else sys.exception()
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            error = None
+        if isinstance(error, Exception) and is_of_a_collective(error):
+            self._error = error
+            self._wake.set()
+            self._wait_for_report()
+            if self._trouble:
+                self._tell_cut_off(0.0)
+        self._farewell = "" if error is None else _in_words(error)
+        self._stopped.set()
+        self._wake.set()
+        for thread in (self._guarding, self._line):
+            # No limit where the main thread came free in the middle of the last words, because another rank ended first.
+            # With one, a thread that the store holds stays there, and holds nothing up.
+            thread.join(None if self._is_ending else 0.0 if self._is_cut_off else _JOIN_S)
+
+    def _wait_for_report(self) -> None:
+        word = self._word
+        if word is not None and word.lost and self._seen >= word.report:
+            return  # the loss is known here already
+        began_s, limits = time.monotonic(), self._limits
+        while self._line.is_alive() and not self._is_cut_off and not self._has_told_why.wait(0.02):
+            is_gathered = self._word is not None and self._word.wants > 0
+            if time.monotonic() - began_s > limits.heard_s + (limits.gather_s if is_gathered else 0.0):
+                return
+
+    # ---- the guard
+
+    def _guard(self) -> None:
+        try:
+            self._keep_guard()
+        except Exception:
+            self._fail()
+
+    def _fail(self) -> None:
+        """To be called where an exception is handled that nothing here should raise. The others go on without this rank."""
+        self._closing = True
+        self._wake.set()
+        _log.exception(
+            "[rank %d] the heartbeat of this rank has ended by an error of its own; the training goes on, and the others "
+            "will miss this rank's signs of life. Please report it, with these lines",
+            self.rank,
+        )
+
+    def _keep_guard(self) -> None:
+        since_answer_s, num_answers, clock_s = 0.0, 0, 0.0
+        while not self._stopped.wait(self._limits.interval_s / _LOOKS_PER_BEAT):
+            before_s, clock_s = clock_s, self._clock.tick()
+            self._look()
+            if self._num_answers != num_answers:
+                since_answer_s, num_answers = 0.0, self._num_answers
+                if self._is_cut_off:
+                    self._is_cut_off = False
+                    _log.warning("[rank %d] the store of the world answers again", self.rank)
+                continue
+            since_answer_s += clock_s - before_s
+            if self._closing or (since_answer_s < self._limits.lost_s and not self._trouble):
+                continue
+            self._tell_cut_off(since_answer_s)
+            limit_s = self._hang_timeout_s
+            idle_s, still_s = clock_s - self._idle_since_s, self._main.still_s(clock_s)
+            if limit_s is not None and min(since_answer_s, idle_s, still_s) >= limit_s:
+                what = f"{self._cut_off(since_answer_s)}\nIt has been standing at {self._main.place.text} for "
+                what += f"{still_s:.0f} s (--hang-timeout {limit_s:g}), and ends itself with exit code {EXIT_CODE}."
+                self._is_ending = True
+                end(f"{what}\n{stacks_text()}", 0.0)
+
+    def _look(self) -> None:
+        clock_s = self._clock()
+        self._main.look(clock_s)
+        started = started_collectives()
+        if started is None or started != self._collectives:  # who has no group any more waits for nobody
+            self._idle_since_s = clock_s
+        self._collectives = started if started is not None else self._collectives
+
+    def _tell_cut_off(self, since_s: float) -> None:
+        if not self._is_cut_off:
+            self._is_cut_off = True
+            _log.error("%s\n%s", self._cut_off(since_s), self._stacks())
+
+    def _cut_off(self, since_s: float) -> str:
+        keeper = self._word.keeper if self._word is not None else None
+        who = f"rank {keeper[0]}, which keeps it," if keeper is not None else "the launcher, which keeps it,"
+        if self._word is None:
+            who = "the process that keeps it (the launcher or rank 0)"
+        if self._trouble:
+            what = f"the connection to the store of the world broke ({self._trouble}): {who} is gone"
+        else:
+            what = f"no answer from the store of the world for {since_s:.0f} s: {who} is gone or stopped, or this node cut off"
+        if keeper is not None and keeper[1] == self._me.node:
+            what += f" (its process {keeper[2]} is {state_of(keeper[2], keeper[3])})"
+        return f"[rank {self.rank}] {what}. No rank can hear another one any more; this is where this one stands:"
+
+    def _stacks(self) -> str:
+        return stacks_text() if self._error is None else error_text(self._error)
+
+    # ---- the thread that talks to the store
+
+    def _talk(self) -> None:
+        try:
+            while not self._stopped.is_set() and not self._closing:
+                self._round()
+                self._num_answers += 1
+                in_haste = self._error is not None or (self._watch is not None and self._watch.in_haste)
+                self._wake.wait(self._limits.interval_s / (5 if in_haste else 1))
+                self._wake.clear()
+            if not self._closing:
+                self._say_farewell()
+        except RuntimeError as error:  # DistNetworkError, DistStoreError
+            # Torch's client does not connect again, and writes a page to stderr for each further call.
+            self._trouble = str(error).splitlines()[0] if str(error) else type(error).__name__
+        except Exception:
+            self._fail()
+
+    def _round(self) -> None:
+        self._read_word()
+        word = self._word
+        self._closing = self._closing or (word is not None and word.closing)
+        if word is not None and word.wants > self._gave:
+            self._store.set(f"stacks/{self.rank}", self._stacks())
+            self._gave = word.wants
+        self._beat()
+        if self._closing:
+            return
+        if word is not None and word.report > self._seen and self._watch is None:
+            for number, text, ends in read_reports(self._store, self._seen):
+                self._seen = number
+                self._tell(text, ends)
+        if self._watch is None:
+            self._perhaps_take_over()
+        if self._watch is not None:
+            report, lines = self._watch.round(self._clock())
+            self._word = self._watch.word
+            for line in lines:
+                _log.warning("[rank %d] %s", self.rank, line)
+            if report is not None:
+                self._seen = report.number
+                self._tell(report.full, report.ends)
+
+    def _read_word(self) -> None:
+        if self._word is None and not self._store.check(["word"]):
+            return  # the others have not begun
+        word = Word.from_bytes(self._store.get("word"))
+        if self._watch is not None and word.term > self._watch.word.term:
+            self._watch = None  # another one took over while this rank slept
+        if word != self._word:
+            self._word, self._word_since_s = word, self._clock()
+
+    def _perhaps_take_over(self) -> None:
+        clock_s, before = self._clock(), self._word
+        silent_s = clock_s - self._word_since_s
+        if before is None and self.rank != 0 and silent_s < self._limits.mute_s:
+            return  # rank 0 begins
+        is_given_away = before is not None and before.watcher < 0 and self._tried <= before.term
+        if before is not None and not is_given_away and silent_s < self._patience_s(before, silent_s):
+            return
+        self._word_since_s = clock_s
+        # The winner of an earlier claim may have died before its first word.
+        self._tried = max(self._tried, before.term if before is not None else 0) + 1
+        if self._store.add(f"term/{self._tried}", 1) > 1:
+            return
+        judge = Judge(self.size, self._limits, self._hang_timeout_s, clock_s)
+        if before is not None and before.watcher >= 0:
+            judge.silent_since(before.watcher, clock_s - silent_s)
+        me = (self.rank, self._me.node, self._me.pid, self._me.start)
+        keeper = me if self._keeps_store else before.keeper if before is not None else None
+        word = Word(self._tried, self.rank, process=me[1:], keeper=keeper)
+        self._watch = Watcher(self._store, self.size, word, judge)
+        if before is not None:
+            _log.info("[rank %d] watches the others from now on", self.rank)
+
+    def _patience_s(self, word: Word, silent_s: float) -> float:
+        """For how long the word of the watching rank may stay out before this one takes its place."""
+        in_haste = self._error is not None
+        looks = in_haste or silent_s > 1.5 * self._limits.interval_s
+        watcher = word.process
+        if looks and watcher is not None and watcher[0] == self._me.node and state_of(*watcher[1:]) == GONE:
+            return 0.0
+        return self._limits.hasty_takeover_s if in_haste else self._limits.takeover_s
+
+    def _beat(self) -> None:
+        clock_s, error = self._clock(), self._error
+        place = self._main.place if error is None else place_of_error(error)
+        self._count += 1
+        beat = Beat(
+            count=self._count,
+            pid=self._me.pid,
+            start=self._me.start,
+            node=self._me.node,
+            collectives=self._collectives[0],
+            idle_s=round(clock_s - self._idle_since_s, 1),
+            still_s=round(self._main.still_s(clock_s), 1),
+            place=place.text,
+            waits_in=place.waits_in,
+            gave=self._gave,
+            saw=look_at_neighbours(self._word, self._me.node, self.rank) if self._word is not None else {},
+            trouble=_in_words(error) if error is not None else "",
+            left=self._farewell,
+            let_go=self._closing,
+        )
+        self._store.set(f"beat/{self.rank}", beat.to_bytes().decode())
+
+    def _say_farewell(self) -> None:
+        self._beat()
+        if self._watch is None and not self._keeps_store:
+            return
+        before = self._word if self._word is not None else Word(0, -1)
+        word = replace(before, term=before.term + 1, watcher=-1, wants=0, asks=(), closing=self._keeps_store)
+        self._store.set("word", word.to_bytes().decode())
+        if self._keeps_store:
+            # So that nobody speaks to a store that is gone, which makes torch write a page to stderr.
+            deadline_s = time.monotonic() + 1.25 * self._limits.interval_s
+            while time.monotonic() < deadline_s and self._others_hold_on():
+                time.sleep(0.02)
+
+    def _others_hold_on(self) -> bool:
+        gone = {self.rank, *(self._word.lost if self._word is not None else ())}
+        keys = [f"beat/{rank}" for rank in range(self.size) if rank not in gone]
+        if not keys:
+            return False
+        if not all(self._store.check([key]) for key in keys):
+            return True
+        beats = [Beat.from_bytes(data) for data in self._store.multi_get(keys)]
+        return any(beat.left is None and not beat.let_go for beat in beats)
+
+    # ---- what the user sees
+
+    def _tell(self, text: str, ends: bool) -> None:
+        text = f"[rank {self.rank}] {text}"
+        if ends:
+            self._is_ending = True
+            # Longest where the store or the word is: the others read it once per interval.
+            keeps = self._keeps_store or self._watch is not None
+            end(text, 2.5 * self._limits.interval_s + (_LONGER_S if keeps else 0.0))
+        elif text not in self._texts:  # a rank that takes the watch over tells again what its forerunner did
+            self._texts.add(text)
+            _log.error("%s", text)
+        if self._error is not None:
+            self._has_told_why.set()
+
+
+def _in_words(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -32,6 +32,9 @@ from dataclasses import asdict, dataclass, field
 
 from guozhuang.watch.processes import GONE, STOPPED
 
+# Behind a door every request goes through the Python of rank 0, which has a training step to do.
+_RANKS_PER_SECOND, _RANKS_PER_SECOND_BEHIND_A_DOOR = 500, 50
+
 
 class AwakeClock:
     """Seconds during which this process was awake. See [Note: the clock] in ``heartbeat``.
@@ -81,6 +84,12 @@ class Limits:
     gather_s: float
     hasty_takeover_s: float
     heard_s: float
+
+    @classmethod
+    def usual(cls, size: int, behind_door: bool) -> Limits:
+        """Those of ``size`` ranks, so that the store has no more than 1000 requests per second (a door 100)."""
+        ranks_per_s = _RANKS_PER_SECOND_BEHIND_A_DOOR if behind_door else _RANKS_PER_SECOND
+        return cls.of(max(1.0, size / ranks_per_s))
 
     @classmethod
     def of(cls, interval_s: float) -> Limits:

@@ -18,6 +18,8 @@ from typing import NamedTuple
 GONE, STOPPED = "gone", "stopped"
 #: What processes with the same ``node_identity`` can do with each other.
 REACH_EACH_OTHER, SEE_EACH_OTHER, SHARE_MEMORY = ("net",), ("net", "pid"), ("net", "pid", "user")
+#: Where the kernel tells of itself and of processes.
+PROC = "/proc"
 _STATES = {
     "Z": GONE, "X": GONE, "T": STOPPED, "t": STOPPED, "R": "running", "S": "sleeping", "I": "idle",
     "D": "in a system call that cannot be interrupted",

@@ -11,9 +11,10 @@ import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -179,20 +180,17 @@ def _lines(calls: Sequence[tuple[CodeType, int | None]]) -> str:
     return "\n".join(lines)
 
 
-def merged(stacks: Mapping[int, str]) -> list[tuple[list[int], str]]:
-    """Each different text once, with the ranks that gave it, in the order of their lowest rank."""
-    found: dict[str, list[int]] = {}
-    for rank in sorted(stacks):
-        found.setdefault(stacks[rank], []).append(rank)
-    return [(ranks, text) for text, ranks in found.items()]
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """ "rank 3", or "ranks 0-2, 5"."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1][1:] = [rank]
-        else:
-            runs.append([rank])
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join("-".join(map(str, run)) for run in runs)
+def started_collectives() -> tuple[int, int] | None:
+    """How many collectives and messages this process has started: of the default group, and of all; None without a group."""
+    if not dist.is_initialized():
+        return None
+    default, total = 0, 0
+    groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
+    for group in groups:
+        try:
+            number = int(group._get_sequence_number_for_group())
+        except Exception:  # a backend that does not count, or a group that is being destroyed
+            continue
+        total += number
+        default = number if group is dist.group.WORLD else default
+    return default, total

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.net import interfaces
-from guozhuang.watch import machine
+from guozhuang.world import machine
 from guozhuang.world.variables import number
 
 VARIABLE = "GUOZHUANG_HOROVOD_ELASTIC"

@@ -16,7 +16,6 @@ import faulthandler
 import logging
 import math
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -49,6 +48,9 @@ DEFAULT_TIMEOUT_S = 600.0
 # See [Note: leaving].
 _LEAVE_AFTER_ERROR_S = 5.0
 _LAST_WORK_S = 0.02
+if TYPE_CHECKING:
+    from guozhuang.watch.heartbeat import Heartbeat
+
 _log = logging.getLogger("guozhuang")
 
 
@@ -65,7 +67,7 @@ class _Session:
         meeting: kept over ``shutdown``, because a peer may come back to its store before we have left.
         met_at: what ``meeting`` belongs to.
         generation: how many worlds were entered through ``meeting``.
-        has_heartbeat: to be stopped before the group is destroyed.
+        heartbeat: of this rank, to be stopped before the group is destroyed.
         before_leaving: what stands on the world, and ends before it does.
         process: that entered it; a forked child is no rank.
     """
@@ -78,7 +80,7 @@ class _Session:
     meeting: Meeting | None = None
     met_at: MeetingPoint | PortSequence | None = None
     generation: int = 0
-    has_heartbeat: bool = False
+    heartbeat: Heartbeat | None = None
     before_leaving: list[Callable[[], None]] = field(default_factory=list)
     process: int = 0
 
@@ -225,17 +227,15 @@ def _start_heartbeat(
 
     point = identity.meeting_point
     keeps = world.rank == 0 and not (isinstance(point, MeetingPoint) and point.is_kept_by_launcher)
-    _session.has_heartbeat = heartbeat.start(
+    _session.heartbeat = heartbeat.start(
         store, world.rank, world.size, hang_timeout, keeps_store=keeps, behind_door=behind_door
     )
 
 
-def _stop_heartbeat() -> None:
-    if _session.has_heartbeat:
-        from guozhuang.watch import heartbeat
-
-        _session.has_heartbeat = False
-        heartbeat.stop()
+def _stop_heartbeat(error: BaseException | None = None) -> None:
+    running, _session.heartbeat = _session.heartbeat, None
+    if running is not None:
+        running.stop(error)
 
 
 def _forget() -> None:
@@ -251,15 +251,16 @@ def _leave() -> None:
     """At exit. See [Note: leaving]."""
     if os.getpid() != _session.process:
         return
-    failed = getattr(sys, "last_value", None) is not None
-    if failed:
+    error = getattr(sys, "last_value", None)
+    if error is not None:
         faulthandler.dump_traceback_later(_LEAVE_AFTER_ERROR_S, exit=True)
     try:
+        _stop_heartbeat(error)  # first: the others are to hear of the error, whatever else is to be ended
         shutdown()
-    except Exception as error:
-        _log.warning("leaving the world failed: %s", error)
+    except Exception as failure:
+        _log.warning("leaving the world failed: %s", failure)
     finally:
-        if failed:
+        if error is not None:
             faulthandler.cancel_dump_traceback_later()
 
 
@@ -402,22 +403,9 @@ def _complete(identity: Identity, hosts: list[str]) -> Identity:
 
 
 def _set_interfaces(is_remote: bool, host: str | None) -> None:
-    """Left alone, gloo listens where the host name points to, which may be nowhere, or nowhere that others can reach.
-
-    Ranks of one machine need no other interface than loopback; those of several the one that leads to rank 0.
-    """
     from guozhuang.net import interfaces
 
-    wanted: dict[str, str] = {}
-    if is_remote and host is not None:
-        try:
-            wanted = interfaces.variables_towards(host, os.environ)
-        except WorldError as error:
-            _log.debug("no interface chosen: %s", error)
-    elif not is_remote and hasattr(socket, "if_nameindex"):
-        names = {name for _, name in socket.if_nameindex()}
-        for name in names & {"lo", "lo0"}:
-            wanted = interfaces.variables(interfaces.Interface(name, "127.0.0.1"), os.environ)
+    wanted = interfaces.variables_of_ranks(host if is_remote else None, os.environ)
     # For as long as the world lasts: groups that are made later read them as well.
     os.environ.update(wanted)
     _session.set_interfaces = tuple(wanted)

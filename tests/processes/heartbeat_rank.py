@@ -18,29 +18,27 @@ import torch.utils.data
 
 import guozhuang  # noqa: F401 - registers "shm"
 from guozhuang.watch import heartbeat
-from guozhuang.world import World
 
 INTERVAL_S = 0.3
+RUNNING: list[heartbeat.Heartbeat] = []  # of this rank
 
 
 def enter(hang_timeout_s: float | None) -> int:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     limit_s = float(os.environ.get("GROUP_TIMEOUT_S", "60"))
     dist.init_process_group(os.environ.get("BACKEND", "gloo"), timeout=datetime.timedelta(seconds=limit_s))
-    me = World(rank, size, rank, size, 0, 1, torch.device("cpu"), "environment")
     store = dist.PrefixStore("test", dist.distributed_c10d._get_default_store())
     keeps = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    assert heartbeat.start(store, me.rank, me.size, hang_timeout_s, keeps_store=keeps, interval_s=INTERVAL_S)
-    threads = threading.active_count()
-    assert heartbeat.start(store, me.rank, me.size, hang_timeout_s)  # a second time does nothing
-    assert threading.active_count() == threads
+    running = heartbeat.start(store, rank, size, hang_timeout_s, keeps_store=keeps, interval_s=INTERVAL_S)
+    assert running is not None
+    RUNNING.append(running)
     return rank
 
 
 def leave() -> None:
     start = time.monotonic()
-    heartbeat.stop()
-    heartbeat.stop()
+    RUNNING[0].stop()
+    RUNNING[0].stop()
     took_s = time.monotonic() - start
     dist.destroy_process_group()
     left = [each.name for each in threading.enumerate() if each.name.startswith("guozhuang")]
@@ -102,12 +100,12 @@ def raises() -> None:
     try:
         raise ValueError("no such file: data.bin")
     except ValueError:
-        heartbeat.stop()
+        RUNNING[0].stop()
         os._exit(1)
 
 
 def leaves_early() -> None:
-    heartbeat.stop()
+    RUNNING[0].stop()
     time.sleep(1000)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from guozhuang.watch.machine import usable_cores
+from guozhuang.world.machine import usable_cores
 from tests.launching import Launched, guozhuang, write
 from tests.ranks import RankError, run_ranks
 

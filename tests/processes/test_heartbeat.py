@@ -55,7 +55,7 @@ def _child(case: str, who: int, hang_timeout_s: float | None, environ: dict[str,
         heartbeat_rank.main(case, who, hang_timeout_s)
         code = 0
     except Exception as error:  # what the interpreter does with an exception that nobody catches
-        heartbeat_rank.heartbeat.stop(error)
+        heartbeat_rank.RUNNING[0].stop(error)
         traceback.print_exc()
     os._exit(code)
 

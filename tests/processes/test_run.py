@@ -17,7 +17,7 @@ from typing import NoReturn
 import psutil
 import pytest
 
-from guozhuang.watch.machine import usable_cores
+from guozhuang.world.machine import usable_cores
 from tests import launching
 
 pytestmark = pytest.mark.waits

@@ -11,7 +11,7 @@ from guozhuang import strategies
 from guozhuang.errors import UsageError
 from guozhuang.lab import compare
 from guozhuang.lab.plan import Plan, notes_of, plan_of
-from guozhuang.watch.machine import usable_cores
+from guozhuang.world.machine import usable_cores
 
 TINY = "tests.processes.tiny_workload:make"
 

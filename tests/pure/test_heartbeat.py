@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 
 from guozhuang.errors import UsageError
+from guozhuang.units import merged, ranks_text
 from guozhuang.watch import heartbeat
-from guozhuang.watch.beats import Heartbeat
+from guozhuang.watch.heartbeat import Heartbeat
 from guozhuang.watch.judge import GONE, STOPPED, AwakeClock, Beat, Judge, Limits
 from guozhuang.watch.report import hang, last_line, losses, table, trouble
-from guozhuang.watch.stacks import MAX_STACK_BYTES, MainThread, is_of_a_collective, merged, ranks_text, stacks_text
-from guozhuang.watch.words import Watch, Word, look_at_neighbours
+from guozhuang.watch.stacks import MAX_STACK_BYTES, MainThread, is_of_a_collective, stacks_text
+from guozhuang.watch.watcher import Watcher, Word, look_at_neighbours
 
 LIMITS = Limits.of(1.0)
 
@@ -328,7 +329,7 @@ def test_which_exceptions_are_an_echo() -> None:
 def test_a_watch_asks_gathers_and_reports_once() -> None:
     store = dist.HashStore()
     judge = Judge(3, LIMITS, 60.0, 0.0)
-    watch = Watch(store, 3, Word(1, 0), judge)
+    watch = Watcher(store, 3, Word(1, 0), judge)
     reports = []
     gave = [0, 0, 0]
     keys = 0
@@ -356,7 +357,7 @@ def test_a_watch_asks_gathers_and_reports_once() -> None:
 
 def test_a_mute_rank_is_a_line_in_the_log_and_no_report() -> None:
     store = dist.HashStore()
-    watch = Watch(store, 2, Word(1, 0), Judge(2, LIMITS, None, 0.0))
+    watch = Watcher(store, 2, Word(1, 0), Judge(2, LIMITS, None, 0.0))
     said = []
     for second in range(60):
         saw = look_at_neighbours(watch.word, "a", 0) and {1: "running"}
@@ -373,7 +374,7 @@ def test_a_mute_rank_is_a_line_in_the_log_and_no_report() -> None:
 
 def test_a_watch_waits_for_ranks_that_have_not_begun() -> None:
     store = dist.HashStore()
-    watch = Watch(store, 2, Word(1, 0), Judge(2, LIMITS, 1.0, 0.0))
+    watch = Watcher(store, 2, Word(1, 0), Judge(2, LIMITS, 1.0, 0.0))
     store.set("beat/0", beat(1).to_bytes().decode())
     assert watch.round(0.0) == (None, [])
     assert not watch.in_haste
@@ -390,7 +391,7 @@ def test_the_interval_grows_with_the_world_and_sooner_behind_a_door() -> None:
         (200, False, 1),
         (1000, False, 2),
     ):
-        assert heartbeat.usual_interval_s(size, behind_door) == interval_s
+        assert Limits.usual(size, behind_door).interval_s == interval_s
 
 
 def made_heart(store: dist.Store, rank: int = 0, interval_s: float = 0.05, keeps_store: bool = False) -> Heartbeat:
@@ -476,7 +477,6 @@ def test_nothing_runs_alone_or_over_a_store_in_memory(caplog: pytest.LogCaptureF
     assert not heartbeat.start(dist.HashStore(), 0, 2, 5.0)
     assert threading.active_count() == threads
     assert [r.levelname for r in caplog.records] == ["WARNING", "WARNING"], "a time-out was asked for"
-    heartbeat.stop()
 
 
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf")])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from guozhuang.watch import machine
+from guozhuang.world import machine
 
 
 def made_up(root: Path, own: str, files: dict[str, str]) -> tuple[str, str]:

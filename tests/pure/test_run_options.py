@@ -11,7 +11,7 @@ import pytest
 from guozhuang.errors import UsageError
 from guozhuang.launch.options import plan as options
 from guozhuang.launch.options.plan import Plan
-from guozhuang.watch import machine
+from guozhuang.world import machine
 
 
 @pytest.fixture(autouse=True)

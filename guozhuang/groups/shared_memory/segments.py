@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from guozhuang.errors import UsageError, WorldError, explain
-from guozhuang.watch import machine
 from guozhuang.watch.processes import memfd_create, path_of
+from guozhuang.world import machine
 
 from .engine import PRIVATE_BYTES
 

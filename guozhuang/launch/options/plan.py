@@ -16,7 +16,7 @@ from guozhuang.launch.hosts import placement
 from guozhuang.launch.options import command_line, nodes, script
 from guozhuang.launch.options import torchrun as torchrun_options
 from guozhuang.net import interfaces
-from guozhuang.watch import machine
+from guozhuang.world import machine
 from guozhuang.world.identity import LaunchedNode
 from guozhuang.world.requests import hang_timeout, requested_secret
 

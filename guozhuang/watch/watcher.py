@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, replace
 
 import torch.distributed as dist
 
+from guozhuang.units import merged, ranks_text
 from guozhuang.watch import report as texts
 from guozhuang.watch.judge import Beat, Judge, Limits
 from guozhuang.watch.processes import state_of
-from guozhuang.watch.stacks import merged, ranks_text
 
 # More than can come between two beats of a rank that reads them.
 _KEPT_REPORTS = 4
@@ -97,7 +97,7 @@ class Report:
         return f"{self.short}\n{self.stacks}" if self.stacks else self.short
 
 
-class Watch:
+class Watcher:
     """What the watching rank does in each round: read all beats, judge, ask, gather stacks, report.
 
     Args:

@@ -6,8 +6,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from guozhuang.watch.processes import PROC, path_of
+
 _GROUPS = "/sys/fs/cgroup"
-_OWN_GROUPS = "/proc/self/cgroup"
+_OWN_GROUPS = path_of("cgroup")
+_MEMORY = f"{PROC}/meminfo"
 _NOT_TOLD = 1 << 62
 
 
@@ -35,7 +38,7 @@ def usable_cores() -> int:
     return num_cores() if quota is None else max(1, min(num_cores(), int(quota)))
 
 
-def available_bytes(root: str = _GROUPS, own: str = _OWN_GROUPS, memory: str = "/proc/meminfo") -> int:
+def available_bytes(root: str = _GROUPS, own: str = _OWN_GROUPS, memory: str = _MEMORY) -> int:
     """Memory that the machine, and each control group around this process, can still give; very much where nothing is told.
 
     Args:
@@ -52,18 +55,18 @@ def available_bytes(root: str = _GROUPS, own: str = _OWN_GROUPS, memory: str = "
 
 def overcommits() -> bool:
     """Whether the kernel gives more memory than it could back; where not, an uncommitted page may end a process (SIGBUS)."""
-    return _read(Path("/proc/sys/vm/overcommit_memory")).strip() != "2"
+    return _read(Path(PROC, "sys/vm/overcommit_memory")).strip() != "2"
 
 
 def processor_name() -> str:
     """The model of the processor; "" where the system does not tell."""
-    lines = _read(Path("/proc/cpuinfo")).splitlines()
+    lines = _read(Path(PROC, "cpuinfo")).splitlines()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
 
 
 def nvidia_driver() -> str:
     """The version of NVIDIA's kernel driver; "" without one, "?" if it cannot be read out."""
-    words = (_read(Path("/proc/driver/nvidia/version")).splitlines() or [""])[0].split()
+    words = (_read(Path(PROC, "driver/nvidia/version")).splitlines() or [""])[0].split()
     return next((word for word in words if word[:1].isdigit() and "." in word), "?") if words else ""
 
 
