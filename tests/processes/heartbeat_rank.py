@@ -87,11 +87,12 @@ def reads_slow_data() -> None:
 
 def computes(seconds: float) -> None:
     """As an evaluation does: Python goes from place to place."""
-    end = time.monotonic() + seconds
+    end, matrix = time.monotonic() + seconds, torch.ones(200, 200)
     while time.monotonic() < end:
-        for size in (100, 200, 300):
-            matrix = torch.ones(size, size)
-            _ = matrix @ matrix
+        # Several calls alike, because a look is likeliest to come where a call lets go of Python's lock.
+        _ = matrix @ matrix
+        _ = matrix @ matrix
+        _ = matrix @ matrix
         sum(range(1000))
         sorted(range(1000))
 
