@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from guozhuang import launch
-from guozhuang.check.results import Absence, Results, exit_code, from_json, to_json
+from guozhuang.check.results import Absence, CheckResults, exit_code, from_json, to_json
 from guozhuang.check.verdict import judge
 from guozhuang.check.worker import DEFAULT_TIMEOUT_S, longest_s, take_part, taken_over
 from guozhuang.errors import UsageError, explain
@@ -95,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def show(results: Results, as_json: bool) -> int:
+def show(results: CheckResults, as_json: bool) -> int:
     """Print a result and return the exit code that follows from it."""
     from rich.console import Console
 
@@ -110,7 +110,7 @@ def show(results: Results, as_json: bool) -> int:
     return exit_code(findings)
 
 
-def _here(options: argparse.Namespace) -> Results:
+def _here(options: argparse.Namespace) -> CheckResults:
     """Start ranks on this node."""
     if options.interface is not None:
         what = "--interface serves several hosts; ranks of one node use loopback"
@@ -119,7 +119,7 @@ def _here(options: argparse.Namespace) -> Results:
     return _run(["-np", str(num_ranks)], num_ranks, options.timeout, 0.0)
 
 
-def _over_hosts(options: argparse.Namespace) -> Results:
+def _over_hosts(options: argparse.Namespace) -> CheckResults:
     """Start ranks on the hosts that accept us over ssh; the others are reported."""
     named = [host for text in options.hosts or () for host in hosts.parse_hosts(text)]
     if options.hostfile is not None:
@@ -137,7 +137,7 @@ def _over_hosts(options: argparse.Namespace) -> Results:
     num_ranks = sum(int(count) for _, count in placed)
     open_hosts = [(name, int(count)) for name, count in placed if name not in shut]
     if not open_hosts:
-        return Results(num_ranks, "guozhuang run", absences=tuple(closed))
+        return CheckResults(num_ranks, "guozhuang run", absences=tuple(closed))
     start = options.start_timeout or hosts.DEFAULT_START_TIMEOUT_S
     there = ",".join(f"[{name}]:{count}" if ":" in name else f"{name}:{count}" for name, count in open_hosts)
     command = ["-H", there, *_handed_on(options)]
@@ -166,7 +166,7 @@ def _default_ranks() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 2
 
 
-def _run(start: Sequence[str], num_ranks: int, timeout_s: float, start_s: float) -> Results:
+def _run(start: Sequence[str], num_ranks: int, timeout_s: float, start_s: float) -> CheckResults:
     """Let ``guozhuang run`` start the ranks; return what rank 0 found out, or why nobody did. No process is left.
 
     The launcher is this very process: another one would import torch once more, and could outlive this one.
@@ -189,7 +189,7 @@ def _run(start: Sequence[str], num_ranks: int, timeout_s: float, start_s: float)
         raise KeyboardInterrupt
     else:
         reason = " | ".join((ours or lines)[:_SAID_LINES]) or f"`guozhuang run` ended with code {code}"
-    return Results(
+    return CheckResults(
         num_ranks, "guozhuang run", absences=(Absence(None, "", "came to no result", "ranks were started", reason),)
     )
 

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator
 
 from guozhuang.check.measure import CONNECTED
-from guozhuang.check.results import Finding, MeasuredLink, Results
+from guozhuang.check.results import CheckResults, Finding, MeasuredLink
 from guozhuang.check.words import card_speed, listed, short_time, speed
 
 #: Of the median of comparable links.
@@ -24,7 +24,7 @@ LATENCY_TIMES, LATENCY_OVER_S = 4.0, 300e-6
 _FIX = "test that cable, switch port and card (`ethtool`), what else uses it, and the route"
 
 
-def broken(results: Results) -> Iterator[Finding]:
+def broken(results: CheckResults) -> Iterator[Finding]:
     """Pairs that could not be measured although both ranks were there; one sentence per pair of nodes."""
     lost = {each.rank for each in results.absences}
     wrong = [each for each in results.links if each.failure and not {each.a, each.b} & lost]
@@ -44,7 +44,7 @@ def broken(results: Results) -> Iterator[Finding]:
         yield Finding("fail", "broken-link", text, fix, (first.a, first.b))
 
 
-def reductions(results: Results) -> Iterator[Finding]:
+def reductions(results: CheckResults) -> Iterator[Finding]:
     """An all_reduce that failed although nobody is missing."""
     if any(each.rank is not None for each in results.absences):
         return
@@ -54,7 +54,7 @@ def reductions(results: Results) -> Iterator[Finding]:
             yield Finding("fail", "no-all-reduce", f"all_reduce{backend} failed: {each.failure.rstrip('.')}.")
 
 
-def slow_nodes_and_links(results: Results) -> Iterator[Finding]:
+def slow_nodes_and_links(results: CheckResults) -> Iterator[Finding]:
     """What is slow against the median of its like."""
     best, slow_nodes = _nodes_by_best_link(results)
     median = statistics.median(best.values()) if best else 0.0
@@ -70,7 +70,7 @@ def slow_nodes_and_links(results: Results) -> Iterator[Finding]:
     yield from _slow_pairs(results, inside, "inside nodes")
 
 
-def _nodes_by_best_link(results: Results) -> tuple[dict[str, float], set[str]]:
+def _nodes_by_best_link(results: CheckResults) -> tuple[dict[str, float], set[str]]:
     """The bandwidth of each node's best link, and the nodes that are slow against the others.
 
     With three nodes, one of them slow, two of three links are slow, and their median says nothing. So nodes are compared
@@ -88,14 +88,14 @@ def _nodes_by_best_link(results: Results) -> tuple[dict[str, float], set[str]]:
     return best, {node for node, value in best.items() if value < SLOW_SHARE * median}
 
 
-def _not_of(results: Results, nodes: set[str]) -> list[MeasuredLink]:
+def _not_of(results: CheckResults, nodes: set[str]) -> list[MeasuredLink]:
     """The measured links between nodes but those of ``nodes``."""
     node_of = {each.rank: each.node for each in results.facts}
     known = [each for each in results.links if each.between_nodes and each.slower_bytes_per_s]
     return [each for each in known if not {node_of[each.a], node_of[each.b]} & nodes]
 
 
-def _slow_pairs(results: Results, links: list[MeasuredLink], kind: str) -> Iterator[Finding]:
+def _slow_pairs(results: CheckResults, links: list[MeasuredLink], kind: str) -> Iterator[Finding]:
     if len(links) < 3:
         return
     median = statistics.median(each.slower_bytes_per_s or 0.0 for each in links)
@@ -113,7 +113,7 @@ def _slow_pairs(results: Results, links: list[MeasuredLink], kind: str) -> Itera
         yield Finding("warn", "slow-link", f"{len(slow) - 3} more links {kind} are as slow.", "see the table")
 
 
-def below_floors(results: Results) -> Iterator[Finding]:
+def below_floors(results: CheckResults) -> Iterator[Finding]:
     """All links of a kind are slow, so that none stands out."""
     between_nodes = _not_of(results, _nodes_by_best_link(results)[1])
     inside_nodes = [each for each in results.links if not each.between_nodes and each.slower_bytes_per_s]
@@ -139,7 +139,7 @@ def below_floors(results: Results) -> Iterator[Finding]:
         yield Finding("warn", "slow-link", text, fix, (worst.a, worst.b))
 
 
-def below_card(results: Results) -> Iterator[Finding]:
+def below_card(results: CheckResults) -> Iterator[Finding]:
     """The usual link carries far less than what the slower of its two cards says of itself."""
     by_rank = {each.rank: each.network for each in results.facts}
     links = sorted(
@@ -163,7 +163,7 @@ def below_card(results: Results) -> Iterator[Finding]:
         yield Finding("warn", "below-card", text, _FIX, (usual.a, usual.b))
 
 
-def latencies(results: Results) -> Iterator[Finding]:
+def latencies(results: CheckResults) -> Iterator[Finding]:
     """Messages that take long, against the others or in themselves."""
     known = [each for each in results.links if each.between_nodes and each.latency_s is not None]
     if not known:
@@ -186,7 +186,7 @@ def latencies(results: Results) -> Iterator[Finding]:
         yield Finding("warn", "high-latency", text, "see what else uses that link or those hosts", (worst.a, worst.b))
 
 
-def _hosts(results: Results, link: MeasuredLink) -> str:
+def _hosts(results: CheckResults, link: MeasuredLink) -> str:
     return listed([results.host_of(link.a), results.host_of(link.b)])
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from guozhuang.check.results import Facts, Finding, Network, NetworkInterface, Results, is_loopback
+from guozhuang.check.results import CheckResults, Facts, Finding, Network, NetworkInterface, is_loopback
 from guozhuang.check.words import listed
 from guozhuang.net.interfaces import is_local_bridge
 
 
-def interfaces(results: Results) -> Iterator[Finding]:
+def interfaces(results: CheckResults) -> Iterator[Finding]:
     """What only matters where ranks are on several nodes, or should be."""
     if len(results.nodes) > 1:
         where: dict[tuple[str, str, str, str], list[Facts]] = {}
@@ -99,7 +99,7 @@ def _is_for_this_host_alone(interface: NetworkInterface) -> bool:
     )
 
 
-def mtu(results: Results) -> Iterator[Finding]:
+def mtu(results: CheckResults) -> Iterator[Finding]:
     """Nodes whose interfaces have packets of different sizes."""
     if len(results.nodes) < 2:
         return
@@ -114,7 +114,7 @@ def mtu(results: Results) -> Iterator[Finding]:
         yield Finding("warn", "differing-mtu", f"The MTU differs between nodes: {parts}.", fix)
 
 
-def names(results: Results) -> Iterator[Finding]:
+def names(results: CheckResults) -> Iterator[Finding]:
     """Own names that do not resolve, or to loopback: gloo and others listen where the host's own name leads."""
     if len(results.nodes) < 2:
         return

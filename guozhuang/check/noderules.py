@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from guozhuang import units
-from guozhuang.check.results import Facts, Finding, Results
+from guozhuang.check.results import CheckResults, Facts, Finding
 from guozhuang.check.words import listed, ranks_text
 
 #: A DataLoader worker hands batches over through /dev/shm; containers give 64 MiB unless asked.
@@ -31,7 +31,7 @@ class _Problem:
     fix: str
 
 
-def all_of_them(results: Results) -> Iterator[Finding]:
+def all_of_them(results: CheckResults) -> Iterator[Finding]:
     """All rules but those for devices."""
     where: dict[_Problem, list[list[Facts]]] = {}
     for rule in _RULES:
@@ -44,7 +44,7 @@ def all_of_them(results: Results) -> Iterator[Finding]:
         yield Finding(problem.level, problem.kind, problem.text.format(names), problem.fix, who)
 
 
-def devices(results: Results) -> Iterator[Finding]:
+def devices(results: CheckResults) -> Iterator[Finding]:
     """Ranks without a device of their own, or with another kind than the others."""
     absent = [each for each in results.facts if each.device.endswith("(not there)")]
     if absent:

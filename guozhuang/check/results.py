@@ -149,7 +149,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Clock:
+class ClockOffset:
     """How far the clock of a node is ahead of rank 0's, by the quickest of several exchanges (as NTP does).
 
     Attributes:
@@ -263,7 +263,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Results:
+class CheckResults:
     """Everything a check found out.
 
     Attributes:
@@ -282,7 +282,7 @@ class Results:
     num_ranks: int
     launcher: str
     facts: tuple[Facts, ...] = ()
-    clocks: tuple[Clock, ...] = ()
+    clocks: tuple[ClockOffset, ...] = ()
     links: tuple[MeasuredLink, ...] = ()
     reductions: tuple[MeasuredReduction, ...] = ()
     absences: tuple[Absence, ...] = ()
@@ -313,7 +313,7 @@ def exit_code(findings: Sequence[Finding]) -> int:
     return int(any(each.level == "fail" for each in findings))
 
 
-def to_json(results: Results, findings: Sequence[Finding]) -> str:
+def to_json(results: CheckResults, findings: Sequence[Finding]) -> str:
     """One document: the records, what was concluded from them, and the exit code that follows."""
     document = asdict(results)
     document["findings"] = [asdict(each) for each in findings]
@@ -321,7 +321,7 @@ def to_json(results: Results, findings: Sequence[Finding]) -> str:
     return json.dumps(_finite(document), indent=1, allow_nan=False)
 
 
-def from_json(text: str) -> Results:
+def from_json(text: str) -> CheckResults:
     """Rebuild the records; conclusions are drawn again, not read.
 
     Raises:
@@ -333,7 +333,7 @@ def from_json(text: str) -> Results:
         if version != SCHEMA_VERSION:
             what = "the result is of another version of guozhuang"
             raise UsageError(explain(what, value=version, fix="install the same version on every host"))
-        return build(Results, document)
+        return build(CheckResults, document)
     except (ValueError, KeyError, TypeError) as error:
         if isinstance(error, UsageError):
             raise

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from guozhuang.check import measure
 from guozhuang.check.facts import address_on
 from guozhuang.check.measure import Pair, PairError
-from guozhuang.check.results import Absence, Clock, Facts, MeasuredLink, MeasuredReduction, Results
+from guozhuang.check.results import Absence, CheckResults, ClockOffset, Facts, MeasuredLink, MeasuredReduction
 from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.net.client import LOOK_AT_THE_KEEPER, OverdueError, attempt
 from guozhuang.world.identity import Identity
@@ -108,19 +108,19 @@ class StoreClient:
 
 
 @dataclass
-class State:
+class CheckState:
     """What a rank knows so far; the result of rank 0 is made of it, whenever the check ends.
 
     Attributes:
         step: the step that is going on, in words.
         present: on rank 0: the ranks that came and are not lost.
-        facts, clocks, links, reductions, absences, notes: as in ``Results``.
+        facts, clocks, links, reductions, absences, notes: as in ``CheckResults``.
     """
 
     step: str = "the ranks met"
     facts: dict[int, Facts] = field(default_factory=dict)
     present: dict[int, Facts] = field(default_factory=dict)
-    clocks: list[Clock] = field(default_factory=list)
+    clocks: list[ClockOffset] = field(default_factory=list)
     links: list[MeasuredLink] = field(default_factory=list)
     reductions: list[MeasuredReduction] = field(default_factory=list)
     absences: list[Absence] = field(default_factory=list)
@@ -131,9 +131,9 @@ class State:
         host = self.facts[rank].host if rank in self.facts else host
         self.absences.append(Absence(rank, host, what, self.step, reason))
 
-    def results(self, identity: Identity, duration_s: float) -> Results:
+    def results(self, identity: Identity, duration_s: float) -> CheckResults:
         """Return the result as far as it is known."""
-        return Results(
+        return CheckResults(
             num_ranks=identity.size,
             launcher=identity.launcher,
             facts=tuple(self.facts[rank] for rank in sorted(self.facts)),
@@ -165,7 +165,7 @@ class Steps:
         timeout_s: float,
         node_of: dict[int, str],
         address: str,
-        state: State,
+        state: CheckState,
     ) -> None:
         self._client = client
         self._rank, self._leads = identity.rank, identity.rank == 0
@@ -386,7 +386,7 @@ class Steps:
         return rank in self._ended
 
 
-def _clock(rank: int, pair: Pair) -> Clock:
+def _clock(rank: int, pair: Pair) -> ClockOffset:
     """Compare clocks over a pair, as NTP does: the quickest of several exchanges counts."""
     found = []
     told = torch.zeros(1, dtype=torch.float64)
@@ -397,7 +397,7 @@ def _clock(rank: int, pair: Pair) -> Clock:
         end = time.time()
         found.append((end - start, float(told) - (start + end) / 2))
     to_and_fro_s, offset_s = min(found)
-    return Clock(rank, offset_s, max(to_and_fro_s, 0.0) / 2, len(found))
+    return ClockOffset(rank, offset_s, max(to_and_fro_s, 0.0) / 2, len(found))
 
 
 def _measured_pair(store: dist.Store, key: str, is_first: bool, address: str, limit_s: float) -> dict[str, Any]:

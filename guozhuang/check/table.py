@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from guozhuang import units
-from guozhuang.check.results import SOURCE, Facts, Finding, MeasuredLink, NetworkInterface, Results, exit_code
+from guozhuang.check.results import SOURCE, CheckResults, Facts, Finding, MeasuredLink, NetworkInterface, exit_code
 from guozhuang.check.verdict import differing, headline
 from guozhuang.check.words import card_speed, listed, ranks_text, short_time, speed
 
@@ -22,7 +22,7 @@ _STYLES = {"fail": "bold red", "warn": "yellow", "note": "dim"}
 _LABELS = {"fail": "breaks training", "warn": "look at this", "note": "note"}
 
 
-def show(console: Console, results: Results, findings: Sequence[Finding]) -> None:
+def show(console: Console, results: CheckResults, findings: Sequence[Finding]) -> None:
     """Print everything; what is not known is left out."""
     from rich.padding import Padding
     from rich.text import Text
@@ -54,7 +54,7 @@ def show(console: Console, results: Results, findings: Sequence[Finding]) -> Non
             write(Text(f"{finding.fix[0].upper()}{finding.fix[1:]}.", style="dim"), 4)
 
 
-def _title(results: Results) -> Text:
+def _title(results: CheckResults) -> Text:
     from rich.text import Text
 
     there, nodes = len(results.facts), len(results.nodes)
@@ -68,7 +68,7 @@ def _title(results: Results) -> Text:
     )
 
 
-def _nodes(results: Results) -> Table:
+def _nodes(results: CheckResults) -> Table:
     table = _table(
         "Nodes", ["host", "ranks", "device", "cores", "threads\na rank", "memory\nleft", "/dev/shm", "clock"], 3
     )
@@ -110,7 +110,7 @@ def _milli(seconds: float) -> str:
     return f"{seconds * 1e3:,.0f}" if seconds >= 0.1 else f"{seconds * 1e3:.2g}"
 
 
-def _networks(results: Results) -> Table:
+def _networks(results: CheckResults) -> Table:
     table = _table("Interfaces in use", ["host", "interface", "address", "MTU", "speed", "leads to rank 0"], 3)
     for ranks in results.nodes.values():
         here = ranks[0].network
@@ -133,7 +133,7 @@ def _speed(used: NetworkInterface | None) -> str:
     return card_speed(used.speed_mbit_per_s) + ("" if used.is_card else " (virtual)")
 
 
-def _versions(results: Results) -> Text:
+def _versions(results: CheckResults) -> Text:
     from rich.text import Text
 
     differ = differing(results)
@@ -146,7 +146,7 @@ def _versions(results: Results) -> Text:
     )
 
 
-def _links(results: Results) -> Table:
+def _links(results: CheckResults) -> Table:
     known = [each for each in results.links if not each.failure]
     shown = [
         *(each for each in results.links if each.failure),
@@ -193,7 +193,7 @@ def _median_row(table: Table, links: Sequence[MeasuredLink], where: str) -> None
     )
 
 
-def _reductions(results: Results) -> Table:
+def _reductions(results: CheckResults) -> Table:
     table = _table("all_reduce of all ranks", ["backend", "tensor on", "size", "median", "bytes / time", "repeats"], 2)
     for each in results.reductions:
         if each.median_s is None:

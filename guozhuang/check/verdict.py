@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from guozhuang import units
 from guozhuang.check import linkrules, netrules, noderules
-from guozhuang.check.results import LEVELS, OTHER_VERSION, SOURCE, Absence, Facts, Finding, Results
+from guozhuang.check.results import LEVELS, OTHER_VERSION, SOURCE, Absence, CheckResults, Facts, Finding
 from guozhuang.check.words import listed, ranks_text
 
 MAX_CLOCK_OFFSET_S = 0.5
@@ -22,13 +22,13 @@ _MUST_AGREE = ("torch", "guozhuang", "CUDA", "ROCm", "NCCL")
 _SAME_VERSION = "install the same version on every host"
 
 
-def judge(results: Results) -> tuple[Finding, ...]:
+def judge(results: CheckResults) -> tuple[Finding, ...]:
     """All findings, worst first; empty if there is nothing to say."""
     found = [finding for rule in RULES for finding in rule(results)]
     return tuple(sorted(found, key=lambda each: LEVELS.index(each.level)))
 
 
-def headline(findings: Sequence[Finding], results: Results) -> str:
+def headline(findings: Sequence[Finding], results: CheckResults) -> str:
     """The verdict in one sentence."""
     levels = [each.level for each in findings]
     num_fail, num_warn = levels.count("fail"), levels.count("warn")
@@ -43,7 +43,7 @@ def headline(findings: Sequence[Finding], results: Results) -> str:
     return f"Nothing found: {results.num_ranks} ranks on {nodes} fit each other."
 
 
-def _absences(results: Results) -> Iterator[Finding]:
+def _absences(results: CheckResults) -> Iterator[Finding]:
     stopped = [each for each in results.absences if each.rank is not None and each.what != "was ended"]
     together: dict[Absence, list[int]] = {}
     for each in results.absences:
@@ -108,7 +108,7 @@ def _unreachable_host(absence: Absence) -> Finding:
     return Finding("fail", "unreachable-host", f"{absence.host} cannot be used over ssh: {reason}.")
 
 
-def _versions(results: Results) -> Iterator[Finding]:
+def _versions(results: CheckResults) -> Iterator[Finding]:
     found = differing(results)
     for name, by_value in found.items():
         parts = "; ".join(f"{value or 'absent'} on {where}" for value, where in by_value.items())
@@ -121,7 +121,7 @@ def _versions(results: Results) -> Iterator[Finding]:
         yield Finding(level, "differing-versions", f"{what} ({parts}).", _SAME_VERSION)
 
 
-def differing(results: Results) -> dict[str, dict[str, str]]:
+def differing(results: CheckResults) -> dict[str, dict[str, str]]:
     """By package whose version differs: each version ("" for none) and the hosts that have it, in words."""
     packages = list(dict.fromkeys(name for each in results.facts for name in each.versions))
     found = {}
@@ -134,7 +134,7 @@ def differing(results: Results) -> dict[str, dict[str, str]]:
     return found
 
 
-def _where(there: Sequence[Facts], results: Results) -> str:
+def _where(there: Sequence[Facts], results: CheckResults) -> str:
     """Hosts where all ranks of a node agree, else ranks."""
     own = {each.rank for each in there}
     nodes = dict.fromkeys(each.node for each in there)
@@ -142,7 +142,7 @@ def _where(there: Sequence[Facts], results: Results) -> str:
     return listed([results.nodes[node][0].host for node in nodes]) if whole else ranks_text(sorted(own)).lower()
 
 
-def _clocks(results: Results) -> Iterator[Finding]:
+def _clocks(results: CheckResults) -> Iterator[Finding]:
     for clock in results.clocks:
         if abs(clock.offset_s) - clock.uncertainty_s > MAX_CLOCK_OFFSET_S:
             way = "ahead of" if clock.offset_s > 0 else "behind"
@@ -153,7 +153,7 @@ def _clocks(results: Results) -> Iterator[Finding]:
             yield Finding("warn", "clock", text, fix, (clock.rank,))
 
 
-Rule = Callable[[Results], Iterable[Finding]]
+Rule = Callable[[CheckResults], Iterable[Finding]]
 #: In the order in which findings of one level are told.
 RULES: tuple[Rule, ...] = (
     netrules.interfaces,

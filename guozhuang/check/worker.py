@@ -25,8 +25,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 
 from guozhuang.check.facts import collect, network
-from guozhuang.check.results import OTHER_VERSION, Absence, Facts, Results, is_loopback, to_json
-from guozhuang.check.steps import ENDED_S, State, Steps, StoreClient, steps_limit_s
+from guozhuang.check.results import OTHER_VERSION, Absence, CheckResults, Facts, is_loopback, to_json
+from guozhuang.check.steps import ENDED_S, CheckState, Steps, StoreClient, steps_limit_s
 from guozhuang.check.verdict import judge
 from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.net.client import OverdueError
@@ -44,7 +44,7 @@ _CHUNK = 900  # characters of a line that is handed over: some pipes and termina
 _HANDED_OVER = re.compile(r"guozhuang-check (\d+)/(\d+) ([A-Za-z0-9+/=]+)")
 
 
-class Ended(Exception):
+class CheckEnded(Exception):
     """The launcher ends the check; the result is what is known by now."""
 
 
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return take_part(parser.parse_args(arguments).timeout, hand_over)
 
 
-def hand_over(results: Results) -> int:
+def hand_over(results: CheckResults) -> int:
     """Print the result for :func:`taken_over` in lines that survive a launcher that marks lines."""
     text = base64.b64encode(zlib.compress(to_json(results, ()).encode())).decode()
     chunks = [text[i : i + _CHUNK] for i in range(0, len(text), _CHUNK)]
@@ -93,7 +93,7 @@ def taken_over(printed: str) -> str | None:
     return zlib.decompress(base64.b64decode("".join(found[number][1] for number in sorted(found)))).decode()
 
 
-def take_part(timeout_s: float, show: Callable[[Results], int]) -> int:
+def take_part(timeout_s: float, show: Callable[[CheckResults], int]) -> int:
     """Be one rank of the check. Every rank must call.
 
     Args:
@@ -107,13 +107,13 @@ def take_part(timeout_s: float, show: Callable[[Results], int]) -> int:
         UsageError: the environment cannot work.
     """
     identity = session.identity()
-    worker = Worker(identity, timeout_s)
+    worker = CheckRank(identity, timeout_s)
     try:
         with _quiet_stdout():
             results = worker.run()
     except Apart as error:
         print(f"guozhuang check: {error}", file=sys.stderr)
-        alone = Results(identity.size, identity.launcher, (error.facts,))
+        alone = CheckResults(identity.size, identity.launcher, (error.facts,))
         for finding in judge(alone):
             print(f"guozhuang check: on rank {identity.rank}: {finding.text}", file=sys.stderr)
         code = 1
@@ -127,7 +127,7 @@ def take_part(timeout_s: float, show: Callable[[Results], int]) -> int:
     return code
 
 
-class Worker:
+class CheckRank:
     """One rank of a check.
 
     Args:
@@ -143,14 +143,14 @@ class Worker:
         self._meeting: Meeting | None = None
         self._client: StoreClient | None = None
         self._steps: Steps | None = None
-        self._state = State()
+        self._state = CheckState()
 
     @property
     def is_stuck(self) -> bool:
         """Whether a call in a thread has not come back."""
         return self._client is not None and self._client.num_calls > 0
 
-    def run(self) -> Results | None:
+    def run(self) -> CheckResults | None:
         """Do all of it; on rank 0 return what is known when it is over, or when a signal or a lost store ends it.
 
         Raises:
@@ -183,7 +183,7 @@ class Worker:
                 self._state.lack(0, "could not meet the others", text)
             self._release()
             self._is_over = True
-        except Ended as error:  # on rank 0, once, wherever it was
+        except CheckEnded as error:  # on rank 0, once, wherever it was
             self._note_end(error)
             self._release()
 
@@ -250,7 +250,7 @@ class Worker:
             raise WorldError(explain(what, rank=self._rank, fix="install the same version on every host")) from error
         return replace(facts, network=network(address)) if address and not is_loopback(address) else facts
 
-    def _note_end(self, error: Ended) -> None:
+    def _note_end(self, error: CheckEnded) -> None:
         """Note the ranks that a signal has ended besides rank 0, and those that had stopped before."""
         state = self._state
         if self._steps is not None:
@@ -277,7 +277,7 @@ class Worker:
     def _signals(self) -> Iterator[None]:
         """Handle SIGTERM and SIGHUP in the main thread.
 
-        On rank 0 the first raises :class:`Ended`; further ones change nothing, because launchers send several, and rank 0
+        On rank 0 the first raises :class:`CheckEnded`; further ones change nothing, because launchers send several, and rank 0
         shows its result meanwhile. Any other rank writes down that it was ended, and is gone.
         """
 
@@ -290,7 +290,7 @@ class Worker:
                 os._exit(128 + number)
             if not self._is_over:
                 self._is_over = True
-                raise Ended(f"rank 0 got {name}")
+                raise CheckEnded(f"rank 0 got {name}")
 
         before = {kind: signal.signal(kind, handle) for kind in (signal.SIGTERM, signal.SIGHUP)}
         try:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from guozhuang.data.progress import Pass, whole_number
+from guozhuang.data.progress import EpochPass, whole_number
 from guozhuang.data.sampler import DistributedSampler, Ends, check_ends, replica
 from guozhuang.data.stream import StridedStream, check_stream
 from guozhuang.errors import UsageError, explain
@@ -166,7 +166,7 @@ class Loader:
         self.collate_fn: Callable[[list[Any]], Any] = batches.collate_fn
         self.batch_sampler = None if isinstance(share, StridedStream) else batches.batch_sampler
         self._batches = batches
-        self._run: Pass | None = None
+        self._run: EpochPass | None = None
 
     def __len__(self) -> int:
         """Batches of a whole epoch on this rank, also in a resumed epoch.
@@ -193,7 +193,7 @@ class Loader:
         source = iter(self._batches)
         return self._hand_out(run, source)
 
-    def _hand_out(self, run: Pass, source: Iterator[Any]) -> Iterator[Any]:
+    def _hand_out(self, run: EpochPass, source: Iterator[Any]) -> Iterator[Any]:
         shared = self.persistent_workers and self.num_workers > 0
         while True:
             if shared and self._run is not run:

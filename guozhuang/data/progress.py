@@ -18,7 +18,7 @@ from typing import Any
 from guozhuang.errors import UsageError, explain
 
 
-class Pass:
+class EpochPass:
     """One run through (the rest of) an epoch. It counts only while it is the newest of its ``Progress``."""
 
     def __init__(self, progress: Progress) -> None:
@@ -64,10 +64,10 @@ class Progress:
         self.taken = 0  # samples that this rank handed out in this pass
         self.ended = False  # the pass ran out
         self.resumed = False  # `start` comes from a loaded state whose rest has not run out yet
-        self.newest: Pass | None = None
+        self.newest: EpochPass | None = None
         self._warned = False
 
-    def begin(self, full_at: int | None) -> Pass:
+    def begin(self, full_at: int | None) -> EpochPass:
         """Begin a pass.
 
         Args:
@@ -85,7 +85,7 @@ class Progress:
                 stacklevel=4,
             )
         self._restart()
-        self.newest = Pass(self)
+        self.newest = EpochPass(self)
         return self.newest
 
     def set_epoch(self, epoch: int) -> None:

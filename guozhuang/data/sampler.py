@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset, Sampler
 
-from guozhuang.data.progress import Pass, Progress, check_state, whole_number
+from guozhuang.data.progress import EpochPass, Progress, check_state, whole_number
 from guozhuang.errors import UsageError, explain
 
 Ends = Literal["pad", "drop", "uneven"]
@@ -109,7 +109,7 @@ class DistributedSampler(Sampler[int]):
         """Samples of the newest pass on the rank that gets the fewest."""
         return share_size(self._length - self.progress.start, self.num_replicas, self.num_replicas - 1, self.ends)
 
-    def begin(self, full_at: int | None) -> Pass:
+    def begin(self, full_at: int | None) -> EpochPass:
         """Begin a pass and return its counter, for a loader that counts for itself what it hands out.
 
         Args:
@@ -226,7 +226,7 @@ def length_of(dataset: object) -> int:
         raise UsageError(explain(what, value=type(dataset).__name__, fix=fix)) from None
 
 
-def _counted(run: Pass, indices: Iterator[int]) -> Iterator[int]:
+def _counted(run: EpochPass, indices: Iterator[int]) -> Iterator[int]:
     for index in indices:
         run.took(1)
         yield index

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from guozhuang.data.progress import Pass, Progress, check_state
+from guozhuang.data.progress import EpochPass, Progress, check_state
 from guozhuang.data.sampler import Ends, length_of, share_size
 from guozhuang.errors import UsageError, explain
 
@@ -66,7 +66,7 @@ class StridedStream(IterableDataset[Any]):
         """Not known of a stream."""
         return None
 
-    def begin(self, full_at: int | None) -> Pass:
+    def begin(self, full_at: int | None) -> EpochPass:
         """Begin a pass and return its counter."""
         run = self.progress.begin(full_at)
         self._where[0], self._where[1] = self.progress.epoch, self.progress.start

@@ -16,15 +16,15 @@ from guozhuang import strategies, timeline, units
 from guozhuang.lab.contender import Contender
 from guozhuang.lab.machine import busy_share, describe
 from guozhuang.lab.measure import difference
-from guozhuang.lab.plan import FEWEST_ROUNDS, Plan, add_arguments, notes_of, plan_of
+from guozhuang.lab.plan import FEWEST_ROUNDS, ComparisonPlan, add_arguments, notes_of, plan_of
 from guozhuang.lab.progress import Reporter
 from guozhuang.lab.results import (
     Difference,
-    Failure,
+    MeasuredRound,
     RankRecord,
     Results,
-    Round,
-    Row,
+    RunFailure,
+    StrategyRow,
     summarize_round,
     to_json,
 )
@@ -87,14 +87,14 @@ def run(namespace: argparse.Namespace) -> int:
 class _Found:
     """What the runs have given so far, by strategy."""
 
-    rounds: dict[str, list[Round]]
-    failures: dict[str, Failure] = field(default_factory=dict)
+    rounds: dict[str, list[MeasuredRound]]
+    failures: dict[str, RunFailure] = field(default_factory=dict)
     differences: dict[str, Difference] = field(default_factory=dict)
     traces: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
-def _measure(plan: Plan, reporter: Reporter) -> tuple[tuple[Row, ...], tuple[str, ...]]:
+def _measure(plan: ComparisonPlan, reporter: Reporter) -> tuple[tuple[StrategyRow, ...], tuple[str, ...]]:
     """Do all runs; return a row per strategy, and what a reader must know about them."""
     found = _Found({name: [] for name in plan.names})
     for number in range(1, plan.settings.num_rounds + 1):
@@ -111,14 +111,14 @@ def _measure(plan: Plan, reporter: Reporter) -> tuple[tuple[Row, ...], tuple[str
     return tuple(_row(plan, one, found) for one in plan.contenders), tuple(found.notes)
 
 
-def _is_settled(plan: Plan, found: _Found) -> bool:
+def _is_settled(plan: ComparisonPlan, found: _Found) -> bool:
     speeds = {
         name: [each.samples_per_s for each in found.rounds[name]] for name in plan.names if name not in found.failures
     }
     return settled(speeds, [one.name for one in plan.contenders if one.entry.trains])
 
 
-def _round(plan: Plan, number: int, found: _Found, reporter: Reporter) -> None:
+def _round(plan: ComparisonPlan, number: int, found: _Found, reporter: Reporter) -> None:
     """Run each strategy that has not failed once; after the first round, compare what they learned."""
     first = (number - 1) % len(plan.names)  # over the rounds, each strategy comes early, late and between
     weights: dict[str, Path] = {}
@@ -130,7 +130,7 @@ def _round(plan: Plan, number: int, found: _Found, reporter: Reporter) -> None:
         spec = _spec(plan, contender, "first" if number == 1 else "timing")
         reporter.begin(f"round {number}/{plan.settings.num_rounds}, {name}", spec.num_warmup_steps + spec.num_steps)
         outcome = _execute(plan, spec, number, reporter)
-        if isinstance(outcome, Failure):
+        if isinstance(outcome, RunFailure):
             found.failures[name] = outcome
             reporter.end(f"failed: {short(outcome.cause)}")
             continue
@@ -145,7 +145,7 @@ def _round(plan: Plan, number: int, found: _Found, reporter: Reporter) -> None:
         path.unlink()
 
 
-def _trace(plan: Plan, path: Path, found: _Found, reporter: Reporter) -> None:
+def _trace(plan: ComparisonPlan, path: Path, found: _Found, reporter: Reporter) -> None:
     """Run each strategy that has not failed once more, for its timeline."""
     for contender in plan.contenders:
         name = contender.name
@@ -155,7 +155,7 @@ def _trace(plan: Plan, path: Path, found: _Found, reporter: Reporter) -> None:
         spec = _spec(plan, contender, "timeline")
         reporter.begin(f"timeline, {name}", spec.num_warmup_steps + spec.num_steps)
         outcome = _execute(plan, spec, plan.settings.num_rounds + 1, reporter)
-        if isinstance(outcome, Failure):
+        if isinstance(outcome, RunFailure):
             found.notes.append(f"There is no timeline of {name}: {short(outcome.cause)} (log: {outcome.log})")
             reporter.end(f"no timeline: {short(outcome.cause)}")
             continue
@@ -165,7 +165,7 @@ def _trace(plan: Plan, path: Path, found: _Found, reporter: Reporter) -> None:
         reporter.end(str(out))
 
 
-def _spec(plan: Plan, contender: Contender, purpose: str) -> RunSpec:
+def _spec(plan: ComparisonPlan, contender: Contender, purpose: str) -> RunSpec:
     settings = plan.settings
     cores = usable_cores()
     return RunSpec(
@@ -189,10 +189,12 @@ def _spec(plan: Plan, contender: Contender, purpose: str) -> RunSpec:
     )
 
 
-def _execute(plan: Plan, spec: RunSpec, number: int, reporter: Reporter) -> tuple[RankRecord, ...] | Failure:
+def _execute(
+    plan: ComparisonPlan, spec: RunSpec, number: int, reporter: Reporter
+) -> tuple[RankRecord, ...] | RunFailure:
     log = Path(spec.folder) / "log"
     found = execute(spec, log, reporter.tick)
-    if isinstance(found, Failure):
+    if isinstance(found, RunFailure):
         kept = plan.out / "logs" / f"{spec.name}-{'timeline' if spec.purpose == 'timeline' else f'round{number}'}.log"
         kept.parent.mkdir(exist_ok=True)
         shutil.copyfile(log, kept)
@@ -200,9 +202,9 @@ def _execute(plan: Plan, spec: RunSpec, number: int, reporter: Reporter) -> tupl
     return found
 
 
-def _row(plan: Plan, contender: Contender, found: _Found) -> Row:
+def _row(plan: ComparisonPlan, contender: Contender, found: _Found) -> StrategyRow:
     name, strategy = contender.name, contender.entry
-    return Row(
+    return StrategyRow(
         name=name,
         strategy=contender.strategy,
         summary=contender.summary,

@@ -13,7 +13,7 @@ import torch
 from guozhuang import strategies, units, workloads
 from guozhuang.errors import UsageError, explain
 from guozhuang.lab.contender import Contender, contenders
-from guozhuang.lab.results import Settings
+from guozhuang.lab.results import ComparisonSettings
 from guozhuang.world.machine import usable_cores
 
 DEFAULT_STEPS = 50
@@ -23,7 +23,7 @@ _BUSY = 0.2  # a desktop at rest stays below
 
 
 @dataclass(frozen=True)
-class Plan:
+class ComparisonPlan:
     """A comparison that was asked for, checked.
 
     Attributes:
@@ -42,7 +42,7 @@ class Plan:
     contenders: tuple[Contender, ...]
     workload: str
     options: dict[str, Any]
-    settings: Settings
+    settings: ComparisonSettings
     timeout_s: float
     device: str | None
     scratch: Path
@@ -115,7 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     workloads.add_arguments(parser)
 
 
-def plan_of(namespace: argparse.Namespace, scratch: Path, console: Any) -> tuple[Plan, dict[str, Any]]:
+def plan_of(namespace: argparse.Namespace, scratch: Path, console: Any) -> tuple[ComparisonPlan, dict[str, Any]]:
     """Check the command line, and load the workload once, so that what cannot work is said before anything starts.
 
     Args:
@@ -184,7 +184,7 @@ def plan_of(namespace: argparse.Namespace, scratch: Path, console: Any) -> tuple
                     fix="give more epochs, fewer --warmup-steps, a smaller batch, or --steps",
                 )
             )
-    settings = Settings(
+    settings = ComparisonSettings(
         num_ranks=namespace.ranks,
         num_steps=num_steps,
         num_warmup_steps=namespace.warmup_steps,
@@ -195,7 +195,7 @@ def plan_of(namespace: argparse.Namespace, scratch: Path, console: Any) -> tuple
         batch_size=workload.batch_size,
         dataset_size=dataset_size,
     )
-    plan = Plan(
+    plan = ComparisonPlan(
         compared,
         namespace.workload,
         options,
@@ -226,7 +226,7 @@ def _writable(folder: Path, option: str = "--out") -> Path:
     return folder.absolute()
 
 
-def notes_of(plan: Plan, busy: float = 0.0) -> tuple[str, ...]:
+def notes_of(plan: ComparisonPlan, busy: float = 0.0) -> tuple[str, ...]:
     """Return what a reader of the report must know about what was asked for.
 
     Args:
@@ -250,7 +250,7 @@ def notes_of(plan: Plan, busy: float = 0.0) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _warming(plan: Plan) -> list[str]:
+def _warming(plan: ComparisonPlan) -> list[str]:
     """Say which strategies are measured, in part or all along, before they send what they send later."""
     settings, found = plan.settings, []
     for one in plan.contenders:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from guozhuang.lab.results import PHASES, Results, Row
+from guozhuang.lab.results import PHASES, Results, StrategyRow
 
 NAMES = ("speed", "step", "loss")
 
@@ -16,7 +16,7 @@ _INK = "#1f2328"  # in the SVG it becomes currentColor, so that text follows the
 _GRID = "#8b949e"
 _COLORS = {"single": "#4477aa", "ddp": "#cc3344", "torch-ddp": "#ee8822", "dp": "#228866", "none": "#8b949e"}
 _MORE_COLORS = ("#aa66aa", "#33a0b8", "#997744", "#5a5ac8", "#b0a000", "#d0609a", "#70a040", "#404a5c", "#c8a080")
-_Drawing = Callable[[list[Row], Mapping[str, str], Any], None]
+_Drawing = Callable[[list[StrategyRow], Mapping[str, str], Any], None]
 _PHASE_COLORS = {
     "data": "#a0a8b0",
     "forward": "#4477aa",
@@ -97,7 +97,7 @@ def _inline(name: str, svg: str) -> str:
     return svg.replace("<svg", f'<svg class="plot" role="img" aria-label="{name}"', 1).strip()
 
 
-def _speed(rows: list[Row], chosen: Mapping[str, str], axes: Any) -> None:
+def _speed(rows: list[StrategyRow], chosen: Mapping[str, str], axes: Any) -> None:
     from guozhuang import units
 
     places = range(len(rows))
@@ -126,7 +126,7 @@ def _speed(rows: list[Row], chosen: Mapping[str, str], axes: Any) -> None:
     axes.set_xlabel("samples/s: median, slowest and fastest round (more is better)")
 
 
-def _step(rows: list[Row], chosen: Mapping[str, str], axes: Any) -> None:
+def _step(rows: list[StrategyRow], chosen: Mapping[str, str], axes: Any) -> None:
     starts = [0.0] * len(rows)
     for k, phase in enumerate(PHASES):
         widths = [row.phases.parts()[k] * 1e3 for row in rows]
@@ -140,7 +140,7 @@ def _step(rows: list[Row], chosen: Mapping[str, str], axes: Any) -> None:
     )
 
 
-def _loss(rows: list[Row], chosen: Mapping[str, str], axes: Any) -> None:
+def _loss(rows: list[StrategyRow], chosen: Mapping[str, str], axes: Any) -> None:
     for i, row in enumerate(rows):
         losses = row.losses
         axes.plot(
@@ -173,7 +173,7 @@ def _smooth(values: tuple[float, ...]) -> list[float]:
     return means
 
 
-def _strategies_down(rows: list[Row], axes: Any) -> None:
+def _strategies_down(rows: list[StrategyRow], axes: Any) -> None:
     axes.set_yticks(range(len(rows)), [row.name if row.trains else f"{row.name} (bound)" for row in rows])
     axes.invert_yaxis()
     axes.tick_params(length=0)

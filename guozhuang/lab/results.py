@@ -96,7 +96,7 @@ class RankRecord:
 
 
 @dataclass(frozen=True)
-class Round:
+class MeasuredRound:
     """One run of one strategy in fresh processes.
 
     Attributes:
@@ -130,7 +130,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Failure:
+class RunFailure:
     """Why a strategy has no numbers: the first cause in a line or a few, and the file with everything it printed."""
 
     cause: str
@@ -139,7 +139,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Row:
+class StrategyRow:
     """All that was found about one strategy.
 
     Attributes:
@@ -157,9 +157,9 @@ class Row:
     source: str
     simplicity: int
     num_processes: int
-    rounds: tuple[Round, ...]
+    rounds: tuple[MeasuredRound, ...]
     difference: Difference | None = None
-    failure: Failure | None = None
+    failure: RunFailure | None = None
     timeline: str | None = None
     strategy: str = ""
     asked_backend: str | None = None
@@ -268,7 +268,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Settings:
+class ComparisonSettings:
     """What was asked for.
 
     Attributes:
@@ -307,14 +307,14 @@ class Results:
     command: str
     workload: str
     workload_details: dict[str, str | int | float]
-    settings: Settings
+    settings: ComparisonSettings
     machine: Machine
-    rows: tuple[Row, ...]
+    rows: tuple[StrategyRow, ...]
     notes: tuple[str, ...] = ()
     duration_s: float = 0.0
     schema_version: int = field(default=SCHEMA_VERSION)
 
-    def row(self, name: str) -> Row | None:
+    def row(self, name: str) -> StrategyRow | None:
         """Return the row of that strategy if it was compared and did not fail."""
         return next((r for r in self.rows if r.name == name and r.ok), None)
 
@@ -326,17 +326,17 @@ class Results:
                 found.setdefault(row.backend, []).append(row.name)
         return found
 
-    def ratio(self, row: Row, to: str) -> float | None:
+    def ratio(self, row: StrategyRow, to: str) -> float | None:
         """Return the row's samples/s over those of the strategy ``to``; None where that one has none."""
         other = self.row(to)
         return row.samples_per_s / other.samples_per_s if other is not None and row.ok else None
 
-    def epoch_s(self, row: Row) -> float:
+    def epoch_s(self, row: StrategyRow) -> float:
         """Seconds that one pass over the training data takes at the row's median speed."""
         return self.settings.dataset_size / row.samples_per_s
 
 
-def summarize_round(number: int, ranks: Iterable[RankRecord]) -> Round:
+def summarize_round(number: int, ranks: Iterable[RankRecord]) -> MeasuredRound:
     """Put the ranks' records of one run together."""
     records = tuple(sorted(ranks, key=lambda r: r.rank))
     num_samples = sum(r.num_steps * r.batch_size for r in records)
@@ -344,7 +344,7 @@ def summarize_round(number: int, ranks: Iterable[RankRecord]) -> Round:
     data_s, forward_s, backward_s, exchange_s, optimizer_s = (statistics.fmean(column) for column in columns)
     no_exchange = any(r.phases.exchange_s is None for r in records)
     phases = Phases(data_s, forward_s, backward_s, None if no_exchange else exchange_s, optimizer_s)
-    return Round(number, num_samples / max(r.elapsed_s for r in records), phases, records)
+    return MeasuredRound(number, num_samples / max(r.elapsed_s for r in records), phases, records)
 
 
 def to_json(results: Results) -> str:
@@ -381,7 +381,7 @@ def from_json(text: str) -> Results:
         raise UsageError(explain(f"results.json is not complete: {error!r}")) from error
 
 
-def _derived(results: Results, row: Row) -> dict[str, Any]:
+def _derived(results: Results, row: StrategyRow) -> dict[str, Any]:
     return {
         "samples_per_s": {"median": row.samples_per_s, "min": row.slowest, "max": row.fastest},
         "epoch_s": results.epoch_s(row),

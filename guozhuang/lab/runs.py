@@ -19,7 +19,7 @@ from typing import NoReturn
 import psutil
 
 from guozhuang import strategies
-from guozhuang.lab.results import Failure, RankRecord
+from guozhuang.lab.results import RankRecord, RunFailure
 from guozhuang.lab.worker import RunSpec
 from guozhuang.records import build, write_text
 
@@ -44,7 +44,7 @@ def ended_by_signals() -> Iterator[None]:
             signal.signal(kind, handler)
 
 
-def execute(spec: RunSpec, log: Path, tick: Callable[[int], None]) -> tuple[RankRecord, ...] | Failure:
+def execute(spec: RunSpec, log: Path, tick: Callable[[int], None]) -> tuple[RankRecord, ...] | RunFailure:
     """Run a spec to its end.
 
     Args:
@@ -72,7 +72,9 @@ def execute(spec: RunSpec, log: Path, tick: Callable[[int], None]) -> tuple[Rank
             _end(process, spec_file)
     if in_time and process.returncode == 0:
         return _collect(spec)
-    return Failure(first_cause(folder, log, None if not in_time else process.returncode, spec.timeout_s), str(log), 0)
+    return RunFailure(
+        first_cause(folder, log, None if not in_time else process.returncode, spec.timeout_s), str(log), 0
+    )
 
 
 def command(spec: RunSpec, spec_file: Path) -> list[str]:

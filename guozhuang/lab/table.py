@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from guozhuang import units
-from guozhuang.lab.results import Results, Row
+from guozhuang.lab.results import Results, StrategyRow
 from guozhuang.lab.verdict import Verdict, short
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def primary_metric(results: Results) -> str:
     return next((name for row in _ok(results) for name in row.metrics), "")
 
 
-def _ok(results: Results) -> list[Row]:
+def _ok(results: Results) -> list[StrategyRow]:
     return [row for row in results.rows if row.ok]
 
 
@@ -134,6 +134,6 @@ def _table(title: str, headings: list[str]) -> Table:
     return table
 
 
-def _line(table: Table, row: Row, verdict: Verdict, *cells: str) -> None:
+def _line(table: Table, row: StrategyRow, verdict: Verdict, *cells: str) -> None:
     style = "bold" if row.name == verdict.recommended else "" if row.trains else "dim"
     table.add_row(row.name if row.trains else f"{row.name} (bound)", *cells, style=style)

@@ -22,7 +22,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from guozhuang import units
-from guozhuang.lab.results import PHASES, Results, Row
+from guozhuang.lab.results import PHASES, Results, StrategyRow
 
 TIE = 0.10
 TIE_OF_ONE_ROUND = 0.03
@@ -99,7 +99,7 @@ def settled(speeds: Mapping[str, Sequence[float]], training: Collection[str]) ->
     return len(medians) < 2 or medians[0] > (1 + SETTLED) * medians[1]
 
 
-def how(results: Results, row: Row) -> tuple[str, ...]:
+def how(results: Results, row: StrategyRow) -> tuple[str, ...]:
     """Return the commands that use a strategy for a training script of one's own."""
     settings = results.settings
     num_processes = 1 if row.one_process else settings.num_ranks
@@ -120,7 +120,7 @@ def how(results: Results, row: Row) -> tuple[str, ...]:
     )
 
 
-def _headline(chosen: Row, tied: Sequence[Row], candidates: Sequence[Row]) -> str:
+def _headline(chosen: StrategyRow, tied: Sequence[StrategyRow], candidates: Sequence[StrategyRow]) -> str:
     others = [row.name for row in tied if row is not chosen]
     if others:
         return f"Take {chosen.name}: it is as fast as {_listed(others)} within the spread, and the simplest of them."
@@ -130,7 +130,7 @@ def _headline(chosen: Row, tied: Sequence[Row], candidates: Sequence[Row]) -> st
     return f"Take {chosen.name}: it is the fastest strategy that trains this workload on this machine{inexact}."
 
 
-def _speed(results: Results, chosen: Row, fastest: Row, candidates: Sequence[Row]) -> str:
+def _speed(results: Results, chosen: StrategyRow, fastest: StrategyRow, candidates: Sequence[StrategyRow]) -> str:
     text = f"It trains {units.rate(chosen.samples_per_s)} samples/s"
     if len(chosen.rounds) > 1:
         text += f" ({units.rate(chosen.slowest)} to {units.rate(chosen.fastest)} over {len(chosen.rounds)} rounds)"
@@ -159,7 +159,7 @@ def _speed(results: Results, chosen: Row, fastest: Row, candidates: Sequence[Row
     return text
 
 
-def _efficiency(results: Results, chosen: Row) -> list[str]:
+def _efficiency(results: Results, chosen: StrategyRow) -> list[str]:
     share = results.ratio(chosen, "none")
     none = results.row("none")
     if share is None or none is None:
@@ -188,7 +188,7 @@ def _efficiency(results: Results, chosen: Row) -> list[str]:
     return [text]
 
 
-def _time(chosen: Row) -> str:
+def _time(chosen: StrategyRow) -> str:
     phases = chosen.phases
     shares = {name: part / phases.step_s for name, part in zip(PHASES, phases.parts(), strict=True)}
     words = {
@@ -201,7 +201,7 @@ def _time(chosen: Row) -> str:
     return f"A step takes {units.duration(phases.step_s)}: {parts}."
 
 
-def _memory(results: Results, chosen: Row) -> list[str]:
+def _memory(results: Results, chosen: StrategyRow) -> list[str]:
     used = chosen.machine_bytes
     if used is None:
         return []
@@ -212,7 +212,7 @@ def _memory(results: Results, chosen: Row) -> list[str]:
     return [text + "."]
 
 
-def _compression(chosen: Row, candidates: Sequence[Row]) -> list[str]:
+def _compression(chosen: StrategyRow, candidates: Sequence[StrategyRow]) -> list[str]:
     """Say where sending less does not pay."""
     inexact = [row.name for row in candidates if not row.exact and row is not chosen]
     if not chosen.exact or not inexact:
@@ -223,7 +223,7 @@ def _compression(chosen: Row, candidates: Sequence[Row]) -> list[str]:
     ]
 
 
-def _inexact(chosen: Row, candidates: Sequence[Row]) -> list[str]:
+def _inexact(chosen: StrategyRow, candidates: Sequence[StrategyRow]) -> list[str]:
     """Say what an inexact strategy is worth beside the fastest exact one."""
     if chosen.exact:
         return []
@@ -240,7 +240,7 @@ def _inexact(chosen: Row, candidates: Sequence[Row]) -> list[str]:
     return [text + " What it costs shows at the end of a whole training, not in so few steps: try both on yours."]
 
 
-def _cautions(results: Results, chosen: Row | None, candidates: Sequence[Row]) -> list[str]:
+def _cautions(results: Results, chosen: StrategyRow | None, candidates: Sequence[StrategyRow]) -> list[str]:
     found = [] if chosen is None else _inexact(chosen, candidates)
     found += [f"{row.name} failed: {short(row.failure.cause)}" for row in results.rows if row.failure is not None]
     for row in results.rows:
@@ -292,18 +292,18 @@ def _why_far(results: Results) -> str:
     return ""
 
 
-def _tie(fastest: Row, other: Row) -> bool:
+def _tie(fastest: StrategyRow, other: StrategyRow) -> bool:
     apart = 1 - other.samples_per_s / fastest.samples_per_s
     if len(fastest.rounds) < 2 or len(other.rounds) < 2:
         return abs(apart) < TIE_OF_ONE_ROUND
     return other.fastest >= fastest.slowest and abs(apart) < TIE
 
 
-def _drifted(row: Row) -> bool:
+def _drifted(row: StrategyRow) -> bool:
     return row.exact and row.ranks_identical is False
 
 
-def _diverged(row: Row) -> bool:
+def _diverged(row: StrategyRow) -> bool:
     """See rule 1; a training that begins with a loss of exactly 0 diverged where it ends above :data:`DIVERGED`."""
     first, last = row.losses[0], row.final_loss
     return not math.isfinite(last) or last - first > DIVERGED * (abs(first) or 1.0)

@@ -36,7 +36,7 @@ _DELIMITERS = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TableRow:
     """One row of a file.
 
     Attributes:
@@ -66,7 +66,7 @@ class Table:
     path: Path
     format: str
     names: tuple[str, ...] | None
-    rows: list[Row]
+    rows: list[TableRow]
     encoding: str
     assumed: tuple[str, ...]
 
@@ -166,7 +166,7 @@ def _sniffed(text: str) -> str:
     return ","
 
 
-def _delimited(text: str, delimiter: str, quoted: bool, path: Path) -> list[Row]:
+def _delimited(text: str, delimiter: str, quoted: bool, path: Path) -> list[TableRow]:
     # The module's limit on the length of a cell is for the whole process: lift it for these lines only.
     limit = csv.field_size_limit(max(len(text) + 1, csv.field_size_limit()))
     try:
@@ -176,7 +176,7 @@ def _delimited(text: str, delimiter: str, quoted: bool, path: Path) -> list[Row]
             quoting=csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE,
             strict=True,
         )
-        rows: list[Row] = []
+        rows: list[TableRow] = []
         while True:
             line = reader.line_num + 1
             try:
@@ -191,10 +191,10 @@ def _delimited(text: str, delimiter: str, quoted: bool, path: Path) -> list[Row]
                             fix="mend the row, or say --quoting none if quotes are ordinary characters in this file",
                         )
                     ) from None
-                rows.append(Row(line, [], f"its double quotes do not match ({error})"))
+                rows.append(TableRow(line, [], f"its double quotes do not match ({error})"))
                 continue
             if cells and not (len(cells) == 1 and not cells[0].strip()):
-                rows.append(Row(line, list(cells)))
+                rows.append(TableRow(line, list(cells)))
     finally:
         csv.field_size_limit(limit)
     return rows
@@ -222,15 +222,17 @@ def _is_quoted(text: str, delimiter: str) -> bool:
     return any('""' in cell for cell in quoted) or len(quoted) >= 0.9 * len(plain)
 
 
-def _label_lines(text: str, delimiter: str) -> Iterator[Row]:
+def _label_lines(text: str, delimiter: str) -> Iterator[TableRow]:
     for number, line in enumerate(io.StringIO(text, newline=""), 1):
         content = line.rstrip("\r\n").lstrip(" ")
         if content.strip():
             label, found, rest = content.partition(delimiter)
-            yield Row(number, [label, rest], "" if found else f"it has no {delimiter!r} between a label and a text")
+            yield TableRow(
+                number, [label, rest], "" if found else f"it has no {delimiter!r} between a label and a text"
+            )
 
 
-def _json_lines(text: str) -> tuple[tuple[str, ...], list[Row]]:
+def _json_lines(text: str) -> tuple[tuple[str, ...], list[TableRow]]:
     objects: list[tuple[int, dict[str, object] | str]] = []
     names: dict[str, None] = {}
     # Only \n ends a line: JSON text may hold the other line separators of Unicode as they are.
@@ -252,13 +254,15 @@ def _json_lines(text: str) -> tuple[tuple[str, ...], list[Row]]:
             objects.append((number, "it is not a JSON object"))
     columns = tuple(names)
     rows = [
-        Row(number, [], value) if isinstance(value, str) else Row(number, [value.get(name) for name in columns])
+        TableRow(number, [], value)
+        if isinstance(value, str)
+        else TableRow(number, [value.get(name) for name in columns])
         for number, value in objects
     ]
     return columns, rows
 
 
-def _parquet(data: bytes, path: Path) -> tuple[tuple[str, ...], list[Row]]:
+def _parquet(data: bytes, path: Path) -> tuple[tuple[str, ...], list[TableRow]]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -276,5 +280,5 @@ def _parquet(data: bytes, path: Path) -> tuple[tuple[str, ...], list[Row]]:
             explain(f"{path} is not a parquet file that can be read: {error}", fix="write or copy the file again")
         ) from None
     columns = [column.to_pylist() for column in table.columns]
-    rows = [Row(number, list(cells)) for number, cells in enumerate(zip(*columns, strict=True), 1)]
+    rows = [TableRow(number, list(cells)) for number, cells in enumerate(zip(*columns, strict=True), 1)]
     return tuple(table.column_names), rows

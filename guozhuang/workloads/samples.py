@@ -10,7 +10,7 @@ from pathlib import Path
 
 from guozhuang.errors import UsageError, explain
 from guozhuang.workloads.encoding import bad_bytes
-from guozhuang.workloads.rows import Row, Table, read_table
+from guozhuang.workloads.rows import Table, TableRow, read_table
 
 # Names that data sets give these columns; compared without case.
 _LABEL_NAMES = (
@@ -132,7 +132,7 @@ def _called(names: Sequence[str] | None, at: int) -> str:
 
 def _header(
     table: Table, header: str, told: Sequence[str], label: str | None
-) -> tuple[Sequence[str] | None, list[Row], str]:
+) -> tuple[Sequence[str] | None, list[TableRow], str]:
     """The names of the columns, the rows without the header, and what to say about it."""
     if table.names is not None:
         if header != "auto":
@@ -161,7 +161,7 @@ def _header(
     return None, table.rows, ""
 
 
-def _looks_like_header(rows: Sequence[Row], first: Sequence[str], label_at: int | None) -> bool:
+def _looks_like_header(rows: Sequence[TableRow], first: Sequence[str], label_at: int | None) -> bool:
     width = _usual_width(rows)
     if rows[0].problem or len(first) != width or not all(first) or len(set(first)) != width:
         return False
@@ -175,7 +175,7 @@ def _looks_like_header(rows: Sequence[Row], first: Sequence[str], label_at: int 
     return first[at] not in below and (known or repeats)
 
 
-def _usual_width(rows: Sequence[Row]) -> int:
+def _usual_width(rows: Sequence[TableRow]) -> int:
     widths = Counter(len(row.cells) for row in rows[:1000] if not row.problem)
     return widths.most_common(1)[0][0] if widths else 0
 
@@ -230,7 +230,7 @@ def _choose_columns(
     return label_at, text_at
 
 
-def _sample(row: Row, label_at: int, text_at: Sequence[int], label_until: str | None) -> tuple[str, str, str]:
+def _sample(row: TableRow, label_at: int, text_at: Sequence[int], label_until: str | None) -> tuple[str, str, str]:
     """What is wrong with a row (empty: nothing), its label, its text."""
     raw = row.cells[label_at]
     if isinstance(raw, list | dict | bytes):

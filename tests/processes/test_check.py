@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from guozhuang.check import measure, steps, worker
-from guozhuang.check.results import Results, from_json, to_json
+from guozhuang.check.results import CheckResults, from_json, to_json
 from guozhuang.check.verdict import judge
 from guozhuang.errors import UsageError, WorldError
 from guozhuang.world import session
@@ -50,7 +50,7 @@ def part(number: int, size: int, timeout_s: float, trouble: str) -> str:
         measure.reductions = strike
     found: list[str] = []
 
-    def keep(results: Results) -> int:
+    def keep(results: CheckResults) -> int:
         found.append(to_json(results, judge(results)))
         return json.loads(found[0])["exit_code"]
 
@@ -59,7 +59,9 @@ def part(number: int, size: int, timeout_s: float, trouble: str) -> str:
     return found[0] if found else ""
 
 
-def checked(num_ranks: int, timeout_s: float = 20.0, trouble: str = "", **env: str) -> tuple[Results, set[str], float]:
+def checked(
+    num_ranks: int, timeout_s: float = 20.0, trouble: str = "", **env: str
+) -> tuple[CheckResults, set[str], float]:
     """(the result of rank 0, the kinds of what was found, how long it took)."""
     start = time.monotonic()
     answers = run_ranks(part, num_ranks, timeout_s, trouble, init=False, env=env, collect_errors=bool(trouble))
@@ -251,7 +253,7 @@ def test_a_store_whose_process_is_stopped_holds_nobody_up() -> None:
 def end_twice() -> list[str]:
     known = []
     before = {kind: signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGHUP)}
-    first = worker.Worker(Identity("environment", 0, 2), 1.0)
+    first = worker.CheckRank(Identity("environment", 0, 2), 1.0)
     try:
         with first._signals():
             try:
@@ -262,7 +264,7 @@ def end_twice() -> list[str]:
                     for kind in before:
                         os.kill(os.getpid(), kind)
                     known.append("let go")
-            except worker.Ended as error:
+            except worker.CheckEnded as error:
                 known.append(str(error))
         for kind in before:
             os.kill(os.getpid(), kind)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from guozhuang.lab.results import (
+    ComparisonSettings,
     Difference,
-    Failure,
     Machine,
     Phases,
     RankRecord,
     Results,
-    Row,
-    Settings,
+    RunFailure,
+    StrategyRow,
     summarize_round,
 )
 
@@ -49,7 +49,7 @@ def record(
     )
 
 
-def row(name: str, *speeds: float, digests: str = "aa", failure: Failure | None = None) -> Row:
+def row(name: str, *speeds: float, digests: str = "aa", failure: RunFailure | None = None) -> StrategyRow:
     """A strategy whose rounds had these speeds in samples/s."""
     one_process = name in ("single", "dp")
     num_ranks = 1 if one_process else 2
@@ -60,7 +60,7 @@ def row(name: str, *speeds: float, digests: str = "aa", failure: Failure | None 
         for i, v in enumerate(speeds)
     ]
     exact = name not in ("quantize8", "diloco", "none")
-    return Row(
+    return StrategyRow(
         name=name,
         summary=f"what {name} is",
         exact=exact,
@@ -77,14 +77,14 @@ def row(name: str, *speeds: float, digests: str = "aa", failure: Failure | None 
     )
 
 
-def comparison(*rows: Row, notes: tuple[str, ...] = (), **details: str | float) -> Results:
+def comparison(*rows: StrategyRow, notes: tuple[str, ...] = (), **details: str | float) -> Results:
     """A comparison of these rows."""
     return Results(
         created="2026-01-02 03:04 UTC",
         command="guozhuang compare --workload text",
         workload="text",
         workload_details={"model": "bert-tiny", "parameters": 4_386_178, "dropout": 0.0, **details},
-        settings=Settings(
+        settings=ComparisonSettings(
             num_ranks=2,
             num_steps=STEPS,
             num_warmup_steps=5,
@@ -107,7 +107,8 @@ def usual() -> Results:
     return comparison(
         row("single", 100, 104, 98),
         row(
-            "dp", failure=Failure("rank 0: RuntimeError: replicas <b>fell</b> over\nsecond line", "/tmp/logs/dp.log", 1)
+            "dp",
+            failure=RunFailure("rank 0: RuntimeError: replicas <b>fell</b> over\nsecond line", "/tmp/logs/dp.log", 1),
         ),
         row("ddp", 180, 186, 183),
         row("torch-ddp", 170, 172, 166),

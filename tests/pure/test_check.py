@@ -23,14 +23,14 @@ from guozhuang.check import measure
 from guozhuang.check.results import (
     OTHER_VERSION,
     Absence,
-    Clock,
+    CheckResults,
+    ClockOffset,
     Facts,
     MeasuredLink,
     MeasuredReduction,
     Network,
     NetworkInterface,
     Resources,
-    Results,
     exit_code,
     from_json,
     to_json,
@@ -64,31 +64,31 @@ def link(a: int, b: int, mb_per_s: float = 1100.0, latency_s: float = 5e-5, back
     return MeasuredLink(a, b, True, latency_s, 100, mb_per_s * 1e6, 5, (back or mb_per_s) * 1e6, 5)
 
 
-def cluster(num_hosts: int, per_host: int = 1, **more: Any) -> Results:
+def cluster(num_hosts: int, per_host: int = 1, **more: Any) -> CheckResults:
     """Healthy hosts, every pair of ranks measured."""
     told = tuple(facts(host * per_host + i, host) for host in range(num_hosts) for i in range(per_host))
     pairs = itertools.combinations(told, 2)
     measured = tuple(replace(link(x.rank, y.rank), between_nodes=x.node != y.node) for x, y in pairs)
-    clocks = tuple(Clock(host * per_host, 1e-5, 5e-5, 16) for host in range(1, num_hosts))
+    clocks = tuple(ClockOffset(host * per_host, 1e-5, 5e-5, 16) for host in range(1, num_hosts))
     reductions = (
         MeasuredReduction("gloo", True, "cpu", 4096, 1e-4, 50),
         MeasuredReduction("gloo", True, "cpu", 25 << 20, 0.05, 8),
     )
     given = {"facts": told, "links": measured, "clocks": clocks, "reductions": reductions} | more
-    return Results(num_hosts * per_host, "torchrun", duration_s=2.5, **given)
+    return CheckResults(num_hosts * per_host, "torchrun", duration_s=2.5, **given)
 
 
-def with_links(results: Results, *changed: MeasuredLink) -> Results:
+def with_links(results: CheckResults, *changed: MeasuredLink) -> CheckResults:
     pairs = {(each.a, each.b): each for each in changed}
     return replace(results, links=tuple(pairs.get((each.a, each.b), each) for each in results.links))
 
 
-def with_facts(results: Results, *changed: Facts) -> Results:
+def with_facts(results: CheckResults, *changed: Facts) -> CheckResults:
     by_rank = {each.rank: each for each in changed}
     return replace(results, facts=tuple(by_rank.get(each.rank, each) for each in results.facts))
 
 
-def kinds(results: Results) -> list[tuple[str, str]]:
+def kinds(results: CheckResults) -> list[tuple[str, str]]:
     return [(each.level, each.kind) for each in judge(results)]
 
 
@@ -329,7 +329,7 @@ def test_devices() -> None:
 
 def test_clocks() -> None:
     def found(offset_s: float, uncertainty_s: float) -> list[str]:
-        return [each.text for each in judge(cluster(2, clocks=(Clock(1, offset_s, uncertainty_s, 16),)))]
+        return [each.text for each in judge(cluster(2, clocks=(ClockOffset(1, offset_s, uncertainty_s, 16),)))]
 
     assert found(3.2, 1e-4) == ["The clock of h1 is 3.20 s ahead of rank 0's."]
     assert found(-90.0, 1e-4) == ["The clock of h1 is 1 min 30 s behind rank 0's."]
@@ -423,7 +423,7 @@ def test_a_result_survives_a_launcher_that_marks_lines(capsys: pytest.CaptureFix
     assert taken_over(printed.partition("\n")[2]) is None, "not whole"
 
 
-def shown(results: Results, width: int = 80) -> str:
+def shown(results: CheckResults, width: int = 80) -> str:
     from rich.console import Console
 
     from guozhuang.check import table
@@ -448,7 +448,7 @@ def test_the_table_fits_80_columns_and_shows_everything() -> None:
 
 def test_the_table_of_what_is_known_when_little_is() -> None:
     closed = (Absence(None, "h9", "cannot be reached", "ssh was tried", "Permission denied (publickey)"),)
-    text = shown(Results(4, "guozhuang run", absences=closed))
+    text = shown(CheckResults(4, "guozhuang run", absences=closed))
     assert text.startswith("0 of 4 ranks came, launcher guozhuang run\n\n")
     assert "h9 accepts no key of ours" in text
     assert "Nothing found on this node." in shown(cluster(1))

@@ -10,13 +10,13 @@ from rich.console import Console
 from guozhuang import strategies
 from guozhuang.errors import UsageError
 from guozhuang.lab import compare
-from guozhuang.lab.plan import Plan, notes_of, plan_of
+from guozhuang.lab.plan import ComparisonPlan, notes_of, plan_of
 from guozhuang.world.machine import usable_cores
 
 TINY = "tests.processes.tiny_workload:make"
 
 
-def _plan(tmp_path: Path, *arguments: str) -> Plan:
+def _plan(tmp_path: Path, *arguments: str) -> ComparisonPlan:
     parser = argparse.ArgumentParser()
     compare.add_arguments(parser)
     told = parser.parse_args(["--workload", TINY, "--out", str(tmp_path / "out"), *arguments])
@@ -33,7 +33,7 @@ def test_defaults_compare_every_strategy_over_two_ranks(tmp_path: Path) -> None:
     assert plan.out == tmp_path / "out"
 
 
-def _backends(plan: Plan) -> dict[str, tuple[str, str | None, int]]:
+def _backends(plan: ComparisonPlan) -> dict[str, tuple[str, str | None, int]]:
     return {one.name: (one.strategy, one.backend, one.num_groups) for one in plan.contenders}
 
 

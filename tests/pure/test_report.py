@@ -11,7 +11,7 @@ from rich.console import Console
 
 from guozhuang import units
 from guozhuang.lab import plots, report, table
-from guozhuang.lab.results import Failure, from_json
+from guozhuang.lab.results import RunFailure, from_json
 from guozhuang.lab.verdict import judge
 from tests.pure.made_up import comparison, row, usual
 
@@ -100,7 +100,7 @@ def test_report_can_be_made_again_from_its_results_file(tmp_path: Path) -> None:
 
 def test_plots_of_an_earlier_comparison_do_not_stay_behind(tmp_path: Path) -> None:
     report.write(usual(), tmp_path)
-    report.write(comparison(row("ddp", failure=Failure("rank 0: no", "x.log", 1))), tmp_path)
+    report.write(comparison(row("ddp", failure=RunFailure("rank 0: no", "x.log", 1))), tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == {"report.html", "results.json"}
 
 

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from guozhuang.lab import compare
-from guozhuang.lab.results import Failure, RankRecord, Results, from_json
+from guozhuang.lab.results import RankRecord, Results, RunFailure, from_json
 from guozhuang.lab.worker import RunSpec
 from tests.pure.made_up import record
 
-Play = Callable[[RunSpec], tuple[RankRecord, ...] | Failure]
+Play = Callable[[RunSpec], tuple[RankRecord, ...] | RunFailure]
 
 
 def _run(monkeypatch: pytest.MonkeyPatch, out: Path, play: Play, *arguments: str) -> tuple[int, Results]:
-    def execute(spec: RunSpec, log: Path, tick: Callable[[int], None]) -> tuple[RankRecord, ...] | Failure:
+    def execute(spec: RunSpec, log: Path, tick: Callable[[int], None]) -> tuple[RankRecord, ...] | RunFailure:
         log.write_text(f"the log of {spec.strategy}")
         return play(spec)
 
@@ -79,9 +79,9 @@ def test_two_rounds_are_enough_where_a_third_would_not_change_the_verdict(
 def test_a_failure_ends_only_its_own_strategy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[str] = []
 
-    def play(spec: RunSpec) -> tuple[RankRecord, ...] | Failure:
+    def play(spec: RunSpec) -> tuple[RankRecord, ...] | RunFailure:
         seen.append(spec.strategy)
-        return Failure("it broke", "", 0) if spec.strategy == "ddp" and seen.count("ddp") == 2 else _well(spec)
+        return RunFailure("it broke", "", 0) if spec.strategy == "ddp" and seen.count("ddp") == 2 else _well(spec)
 
     code, results = _run(monkeypatch, tmp_path, play, "--strategies", "single,ddp", "--rounds", "3")
     assert code == 0
@@ -93,17 +93,17 @@ def test_a_failure_ends_only_its_own_strategy(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_when_all_fail_the_exit_code_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    code, results = _run(monkeypatch, tmp_path, lambda spec: Failure("no", "", 0), "--strategies", "ddp,none")
+    code, results = _run(monkeypatch, tmp_path, lambda spec: RunFailure("no", "", 0), "--strategies", "ddp,none")
     assert code == 1
     assert all(row.failure is not None and row.rounds == () for row in results.rows)
 
 
 def test_a_timeline_that_fails_costs_no_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def play(spec: RunSpec) -> tuple[RankRecord, ...] | Failure:
+    def play(spec: RunSpec) -> tuple[RankRecord, ...] | RunFailure:
         if spec.purpose != "timeline":
             return _well(spec)
         (Path(spec.folder) / "timeline-0.json").write_text('{"traceEvents": []}')
-        return Failure("no disk", "", 0) if spec.strategy == "none" else ()
+        return RunFailure("no disk", "", 0) if spec.strategy == "none" else ()
 
     trace = tmp_path / "traces" / "t.json"
     _, results = _run(

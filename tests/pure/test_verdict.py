@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from guozhuang.lab.results import Difference, Failure, Row
+from guozhuang.lab.results import Difference, RunFailure, StrategyRow
 from guozhuang.lab.verdict import judge
 from tests.pure.made_up import comparison, row, usual
 
@@ -50,7 +50,7 @@ def test_ranks_that_drifted_apart_are_not_recommended() -> None:
 
 
 def test_nothing_is_recommended_when_only_the_bound_ran() -> None:
-    failed = row("ddp", failure=Failure("rank 1: it broke", "x.log", 1))
+    failed = row("ddp", failure=RunFailure("rank 1: it broke", "x.log", 1))
     verdict = judge(comparison(row("none", 100), failed))
     assert verdict.recommended is None
     assert verdict.how == ()
@@ -58,7 +58,7 @@ def test_nothing_is_recommended_when_only_the_bound_ran() -> None:
 
 
 def test_a_strategy_that_failed_after_fast_rounds_is_not_recommended() -> None:
-    fast = replace(row("ddp", 500, 500), failure=Failure("rank 1: it broke", "x.log", 3))
+    fast = replace(row("ddp", 500, 500), failure=RunFailure("rank 1: it broke", "x.log", 3))
     assert judge(comparison(row("single", 50, 51, 52), fast)).recommended == "single"
 
 
@@ -74,7 +74,7 @@ def test_how_names_the_ranks_that_were_measured() -> None:
     assert judge(usual()).how[-1] == "guozhuang run --nproc-per-node 2 --strategy ddp train.py"
 
 
-def _far(distance: float) -> Row:
+def _far(distance: float) -> StrategyRow:
     return replace(row("ddp", 100, 101), difference=Difference(0.5, "weight", 1.0, distance))
 
 
@@ -130,7 +130,7 @@ def test_where_sending_less_does_not_pay_that_is_said() -> None:
     assert not any("does not pay" in reason for reason in judge(usual()).reasons)
 
 
-def _with_losses(found: Row, first: float, later: float) -> Row:
+def _with_losses(found: StrategyRow, first: float, later: float) -> StrategyRow:
     losses = (first, *[later] * 64)
     rounds = [replace(one, ranks=tuple(replace(r, losses=losses) for r in one.ranks)) for one in found.rounds]
     return replace(found, rounds=tuple(rounds))
