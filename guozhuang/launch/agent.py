@@ -16,13 +16,12 @@ from typing import NoReturn
 
 from guozhuang import timeline
 from guozhuang.errors import UsageError, WorldError, explain
-from guozhuang.launch import torch_log
+from guozhuang.launch import python_path, torch_log
 from guozhuang.launch.console.say import say
 from guozhuang.launch.failures import describe, exit_code, first
 from guozhuang.launch.options.plan import Plan, plan
 from guozhuang.launch.order import FirstFailure, Order
 from guozhuang.launch.outer import Outer
-from guozhuang.world import horovod_elastic
 
 _log = logging.getLogger("guozhuang")
 _READ_S = 5.0  # for whoever reads our output to take the last word, after a signal
@@ -164,7 +163,7 @@ def _silence() -> Iterator[None]:
 def _variables(wanted: Mapping[str, str]) -> Iterator[None]:
     """Torch elastic hands its own environment on to the ranks, and writes to it; leave it as it was."""
     before = dict(os.environ)
-    for name in ("GUOZHUANG_LOCAL_RANK", horovod_elastic.VARIABLE, *horovod_elastic.OF_A_PROCESS):
+    for name in ("GUOZHUANG_LOCAL_RANK", python_path.ELASTIC, *python_path.OF_A_PROCESS):
         os.environ.pop(name, None)  # of a run that this one is started in
     os.environ.update(wanted)
     try:

@@ -1,4 +1,4 @@
-"""The search path of Python in the ranks: what ``import horovod`` finds there."""
+"""What ranks are told for scripts of Horovod: the search path where ``import horovod`` is found, variables of one process."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+# Where the driver of an elastic run is.
+ELASTIC = "GUOZHUANG_HOROVOD_ELASTIC"
+# What a launcher tells one process of who it is, in a run that is elastic or not; no other run inherits it.
+OF_A_PROCESS = tuple(
+    "HOROVOD_" + name
+    for name in ("HOSTNAME", "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "ELASTIC")
+)
 # A folder that holds the package `horovod` alone. Found by its place: nothing here imports it.
 HOROVOD = str(Path(__file__).parents[1] / "compat" / "horovod" / "on_path")
 

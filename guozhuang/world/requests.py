@@ -57,24 +57,6 @@ def requested_servers() -> tuple[int, str] | None:
     return int(count), address
 
 
-def requested_task() -> tuple[bytes, list[tuple[str, int]]]:
-    """(secret, the doors at which a function to be run waits), as ``horovod.run`` told this process; no other one sees it.
-
-    Told by environment variable GUOZHUANG_TASK, as in ``00ff...@127.0.0.1:41234,10.0.0.1:41235``, which is removed.
-
-    Raises:
-        UsageError: the variable is missing, or holds something else.
-    """
-    secret, _, doors = os.environ.pop("GUOZHUANG_TASK", "").partition("@")
-    try:
-        found = [(host, int(port)) for host, _, port in (door.rpartition(":") for door in doors.split(","))]
-        return bytes.fromhex(secret), found
-    except ValueError:
-        # The value is not shown: it holds a secret.
-        what = "environment variable GUOZHUANG_TASK does not say where the function is to be found"
-        raise UsageError(explain(what, fix="this program is started by horovod.run(), not by hand")) from None
-
-
 def requested_gloo_interface() -> str | None:
     """The network interfaces that gloo was told to use (gloo's own environment variable GLOO_SOCKET_IFNAME), or None."""
     return os.environ.get("GLOO_SOCKET_IFNAME") or None

@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 import guozhuang
 import guozhuang.compat.horovod.torch as hvd
-from guozhuang.compat.horovod.common import basics
+from guozhuang.compat.horovod.common import basics, elastic_variables
 from guozhuang.compat.horovod.common.util import env
 from guozhuang.compat.horovod.runner.elastic import worker
 from guozhuang.errors import WorldError
-from guozhuang.world import horovod_elastic, session
+from guozhuang.world import session
 from tests.ranks import run_ranks
 
 ASKING = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
@@ -179,7 +179,7 @@ def in_rounds(rank: int, size: int) -> None:
     """Where a rank is lost before the world is whole the next round is waited for; later the driver can break collectives."""
     rounds = Rounds(rank, size)
     with pytest.MonkeyPatch.context() as patch, env(HOROVOD_RANK="7", HOROVOD_SIZE="9"):  # of a round before
-        patch.setattr(horovod_elastic, "driver", lambda: object())
+        patch.setattr(elastic_variables, "driver", lambda: object())
         patch.setattr(worker, "membership", lambda: rounds)
         patch.setattr(basics, "_told", rounds.told)
         patch.setattr(basics, "register_all", rounds.registered)

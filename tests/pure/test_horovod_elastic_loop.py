@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from guozhuang.compat.horovod.common import elastic
+from guozhuang.compat.horovod.common import elastic, elastic_variables
 from guozhuang.compat.horovod.common.elastic import ObjectState, State, run_fn
 from guozhuang.compat.horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from guozhuang.compat.horovod.runner.elastic import worker
-from guozhuang.world import horovod_elastic
 
 
 class Recorded(State):
@@ -45,7 +44,7 @@ class Recorded(State):
 def membership(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     found = SimpleNamespace(may_skip_sync=None, current=SimpleNamespace(may_skip_sync=False), updates=list)
     monkeypatch.setattr(worker, "membership", lambda: found)
-    monkeypatch.setattr(horovod_elastic, "driver", lambda: object())
+    monkeypatch.setattr(elastic_variables, "driver", lambda: object())
     yield found
 
 
@@ -110,7 +109,7 @@ def test_other_exceptions_of_the_function_leave(membership: Any) -> None:
 
 
 def test_without_a_driver_everything_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(horovod_elastic, "driver", lambda: None)
+    monkeypatch.setattr(elastic_variables, "driver", lambda: None)
     for error in (HorovodInternalError("lost"), HostsUpdatedInterrupt(True)):
         state = Recorded()
         with pytest.raises(type(error)):

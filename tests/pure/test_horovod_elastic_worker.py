@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from guozhuang.compat.horovod.common import elastic_variables
 from guozhuang.compat.horovod.common.exceptions import HorovodInternalError
 from guozhuang.compat.horovod.runner.elastic import worker
 from guozhuang.compat.horovod.runner.elastic.board import DriverBoard, HostUpdateResult, WorkerBoard
@@ -20,31 +21,31 @@ from guozhuang.errors import MismatchError, UsageError, WorldError
 from guozhuang.gradients.named import NegotiationError
 from guozhuang.net.meet import roll_call
 from guozhuang.net.store import serve
-from guozhuang.world import horovod_elastic, session
+from guozhuang.world import session
 
 
 def test_the_variables_of_a_worker() -> None:
-    told = horovod_elastic.Driver("127.0.0.1", 4123, 7, 600)
-    variables = horovod_elastic.variables(told, "a", 2, {})
-    assert horovod_elastic.driver(variables) == told and variables["HOROVOD_HOSTNAME"] == "a"
+    told = elastic_variables.Driver("127.0.0.1", 4123, 7, 600)
+    variables = elastic_variables.variables(told, "a", 2, {})
+    assert elastic_variables.driver(variables) == told and variables["HOROVOD_HOSTNAME"] == "a"
     assert variables["HOROVOD_CONTROLLER"] == variables["HOROVOD_CPU_OPERATIONS"] == "gloo"
     assert "OMP_NUM_THREADS" in variables
-    assert "OMP_NUM_THREADS" not in horovod_elastic.variables(told, "a", 2, {"OMP_NUM_THREADS": "3"})
-    assert horovod_elastic.driver({}) is None
+    assert "OMP_NUM_THREADS" not in elastic_variables.variables(told, "a", 2, {"OMP_NUM_THREADS": "3"})
+    assert elastic_variables.driver({}) is None
     for wrong in ("7", "x@h:1", "7@h", "7@:3", "7@h:1 by me"):
         with pytest.raises(ValueError, match="GUOZHUANG_HOROVOD_ELASTIC"):
-            horovod_elastic.driver({horovod_elastic.VARIABLE: wrong})
+            elastic_variables.driver({elastic_variables.VARIABLE: wrong})
 
 
 def test_what_a_worker_starts_is_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(horovod_elastic.VARIABLE, "7@127.0.0.1:4123")
-    told = horovod_elastic.driver()
+    monkeypatch.setenv(elastic_variables.VARIABLE, "7@127.0.0.1:4123")
+    told = elastic_variables.driver()
     assert told is not None and told.worker == 7, "whichever process comes first, as of a shell script"
     for _ in range(2):
-        horovod_elastic.claim()
-        assert horovod_elastic.driver() == told
+        elastic_variables.claim()
+        assert elastic_variables.driver() == told
     monkeypatch.setattr(os, "getpid", lambda: -1)
-    assert horovod_elastic.driver() is None and worker.membership() is None
+    assert elastic_variables.driver() is None and worker.membership() is None
 
 
 def test_workers_get_the_users_variables_and_none_of_an_outer_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,18 +68,18 @@ def test_workers_get_the_users_variables_and_none_of_an_outer_run(monkeypatch: p
     outer += ["GUOZHUANG_SECRET", "GUOZHUANG_HOROVOD_ELASTIC", "HOROVOD_ELASTIC", "HOROVOD_CROSS_RANK"]
     for name, value in {**users, **dict.fromkeys(outer, "1")}.items():
         monkeypatch.setenv(name, value)
-    found = horovod_elastic.environment_of_workers({"MORE": "1"})
+    found = elastic_variables.environment_of_workers({"MORE": "1"})
     assert found.items() >= {**users, "MORE": "1"}.items() and not found.keys() & set(outer)
 
 
 def test_ranks_that_wait_for_each_other_learn_that_one_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver writes where the first world of a round looks."""
     listener = socket.create_server(("127.0.0.1", 0))
-    told = horovod_elastic.Driver("127.0.0.1", listener.getsockname()[1], 0, 600)
+    told = elastic_variables.Driver("127.0.0.1", listener.getsockname()[1], 0, 600)
     store = serve(listener, 10.0)
     DriverBoard(store).give_up(7, "worker 3 ended with exit code 1")
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    horovod_elastic.Seat(told).take(horovod_elastic.Place(0, 2, 0, 2, 0, 1, 0, 1), 7, "")
+    elastic_variables.Seat(told).take(elastic_variables.Place(0, 2, 0, 2, 0, 1, 0, 1), 7, "")
     try:
         met, _ = session.meet(session.identity(), 10.0)
         with pytest.raises(WorldError, match="worker 3 ended with exit code 1"):
@@ -95,7 +96,7 @@ class Meeting:
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         self.board = DriverBoard(serve(listener, 10.0))
-        self.worker = worker.Membership(horovod_elastic.Driver("127.0.0.1", port, 4, timeout_s))
+        self.worker = worker.Membership(elastic_variables.Driver("127.0.0.1", port, 4, timeout_s))
 
     def join(self, do: Callable[[], object]) -> tuple[Any, dict[int, Any]]:
         """What the worker's ``join`` returns or raises, and what it had told, when ``do`` was called after it had come."""
@@ -127,7 +128,7 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meeting]:
 
 def test_a_worker_comes_into_rounds_and_hears_of_hosts(meeting: Meeting) -> None:
     board, here = meeting.board, meeting.worker
-    place = horovod_elastic.Place(1, 3, 0, 1, 1, 3, 1, 3)
+    place = elastic_variables.Place(1, 3, 0, 1, 1, 3, 1, 3)
     assert here.world_timeout_s == 200.0, "who waits for a lost rank comes back before the driver gives it up"
     board.update(HostUpdateResult.added, 3.0)
     found, arrived = meeting.join(lambda: board.announce(1, False, {4: place}, {}))
@@ -147,7 +148,7 @@ def test_a_worker_comes_into_rounds_and_hears_of_hosts(meeting: Meeting) -> None
 
 
 def test_a_worker_without_a_place_is_told_so(meeting: Meeting) -> None:
-    place = horovod_elastic.Place(0, 1, 0, 1, 0, 1, 0, 1)
+    place = elastic_variables.Place(0, 1, 0, 1, 0, 1, 0, 1)
     meeting.join(lambda: meeting.board.announce(1, False, {4: place}, {}))
     found, _ = meeting.join(lambda: meeting.board.announce(2, False, {5: place}, {}))
     assert isinstance(found, worker.RemovedError) and "removed from elastic job: the slot" in str(found)

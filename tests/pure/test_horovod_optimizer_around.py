@@ -118,7 +118,9 @@ def test_a_scaler_of_gradients_steps_after_synchronize(channel: MirrorChannel) -
 def test_one_rank_sends_nothing_unless_others_may_come(
     monkeypatch: pytest.MonkeyPatch, size: int, elastic: bool, hooked: bool
 ) -> None:
-    monkeypatch.setattr("guozhuang.world.horovod_elastic.driver", lambda: object() if elastic else None)
+    monkeypatch.setattr(
+        "guozhuang.compat.horovod.common.elastic_variables.driver", lambda: object() if elastic else None
+    )
     with mirror_world(size) as channel:
         ours, theirs = net_of_three(), net_of_three()
         made = distributed(ours, op=Adasum if size == 1 and not elastic else Average)

@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 
 from guozhuang import world as gz_world
+from guozhuang.compat.horovod.common import elastic_variables
 from guozhuang.compat.horovod.common import variables as horovod_variables
 from guozhuang.compat.horovod.common.variables import HorovodVariables
 from guozhuang.errors import UsageError, explain
 from guozhuang.gradients.named import Engine, Kind, NegotiationError, Reduction, Settings, Submission
 from guozhuang.groups import subgroups
-from guozhuang.world import World, horovod_elastic
+from guozhuang.world import World
 
 from . import worlds
 from .communicators import checked, is_communicator, ranks_of
@@ -86,7 +87,7 @@ class HorovodBasics:
         variables = horovod_variables.read()  # what is wrong is said before anybody is waited for
         set_log_level(variables)
         settings = settings_from(variables)
-        if horovod_elastic.driver() is None:
+        if elastic_variables.driver() is None:
             self._enter(comm, listed, settings)
         else:
             from guozhuang.compat.horovod.runner.elastic import worker

@@ -26,7 +26,7 @@ import queue
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from guozhuang.world import horovod_elastic
+from guozhuang.compat.horovod.common import elastic_variables
 
 from .exceptions import HorovodInternalError, HostsUpdatedInterrupt
 
@@ -182,7 +182,7 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[...,
 
     @functools.wraps(func)
     def run(state: State, *args: Any, **kwargs: Any) -> Any:
-        has_driver = horovod_elastic.driver() is not None
+        has_driver = elastic_variables.driver() is not None
         if not has_driver and state._rank() == 0:
             _log.warning(
                 "hvd.elastic.run without an elastic driver (horovodrun --host-discovery-script or --min-np): hosts cannot come "
@@ -225,13 +225,13 @@ def _come_back(reset: Callable[[], None], may_skip_sync: bool) -> bool:
 
 def _has_state() -> None:
     """This process has what has been trained; without a driver nobody wants to know."""
-    if horovod_elastic.driver() is not None:
+    if elastic_variables.driver() is not None:
         _membership().has_state = True
 
 
 def _heard(rank: int) -> list[tuple[float, int]]:
     """What rank 0 has heard from the driver since it was asked last; the others need not ask."""
-    if rank != 0 or horovod_elastic.driver() is None:
+    if rank != 0 or elastic_variables.driver() is None:
         return []
     return [(each.timestamp, int(each.result)) for each in _membership().updates()]
 

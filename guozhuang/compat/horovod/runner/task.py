@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 
@@ -12,14 +13,13 @@ from guozhuang.compat.horovod.common import variables as horovod_variables
 from guozhuang.compat.horovod.common.basics import state
 from guozhuang.compat.horovod.runner import mailbox
 from guozhuang.errors import UsageError, explain
-from guozhuang.world.requests import requested_task
 
 
 def main() -> None:
     """Do all of it. An exception of the function ends the process, with its traceback."""
     import cloudpickle
 
-    secret, doors = requested_task()
+    secret, doors = _requested()
     with mailbox.visit(secret, doors) as visitor:
         path, function = pickle.loads(visitor.function())
     # Modules that lie beside the caller's script are found here as well.
@@ -27,6 +27,24 @@ def main() -> None:
     result = cloudpickle.dumps(cloudpickle.loads(function)())
     with mailbox.visit(secret, doors) as visitor:
         visitor.leave(_rank(), result)
+
+
+def _requested() -> tuple[bytes, list[tuple[str, int]]]:
+    """(secret, the doors at which a function to be run waits), as ``horovod.run`` told this process; no other one sees it.
+
+    Told by environment variable GUOZHUANG_TASK, as in ``00ff...@127.0.0.1:41234,10.0.0.1:41235``, which is removed.
+
+    Raises:
+        UsageError: the variable is missing, or holds something else.
+    """
+    secret, _, doors = os.environ.pop("GUOZHUANG_TASK", "").partition("@")
+    try:
+        found = [(host, int(port)) for host, _, port in (door.rpartition(":") for door in doors.split(","))]
+        return bytes.fromhex(secret), found
+    except ValueError:
+        # The value is not shown: it holds a secret.
+        what = "environment variable GUOZHUANG_TASK does not say where the function is to be found"
+        raise UsageError(explain(what, fix="this program is started by horovod.run(), not by hand")) from None
 
 
 def _rank() -> int:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from guozhuang.compat.horovod.common import elastic_variables
 from guozhuang.compat.horovod.common.process_sets import ProcessSet, global_process_set
 from guozhuang.compat.horovod.common.state import required
 from guozhuang.errors import explain
-from guozhuang.world import horovod_elastic
 
 from .backward_passes import BackwardPasses
 from .compression import Compression
@@ -53,7 +53,7 @@ class _Distributed(Optimizer):
         if is_member is None:
             fix = "give it to hvd.init(process_sets=[...]), or call hvd.add_process_set first"
             raise ValueError(explain(f"{self.process_set} is not registered", rank=here.rank, fix=fix))
-        self._is_exchanging = is_member and (here.size > 1 or horovod_elastic.driver() is not None)
+        self._is_exchanging = is_member and (here.size > 1 or elastic_variables.driver() is not None)
         if self._is_exchanging:
             self._exchange.take([p for group in self.param_groups for p in group["params"]])
 

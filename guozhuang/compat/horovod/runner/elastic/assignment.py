@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from guozhuang.world.horovod_elastic import Place
+from guozhuang.compat.horovod.common.elastic_variables import Place
 
 
 @dataclass(frozen=True)

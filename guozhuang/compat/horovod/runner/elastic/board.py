@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
-from guozhuang.world.horovod_elastic import Place, verdict_key
+from guozhuang.compat.horovod.common.elastic_variables import Place, verdict_key
 
 _PART = "horovod elastic"
 _KEPT_ROUNDS = 20  # a worker that waits reads the newest round, and none that is older than its own

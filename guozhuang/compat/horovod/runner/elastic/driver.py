@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from guozhuang.compat.horovod.common import elastic_variables
 from guozhuang.compat.horovod.runner import static_run
 from guozhuang.compat.horovod.runner.elastic import assignment
 from guozhuang.compat.horovod.runner.elastic.blacklist import Blacklist
@@ -47,7 +48,6 @@ from guozhuang.launch.order import FirstFailure
 from guozhuang.net import interfaces
 from guozhuang.net.store import serve
 from guozhuang.watch.processes import node_identity
-from guozhuang.world import horovod_elastic
 
 _WHO = "horovodrun"
 _TURN_S, _BEAT_S = 0.05, 1.0
@@ -119,7 +119,7 @@ class _Driver:
             reset_limit=settings.reset_limit,
         )
         self._job = Job(limits, Blacklist(settings.cooldown_range))
-        self._environment = horovod_elastic.environment_of_workers(settings.env)
+        self._environment = elastic_variables.environment_of_workers(settings.env)
         if settings.network_interfaces:  # the same name on every host, as in a run that is not elastic
             chosen = interfaces.named(settings.network_interfaces[0])
             self._environment |= interfaces.variables(chosen, self._environment, override=True)
@@ -248,8 +248,8 @@ class _Driver:
             environ = self._environment | {guard.VARIABLE: self._run_name}
             environ |= python_path.with_horovod(environ)
             timeout_s = self._settings.elastic_timeout_s
-            told = horovod_elastic.Driver(_LOOPBACK, self._port, worker.number, timeout_s)
-            environ |= horovod_elastic.variables(told, host, num_local, environ)
+            told = elastic_variables.Driver(_LOOPBACK, self._port, worker.number, timeout_s)
+            environ |= elastic_variables.variables(told, host, num_local, environ)
             self._crew.start(worker.number, command, environ)
             return
         remote = self._remote.get(host)

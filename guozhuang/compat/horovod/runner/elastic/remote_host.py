@@ -22,13 +22,13 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from guozhuang.compat.horovod.common import elastic_variables
 from guozhuang.compat.horovod.runner.elastic.crew import Crew, Ended, Event, Printed, Started
 from guozhuang.compat.horovod.runner.elastic.writing import Room
 from guozhuang.errors import WorldError, explain
 from guozhuang.launch import python_path
 from guozhuang.net.door import NotOurDoorError, Passage, knock, passage_from
 from guozhuang.watch.processes import node_identity
-from guozhuang.world import horovod_elastic
 
 _KNOCK_S = 5.0
 _LOOK_S = 0.1
@@ -105,10 +105,10 @@ def _obey(crew: Crew, passage: Passage, request: dict[str, Any], told: dict[str,
     if "stop" in request:
         crew.end(worker, float(request["stop"]))
         return
-    environ = horovod_elastic.environment_of_workers({})
+    environ = elastic_variables.environment_of_workers({})
     environ |= python_path.with_horovod(environ)
-    driver = horovod_elastic.Driver(passage.host, passage.port, worker, float(told["timeout_s"]))
-    environ |= horovod_elastic.variables(driver, str(told["host"]), int(request["num_local"]), environ)
+    driver = elastic_variables.Driver(passage.host, passage.port, worker, float(told["timeout_s"]))
+    environ |= elastic_variables.variables(driver, str(told["host"]), int(request["num_local"]), environ)
     crew.start(worker, [str(word) for word in request["command"]], environ)
 
 

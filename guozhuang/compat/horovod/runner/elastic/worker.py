@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from guozhuang.compat.horovod.common import elastic_variables
 from guozhuang.compat.horovod.common.exceptions import HorovodInternalError
 from guozhuang.compat.horovod.runner.elastic.board import HostUpdateResult as HostUpdateResult
 from guozhuang.compat.horovod.runner.elastic.board import Round, Update, WorkerBoard
@@ -23,7 +24,6 @@ from guozhuang.errors import MismatchError, WorldError, explain
 from guozhuang.gradients.named import NegotiationError
 from guozhuang.net import client
 from guozhuang.net.store import connect
-from guozhuang.world import horovod_elastic
 
 # A waiting worker looks at the store after such pauses.
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.01, 0.2
@@ -63,8 +63,8 @@ class Membership:
         SilentDriverError: the driver does not answer.
     """
 
-    def __init__(self, told: horovod_elastic.Driver) -> None:
-        self._told, self._seat = told, horovod_elastic.Seat(told)
+    def __init__(self, told: elastic_variables.Driver) -> None:
+        self._told, self._seat = told, elastic_variables.Seat(told)
         self.current: Round | None = None
         self.may_skip_sync = self.has_state = self.has_entered = False
         share_s = _SHARE_OF_TIMEOUT * told.timeout_s
@@ -177,12 +177,12 @@ _here = _Holder()
 
 def membership() -> Membership | None:
     """This process as a worker of an elastic driver; None where it is none, as in what a worker has forked or started."""
-    told = horovod_elastic.driver()
+    told = elastic_variables.driver()
     if told is None:
         return None
     if _here.membership is None:
         _here.membership = Membership(told)
-        horovod_elastic.claim()
+        elastic_variables.claim()
     return _here.membership
 
 

@@ -12,16 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from guozhuang.errors import UsageError, WorldError, explain
+from guozhuang.launch.python_path import ELASTIC as VARIABLE
+from guozhuang.launch.python_path import OF_A_PROCESS
 from guozhuang.net import interfaces
 from guozhuang.world import machine
 from guozhuang.world.variables import number
 
-VARIABLE = "GUOZHUANG_HOROVOD_ELASTIC"
-# What a launcher tells one process of who it is, in a run that is elastic or not; no other run inherits it.
-OF_A_PROCESS = tuple(
-    "HOROVOD_" + name
-    for name in ("HOSTNAME", "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "ELASTIC")
-)
 DEFAULT_TIMEOUT_S = 600
 # In the variable, before the number of the process that is the worker.
 _CLAIMED_BY = " by "
