@@ -74,6 +74,32 @@ def test_ranks_that_ask_for_different_things_are_told_who_asked_for_what(layout:
             assert words[names[rank]] in line, text
 
 
+def is_refused(rank: int, world_size: int, layout: str, what: str) -> tuple[str, str]:
+    """The last rank's arguments cannot work: it says why, and the others raise at once."""
+    group = make(layout)
+    wrong = {"expanded": torch.ones(1).expand(4), "bits": torch.ones(4), "none": None}[what]
+    op, right = (
+        (dist.ReduceOp.BAND, torch.ones(4, dtype=torch.int32)) if what == "bits" else (dist.ReduceOp.SUM, torch.ones(4))
+    )
+    options = dist.AllreduceOptions()
+    options.reduceOp, options.asyncOp = op, False
+    start = time.monotonic()
+    with pytest.raises((RuntimeError, ValueError, AttributeError)) as caught:
+        group.allreduce([wrong if rank == world_size - 1 else right], options)
+    assert time.monotonic() - start < 2.5
+    return type(caught.value).__name__, str(caught.value)
+
+
+@pytest.mark.parametrize("layout", [EVEN, FLAT])
+@pytest.mark.parametrize("what", ["expanded", "bits", "none"])
+def test_arguments_refused_on_one_rank_raise_on_every_rank(layout: str, what: str) -> None:
+    *others, last = run_ranks(is_refused, len(layout), layout, what)
+    if what == "bits" and layout == FLAT:  # gloo is asked for it, and says so on that rank alone
+        return
+    assert last[0] == ("AttributeError" if what == "none" else "UsageError")
+    assert all(name == "MismatchError" and "refused on this rank" in text for name, text in others), others
+
+
 class _Complains:
     """A group inside a node that finds a difference by itself."""
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,7 +22,9 @@ from guozhuang.groups.hierarchical.collectives import Collectives
 from guozhuang.groups.hierarchical.comparison import Comparison
 from guozhuang.groups.hierarchical.failure import GroupFailure
 from guozhuang.groups.hierarchical.nodes import Nodes
+from guozhuang.groups.shared_memory.arguments import check_written
 from guozhuang.groups.turns import Turns, take_timeout
+from guozhuang.world import versions
 
 _SLICE = datetime.timedelta(seconds=0.2)  # between two looks at the node while waiting for the link
 _SHUTDOWN_S = 5.0
@@ -35,6 +39,63 @@ _KNOWN = (
 _BITWISE = (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)
 
 MakeGroup = Callable[[dist.Store, int, int, datetime.timedelta], dist.ProcessGroup]
+
+
+class _Refused(Exception):
+    """The arguments of a call were refused; the cause says why. The group goes on."""
+
+
+class Prepared(NamedTuple):
+    """A call whose arguments were checked.
+
+    Attributes:
+        held: the tensors that hold the result.
+        what: the call in words; whatever must be equal on all ranks must be in it.
+        job: does the call in two steps; None: gloo among all ranks has to do it.
+        writes: whether this rank's ``held`` are written to.
+    """
+
+    held: Sequence[Tensor]
+    what: str
+    job: Callable[[], object] | None = None
+    writes: bool = True
+
+
+Prepare = Callable[..., Prepared]
+
+
+def collective(options: Callable[[], Any]) -> Callable[[Prepare], Callable[..., dist.Work]]:
+    """Make a call of a method that checks arguments: start what it prepared; tell the peers if the check fails.
+
+    Args:
+        options: makes the options of a call that brings none; they are the last argument.
+    """
+
+    def decorate(prepare: Prepare) -> Callable[..., dist.Work]:
+        native, num_arguments = versions.name_of(prepare.__name__), prepare.__code__.co_argcount - 1
+
+        @functools.wraps(prepare)
+        def call(self: Calls, *args: Any, opts: Any = None) -> dist.Work:
+            if len(args) == num_arguments:
+                args, opts = args[:-1], args[-1]
+            opts = options() if opts is None else opts
+            try:
+                held, what, job, writes = prepare(self, *args, opts)
+                if writes:
+                    check_written([each for each in held if each.layout == torch.strided], what, self._rank)
+            except Exception as error:  # peers that wait for this rank in vain would wait for the whole time-out
+                with contextlib.suppress(Exception):
+                    self._start(
+                        partial(self._refuse, error), [], f"{prepare.__name__}: refused on this rank: {error}", opts
+                    )
+                raise
+            if job is None:
+                job, what = partial(self._by_gloo, native, *args, opts), f"{what}, through gloo"
+            return self._start(job, held, what, opts)
+
+        return call
+
+    return decorate
 
 
 class Calls(PythonGroup):
@@ -108,30 +169,25 @@ class Calls(PythonGroup):
             and all(big.numel() == self.size() * small.numel() for big, small in zip(larger, smaller, strict=True))
         )
 
-    def _by_gloo(self, what: str, tensors: Sequence[Tensor], method: str, *arguments: Any) -> dist.Work:
-        """Call a method of the gloo group of all ranks.
+    # ---- how a call is done: in its turn, within its time, and with an eye on the other ranks
 
-        Args:
-            what: the call in words, see ``words``.
-            tensors: what holds the result.
-            method: the name.
-            arguments: of the method, options last.
-        """
+    def _refuse(self, error: Exception) -> NoReturn:
+        self._comparison.settle()
+        raise _Refused from error
 
-        def job() -> None:
-            self._comparison.settle()
-            try:
-                self._wait(getattr(self._whole.group, method)(*arguments), method)
-            except (RuntimeError, TypeError, ValueError) as error:
-                # What gloo says of connections names its own source; the rest are arguments that it refuses, on all ranks.
-                if isinstance(error, WorldError) or "gloo/" in str(error):
-                    raise
-                raise _Refused from error
-
-        return self._start(job, tensors, f"{what}, through gloo", arguments[-1])
+    def _by_gloo(self, method: str, *arguments: Any) -> None:
+        """Call a method of the gloo group of all ranks; its options come last."""
+        self._comparison.settle()
+        try:
+            self._wait(getattr(self._whole.group, method)(*arguments), method)
+        except (RuntimeError, TypeError, ValueError) as error:
+            # What gloo says of connections names its own source; the rest are arguments that it refuses, on all ranks.
+            if isinstance(error, WorldError) or "gloo/" in str(error):
+                raise
+            raise _Refused from error
 
     def _start(
-        self, job: Callable[[], None], tensors: Sequence[Tensor], what: str, opts: Any, node_first: bool = False
+        self, job: Callable[[], object], tensors: Sequence[Tensor], what: str, opts: Any, node_first: bool = False
     ) -> dist.Work:
         """Give a call its turn; it begins with a comparison of ``what`` among all ranks."""
         limit_s = take_timeout(opts)
@@ -218,10 +274,6 @@ class Calls(PythonGroup):
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """Set the limit of each collective."""
         self._timeout_s = timeout.total_seconds()
-
-
-class _Refused(Exception):
-    """Gloo refused the arguments of a call; the cause is what it raised. The group goes on."""
 
 
 def _shared_memory(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> dist.ProcessGroup:

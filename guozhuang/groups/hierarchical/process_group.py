@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
-from guozhuang.groups.hierarchical.calls import Calls
+from guozhuang.groups.hierarchical.calls import Calls, Prepared, collective
 from guozhuang.groups.hierarchical.tensors import Flat, listed, words
 
 
@@ -50,135 +50,80 @@ class HierarchicalGroup(Calls):
 
     # ---- in two steps
 
-    def allreduce(self, tensors: Sequence[Tensor] | Tensor, opts: Any = None) -> dist.Work:
+    @collective(dist.AllreduceOptions)
+    def allreduce(self, tensors: Sequence[Tensor] | Tensor, opts: Any) -> Prepared:
         """Combine a tensor of all ranks, in place on every rank."""
-        opts = opts if opts is not None else dist.AllreduceOptions()
-        tensors = listed(tensors)
-        what = words("all_reduce", tensors, opts.reduceOp)
-        if not self._reduces(tensors, opts.reduceOp):
-            return self._by_gloo(what, tensors, "allreduce", tensors, opts)
-        return self._start(lambda: self._all_reduce(tensors, opts.reduceOp), tensors, what, opts)
+        return self._reduction("all_reduce", listed(tensors), opts.reduceOp)
 
-    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
+    @collective(dist.AllreduceCoalescedOptions)
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any) -> Prepared:
         """Combine several tensors of all ranks, in place on every rank."""
-        opts = opts if opts is not None else dist.AllreduceCoalescedOptions()
-        tensors = listed(tensors)
-        what = words("all_reduce", tensors, opts.reduceOp)
-        if not self._reduces(tensors, opts.reduceOp):
-            return self._by_gloo(what, tensors, "allreduce_coalesced", tensors, opts)
-        return self._start(lambda: self._all_reduce(tensors, opts.reduceOp), tensors, what, opts)
+        return self._reduction("all_reduce", listed(tensors), opts.reduceOp)
 
-    def reduce(self, tensors: Sequence[Tensor] | Tensor, opts: Any = None) -> dist.Work:
+    @collective(dist.ReduceOptions)
+    def reduce(self, tensors: Sequence[Tensor] | Tensor, opts: Any) -> Prepared:
         """Combine a tensor of all ranks into that of rank ``opts.rootRank``; the others' is used up."""
-        opts = opts if opts is not None else dist.ReduceOptions()
-        tensors = listed(tensors)
-        what = words("reduce", tensors, opts.reduceOp, opts.rootRank)
-        if not self._reduces(tensors, opts.reduceOp):
-            return self._by_gloo(what, tensors, "reduce", tensors, opts)
+        return self._reduction("reduce", listed(tensors), opts.reduceOp, opts.rootRank)
 
-        def job() -> None:
-            for tensor in tensors:
-                with Flat(tensor) as flat:
-                    self._collectives.reduce(flat, opts.reduceOp, opts.rootRank)
-
-        return self._start(job, tensors, what, opts)
-
-    def broadcast(self, tensors: Sequence[Tensor] | Tensor, opts: Any = None) -> dist.Work:
+    @collective(dist.BroadcastOptions)
+    def broadcast(self, tensors: Sequence[Tensor] | Tensor, opts: Any) -> Prepared:
         """Copy a tensor of rank ``opts.rootRank`` to all ranks."""
-        opts = opts if opts is not None else dist.BroadcastOptions()
-        tensors = listed(tensors)
-        what = words("broadcast", tensors, root=opts.rootRank)
-        if not self._moves(tensors):
-            return self._by_gloo(what, tensors, "broadcast", tensors, opts)
+        tensors, writes = listed(tensors), opts.rootRank != self._rank
 
         def job() -> None:
             for tensor in tensors:
-                with Flat(tensor) as flat:
+                with Flat(tensor, writes) as flat:
                     self._collectives.broadcast(flat.view(torch.uint8), opts.rootRank)
 
-        return self._start(job, tensors, what, opts)
+        what = words("broadcast", tensors, root=opts.rootRank)
+        return Prepared(tensors, what, job if self._moves(tensors) else None, writes)
 
-    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> dist.Work:
+    @collective(AllgatherOptions)
+    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any) -> Prepared:
         """Lay the tensors of all ranks into one, in rank order."""
-        opts = opts if opts is not None else AllgatherOptions()
-        what = words("all_gather", [given])
-        if not self._gathers([output], [given]):
-            return self._by_gloo(what, [output], "_allgather_base", output, given, opts)
-        return self._start(lambda: self._all_gather(output, given), [output], what, opts)
+        return self._gathering([output], [given])
 
-    def all_gather_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> dist.Work:
+    @collective(AllgatherOptions)
+    def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Prepared:
         """``all_gather_single`` of several pairs."""
-        opts = opts if opts is not None else AllgatherOptions()
-        what = words("all_gather", inputs)
-        if not self._gathers(outputs, inputs):
-            return self._by_gloo(what, outputs, "allgather_into_tensor_coalesced", outputs, inputs, opts)
+        return self._gathering(outputs, inputs)
 
-        def job() -> None:
-            for output, given in zip(outputs, inputs, strict=True):
-                self._all_gather(output, given)
-
-        return self._start(job, outputs, what, opts)
-
-    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
+    @collective(AllgatherOptions)
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> Prepared:
         """Copy the tensor of every rank into a list of tensors, in rank order."""
-        opts = opts if opts is not None else AllgatherOptions()
-        held = [tensor for each in outputs for tensor in each]
-        if not self._gathers_lists(outputs, inputs):
-            return self._by_gloo(words("all_gather", inputs), held, "allgather", outputs, inputs, opts)
-        return self._start(lambda: self._lists(outputs, inputs), held, words("all_gather", inputs), opts)
+        return self._gathering_lists(outputs, inputs)
 
-    def allgather_coalesced(
-        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
-    ) -> dist.Work:
+    @collective(AllgatherOptions)
+    def allgather_coalesced(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> Prepared:
         """``allgather`` of several tensors; ``outputs`` has a list per rank, each with one tensor per input."""
-        opts = opts if opts is not None else AllgatherOptions()
-        held = [tensor for each in outputs for tensor in each]
-        what = words("all_gather", inputs)
-        of_inputs = [list(each) for each in zip(*outputs, strict=False)]
-        if not (all(len(each) == len(inputs) for each in outputs) and self._gathers_lists(of_inputs, inputs)):
-            return self._by_gloo(what, held, "allgather_coalesced", outputs, inputs, opts)
-        return self._start(lambda: self._lists(of_inputs, inputs), held, what, opts)
+        if all(len(each) == len(inputs) for each in outputs):
+            outputs = [list(each) for each in zip(*outputs, strict=True)]
+        return self._gathering_lists(outputs, inputs)
 
-    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> dist.Work:
+    @collective(dist.ReduceScatterOptions)
+    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any) -> Prepared:
         """Combine the tensors of all ranks, whose r-th part is for rank r."""
-        return self.reduce_scatter_single_coalesced([output], [given], opts)
+        return self._scattering([output], [given], opts.reduceOp)
 
+    @collective(dist.ReduceScatterOptions)
     def reduce_scatter_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> dist.Work:
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
+    ) -> Prepared:
         """``reduce_scatter_single`` of several pairs."""
-        opts = opts if opts is not None else dist.ReduceScatterOptions()
-        what = words("reduce_scatter", inputs, opts.reduceOp)
-        if not (self._gathers(inputs, outputs) and self._reduces(inputs, opts.reduceOp)):
-            if len(outputs) == 1:
-                return self._by_gloo(what, outputs, "_reduce_scatter_base", outputs[0], inputs[0], opts)
-            return self._by_gloo(what, outputs, "reduce_scatter_tensor_coalesced", outputs, inputs, opts)
+        return self._scattering(outputs, inputs, opts.reduceOp)
 
-        def job() -> None:
-            for output, given in zip(outputs, inputs, strict=True):
-                self._reduce_scatter(output, given, opts.reduceOp)
-
-        return self._start(job, outputs, what, opts)
-
-    def reduce_scatter(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
-    ) -> dist.Work:
+    @collective(dist.ReduceScatterOptions)
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> Prepared:
         """Combine lists of tensors of all ranks, whose r-th tensor is for rank r."""
-        opts = opts if opts is not None else dist.ReduceScatterOptions()
-        given = [tensor for each in inputs for tensor in each]
-        what = words("reduce_scatter", given, opts.reduceOp)
-        fits = all(len(each) == self.size() and all(t.numel() == output.numel() for t in each)
-                   for output, each in zip(outputs, inputs, strict=True))  # fmt: skip
-        if not (fits and self.nodes.is_even and self._reduces([*outputs, *given], opts.reduceOp)):
-            return self._by_gloo(what, outputs, "reduce_scatter", outputs, inputs, opts)
+        given, pairs = [tensor for each in inputs for tensor in each], list(zip(outputs, inputs, strict=True))
+        fits = all(len(each) == self._size and all(t.numel() == output.numel() for t in each) for output, each in pairs)
+        fits = fits and self.nodes.is_even and self._reduces([*outputs, *given], opts.reduceOp)
 
         def job() -> None:
-            for output, each in zip(outputs, inputs, strict=True):
+            for output, each in pairs:
                 self._reduce_scatter(output, torch.cat([tensor.detach().reshape(-1) for tensor in each]), opts.reduceOp)
 
-        return self._start(job, outputs, what, opts)
+        return Prepared(outputs, words("reduce_scatter", given, opts.reduceOp), job if fits else None)
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Return when all ranks have come."""
@@ -187,30 +132,29 @@ class HierarchicalGroup(Calls):
 
     # ---- through gloo alone
 
-    def gather(self, outputs: Any, inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
+    @collective(dist.GatherOptions)
+    def gather(self, outputs: Any, inputs: Sequence[Tensor], opts: Any) -> Prepared:
         """Collect the tensors of all ranks at one."""
-        opts = opts if opts is not None else dist.GatherOptions()
-        held = [tensor for each in outputs for tensor in each]
-        return self._by_gloo(words("gather", inputs, root=opts.rootRank), held, "gather", outputs, inputs, opts)
+        return Prepared([tensor for each in outputs for tensor in each], words("gather", inputs, root=opts.rootRank))
 
-    def scatter(self, outputs: Sequence[Tensor], inputs: Any, opts: Any = None) -> dist.Work:
+    @collective(dist.ScatterOptions)
+    def scatter(self, outputs: Sequence[Tensor], inputs: Any, opts: Any) -> Prepared:
         """Hand the tensors of one rank out to all."""
-        opts = opts if opts is not None else dist.ScatterOptions()
-        return self._by_gloo(words("scatter", outputs, root=opts.rootRank), outputs, "scatter", outputs, inputs, opts)
+        return Prepared(outputs, words("scatter", outputs, root=opts.rootRank))
 
-    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
+    # Sizes may differ, also between two ranks' views of what one gives the other: gloo's to find out.
+
+    @collective(dist.AllToAllOptions)
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Prepared:
         """Exchange a tensor with every rank."""
-        opts = opts if opts is not None else dist.AllToAllOptions()
-        # Sizes may differ, also between two ranks' views of what one gives the other: gloo's to find out.
-        return self._by_gloo("all_to_all", outputs, "alltoall", outputs, inputs, opts)
+        return Prepared(outputs, "all_to_all")
 
+    @collective(dist.AllToAllOptions)
     def all_to_all_single(
-        self, output: Tensor, given: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = None
-    ) -> dist.Work:
+        self, output: Tensor, given: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any
+    ) -> Prepared:
         """Exchange a part of a tensor with every rank."""
-        opts = opts if opts is not None else dist.AllToAllOptions()
-        splits = list(output_splits), list(input_splits)
-        return self._by_gloo("all_to_all", [output], "alltoall_base", output, given, *splits, opts)
+        return Prepared([output], "all_to_all")
 
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
         """A barrier that names the ranks that did not come."""
@@ -231,37 +175,56 @@ class HierarchicalGroup(Calls):
         work: dist.Work = self._whole.group.recv_anysource(tensors, tag)
         return work
 
-    # ---- several tensors, one after the other
+    # ---- how a call is prepared
 
-    def _all_reduce(self, tensors: Sequence[Tensor], op: Any) -> None:
-        for tensor in tensors:
-            with Flat(tensor) as flat:
-                self._collectives.all_reduce(flat, op)
+    def _reduction(self, name: str, tensors: Sequence[Tensor], op: Any, root: int | None = None) -> Prepared:
+        def job() -> None:
+            for tensor in tensors:
+                with Flat(tensor) as flat:
+                    if root is None:
+                        self._collectives.all_reduce(flat, op)
+                    else:
+                        self._collectives.reduce(flat, op, root)
 
-    def _all_gather(self, output: Tensor, given: Tensor) -> None:
-        with Flat(output) as gathered, Flat(given) as flat:
-            self._collectives.all_gather(gathered.view(torch.uint8), flat.view(torch.uint8))
+        return Prepared(tensors, words(name, tensors, op, root), job if self._reduces(tensors, op) else None)
 
-    def _gathers_lists(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor]) -> bool:
-        """Whether each list has a tensor for every rank that is like this rank's input, and the nodes allow two steps."""
-        held = [tensor for each in outputs for tensor in each]
-        return (
-            self.nodes.is_even
-            and self._moves([*inputs, *held])
-            and len(outputs) == len(inputs)
-            and all(
-                len(each) == self.size() and all(tensor.numel() == given.numel() for tensor in each)
-                for each, given in zip(outputs, inputs, strict=True)
-            )
+    def _gathering(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Prepared:
+        def job() -> None:
+            for output, given in zip(outputs, inputs, strict=True):
+                self._all_gather(output, given)
+
+        return Prepared(outputs, words("all_gather", inputs), job if self._gathers(outputs, inputs) else None)
+
+    def _gathering_lists(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor]) -> Prepared:
+        """Prepare an all_gather of each input into the list at its place: in two steps where all in a list are like it."""
+        held, num_ranks = [tensor for each in outputs for tensor in each], self._size
+        fits = self.nodes.is_even and self._moves([*inputs, *held]) and len(outputs) == len(inputs)
+        fits = fits and all(
+            len(each) == num_ranks and all(tensor.numel() == given.numel() for tensor in each)
+            for each, given in zip(outputs, inputs, strict=True)
         )
 
-    def _lists(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor]) -> None:
-        for each, given in zip(outputs, inputs, strict=True):
-            gathered = torch.empty((self.size(), given.numel()), dtype=given.dtype)
-            self._all_gather(gathered, given)
-            for tensor, row in zip(each, gathered, strict=True):
-                tensor.detach().copy_(row.view(tensor.shape))
+        def job() -> None:
+            for each, given in zip(outputs, inputs, strict=True):
+                gathered = torch.empty((num_ranks, given.numel()), dtype=given.dtype)
+                self._all_gather(gathered, given)
+                for tensor, row in zip(each, gathered, strict=True):
+                    tensor.detach().copy_(row.view(tensor.shape))
+
+        return Prepared(held, words("all_gather", inputs), job if fits else None)
+
+    def _scattering(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], op: Any) -> Prepared:
+        def job() -> None:
+            for output, given in zip(outputs, inputs, strict=True):
+                self._reduce_scatter(output, given, op)
+
+        fits = self._gathers(inputs, outputs) and self._reduces(inputs, op)
+        return Prepared(outputs, words("reduce_scatter", inputs, op), job if fits else None)
+
+    def _all_gather(self, output: Tensor, given: Tensor) -> None:
+        with Flat(output) as gathered, Flat(given, writes=False) as flat:
+            self._collectives.all_gather(gathered.view(torch.uint8), flat.view(torch.uint8))
 
     def _reduce_scatter(self, output: Tensor, given: Tensor, op: Any) -> None:
-        with Flat(output) as scattered, Flat(given) as flat:
+        with Flat(output) as scattered, Flat(given, writes=False) as flat:
             self._collectives.reduce_scatter(scattered, flat, op)

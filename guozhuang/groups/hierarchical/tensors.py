@@ -15,11 +15,11 @@ _NUM_LISTED = 4  # sizes that are written out, of a call with several tensors
 class Flat:
     """The elements of a tensor as a contiguous 1-d tensor of real numbers, for the time of a ``with``.
 
-    Of a tensor that is not contiguous it is a copy, which is brought back at the end.
+    Of a tensor that is not contiguous it is a copy, which is brought back at the end if ``writes`` says so.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor.detach()
+    def __init__(self, tensor: Tensor, writes: bool = True) -> None:
+        self._tensor, self._writes = tensor.detach(), writes
         plain = self._tensor.is_contiguous() and not self._tensor.is_conj() and not self._tensor.is_neg()
         self._copy = None if plain else self._tensor.resolve_conj().resolve_neg().contiguous()
 
@@ -28,7 +28,7 @@ class Flat:
         return (torch.view_as_real(whole) if whole.is_complex() else whole).view(-1)
 
     def __exit__(self, *failed: object) -> None:
-        if self._copy is not None and failed[0] is None:
+        if self._copy is not None and self._writes and failed[0] is None:
             self._tensor.copy_(self._copy)
 
 
