@@ -9,7 +9,7 @@ Source: Ioffe and Szegedy 2015, https://arxiv.org/abs/1502.03167.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,20 @@ _HOOKS = (
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
     *("_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook"),
 )
+
+
+# What brings the statistics of the ranks together: gathers a 1-dimensional tensor of each as (ranks, elements), and adds up a
+# tensor in place.
+Collectives: TypeAlias = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], object]]
+
+
+def _of_group(group: dist.ProcessGroup) -> Collectives:
+    def gather(mine: Tensor) -> Tensor:
+        everyone = mine.new_empty(group.size(), mine.numel())
+        dist.all_gather(list(everyone.unbind(0)), mine, group=group)
+        return everyone
+
+    return gather, lambda sums: dist.all_reduce(sums, group=group)
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
@@ -39,6 +53,11 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         """Normalize over the joined batch in training mode, by the running statistics in evaluation mode."""
         if input.device.type != "cpu":
             return super().forward(input)
+        group = self.process_group or (dist.group.WORLD if dist.is_initialized() else None)
+        return self.normalized(input, None if group is None or group.size() == 1 else _of_group(group))
+
+    def normalized(self, input: Tensor, collectives: Collectives | None) -> Tensor:
+        """Return the normalized input, on any device; ``collectives`` is None where there are no other ranks."""
         if input.dim() < 2:
             raise UsageError(
                 explain(
@@ -56,14 +75,13 @@ class SyncBatchNorm(nn.SyncBatchNorm):
                 )
             )
         use_batch = self.training or self.running_mean is None
-        group = self.process_group or (dist.group.WORLD if dist.is_initialized() else None)
-        if not use_batch or group is None or group.size() == 1:
+        if not use_batch or collectives is None:
             return self._local(input, use_batch)
         if self.training and self.track_running_stats and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
         if not self.training:  # no running statistics: PyTorch normalizes by the local batch in evaluation mode
             return F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
-        output, mean, variance, count = _Normalize.apply(input, self.weight, self.bias, self.eps, group)  # type: ignore[no-untyped-call]
+        output, mean, variance, count = _Normalize.apply(input, self.weight, self.bias, self.eps, collectives)  # type: ignore[no-untyped-call]
         if self.track_running_stats and self.running_mean is not None and self.running_var is not None:
             rate = 1.0 / float(self.num_batches_tracked or 1) if self.momentum is None else self.momentum
             with torch.no_grad():
@@ -145,7 +163,7 @@ def _converted(part: Any, group: dist.ProcessGroup | None) -> SyncBatchNorm:
 class _Normalize(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: dist.ProcessGroup
+        ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, collectives: Collectives
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         wide = torch.promote_types(input.dtype, torch.float32)
         x = input.to(wide)
@@ -154,8 +172,7 @@ class _Normalize(torch.autograd.Function):
         local_count = x.numel() // max(num_channels, 1)
         variance, mean = torch.var_mean(x, dims, correction=0) if local_count else (x.new_zeros(num_channels),) * 2
         mine = torch.cat([x.new_full((1,), float(local_count)), mean, variance * local_count])
-        everyone = mine.new_empty(group.size(), mine.numel())
-        dist.all_gather(list(everyone.unbind(0)), mine, group=group)
+        everyone = collectives[0](mine)
         counts, means, squares = everyone[:, :1], everyone[:, 1 : num_channels + 1], everyone[:, num_channels + 1 :]
         count = counts.sum()
         if count <= 1:
@@ -174,7 +191,7 @@ class _Normalize(torch.autograd.Function):
         output = normal if weight is None else normal * weight.to(wide).view(shape)
         output = output if bias is None else output + bias.to(wide).view(shape)
         ctx.save_for_backward(input, weight, mean, inverse, count)
-        ctx.group, ctx.has_bias = group, bias is not None
+        ctx.collectives, ctx.has_bias = collectives, bias is not None
         ctx.mark_non_differentiable(mean, variance, count)
         return output.to(input.dtype), mean, variance, count
 
@@ -193,7 +210,7 @@ class _Normalize(torch.autograd.Function):
             # All ranks agree: whether an input needs a gradient follows from the model.
             return None, d_weight, d_bias, None, None
         sums = torch.cat([sum_dy, sum_dy_normal])
-        dist.all_reduce(sums, group=ctx.group)
+        ctx.collectives[1](sums)
         sums /= count
         mean_dy, mean_dy_normal = sums.chunk(2)
         scale = inverse if weight is None else inverse * weight.to(mean.dtype)

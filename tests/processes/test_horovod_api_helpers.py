@@ -262,7 +262,7 @@ def normalization_in_lower_precision(rank: int, size: int) -> None:
 def batches_that_cannot_be_normalized(rank: int, size: int) -> None:
     layer = hvd.SyncBatchNorm(4)
     for wrong in (torch.zeros(4), torch.zeros(2, 3)):
-        with pytest.raises(ValueError, match="shape"):
+        with pytest.raises(ValueError, match=r"shape|channels"):
             layer(wrong)
     with pytest.raises(ValueError, match="more than one value"):
         layer(torch.zeros(1 if rank == 0 else 0, 4))

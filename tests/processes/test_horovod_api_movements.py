@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import guozhuang.compat.horovod.torch as hvd
-from guozhuang.compat.horovod.torch import reducing
+from guozhuang.compat.horovod.torch import submitting
 from guozhuang.gradients.named import Channel, Handle
 from tests.processes.horovod_cases import check, of_all, of_rank, run_cases
 
@@ -62,7 +62,7 @@ def gather_gradients(rank: int, size: int) -> None:
     torch.testing.assert_close(pair[0].grad, torch.full((rows[rank],), (size + 1) / 2))
     torch.testing.assert_close(pair[1].grad, torch.full((2,), 4.0))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reducing, "grouped_allreduce", fails)
+        patch.setattr(submitting, "reducing", fails)
         with pytest.raises(hvd.HorovodInternalError, match="lost"):
             hvd.allgather(tensor).sum().backward()
     number = hvd.allreduce_async(torch.ones(1))

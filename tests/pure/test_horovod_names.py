@@ -20,7 +20,8 @@ from guozhuang.compat.horovod.common.variables import HorovodVariables, read
 from guozhuang.compat.horovod.torch import compression, functions, mpi_ops, objects
 from guozhuang.compat.horovod.torch.handles import HandleTable
 from guozhuang.errors import UsageError
-from guozhuang.gradients.named import AutotuneSettings, Handle, NegotiationError, Settings
+from guozhuang.gradients.named import AutotuneSettings, Handle, Kind, NegotiationError, Settings, Submission
+from guozhuang.gradients.named.requests import Request
 
 NONE = "Compression.none"
 PROCESS_SET = "process_set=global_process_set"
@@ -356,11 +357,10 @@ def test_places_where_the_launcher_counts_otherwise():
 
 
 def ended_handle(outputs: list[torch.Tensor] | None) -> Handle:
-    handle = Handle(lambda _: None)
-    if outputs is None:
-        handle.fail(NegotiationError("the world was left"))
-    else:
-        handle.complete(outputs)
+    submission = Submission(Kind.ALLREDUCE, "x", tuple(outputs or ()))
+    handle = Handle(submission, Request(Kind.ALLREDUCE), lambda _: None)
+    handle.outputs = outputs or ()
+    handle.end(NegotiationError("the world was left") if outputs is None else None)
     return handle
 
 

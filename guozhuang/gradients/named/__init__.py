@@ -1,5 +1,6 @@
 """Collectives that ranks submit in any order and that are matched by name: see ``Engine``."""
 
+from .autotune import check_available
 from .channel import Channel
 from .engine import Engine
 from .settings import AutotuneSettings, Knobs, Settings, Tuner
@@ -19,4 +20,5 @@ __all__ = [
     "Settings",
     "Submission",
     "Tuner",
+    "check_available",
 ]

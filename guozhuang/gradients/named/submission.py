@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -163,5 +163,8 @@ class Handle:
     def end(self, error: NegotiationError | None = None) -> None:
         """Let those who wait go on, with the outputs or an error. What has ended already stays as it is."""
         if not self.has_ended:
+            self.submission = replace(
+                self.submission, tensors=(), outputs=None
+            )  # who waits late must not hold the inputs
             self._error, self.has_ended = error, True
             self._ended.release()

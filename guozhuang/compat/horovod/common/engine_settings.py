@@ -6,8 +6,7 @@ import logging
 from dataclasses import replace
 
 from guozhuang.compat.horovod.common.variables import HorovodVariables
-from guozhuang.gradients.named import AutotuneSettings, Settings
-from guozhuang.gradients.named.autotune import check_available
+from guozhuang.gradients.named import AutotuneSettings, Settings, check_available
 
 # A variable that fixes a knob of the tuner, and the field of ``negotiated.Knobs`` that it fixes.
 _FIXES = {"fusion_threshold": "fusion_threshold_bytes", "cycle_time": "cycle_time_ms", "cache_capacity": "use_cache"}

@@ -12,10 +12,10 @@ from torch import Tensor
 from guozhuang.errors import explain
 from guozhuang.gradients.named import DTYPES
 
-from .broadcasting import broadcast_async_
 from .handles import synchronize_all
 from .objects import allgather_object, broadcast_object
 from .optimizer_state import broadcast_optimizer_state
+from .verbs import broadcast_async_
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
 

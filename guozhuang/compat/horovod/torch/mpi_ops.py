@@ -1,6 +1,6 @@
 """Everything that runs on all ranks, by the names of Horovod's ``horovod.torch.mpi_ops``.
 
-The collectives lie in ``reducing``, ``sparse_reducing``, ``gathering``, ``broadcasting``, ``exchanging`` and ``scattering``.
+The collectives lie in ``verbs``.
 """
 
 from __future__ import annotations
@@ -19,25 +19,35 @@ from ..common.process_sets import (
     remove_process_set,
 )
 from ..common.state import required
-from .broadcasting import broadcast, broadcast_, broadcast_async, broadcast_async_
 from .compression import Compression
-from .exchanging import alltoall, alltoall_async
-from .gathering import allgather, allgather_async, grouped_allgather, grouped_allgather_async
 from .handles import poll, synchronize, table
-from .reducing import (
+from .submitting import Adasum, Average, Call, Max, Min, Product, Sum
+from .verbs import (
+    allgather,
+    allgather_async,
     allreduce,
     allreduce_,
     allreduce_async,
     allreduce_async_,
+    alltoall,
+    alltoall_async,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather,
+    grouped_allgather_async,
     grouped_allreduce,
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
     handle_average_backwards_compatibility,
+    reducescatter,
+    reducescatter_async,
+    sparse_allreduce_async,
 )
-from .scattering import grouped_reducescatter, grouped_reducescatter_async, reducescatter, reducescatter_async
-from .sparse_reducing import sparse_allreduce_async
-from .submitting import Adasum, Average, Max, Min, Product, Sum, enqueue
 
 __all__ = [
     "Adasum",
@@ -180,4 +190,4 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
         ValueError: not initialised; this process is no member.
         HorovodInternalError: a rank is lost.
     """
-    synchronize(enqueue(Kind.BARRIER, "barrier", [], None, process_set, lambda *_: None))
+    Call(Kind.BARRIER, process_set).wait([])

@@ -16,9 +16,8 @@ from guozhuang.errors import UsageError, explain
 
 from ..common.process_sets import ProcessSet, global_process_set, member_of
 from ..common.state import required
-from .broadcasting import broadcast_
-from .gathering import allgather_async
 from .handles import synchronize_all
+from .verbs import allgather_async, broadcast_
 
 
 def broadcast_object(

@@ -16,11 +16,10 @@ from guozhuang.errors import explain
 from guozhuang.gradients.named import DTYPES
 
 from ..common.state import required
-from .broadcasting import broadcast_async_
 from .handles import synchronize_all
 from .objects import broadcast_object
-from .reducing import allreduce_
 from .submitting import Min
+from .verbs import allreduce_, broadcast_async_
 
 _NAME = "broadcast_optimizer_state"
 # Counters of steps and the like travel inside the description: a message for each would cost more.

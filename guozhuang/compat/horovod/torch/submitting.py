@@ -1,18 +1,29 @@
-"""From a call to a submission, which the engine checks before anything is sent, and the number that stands for it."""
+"""From a call to a submission and the number that stands for it; and the gradients of collectives.
+
+[Note: gradients of collectives] They are Horovod's: that of an all-reduce is the all-reduce of the gradients with the same
+operation and factors; that of an all-gather is this rank's part of their *mean*; that of a broadcast is their mean on root, and
+zero elsewhere; that of an all-to-all goes back the way the rows came; that of a reduce-scatter is their all-gather, times the
+factors and, for Sum, the number of ranks. All of these can be differentiated again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias
 
+import torch
 from torch import Tensor
 
 from guozhuang.errors import explain
-from guozhuang.gradients.named import Kind, NegotiationError, Reduction, Submission
+from guozhuang.gradients.named import Handle, Kind, NegotiationError, Reduction, Submission
 
 from ..common.exceptions import HorovodInternalError
 from ..common.process_sets import ProcessSet, member_of
-from .handles import Finish, table
+from ..common.state import required
+from .handles import synchronize, table
 
 Average: Final = int(Reduction.AVERAGE)
 Sum: Final = int(Reduction.SUM)
@@ -20,66 +31,177 @@ Adasum: Final = int(Reduction.ADASUM)
 Min: Final = int(Reduction.MIN)
 Max: Final = int(Reduction.MAX)
 Product: Final = int(Reduction.PRODUCT)
+Splits: TypeAlias = Sequence[int] | Tensor
 
 
-def enqueue(
-    kind: Kind,
-    operation: str,
-    tensors: Sequence[Tensor],
-    name: str | None,
-    process_set: ProcessSet,
-    finish: Finish,
-    *,
-    in_place: bool = False,
-    **fields: Any,
-) -> int:
-    """Submit a collective and return its handle. Not waited for.
+@dataclass(frozen=True)
+class Call:
+    """One call of a collective.
 
-    Args:
+    Attributes:
         kind: of collective.
-        operation: the first part of its full name, "allreduce" and the like.
-        tensors: the inputs.
-        name: the second part; None for the next number.
         process_set: whose members take part.
-        finish: see ``HandleTable.add``.
+        name: by which ranks match, without the operation; None for the next number.
+        is_group: the tensors are one unit, and the result is a list.
         in_place: the results are written into the inputs.
-        **fields: further fields of the ``Submission``.
-
-    Raises:
-        ValueError: not initialised; this process is no member; what is no tensor, or one that is sparse or not contiguous, or
-            of a dtype that nobody sums; other fields that cannot be; a name that is under way.
-        HorovodInternalError: the engine stands still after a failure.
+        fields: further fields of the ``Submission``.
+        splits_device: of an all-to-all: the device of the number of rows that came from each rank.
     """
-    member = member_of(process_set)
-    for tensor in tensors:
-        if not isinstance(tensor, Tensor):
-            raise ValueError(explain(f"{operation} takes tensors", value=type(tensor).__name__, fix="use torch.tensor"))
-    # What requires a gradient refuses to be written to, also from the engine's thread.
-    sent = tuple([tensor.detach() if tensor.requires_grad else tensor for tensor in tensors])
-    fields["outputs"] = sent if in_place else None
-    submission = Submission(kind, member.full_name(operation, name), sent, **fields)
+
+    kind: Kind
+    process_set: ProcessSet
+    name: str | None = None
+    is_group: bool = False
+    in_place: bool = False
+    fields: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    splits_device: torch.device | None = None
+
+    def begin(self, tensors: Sequence[Tensor]) -> int:
+        """Submit the collective and return its handle. Not waited for.
+
+        Raises:
+            ValueError: not initialised; this process is no member; what is no tensor, or one that is sparse or not contiguous,
+                or of a dtype that nobody sums; other fields that cannot be; a name that is under way.
+            HorovodInternalError: the engine stands still after a failure.
+        """
+        operation, member = ("grouped_" if self.is_group else "") + self.kind.value, member_of(self.process_set)
+        if self.is_group:
+            check_group(tensors)
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor):
+                what = f"{operation} takes tensors"
+                raise ValueError(explain(what, value=type(tensor).__name__, fix="use torch.tensor"))
+        # What requires a gradient refuses to be written to, also from the engine's thread.
+        sent = tuple([tensor.detach() if tensor.requires_grad else tensor for tensor in tensors])
+        full_name = member.full_name(operation, self.name)
+        submission = Submission(self.kind, full_name, sent, sent if self.in_place else None, **self.fields)
+        try:
+            handle = member.channel.submit(submission)
+        except ValueError:
+            if self.name is None:
+                member.take_back(operation, full_name)
+            raise
+        except NegotiationError as error:
+            raise HorovodInternalError(str(error)) from error
+
+        def finish(outputs: list[Tensor], handle: Handle) -> Any:
+            results = list(tensors) if self.in_place else outputs
+            if handle.received_splits is not None:
+                return results[0], torch.tensor(handle.received_splits, dtype=torch.int32, device=self.splits_device)
+            return results if self.is_group or not results else results[0]
+
+        return table.add(handle, finish)
+
+    def wait(self, tensors: Sequence[Tensor]) -> Any:
+        """Submit the collective, and return its result when it is there."""
+        return synchronize(self.begin(tensors))
+
+    def differentiable(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return the results, through which gradients flow; see [Note: gradients of collectives]."""
+        results: tuple[Tensor, ...] = _Collective.apply(self, *tensors)  # type: ignore[no-untyped-call]
+        return results
+
+
+def reducing(kind: Kind, op: int, prescale: float, postscale: float, process_set: ProcessSet, **more: Any) -> Call:
+    """Return the call of an all-reduce or a reduce-scatter; ValueError or NotImplementedError if there is no such one."""
+    if kind == Kind.REDUCESCATTER and op not in (Average, Sum):
+        raise ValueError(explain("reducescatter combines by Average or Sum", value=op))
     try:
-        handle = member.channel.submit(submission)
+        reduction = Reduction(op)
     except ValueError:
-        if name is None:
-            member.take_back(operation, submission.name)
-        raise
-    except NegotiationError as error:
-        raise HorovodInternalError(str(error)) from error
-    return table.add(handle, finish)
-
-
-def scales(prescale: float, postscale: float) -> dict[str, Any]:
-    """Return the factors of a reduction as fields for ``enqueue``; ValueError if one is no number."""
+        what, fix = "op is none of Average, Sum, Adasum, Min, Max and Product", "use hvd.Average and the like"
+        raise ValueError(explain(what, value=op, fix=fix)) from None
+    if op == Adasum and process_set.process_set_id != 0:
+        raise NotImplementedError("Adasum works among all ranks only, not in other process sets than the global one")
     for which, factor in (("prescale_factor", prescale), ("postscale_factor", postscale)):
         if isinstance(factor, str) or not hasattr(factor, "__float__"):
             raise ValueError(explain(f"{which} is a number", value=factor, fix="leave it out, or give a float"))
-    return {"prescale": float(prescale), "postscale": float(postscale)}
+    fields = {"reduction": reduction, "prescale": float(prescale), "postscale": float(postscale)}
+    return Call(kind, process_set, fields=fields, **more)
+
+
+def broadcasting(root_rank: int, process_set: ProcessSet, **more: Any) -> Call:
+    """Return the call of a broadcast; ValueError if root is no member."""
+    members = member_of(process_set).ranks
+    if root_rank not in members:
+        what = f"root_rank is no member of the process set, which has the ranks {list(members)}"
+        fix = "give root's rank among all ranks, hvd.rank() there, also inside a process set"
+        raise ValueError(explain(what, value=root_rank, rank=required().rank, fix=fix))
+    return Call(Kind.BROADCAST, process_set, fields={"root": members.index(root_rank)}, **more)
+
+
+def exchanging(splits: Splits | None, process_set: ProcessSet, name: str | None) -> Call:
+    """Return the call of an all-to-all; ValueError if the splits are no whole numbers."""
+    member_of(process_set)  # before the splits are looked at: the first thing that is wrong
+    device, chosen = splits.device if isinstance(splits, Tensor) else None, None
+    if splits is not None:
+        given = splits.tolist() if isinstance(splits, Tensor) else list(splits)
+        # numpy's integers among them; no bool, no float
+        if not isinstance(given, list) or not all(
+            hasattr(each, "__index__") and not isinstance(each, bool | float) for each in given
+        ):
+            what, fix = "splits are whole numbers, one for each rank", "give a list of int, or a tensor of dtype int32"
+            raise ValueError(explain(what, value=given, rank=required().rank, fix=fix))
+        chosen = tuple(int(each) for each in given)
+    return Call(Kind.ALLTOALL, process_set, name, fields={"splits": chosen}, splits_device=device)
 
 
 def check_group(tensors: Sequence[Tensor]) -> None:
     """Raise ValueError if these cannot be the tensors of a grouped operation."""
     if isinstance(tensors, Tensor) or not tensors or not all(isinstance(each, Tensor) for each in tensors):
-        raise ValueError(
-            explain("a grouped operation takes a list of tensors, one at least", value=type(tensors).__name__)
-        )
+        what = "a grouped operation takes a list of tensors, one at least"
+        raise ValueError(explain(what, value=type(tensors).__name__))
+
+
+class _Collective(torch.autograd.Function):
+    """A collective of one tensor or several. See [Note: gradients of collectives]."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+        result = call.wait(tensors)  # checks them
+        ctx.call, ctx.shapes = call, [tensor.shape for tensor in tensors]
+        if call.kind == Kind.ALLTOALL:
+            ctx.received = result[1].tolist()
+            ctx.mark_non_differentiable(result[1])
+            return tuple(result)
+        return tuple(result) if call.is_group else (result,)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        call: Call = replace(ctx.call, name=None)
+        if call.kind == Kind.REDUCESCATTER:
+            is_sum = call.fields["reduction"] == Reduction.SUM
+            factor = (
+                call.fields["prescale"] * call.fields["postscale"] * (call.process_set.size() or 1 if is_sum else 1)
+            )
+            gradients = tuple(gradient * factor if factor != 1 else gradient for gradient in gradients)
+            call = Call(Kind.ALLGATHER, call.process_set, is_group=call.is_group)
+        elif call.kind == Kind.ALLTOALL:
+            (back, _) = exchanging(ctx.received, call.process_set, None).differentiable(gradients[0].contiguous())
+            unsent = ctx.shapes[0][0] - back.shape[0]
+            return None, torch.cat([back, back.new_zeros(unsent, *ctx.shapes[0][1:])]) if unsent else back
+        sent = [gradient.contiguous() for gradient in gradients]
+        if ctx.call.kind == Kind.ALLGATHER:
+            return None, *_own_rows(sent, ctx.shapes, call.process_set)
+        if call.kind == Kind.BROADCAST:
+            (mean,) = reducing(Kind.ALLREDUCE, Average, 1.0, 1.0, call.process_set).differentiable(*sent)
+            if member_of(call.process_set).channel.rank != call.fields["root"]:
+                # Zeros that lead back to the others' gradients, which may be infinite.
+                mean = mean.masked_fill(torch.ones((), dtype=torch.bool, device=mean.device), 0)
+            return None, mean
+        return None, *call.differentiable(*sent)
+
+
+def _own_rows(gradients: Sequence[Tensor], shapes: Sequence[torch.Size], process_set: ProcessSet) -> list[Tensor]:
+    """Return this rank's rows of the mean of the gradients of an all-gather."""
+    counts = [shape[0] if shape else 0 for shape in shapes]
+    # Together with the gradients, in one round: how many rows each rank has of each tensor.
+    rows = Call(Kind.ALLGATHER, process_set).begin([torch.tensor([counts])])
+    try:
+        mean = reducing(Kind.ALLREDUCE, Average, 1.0, 1.0, process_set, is_group=True).differentiable(*gradients)
+    except HorovodInternalError:
+        with contextlib.suppress(HorovodInternalError):
+            synchronize(rows)  # nothing is left under way
+        raise
+    starts = synchronize(rows)[: process_set.rank()].sum(0).tolist()
+    return [each.narrow(0, start, count) for each, start, count in zip(mean, starts, counts, strict=True)]

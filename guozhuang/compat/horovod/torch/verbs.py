@@ -1,0 +1,420 @@
+"""The collectives of Horovod's interface for PyTorch in all forms: now or begun, new tensors or in place, one or a group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from guozhuang.errors import explain
+from guozhuang.gradients.named import Kind
+
+from ..common.exceptions import HorovodInternalError
+from ..common.process_sets import ProcessSet, global_process_set, member_of
+from ..common.util import get_average_backwards_compatibility_fun
+from . import submitting
+from .compression import Compression, Compressor
+from .handles import synchronize
+from .submitting import Average, Call, Splits, Sum, broadcasting, check_group, exchanging, reducing
+
+handle_average_backwards_compatibility = get_average_backwards_compatibility_fun(submitting)
+
+
+def allreduce(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Combine a tensor over all ranks into a new one. Every member of the process set must call; all get the same.
+
+    Differentiable: the gradient is the all-reduce of the gradients with the same ``op`` and factors.
+
+    Args:
+        tensor: contiguous, of the same shape and dtype on all ranks. Integers are averaged and scaled in float64 and cut
+            towards zero; float16 and bfloat16 are scaled in float32.
+        average: deprecated; True for ``op=Average``, False for ``op=Sum``.
+        name: by which ranks find each other's call, in any order; None: by the order of unnamed calls.
+        compression: applied before, undone after.
+        op: Average (default), Sum, Adasum, Min, Max or Product.
+        prescale_factor: multiplies each tensor before.
+        postscale_factor: multiplies the result.
+        process_set: whose members take part.
+
+    Raises:
+        ValueError: what cannot be sent; see ``hvd.mpi_ops.enqueue``. Both ``op`` and ``average``.
+        HorovodInternalError: ranks differ, or one is lost.
+        NotImplementedError: Adasum in a process set other than the global one.
+    """
+    op = handle_average_backwards_compatibility(op, average)
+    sent, ctx = compression.compress(tensor)
+    call = reducing(Kind.ALLREDUCE, op, prescale_factor, postscale_factor, process_set, name=name)
+    return compression.decompress(call.differentiable(sent)[0], ctx)
+
+
+def allreduce_async(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin ``allreduce`` and return a handle for ``synchronize``. The tensor must not change before. Not differentiable."""
+    op = handle_average_backwards_compatibility(op, average)
+    call = reducing(Kind.ALLREDUCE, op, prescale_factor, postscale_factor, process_set, name=name)
+    return call.begin([tensor])
+
+
+def allreduce_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """As ``allreduce``, into the tensor itself, which is returned. Not differentiable."""
+    op = handle_average_backwards_compatibility(op, average)
+    call = reducing(Kind.ALLREDUCE, op, prescale_factor, postscale_factor, process_set, name=name, in_place=True)
+    return call.wait([tensor])  # type: ignore[no-any-return]
+
+
+def allreduce_async_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin ``allreduce_`` and return a handle for ``synchronize``."""
+    op = handle_average_backwards_compatibility(op, average)
+    call = reducing(Kind.ALLREDUCE, op, prescale_factor, postscale_factor, process_set, name=name, in_place=True)
+    return call.begin([tensor])
+
+
+def grouped_allreduce(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    """All-reduce several tensors as one unit: all of them or none. As ``allreduce`` otherwise; returns a list."""
+    op = handle_average_backwards_compatibility(op, average)
+    check_group(tensors)
+    call = reducing(Kind.ALLREDUCE, op, prescale_factor, postscale_factor, process_set, name=name, is_group=True)
+    return _compressed(call, compression, tensors)
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin ``grouped_allreduce`` and return a handle for ``synchronize``, which gives a list. Not differentiable."""
+    op = handle_average_backwards_compatibility(op, average)
+    call = reducing(Kind.ALLREDUCE, op, prescale_factor, postscale_factor, process_set, name=name, is_group=True)
+    return call.begin(tensors)
+
+
+def grouped_allreduce_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    """As ``grouped_allreduce``, into the tensors themselves, which are returned. Not differentiable."""
+    op = handle_average_backwards_compatibility(op, average)
+    call = reducing(
+        Kind.ALLREDUCE, op, prescale_factor, postscale_factor, process_set, name=name, is_group=True, in_place=True
+    )
+    return call.wait(tensors)  # type: ignore[no-any-return]
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin ``grouped_allreduce_`` and return a handle for ``synchronize``, which gives a list."""
+    op = handle_average_backwards_compatibility(op, average)
+    call = reducing(
+        Kind.ALLREDUCE, op, prescale_factor, postscale_factor, process_set, name=name, is_group=True, in_place=True
+    )
+    return call.begin(tensors)
+
+
+def sparse_allreduce_async(
+    tensor: Tensor, name: str | None = None, op: int = Average, process_set: ProcessSet = global_process_set
+) -> Callable[[], Tensor]:
+    """Begin to add up sparse COO tensors: indices and values of all ranks are gathered.
+
+    Args:
+        tensor: sparse; how many values it has may differ between ranks, its shape may not.
+        name: as in ``allreduce``.
+        op: Average or Sum.
+        process_set: whose members take part.
+
+    Returns:
+        A function that waits, and returns the sum or the mean as a sparse tensor, not coalesced. For the mean of integers each
+        value is divided in float64 and cut towards zero. It raises HorovodInternalError where ranks differ, or one is lost or
+        has joined.
+
+    Raises:
+        ValueError: another ``op``; a dense tensor, or one of a layout other than COO.
+    """
+    if op not in (Average, Sum):
+        raise ValueError(explain("sparse tensors are combined by Average or Sum", value=op))
+    if not tensor.is_sparse:
+        raise ValueError(explain("a sparse COO tensor is needed", value=str(tensor.layout), fix="use allreduce_async"))
+    ranks = member_of(process_set).ranks
+    # Gathering joins the first dimension: of the values that is the one of what is stored, of the indices the second. Shapes
+    # go along, each behind its length: indices of a larger tensor would point outside of a smaller one.
+    shape = torch.tensor([tensor.dim(), *tensor.shape], device=tensor.device)
+    parts = [shape, tensor._indices().t().contiguous(), tensor._values().contiguous()]
+    handle = grouped_allgather_async(parts, None if name is None else f"sparse.{name}", process_set)
+
+    def finish() -> Tensor:
+        shapes, indices, values = synchronize(handle)
+        _check_shapes(shapes.tolist(), ranks)
+        if op == Average:
+            mean = values / len(ranks) if values.is_floating_point() else (values.double() / len(ranks)).trunc()
+            values = mean.to(values.dtype)
+        return torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=True)
+
+    return finish
+
+
+def _check_shapes(told: list[int], ranks: Sequence[int]) -> None:
+    shapes = []
+    while told:
+        num_dims = told[0]
+        shapes.append(tuple(told[1 : 1 + num_dims]))
+        told = told[1 + num_dims :]
+    for rank, shape in zip(ranks, shapes, strict=True):
+        if shape != shapes[0]:
+            what = f"rank {ranks[0]} has {shapes[0]}, and rank {rank} has {shape}"
+            fix = "give sparse tensors of one shape on all ranks"
+            raise HorovodInternalError(explain(f"Mismatched allreduce tensor shapes: {what}", fix=fix))
+
+
+def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
+    """Join the tensors of all ranks along their first dimension, in rank order. Every member of the set must call.
+
+    Differentiable: the gradient is this rank's part of the *mean* of the gradients over the ranks.
+
+    Args:
+        tensor: contiguous; the first dimension may differ between ranks, the others and the dtype may not.
+        name: by which ranks find each other's call; None: by the order of unnamed calls.
+        process_set: whose members take part.
+
+    Raises:
+        ValueError: what cannot be sent.
+        HorovodInternalError: ranks differ, or one is lost; a tensor has no dimension; a rank has joined.
+    """
+    return Call(Kind.ALLGATHER, process_set, name).differentiable(tensor)[0]
+
+
+def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
+    """Begin ``allgather`` and return a handle for ``synchronize``. Not differentiable."""
+    return Call(Kind.ALLGATHER, process_set, name).begin([tensor])
+
+
+def grouped_allgather(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Tensor]:
+    """All-gather several tensors as one unit: all of them or none. As ``allgather`` otherwise; returns a list."""
+    check_group(tensors)
+    return list(Call(Kind.ALLGATHER, process_set, name, is_group=True).differentiable(*tensors))
+
+
+def grouped_allgather_async(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Begin ``grouped_allgather`` and return a handle for ``synchronize``, which gives a list. Not differentiable."""
+    return Call(Kind.ALLGATHER, process_set, name, is_group=True).begin(tensors)
+
+
+def reducescatter(
+    tensor: Tensor,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Tensor:
+    """Combine a tensor over all ranks, and return this rank's rows of the result. Every member of the set must call.
+
+    The first dimension is cut into consecutive parts, one for each rank; where it cannot be divided evenly the first ranks
+    have a row more. Differentiable: the gradient is the all-gather of the gradients, for Sum times the number of ranks,
+    times both factors.
+
+    Args:
+        tensor: contiguous, of the same shape and dtype on all ranks, with a dimension at least.
+        name: by which ranks find each other's call; None: by the order of unnamed calls.
+        compression: applied before, undone after.
+        op: Average or Sum.
+        process_set: whose members take part.
+        prescale_factor: multiplies each tensor before.
+        postscale_factor: multiplies the result.
+
+    Raises:
+        ValueError: what cannot be sent; another ``op``.
+        HorovodInternalError: ranks differ, or one is lost; a tensor has no dimension; a rank has joined.
+    """
+    sent, ctx = compression.compress(tensor)
+    call = reducing(Kind.REDUCESCATTER, op, prescale_factor, postscale_factor, process_set, name=name)
+    return compression.decompress(call.differentiable(sent)[0], ctx)
+
+
+def reducescatter_async(
+    tensor: Tensor,
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Begin ``reducescatter`` and return a handle for ``synchronize``. Not differentiable."""
+    call = reducing(Kind.REDUCESCATTER, op, prescale_factor, postscale_factor, process_set, name=name)
+    return call.begin([tensor])
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Tensor]:
+    """Reduce-scatter several tensors as one unit: all of them or none. As ``reducescatter`` otherwise; returns a list."""
+    check_group(tensors)
+    call = reducing(Kind.REDUCESCATTER, op, prescale_factor, postscale_factor, process_set, name=name, is_group=True)
+    return _compressed(call, compression, tensors)
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Begin ``grouped_reducescatter`` and return a handle for ``synchronize``, which gives a list. Not differentiable."""
+    call = reducing(Kind.REDUCESCATTER, op, prescale_factor, postscale_factor, process_set, name=name, is_group=True)
+    return call.begin(tensors)
+
+
+def broadcast(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
+    """Return root's tensor, as a new one on every rank. Every member of the process set must call.
+
+    Differentiable: the gradient on root is the *mean* of the gradients over the ranks, elsewhere it is zero.
+
+    Args:
+        tensor: contiguous, of the same shape and dtype on all ranks.
+        root_rank: rank in the global process set, also where another set is given; a member of that.
+        name: by which ranks find each other's call; None: by the order of unnamed calls.
+        process_set: whose members take part.
+
+    Raises:
+        ValueError: what cannot be sent; root is no member.
+        HorovodInternalError: ranks differ, or one is lost; a rank has joined.
+    """
+    return broadcasting(root_rank, process_set, name=name).differentiable(tensor)[0]
+
+
+def broadcast_async(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Begin ``broadcast`` and return a handle for ``synchronize``. Not differentiable."""
+    return broadcasting(root_rank, process_set, name=name).begin([tensor])
+
+
+def broadcast_(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
+    """As ``broadcast``, into the tensor itself, which is returned. Not differentiable."""
+    call = broadcasting(root_rank, process_set, name=name, in_place=True)
+    return call.wait([tensor])  # type: ignore[no-any-return]
+
+
+def broadcast_async_(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Begin ``broadcast_`` and return a handle for ``synchronize``."""
+    return broadcasting(root_rank, process_set, name=name, in_place=True).begin([tensor])
+
+
+def alltoall(
+    tensor: Tensor,
+    splits: Splits | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Send rows of the first dimension to each rank, and join what comes from them in rank order.
+
+    Every member of the process set must call. Differentiable: the gradient goes back the way the rows came; rows that were
+    not sent have none.
+
+    Args:
+        tensor: contiguous; the first dimension may differ between ranks, the others and the dtype may not.
+        splits: how many rows go to each member, as integers; what is left over goes nowhere. None: equally many.
+        name: by which ranks find each other's call; None: by the order of unnamed calls.
+        process_set: whose members take part.
+
+    Returns:
+        The rows that came; with ``splits`` given (them, how many came from each rank as an int32 tensor).
+
+    Raises:
+        ValueError: what cannot be sent; ``splits`` are no integers, not as many as members, negative, or more than there are
+            rows; without them, the rows cannot be divided evenly.
+        HorovodInternalError: ranks differ, or one is lost; a tensor has no dimension; a rank has joined.
+    """
+    output, received = exchanging(splits, process_set, name).differentiable(tensor)
+    return output if splits is None else (output, received)
+
+
+def alltoall_async(
+    tensor: Tensor,
+    splits: Splits | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin ``alltoall`` and return a handle for ``synchronize``, which always gives the pair. Not differentiable."""
+    return exchanging(splits, process_set, name).begin([tensor])
+
+
+def _compressed(call: Call, compression: type[Compressor], tensors: Sequence[Tensor]) -> list[Tensor]:
+    sent = [compression.compress(tensor) for tensor in tensors]
+    results = call.differentiable(*(tensor for tensor, _ in sent))
+    return [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(results, sent, strict=True)]
