@@ -24,10 +24,9 @@ from guozhuang.groups.shared_memory import engine
 from guozhuang.net.client import OverdueError, attempt
 from guozhuang.net.meeting_point import MeetingPoint
 from guozhuang.watch.processes import node_identity
-from guozhuang.world import requested_backend, requested_gloo_interface, requested_nccl_interface
+from guozhuang.world import machine, requested_backend, requested_gloo_interface, requested_nccl_interface
 from guozhuang.world.devices import BIND_DEVICES, SHARED_MEMORY, choose
 from guozhuang.world.identity import Identity
-from guozhuang.world.machine import nvidia_driver, processor_name, quota_cores
 
 _RESOLVE_S = 3.0  # a name server that is down answers after half a minute
 _PACKAGES = ("torch", "guozhuang", "numpy")
@@ -80,7 +79,7 @@ def versions() -> dict[str, str]:
     if torch.cuda.is_available() and dist.is_nccl_available():
         with contextlib.suppress(RuntimeError, ValueError):
             found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-    if driver := nvidia_driver():
+    if driver := machine.nvidia_driver():
         found["NVIDIA driver"] = driver
     return found
 
@@ -121,10 +120,6 @@ def address_on(here: Network, name: str | None) -> str:
 def resources() -> Resources:
     """What this process may use of its node."""
     memory = psutil.virtual_memory()
-    limit, used = _memory_limit()
-    total, available = int(memory.total), int(memory.available)
-    if limit is not None and limit < total:
-        total, available = limit, min(available, max(limit - used, 0))
     shm = shm_free = None
     with contextlib.suppress(OSError):
         there = os.statvfs("/dev/shm")
@@ -133,10 +128,10 @@ def resources() -> Resources:
         cores=tuple(
             sorted(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
         ),
-        quota_cores=quota_cores(),
+        quota_cores=machine.quota_cores(),
         num_threads=torch.get_num_threads(),
-        memory_bytes=total,
-        available_bytes=available,
+        memory_bytes=min(int(memory.total), machine.memory_limit_bytes() or int(memory.total)),
+        available_bytes=max(min(int(memory.available), machine.available_bytes()), 0),
         swap_used_bytes=_swap_used(),
         shm_bytes=shm,
         shm_free_bytes=shm_free,
@@ -149,7 +144,7 @@ def resources() -> Resources:
 def _device(identity: Identity, num_cuda: int) -> tuple[str, str]:
     """Where gz.init would put this rank, and the model. Which local rank it is may be known only after the meeting."""
     if not num_cuda:
-        return "cpu", processor_name()
+        return "cpu", machine.processor_name()
     local_rank = identity.local_rank or 0
     is_bound = identity.launcher in BIND_DEVICES
     try:
@@ -234,27 +229,7 @@ def _swap_used() -> int | None:
     return None
 
 
-def _memory_limit() -> tuple[int | None, int]:
-    """(limit, use) of the control group in bytes (version 2, then 1), cached files that can be dropped not counted."""
-    for folder, limit_name, use_name in (
-        ("/sys/fs/cgroup", "memory.max", "memory.current"),
-        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        limit, use = _read(f"{folder}/{limit_name}").strip(), _read(f"{folder}/{use_name}").strip()
-        if limit.isdigit() and use.isdigit():
-            pairs = [line.split() for line in _read(f"{folder}/memory.stat").splitlines()]
-            cached = next((int(pair[1]) for pair in pairs if pair[0] in ("inactive_file", "total_inactive_file")), 0)
-            return int(limit), max(int(use) - cached, 0)
-    return None, 0
-
-
 def _names(folder: str) -> list[str]:
     with contextlib.suppress(OSError):
         return os.listdir(folder)
     return []
-
-
-def _read(path: str) -> str:
-    with contextlib.suppress(OSError):
-        return Path(path).read_text()
-    return ""

@@ -24,7 +24,7 @@ from guozhuang.check.facts import address_on
 from guozhuang.check.measure import Pair, PairError
 from guozhuang.check.results import Absence, CheckResults, ClockOffset, Facts, MeasuredLink, MeasuredReduction
 from guozhuang.errors import UsageError, WorldError, explain
-from guozhuang.net.client import LOOK_AT_THE_KEEPER, OverdueError, attempt
+from guozhuang.net.client import LOOK_AT_THE_KEEPER, Client, OverdueError, attempt
 from guozhuang.world.identity import Identity
 
 _ANSWER_S = 5.0  # limit of a call that the store answers at once
@@ -55,56 +55,46 @@ class StoreClient:
         host: name or address of the node that keeps it, for errors.
         rank: of this process.
         look_s: between looks at a key that is waited for.
-
-    Attributes:
-        num_calls: calls in threads that have not come back.
     """
 
     def __init__(self, store: dist.Store, host: str | None, rank: int, look_s: float) -> None:
-        self.num_calls = 0
         self.store = store
         self.look_s = look_s
+        self._client = Client(_ANSWER_S)
         self._rank = rank
         self._where = f"the store of the world (at {host})" if host else "the store of the world"
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the store has not answered a call."""
+        return bool(self._client.lost)
+
     def write(self, key: str, value: Any) -> None:
         """Write what JSON can carry to the store; raises WorldError if the store is silent or gone."""
-        text = json.dumps(value)
-        self.ask(lambda store: store.set(key, text))
+        self.ask(self.store.set, key, json.dumps(value))
 
     def read(self, key: str, limit_s: float = 0.0) -> Any:
         """Read from the store; None if nothing is there within ``limit_s``. Raises as :meth:`write`."""
         deadline = time.monotonic() + limit_s
-        while not self.ask(lambda store: store.check([key])):
+        while not self.ask(self.store.check, [key]):
             if time.monotonic() >= deadline:
                 return None
             time.sleep(self.look_s)
-        return json.loads(self.ask(lambda store: store.get(key)))
+        return json.loads(self.ask(self.store.get, key))
 
-    def ask(self, call: Callable[[dist.Store], T]) -> T:
-        """Call the store; raises as :meth:`write`."""
+    def add(self, key: str, number: int) -> int:
+        """Add to a number in the store; return the sum. Raises as :meth:`write`."""
+        return self.ask(self.store.add, key, number)
+
+    def ask(self, call: Callable[..., T], *arguments: Any) -> T:
+        """Make a call of the store; raises as :meth:`write`."""
         try:
-            return self.within(_ANSWER_S, lambda: call(self.store))
-        except OverdueError:
-            what = f"{self._where} has not answered for {_ANSWER_S:g} s"
-            raise WorldError(explain(what, rank=self._rank, fix=LOOK_AT_THE_KEEPER)) from None
-        except WorldError:
-            raise
-        except RuntimeError as error:  # torch's own
+            return self._client.call(call, *arguments)
+        except RuntimeError as error:
+            silent = isinstance(error, OverdueError)
+            what = f"{self._where} {self._client.lost}" if silent else f"{self._where} is gone: {error}"
             fix = "look at the output of rank 0 and of the launcher for the first error"
-            raise WorldError(explain(f"{self._where} is gone: {error}", rank=self._rank, fix=fix)) from error
-
-    def within(self, limit_s: float, call: Callable[[], T]) -> T:
-        """Call in a thread, with a limit; raises ``OverdueError``, and what the call raised."""
-
-        def counted() -> T:
-            self.num_calls += 1
-            try:
-                return call()
-            finally:
-                self.num_calls -= 1
-
-        return attempt(limit_s, counted)
+            raise WorldError(explain(what, rank=self._rank, fix=LOOK_AT_THE_KEEPER if silent else fix)) from error
 
 
 @dataclass
@@ -113,11 +103,13 @@ class CheckState:
 
     Attributes:
         step: the step that is going on, in words.
+        is_stuck: a call into torch has not come back.
         present: on rank 0: the ranks that came and are not lost.
         facts, clocks, links, reductions, absences, notes: as in ``CheckResults``.
     """
 
     step: str = "the ranks met"
+    is_stuck: bool = False
     facts: dict[int, Facts] = field(default_factory=dict)
     present: dict[int, Facts] = field(default_factory=dict)
     clocks: list[ClockOffset] = field(default_factory=list)
@@ -188,7 +180,7 @@ class Steps:
         self._measure_reductions()
         if not self._leads:
             self._wait_for("over")
-            self._client.ask(lambda store: store.add("left", 1))
+            self._client.add("left", 1)
 
     def _connect(self) -> None:
         """Connect every rank to rank 0, on the interface that leads there. Who cannot is measured all the same."""
@@ -296,8 +288,9 @@ class Steps:
             timings.extend(asdict(each) for each in measure.reductions(self._timeout_s / 3, sizes))
 
         try:
-            self._client.within(self._timeout_s + _GRACE_S, reduce)
+            attempt(self._timeout_s + _GRACE_S, reduce)
         except OverdueError:
+            self._state.is_stuck = True
             return None
         except Exception as error:  # a bug, too: a rank without an answer would look like one that is stuck
             is_expected = isinstance(error, RuntimeError | ValueError | OSError) and str(error)

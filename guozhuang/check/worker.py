@@ -29,7 +29,7 @@ from guozhuang.check.results import OTHER_VERSION, Absence, CheckResults, Facts,
 from guozhuang.check.steps import ENDED_S, CheckState, Steps, StoreClient, steps_limit_s
 from guozhuang.check.verdict import judge
 from guozhuang.errors import UsageError, WorldError, explain
-from guozhuang.net.client import OverdueError
+from guozhuang.net.client import OverdueError, attempt
 from guozhuang.net.meet import Meeting
 from guozhuang.records import build
 from guozhuang.world import session
@@ -148,7 +148,7 @@ class CheckRank:
     @property
     def is_stuck(self) -> bool:
         """Whether a call in a thread has not come back."""
-        return self._client is not None and self._client.num_calls > 0
+        return self._state.is_stuck or bool(self._client and self._client.is_stuck)
 
     def run(self) -> CheckResults | None:
         """Do all of it; on rank 0 return what is known when it is over, or when a signal or a lost store ends it.
@@ -175,15 +175,17 @@ class CheckRank:
                 client, meeting = self._enter()
                 node_of, address = (self._lead if self._leads else self._follow)(client, meeting)
                 self._steps = Steps(client, self._identity, self._timeout_s, node_of, address, self._state)
-                client.within(limit_s, self._steps.take)
+                attempt(limit_s, self._steps.take)
             except (WorldError, OverdueError) as error:
-                text = str(error) or f"no end within {limit_s:g} s"
+                self._state.is_stuck |= isinstance(error, OverdueError)
+                text = f"no end within {limit_s:g} s" if isinstance(error, OverdueError) else str(error)
                 if not self._leads:
                     raise Apart(text, self._state.facts[self._rank]) from error
                 self._state.lack(0, "could not meet the others", text)
             self._release()
             self._is_over = True
         except CheckEnded as error:  # on rank 0, once, wherever it was
+            self._state.is_stuck = self._steps is not None
             self._note_end(error)
             self._release()
 
@@ -191,7 +193,7 @@ class CheckRank:
         store, self._meeting = session.meet(self._identity, self._timeout_s)
         look_s = max(_LOOK_S, self._identity.size / _LOOKS_PER_S)
         self._client = StoreClient(store, self._meeting.host, self._rank, look_s)
-        if self._client.ask(lambda store: store.add(f"claim/{self._rank}", 1)) > 1:
+        if self._client.add(f"claim/{self._rank}", 1) > 1:
             what = f"two processes say that they are rank {self._rank} of {self._identity.size}"
             raise UsageError(explain(what, fix="give each process its own RANK; end processes of earlier runs"))
         return self._client, self._meeting
@@ -269,7 +271,7 @@ class CheckRank:
         with contextlib.suppress(WorldError):
             if num_others > 0:
                 self._client.write("over", {})
-                while self._client.ask(lambda store: store.add("left", 0)) < num_others and time.monotonic() < deadline:
+                while self._client.add("left", 0) < num_others and time.monotonic() < deadline:
                     time.sleep(self._client.look_s)
         self._meeting.everybody_came()
 

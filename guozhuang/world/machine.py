@@ -46,11 +46,16 @@ def available_bytes(root: str = _GROUPS, own: str = _OWN_GROUPS, memory: str = _
         own: see ``quota_cores``.
         memory: the kernel's file on the memory of the machine.
     """
-    found = [left for folder in _folders(Path(root), Path(own), "memory") if (left := _left(folder)) is not None]
+    found = [limit - used for limit, used in _memory_limits(root, own)]
     for line in _read(Path(memory)).splitlines():
         if line.startswith("MemAvailable:"):
             found.append(int(line.split()[1]) << 10)
     return min(found, default=_NOT_TOLD)
+
+
+def memory_limit_bytes(root: str = _GROUPS, own: str = _OWN_GROUPS) -> int | None:
+    """The memory that the control groups around this process allow; None without a limit. Arguments as ``quota_cores``."""
+    return min((limit for limit, _ in _memory_limits(root, own)), default=None)
 
 
 def overcommits() -> bool:
@@ -94,8 +99,14 @@ def _quota(folder: Path) -> float | None:
     return None
 
 
-def _left(folder: Path) -> int | None:
-    """The memory that one control group can still give; None where it has no limit. Cached files can be given back."""
+def _memory_limits(root: str, own: str) -> list[tuple[int, int]]:
+    """The limit of each control group that has one, and the memory used of it."""
+    found = (_memory_limit(folder) for folder in _folders(Path(root), Path(own), "memory"))
+    return [each for each in found if each is not None]
+
+
+def _memory_limit(folder: Path) -> tuple[int, int] | None:
+    """The limit of one control group and the memory used of it; None without a limit. Cached files can be given back."""
     for limit_file, used_file, cached in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -105,7 +116,7 @@ def _left(folder: Path) -> int | None:
             limit.isdecimal() and used.isdecimal() and int(limit) < _NOT_TOLD
         ):  # version 1 writes "no limit" as a huge one
             fields = (line.split() for line in _read(folder / "memory.stat").splitlines())
-            return int(limit) - int(used) + sum(int(words[1]) for words in fields if words[:1] == [cached])
+            return int(limit), int(used) - sum(int(words[1]) for words in fields if words[:1] == [cached])
     return None
 
 
