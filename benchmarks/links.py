@@ -34,8 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.links_rank import TORCH, TORCH_FP16, Plan
-from guozhuang.strategies import STRATEGIES
-from guozhuang.strategies.exchanges import METHODS
+from guozhuang.strategies import STRATEGIES, Exchanging
 from tests.hosts.network import Hosts, missing, run_everywhere
 
 RANKS = 4
@@ -212,9 +211,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write all turns there")
     options = parser.parse_args()
     known = {*REFERENCES, *STRATEGIES}
+    exchanging = [name for name, one in STRATEGIES.items() if isinstance(one.prepare, Exchanging)]
     for told in options.contestants.split(","):
         name, _, cap = told.partition("@")
-        if cap and (not cap.isdecimal() or name not in (TORCH, TORCH_FP16, PLAIN, *METHODS)):
+        if cap and (not cap.isdecimal() or name not in (TORCH, TORCH_FP16, PLAIN, *exchanging)):
             parser.error(f"{told!r}: a cap of the buckets is a number of MiB, for DDP's, ddp and exchanges")
         if name not in known or (name in STRATEGIES and STRATEGIES[name].one_process):
             parser.error(f"{name!r} cannot be raced on {RANKS} hosts; there are {', '.join(sorted(known))}")

@@ -32,7 +32,7 @@ from guozhuang.errors import UsageError
 from guozhuang.exchange import GradientExchange
 from guozhuang.exchange.warmup import Warmup
 from guozhuang.optim import QAdam
-from guozhuang.strategies.exchanges import METHODS
+from guozhuang.strategies import Exchanging
 from guozhuang.workloads import bert
 
 TORCH, TORCH_FP16 = "torch-ddp", "torch-ddp fp16 hook"
@@ -104,18 +104,18 @@ def make(name: str, model: nn.Module, optimizer: Optimizer) -> Contestant:
         if name == TORCH_FP16:
             wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
         return Contestant(wrapped, optimizer)
-    if name not in METHODS and name != "ddp":
+    entry = strategies.get(name).prepare
+    if not isinstance(entry, Exchanging) and name != "ddp":
         return Contestant(*strategies.prepare(model, optimizer, name))
     ours = guozhuang.DistributedDataParallel(model, bucket_cap_mb=cap_mb)
     if name == "ddp":
         return Contestant(ours, optimizer)
-    method = METHODS[name]
-    if method.around is not None:
-        optimizer = method.around(optimizer)
-        if isinstance(optimizer, QAdam):
-            optimizer.warmup_steps = 1  # it cannot be without
-    exchange = method.make(optimizer)
-    if isinstance(exchange, Warmup) and method.around is None:
+    assert isinstance(entry, Exchanging)
+    exchange, optimizer = entry.make(optimizer)
+    if isinstance(optimizer, QAdam):
+        optimizer.warmup_steps = 1  # it cannot be without
+        exchange = optimizer.exchange()
+    elif isinstance(exchange, Warmup):
         exchange = exchange.then
     if isinstance(exchange, GradientExchange):
         ours.use_exchange(exchange)

@@ -6,12 +6,15 @@ from typing import TYPE_CHECKING, Any
 from .world import World, init, shutdown
 
 # isort: split
+from .compat import STRATEGIES as _strategies_of_others
 from .data import DistributedSampler, loader
 from .data_parallel import DataParallel
 from .distributed import DistributedDataParallel
 from .errors import PeerLost
 from .groups.backend import register as _register
+from .strategies import Strategy as _Strategy
 from .strategies import prepare
+from .strategies import register as _register_strategy
 from .sync_batch_norm import SyncBatchNorm
 
 if TYPE_CHECKING:
@@ -32,6 +35,8 @@ __all__ = [
 ]
 
 _register()  # the backend name "shm"; starts nothing
+for _after, _fields in _strategies_of_others:
+    _register_strategy(_Strategy(**_fields), _after)
 
 
 def __getattr__(name: str) -> Any:

@@ -155,7 +155,7 @@ class DiLoCo(WeightExchange[DiLoCoState]):
         UsageError: numbers that make no sense.
     """
 
-    every: int
+    every: int = 50
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     num_fragments: int = 1

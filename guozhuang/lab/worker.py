@@ -15,7 +15,6 @@ import struct
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -26,7 +25,7 @@ import torch
 from guozhuang import data, strategies, world
 from guozhuang.data_parallel import DataParallel
 from guozhuang.distributed import DistributedDataParallel
-from guozhuang.errors import UsageError, explain
+from guozhuang.errors import UsageError
 from guozhuang.lab import measure
 from guozhuang.lab.results import Phases, RankRecord
 from guozhuang.records import build, write_text
@@ -104,7 +103,8 @@ class _Trainer:
         optimizer = self.workload.optimizer(self.bare)
         self.last_gradient = measure.LastGradient(self.bare, self.clock)
         num_replicas = spec.num_ranks if spec.strategy == "dp" else None
-        self.model, self.optimizer = strategies.prepare(self.bare, optimizer, spec.strategy, num_replicas=num_replicas)
+        prepared = strategies.prepare(self.bare, optimizer, spec.strategy, num_replicas=num_replicas)
+        (self.model, _), self.train = prepared, prepared.step
         self.divided = is_divided(self.bare)
         if self.timeline is not None and hasattr(self.model, "timeline"):
             cast(Any, self.model).timeline = self.timeline  # its buckets then stand in the trace too
@@ -115,41 +115,30 @@ class _Trainer:
 
     def step(self, number: int, before_optimizer: Any = None) -> None:
         """Train on one batch; ``before_optimizer`` is called where memory is at its fullest."""
-        now = self.clock.now
-        start = now()
-        with self._span("data"):
-            batch = _to(next(self.batches), self.here.device)
-        fetched = now()
-        with self._span("forward"):
-            loss = self.workload.loss(self.model, batch)
-            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-                raise UsageError(
-                    explain(
-                        "the workload's loss must return a tensor of one element",
-                        value=loss,
-                        fix="return the mean loss",
-                    )
-                )
-        computed = now()
-        with self._span("backward"):
-            loss.backward()
-        returned = now()
-        if before_optimizer is not None:
-            before_optimizer()
-        with self._span("optimizer"):
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+        now, timeline, ended = self.clock.now, self.timeline, list[Any]()
+        start, start_ns = now(), timeline.now() if timeline is not None else 0
+
+        def passed(part: str) -> None:
+            nonlocal start_ns
+            ended.append(now())
+            if timeline is not None:
+                timeline.add(part, "step", start_ns, timeline.now())
+            if part == "backward" and before_optimizer is not None:
+                before_optimizer()
+            start_ns = timeline.now() if timeline is not None else 0
+
+        batch = _to(next(self.batches), self.here.device)
+        passed("data")
+        loss = self.train(batch, self.workload.loss, passed=passed)
+        fetched, computed, returned, stepped = ended
         # Divided parameters are other objects than those that are watched. There, and in a step without a mark, backward
         # ends when it returns.
         last_gradient = None if self.divided else self.last_gradient.take()
         last_gradient = returned if last_gradient is None else last_gradient
-        self.recording.marks.append((start, fetched, computed, last_gradient, returned, now()))
-        self.recording.losses.append(loss.detach())
+        self.recording.marks.append((start, fetched, computed, last_gradient, returned, stepped))
+        self.recording.losses.append(loss)
         if self._progress is not None:
             self._progress.tell(number)
-
-    def _span(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext() if self.timeline is None else self.timeline.span(name, "step")
 
 
 def main(arguments: list[str]) -> None:

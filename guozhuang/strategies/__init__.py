@@ -1,5 +1,18 @@
-"""The table of strategies: name -> how to prepare a model and its optimizer (``table``), and the exchanges it is made of."""
+"""Strategies: the table of names (``table``), what each does to a model (``ways``), and the check and choice (``apply``)."""
 
-from .table import DEFAULT, STRATEGIES, Prepared, Setup, Strategy, check_groups, get, prepare
+from .apply import prepare
+from .table import DEFAULT, STRATEGIES, Strategy, check_groups, get, register
+from .ways import Exchanging, Prepared, Setup
 
-__all__ = ["DEFAULT", "STRATEGIES", "Prepared", "Setup", "Strategy", "check_groups", "get", "prepare"]
+__all__ = [
+    "DEFAULT",
+    "STRATEGIES",
+    "Exchanging",
+    "Prepared",
+    "Setup",
+    "Strategy",
+    "check_groups",
+    "get",
+    "prepare",
+    "register",
+]

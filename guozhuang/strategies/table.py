@@ -1,57 +1,30 @@
-"""Which ways to train there are: the table from a name to what is done to the model and the optimizer.
+"""Which ways to train there are: the table from a name to what is done to the model and the optimizer, with all settings.
 
-This is the only file that knows all of them. A new strategy is one entry here and whatever it is made of elsewhere.
+A new strategy is one entry here and whatever it is made of elsewhere.
 """
 
 from __future__ import annotations
 
-import atexit
-import importlib
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from guozhuang.data_parallel import DataParallel
-from guozhuang.distributed import DistributedDataParallel
-from guozhuang.distributed.recording import record_steps
 from guozhuang.errors import UsageError, explain
-from guozhuang.exchange import GradientExchange
-from guozhuang.groups import round_robin
-from guozhuang.groups.subgroups import timeout_s
-from guozhuang.strategies.exchanges import METHODS, Method
-from guozhuang.timeline import Timeline
-from guozhuang.world import World, current, requested_groups, requested_strategy, requested_timeline
+from guozhuang.strategies import ways
+from guozhuang.strategies.ways import Exchanging, Lazy, Setup
 
 DEFAULT = "ddp"
 
-_WRAPPERS = (DistributedDataParallel, DataParallel, nn.parallel.DistributedDataParallel, nn.DataParallel)
-
-_log = logging.getLogger("guozhuang")
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What a strategy is told besides the model and the optimizer.
-
-    Attributes:
-        world: the world of this process.
-        num_replicas: how many copies a strategy of one process makes; None leaves the choice to the strategy.
-        num_groups: how many process groups take the buckets in turn.
-    """
-
-    world: World
-    num_replicas: int | None = None
-    num_groups: int = 1
-
-
-Prepared: TypeAlias = tuple[nn.Module, Optimizer]
+# After which Adam's second moment is taken to have settled; 100 are too few for BERT from scratch.
+_ADAM_WARMUP_STEPS = 300
+# In which large first changes pass whole, for methods that add to a gradient what was lost of earlier ones; 20 are too few
+# for BERT from scratch: benchmarks/convergence.py.
+_WARMUP_STEPS = 100
 
 
 @dataclass(frozen=True)
@@ -64,7 +37,7 @@ class Strategy:
         exact: the weights equal those of a single process on the joined batch, to rounding.
         trains: False for a bound on speed that must not be used to train.
         one_process: the whole global batch goes through one process; a world of several ranks is impossible.
-        prepare: does it; called on every rank.
+        prepare: makes a model and its optimizer train so, on every rank; returns a ``Prepared`` where it owns the step.
         source: the paper or the software that it comes from, for reports; empty where there is none.
         takes_groups: its buckets can be handed to several process groups in turn.
         warmup_steps: steps at the start in which it sends more than later.
@@ -75,111 +48,46 @@ class Strategy:
     exact: bool
     trains: bool
     one_process: bool
-    prepare: Callable[[nn.Module, Optimizer, Setup], Prepared]
+    prepare: Callable[[nn.Module, Optimizer, Setup], tuple[nn.Module, Optimizer]]
     source: str = ""
     takes_groups: bool = False
     warmup_steps: int = 0
 
 
-def _single(model: nn.Module, optimizer: Optimizer, setup: Setup) -> Prepared:
-    return model, optimizer
+def _compressed(codec: str, *args: Any, error_feedback: bool = False, **options: Any) -> Lazy:
+    code = Lazy(f"exchange.codecs.{codec}", *args, **options)
+    return Lazy("exchange.compressed:Compressed", code, error_feedback=error_feedback)
 
 
-def _none(model: nn.Module, optimizer: Optimizer, setup: Setup) -> Prepared:
-    if setup.world.rank == 0:
-        _log.warning(
-            "strategy none: the ranks exchange nothing, so each trains a model of its own on its share of the data. "
-            "It is a bound on speed for comparisons, not a way to train."
-        )
-    return model, optimizer
+def _after_warmup(then: Lazy) -> Lazy:
+    return Lazy("exchange.warmup:Warmup", _WARMUP_STEPS, _ALLREDUCE, then)
 
 
-def _ddp(model: nn.Module, optimizer: Optimizer, setup: Setup) -> Prepared:
-    return DistributedDataParallel(model, device_ids=_device_ids(model), process_group=_group(setup)), optimizer
+def _exchange(
+    name: str,
+    summary: str,
+    exchange: Lazy | None,
+    source: str,
+    *,
+    around: Lazy | None = None,
+    exact: bool = False,
+    warmup_steps: int = 0,
+) -> Strategy:
+    return Strategy(
+        name,
+        summary,
+        exact=exact,
+        trains=True,
+        one_process=False,
+        prepare=Exchanging(exchange, around),
+        source=source,
+        warmup_steps=warmup_steps,
+    )
 
 
-def _exchanging(method: Method) -> Callable[[nn.Module, Optimizer, Setup], Prepared]:
-    def prepare(model: nn.Module, optimizer: Optimizer, setup: Setup) -> Prepared:
-        if method.around is not None:
-            optimizer = method.around(optimizer)
-        wrapped = DistributedDataParallel(model, device_ids=_device_ids(model))
-        exchange = method.make(optimizer)
-        if isinstance(exchange, GradientExchange):
-            wrapped.use_exchange(exchange)
-        else:
-            wrapped.use_weight_exchange(exchange, optimizer)
-        return wrapped, optimizer
-
-    return prepare
-
-
-def _torch_ddp(model: nn.Module, optimizer: Optimizer, setup: Setup) -> Prepared:
-    wrapped = nn.parallel.DistributedDataParallel(model, device_ids=_device_ids(model), process_group=_group(setup))
-    return wrapped, optimizer
-
-
-def _horovod(model: nn.Module, optimizer: Optimizer, setup: Setup) -> Prepared:
-    # What serves scripts of other systems stands on top of the package, and nothing below may know it: this one name is looked
-    # up when it is asked for, so that a strategy of that kind can be compared all the same.
-    prepared: Prepared = importlib.import_module("guozhuang.compat.horovod.strategy").prepare(model, optimizer)
-    return prepared
-
-
-def _sharded(model: nn.Module, optimizer: Optimizer, setup: Setup) -> Prepared:
-    from guozhuang.sharding import shard
-
-    return shard(model, optimizer)
-
-
-def _sharded_gradients(model: nn.Module, optimizer: Optimizer, setup: Setup) -> Prepared:
-    from guozhuang.sharding.fully import shard_fully  # DTensor and all that it imports
-
-    return shard_fully(model, optimizer, keep_weights=True)
-
-
-def _sharded_weights(model: nn.Module, optimizer: Optimizer, setup: Setup) -> Prepared:
-    from guozhuang.sharding.fully import shard_fully
-
-    return shard_fully(model, optimizer, keep_weights=False)
-
-
-def _dp(model: nn.Module, optimizer: Optimizer, setup: Setup) -> Prepared:
-    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
-    num_accelerators = 0 if on_cpu else torch.accelerator.device_count()
-    wanted = setup.num_replicas
-    if num_accelerators:
-        if wanted is not None and wanted > num_accelerators:
-            raise UsageError(
-                explain(
-                    f"strategy dp was asked for {wanted} replicas and there are {num_accelerators} accelerators",
-                    value=wanted,
-                    fix=f"ask for at most {num_accelerators}, or keep the model on the CPU",
-                )
-            )
-        kind = setup.world.device.type
-        devices = [torch.device(kind, i) for i in range(wanted or num_accelerators)]
-    else:
-        # A thread computes a replica's forward, and PyTorch already spreads one forward over the cores: two replicas
-        # show what the method costs, more would only crowd them.
-        devices = [torch.device("cpu")] * (wanted or 2)
-        if wanted is None:
-            _log.info("strategy dp: 2 replicas on the CPU; ask for another number with num_replicas=")
-    return DataParallel(model, device_ids=devices), optimizer
-
-
-def _group(setup: Setup) -> dist.ProcessGroup | None:
-    """What takes the buckets: None for the default group."""
-    if setup.num_groups == 1:
-        return None
-    assert dist.group.WORLD is not None
-    return round_robin.over(setup.num_groups, timeout_s(dist.group.WORLD))
-
-
-def _device_ids(model: nn.Module) -> list[torch.device] | None:
-    """Name the device only where there is exactly one accelerator to name; CPU and several devices take None."""
-    devices = {parameter.device for parameter in model.parameters()}
-    return list(devices) if len(devices) == 1 and next(iter(devices)).type != "cpu" else None
-
+_ALLREDUCE = Lazy("exchange.allreduce:AllReduce")
+_QUANTIZE8 = _compressed("quantize8:MinMax8")
+_LOCAL_SGD = Lazy("exchange.local_sgd:LocalSGD", every=16)
 
 _VLDB = (
     "Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020, arXiv:2006.15704"
@@ -188,111 +96,272 @@ _ZERO = (
     "Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020, "
     "arXiv:1910.02054"
 )
+_BAGUA = "Gan et al., BAGUA: Scaling up Distributed Learning with System Relaxations, VLDB 2021, arXiv:2107.01499"
+_ONEBIT_ADAM = "Tang et al., 1-bit Adam, ICML 2021, arXiv:2102.02888"
 
 # Simplest to live with first: where measurements tie, the earlier one is recommended.
-STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
-    {
-        strategy.name: strategy
-        for strategy in (
-            Strategy(
-                "single",
-                "one process, all cores, the whole global batch",
-                exact=True,
-                trains=True,
-                one_process=True,
-                prepare=_single,
+_TABLE: dict[str, Strategy] = {
+    strategy.name: strategy
+    for strategy in (
+        Strategy(
+            "single",
+            "one process, all cores, the whole global batch",
+            exact=True,
+            trains=True,
+            one_process=True,
+            prepare=ways.single,
+        ),
+        Strategy(
+            "ddp",
+            "a process per share; gradients averaged while backward runs",
+            exact=True,
+            trains=True,
+            one_process=False,
+            prepare=ways.ddp,
+            source=_VLDB,
+            takes_groups=True,
+        ),
+        Strategy(
+            "torch-ddp",
+            "the same by PyTorch's own DistributedDataParallel, the peer",
+            exact=True,
+            trains=True,
+            one_process=False,
+            prepare=ways.torch_ddp,
+            source=_VLDB,
+            takes_groups=True,
+        ),
+        Strategy(
+            "dp",
+            "one process, a replica per share in threads, one optimizer",
+            exact=True,
+            trains=True,
+            one_process=True,
+            prepare=ways.dp,
+            source="torch.nn.DataParallel, of which it is a drop-in; Krizhevsky, One weird trick for parallelizing "
+            "convolutional neural networks, 2014, arXiv:1404.5997",
+        ),
+        Strategy(
+            "sharded",
+            "each rank updates its part of the weights; in the shared memory of one CPU node they exist once",
+            exact=True,
+            trains=True,
+            one_process=False,
+            prepare=ways.sharded,
+            source=_ZERO,
+        ),
+        Strategy(
+            "sharded-gradients",
+            "gradients and optimizer state divided, by PyTorch's fully_shard",
+            exact=True,
+            trains=True,
+            one_process=False,
+            prepare=ways.sharded_gradients,
+            source=_ZERO,
+        ),
+        Strategy(
+            "sharded-weights",
+            "weights divided too, gathered layer by layer, by PyTorch's fully_shard",
+            exact=True,
+            trains=True,
+            one_process=False,
+            prepare=ways.sharded_weights,
+            source=_ZERO,
+        ),
+        _exchange(
+            "parameter-server",
+            "gradients summed by servers: threads of the ranks, or processes of their own with guozhuang run --servers",
+            Lazy("exchange.parameter_server:ParameterServer"),
+            "Jiang et al., BytePS, OSDI 2020; Peng et al., ByteScheduler, SOSP 2019",
+            exact=True,
+        ),
+        _exchange(
+            "sparse-rows",
+            "ddp that sends of an embedding's gradient only the rows that were used",
+            Lazy("exchange.sparse_rows:SparseRows", _ALLREDUCE),
+            "Kim et al., Parallax, EuroSys 2019, arXiv:1808.02621",
+            exact=True,
+        ),
+        _exchange(
+            "sparse-rows8",
+            "the same, and all other gradients in 8 bits",
+            Lazy("exchange.sparse_rows:SparseRows", _QUANTIZE8),
+            "Kim et al., Parallax, EuroSys 2019, arXiv:1808.02621; the 8 bits are those of quantize8",
+        ),
+        _exchange(
+            "fp16",
+            "ddp with gradients in fp16 on the wire",
+            Lazy("exchange.cast:Cast", torch.float16, _ALLREDUCE),
+            "Micikevicius et al., Mixed Precision Training, ICLR 2018, arXiv:1710.03740",
+        ),
+        _exchange(
+            "bf16",
+            "ddp with gradients in bf16 on the wire",
+            Lazy("exchange.cast:Cast", torch.bfloat16, _ALLREDUCE),
+            "Kalamkar et al., A Study of BFLOAT16 for Deep Learning Training, 2019, arXiv:1905.12322",
+        ),
+        _exchange(
+            "quantize8",
+            "gradients in 8 bits, both ways (ByteGrad)",
+            _QUANTIZE8,
+            _BAGUA,
+        ),
+        _exchange(
+            "quantize4",
+            "gradients in 4 bits, rounded at random, with error feedback",
+            _compressed("dithering:Dithering", bits=4, error_feedback=True),
+            "Alistarh et al., QSGD, NeurIPS 2017, arXiv:1610.02132",
+        ),
+        _exchange(
+            "dithering",
+            "gradients to powers of two in 4 bits, right on average",
+            _compressed("dithering:Dithering", bits=4, partition="natural"),
+            "Horvath et al., Natural Compression for Distributed Deep Learning, 2019, arXiv:1905.10988",
+        ),
+        _exchange(
+            "onebit",
+            "signs of gradients and a magnitude per block, with error feedback",
+            _after_warmup(_compressed("onebit:OneBit", error_feedback=True)),
+            "Karimireddy et al., Error Feedback Fixes SignSGD and other Gradient Compression Schemes, ICML 2019, "
+            "arXiv:1901.09847",
+            warmup_steps=_WARMUP_STEPS,
+        ),
+        _exchange(
+            "topk",
+            "the greatest 1 % of gradients, with error feedback",
+            _after_warmup(_compressed("topk:TopK", 0.01, error_feedback=True)),
+            "Stich et al., Sparsified SGD with Memory, NeurIPS 2018, arXiv:1809.07599",
+            warmup_steps=_WARMUP_STEPS,
+        ),
+        _exchange(
+            "randomk",
+            "5 % of gradients, drawn at random, with error feedback",
+            _after_warmup(_compressed("topk:RandomK", 0.05, error_feedback=True)),
+            "Stich et al., Sparsified SGD with Memory, NeurIPS 2018, arXiv:1809.07599",
+            warmup_steps=_WARMUP_STEPS,
+        ),
+        _exchange(
+            "powersgd",
+            "gradients of matrices as two thin ones of rank 4, with error feedback",
+            _after_warmup(Lazy("exchange.powersgd:PowerSGD", rank=4)),
+            "Vogels et al., PowerSGD, NeurIPS 2019, arXiv:1905.13727",
+            warmup_steps=_WARMUP_STEPS,
+        ),
+        _exchange(
+            "adasum",
+            "gradients added where they are orthogonal, averaged where they agree",
+            Lazy("exchange.adasum:Adasum"),
+            "Maleki et al., Scaling Distributed Training with Adaptive Summation, MLSys 2021, arXiv:2006.02924",
+        ),
+        _exchange(
+            "qadam",
+            "Adam whose momentum travels in 8 bits after a warm-up; for torch's Adam and AdamW",
+            None,
+            _BAGUA,
+            around=Lazy("optim:QAdam.around", warmup_steps=_ADAM_WARMUP_STEPS),
+            warmup_steps=_ADAM_WARMUP_STEPS,
+        ),
+        _exchange(
+            "onebit-adam",
+            "the same in 1 bit, with error feedback",
+            None,
+            _ONEBIT_ADAM,
+            around=Lazy(
+                "optim:QAdam.around",
+                warmup_steps=_ADAM_WARMUP_STEPS,
+                codec=Lazy("exchange.codecs.onebit:OneBit"),
+                error_feedback=True,
             ),
-            Strategy(
-                "ddp",
-                "a process per share; gradients averaged while backward runs",
-                exact=True,
-                trains=True,
-                one_process=False,
-                prepare=_ddp,
-                source=_VLDB,
-                takes_groups=True,
+            warmup_steps=_ADAM_WARMUP_STEPS,
+        ),
+        _exchange(
+            "local-sgd",
+            "each rank trains alone; weights are averaged every 16 steps",
+            _LOCAL_SGD,
+            "Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019, arXiv:1805.09767",
+        ),
+        _exchange(
+            "overlapped-local-sgd",
+            "the same in two parts and 8 bits, each 7 steps under way in the background",
+            Lazy(
+                # With this outer optimizer the weights that arrive are the mean of those that were sent.
+                "exchange.diloco:DiLoCo",
+                every=16,
+                outer_lr=1.0,
+                outer_momentum=0.0,
+                num_fragments=2,
+                overlap_steps=7,
+                keep_progress=True,
+                codec=Lazy("exchange.codecs.dithering:Dithering", 8),
             ),
-            Strategy(
-                "torch-ddp",
-                "the same by PyTorch's own DistributedDataParallel, the peer",
-                exact=True,
-                trains=True,
-                one_process=False,
-                prepare=_torch_ddp,
-                source=_VLDB,
-                takes_groups=True,
-            ),
-            Strategy(
-                "horovod",
-                "a DistributedOptimizer: gradients are matched by name, in whatever order they come",
-                exact=True,
-                trains=True,
-                one_process=False,
-                prepare=_horovod,
-                source="Sergeev and Del Balso, Horovod: fast and easy distributed deep learning in TensorFlow, 2018, "
-                "arXiv:1802.05799",
-            ),
-            Strategy(
-                "dp",
-                "one process, a replica per share in threads, one optimizer",
-                exact=True,
-                trains=True,
-                one_process=True,
-                prepare=_dp,
-                source="torch.nn.DataParallel, of which it is a drop-in; Krizhevsky, One weird trick for parallelizing "
-                "convolutional neural networks, 2014, arXiv:1404.5997",
-            ),
-            Strategy(
-                "sharded",
-                "each rank updates its part of the weights; in the shared memory of one CPU node they exist once",
-                exact=True,
-                trains=True,
-                one_process=False,
-                prepare=_sharded,
-                source=_ZERO,
-            ),
-            Strategy(
-                "sharded-gradients",
-                "gradients and optimizer state divided, by PyTorch's fully_shard",
-                exact=True,
-                trains=True,
-                one_process=False,
-                prepare=_sharded_gradients,
-                source=_ZERO,
-            ),
-            Strategy(
-                "sharded-weights",
-                "weights divided too, gathered layer by layer, by PyTorch's fully_shard",
-                exact=True,
-                trains=True,
-                one_process=False,
-                prepare=_sharded_weights,
-                source=_ZERO,
-            ),
-            *(
-                Strategy(
-                    name,
-                    method.summary,
-                    exact=method.exact,
-                    trains=True,
-                    one_process=False,
-                    prepare=_exchanging(method),
-                    source=method.source,
-                    warmup_steps=method.warmup_steps,
-                )
-                for name, method in METHODS.items()
-            ),
-            Strategy(
-                "none",
-                "ranks without any communication: the bound on speed, not a way to train",
-                exact=False,
-                trains=False,
-                one_process=False,
-                prepare=_none,
-            ),
-        )
-    }
-)
+            "Douillard et al., Streaming DiLoCo, 2025, arXiv:2501.18512, without an outer optimizer",
+        ),
+        _exchange(
+            "node-local-sgd",
+            "ddp inside each node; weights are averaged between nodes every 16 steps",
+            Lazy("exchange.weight_hierarchical:WeightHierarchical", _ALLREDUCE, _LOCAL_SGD),
+            "Lin et al., Don't Use Large Mini-Batches, Use Local SGD, ICLR 2020, arXiv:1808.07217",
+        ),
+        _exchange(
+            "diloco",
+            "each rank trains alone; an outer optimizer follows their mean every 50 steps, in two parts, in the background",
+            Lazy("exchange.diloco:DiLoCo", every=50, num_fragments=2, overlap_steps=10),
+            "Douillard et al., DiLoCo, 2023, arXiv:2311.08105, and Streaming DiLoCo, 2025, arXiv:2501.18512",
+        ),
+        _exchange(
+            "decentralized",
+            "weights of the step before are averaged over all ranks while the next gradients are computed",
+            Lazy("exchange.decentralized:Decentralized", "all"),
+            "Lian et al., Can Decentralized Algorithms Outperform Centralized Algorithms?, NeurIPS 2017, arXiv:1705.09056",
+        ),
+        _exchange(
+            "decentralized-pairs",
+            "the same with one other rank in each step",
+            Lazy("exchange.decentralized:Decentralized", "shift_one"),
+            "Lian et al., Can Decentralized Algorithms Outperform Centralized Algorithms?, NeurIPS 2017, arXiv:1705.09056",
+        ),
+        _exchange(
+            "low-precision-decentralized",
+            "differences of weights in 8 bits to both neighbours of a ring",
+            Lazy("exchange.low_precision_decentralized:LowPrecisionDecentralized"),
+            _BAGUA,
+        ),
+        _exchange(
+            "async-parameter-server",
+            "servers hold the weights; each rank adds its step and takes what is there, at most 4 steps ahead of the slowest",
+            Lazy("exchange.parameter_server:AsyncParameterServer", max_staleness_steps=4, average=True),
+            "Ho et al., More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server, NIPS 2013",
+        ),
+        _exchange(
+            "async-model-average",
+            "weights are averaged in the background every half second, and nobody waits for anybody",
+            Lazy("exchange.async_average:AsyncModelAverage"),
+            _BAGUA,
+        ),
+        Strategy(
+            "none",
+            "ranks without any communication: the bound on speed, not a way to train",
+            exact=False,
+            trains=False,
+            one_process=False,
+            prepare=ways.none,
+        ),
+    )
+}
+STRATEGIES: Mapping[str, Strategy] = MappingProxyType(_TABLE)
+
+
+def register(strategy: Strategy, after: str) -> None:
+    """Add a strategy of a package that stands above this table, when that package is imported.
+
+    Args:
+        strategy: the new one.
+        after: the name of its neighbour in the table; see the order of the table.
+    """
+    assert strategy.name not in _TABLE and after in _TABLE, strategy.name
+    names = list(_TABLE)
+    later = {name: _TABLE.pop(name) for name in names[names.index(after) + 1 :]}
+    _TABLE.update({strategy.name: strategy, **later})
 
 
 def get(name: str) -> Strategy:
@@ -317,108 +386,3 @@ def check_groups(strategy: Strategy, num_groups: int) -> None:
         what = f"strategy {strategy.name} does not hand buckets to several groups"
         fix = f"leave --groups out, or choose one of {', '.join(takers)}"
         raise UsageError(explain(what, value=f"--groups {num_groups}", fix=fix))
-
-
-def prepare(
-    model: nn.Module, optimizer: Optimizer, strategy: str | None = None, *, num_replicas: int | None = None
-) -> Prepared:
-    """Make a plain model and its optimizer train over the whole world. Every rank must call this, after ``init()``.
-
-    Under ``guozhuang run --groups K`` the buckets of a strategy that exchanges gradients go to K process groups in turn.
-    Under ``guozhuang run --timeline FILE`` what the model and the optimizer do from now on is recorded, and written when
-    the process ends. A model that lies on the CPU while this rank owns an accelerator is moved there, which is said in the log.
-
-    Args:
-        model: the bare model, not wrapped yet; the same on every rank.
-        optimizer: over parameters of that model.
-        strategy: a name from :data:`STRATEGIES`. None: what ``guozhuang run --strategy`` asked for, else ``"ddp"``.
-        num_replicas: for ``"dp"`` only: how many devices share the batch. None: every accelerator, or 2 on the CPU.
-
-    Returns:
-        What to call in place of the model, and what to step in place of the optimizer.
-
-    Raises:
-        UsageError: ``init()`` was not called, the name is unknown, the strategy is impossible in this world, the model
-            is wrapped already or has nothing to train, or the optimizer holds parameters that the model lacks.
-    """
-    world = current()
-    if world is None:
-        raise UsageError(
-            explain("prepare() was called before init()", fix="call `world = guozhuang.init()` first, on every rank")
-        )
-    asked_for = strategy if strategy is not None else requested_strategy()
-    chosen = get(asked_for if asked_for is not None else DEFAULT)
-    num_groups = requested_groups()
-    check_groups(chosen, num_groups)
-    _check(model, optimizer, chosen, world, num_replicas)
-    _place(model, optimizer, world)
-    if world.rank == 0:
-        why = "as asked" if asked_for is not None else "the default"
-        _log.info("strategy %s (%s): %s; %d rank(s)", chosen.name, why, chosen.summary, world.size)
-    prepared = chosen.prepare(model, optimizer, Setup(world, num_replicas, num_groups))
-    path = requested_timeline()
-    if path is not None:
-        timeline = Timeline(world.rank)
-        record_steps(*prepared, timeline)
-        atexit.register(timeline.write, f"{path}.rank{world.rank}")
-    return prepared
-
-
-def _check(model: nn.Module, optimizer: Optimizer, chosen: Strategy, world: World, num_replicas: int | None) -> None:
-    if not isinstance(optimizer, Optimizer):
-        raise UsageError(
-            explain(
-                "prepare() takes a torch optimizer as its second value",
-                value=type(optimizer).__name__,
-                rank=world.rank,
-                fix="make one from model.parameters() and hand it over",
-            )
-        )
-    if chosen.one_process and world.size > 1:
-        raise UsageError(
-            explain(
-                f"strategy {chosen.name} is for one process and this world has {world.size} ranks",
-                value=chosen.name,
-                rank=world.rank,
-                fix="start the script in one process, or choose a strategy of several ranks such as ddp",
-            )
-        )
-    if num_replicas is not None and (chosen.name != "dp" or num_replicas < 1):
-        raise UsageError(
-            explain("num_replicas is a count >= 1 for the strategy dp only", value=num_replicas, fix="leave it out")
-        )
-    if isinstance(model, _WRAPPERS):
-        raise UsageError(
-            explain("the model is wrapped already", value=type(model).__name__, fix="hand over the bare model")
-        )
-    own = {id(parameter) for parameter in model.parameters()}
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        fix = "call requires_grad_(True) on what is to be trained, or use the model as it is"
-        raise UsageError(explain("no parameter of the model requires a gradient", value=type(model).__name__, fix=fix))
-    strangers = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
-    if strangers:
-        raise UsageError(
-            explain(
-                "the optimizer holds parameters that are not the model's",
-                value=strangers,
-                rank=world.rank,
-                fix="make the optimizer from the parameters of the very model you hand over",
-            )
-        )
-
-
-def _place(model: nn.Module, optimizer: Optimizer, world: World) -> None:
-    """Bring a model from the CPU to this rank's accelerator."""
-    if world.device.type == "cpu" or any(p.device.type != "cpu" for p in model.parameters()):
-        return
-    fix = f"call model.to({str(world.device)!r}) before the optimizer is made"
-    if optimizer.state:
-        what = f"the model is on the CPU, this rank trains on {world.device}, and the optimizer has already stepped"
-        raise UsageError(explain(what, rank=world.rank, fix=fix))
-    before = {id(parameter) for parameter in model.parameters()}
-    model.to(world.device)
-    # CPU to CUDA keeps the Parameter objects, so the optimizer follows; some other devices get new ones.
-    if before != {id(parameter) for parameter in model.parameters()}:
-        what = f"moving the model to {world.device} made new parameters, which the optimizer does not know"
-        raise UsageError(explain(what, rank=world.rank, fix=fix))
-    _log.info("rank %d: the model was moved to %s", world.rank, world.device)

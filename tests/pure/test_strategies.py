@@ -13,8 +13,12 @@ import torch
 from torch import nn
 
 import guozhuang as gz
+from guozhuang import strategies
 from guozhuang.errors import UsageError
-from guozhuang.strategies import table as strategies
+from guozhuang.exchange import GradientExchange
+from guozhuang.exchange.warmup import Warmup
+from guozhuang.exchange.weights import WeightExchange
+from guozhuang.strategies import Prepared, Strategy, apply, table
 from guozhuang.world import World
 
 ALONE = World(0, 1, 0, 1, 0, 1, torch.device("cpu"), "alone")
@@ -28,7 +32,7 @@ def _pair() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    monkeypatch.setattr(strategies, "current", lambda: getattr(request, "param", ALONE))
+    monkeypatch.setattr(apply, "current", lambda: getattr(request, "param", ALONE))
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
@@ -79,10 +83,10 @@ def test_none_is_said_to_be_no_way_to_train(caplog: pytest.LogCaptureFixture) ->
 
 @pytest.mark.usefixtures("world")
 def test_what_the_launcher_asked_for_is_taken_unless_the_script_names_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strategies, "requested_strategy", lambda: "dp")
+    monkeypatch.setattr(apply, "requested_strategy", lambda: "dp")
     assert isinstance(gz.prepare(*_pair())[0], gz.DataParallel)
     assert type(gz.prepare(*_pair(), "single")[0]) is nn.Linear
-    monkeypatch.setattr(strategies, "requested_strategy", lambda: "quick")
+    monkeypatch.setattr(apply, "requested_strategy", lambda: "quick")
     with pytest.raises(UsageError, match="no such strategy"):
         gz.prepare(*_pair())
 
@@ -148,8 +152,8 @@ def test_a_timeline_that_was_asked_for_holds_every_part_of_the_steps(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     at_exit: list[Callable[[], None]] = []
-    monkeypatch.setattr(strategies, "requested_timeline", lambda: str(tmp_path / "trace.json"))
-    monkeypatch.setattr(strategies.atexit, "register", lambda write, path: at_exit.append(partial(write, path)))
+    monkeypatch.setattr(apply, "requested_timeline", lambda: str(tmp_path / "trace.json"))
+    monkeypatch.setattr(apply.atexit, "register", lambda write, path: at_exit.append(partial(write, path)))
     model, optimizer = gz.prepare(*_pair(), "single")
     for _ in range(2):
         model(torch.ones(3, 4)).sum().backward()
@@ -162,3 +166,75 @@ def test_a_timeline_that_was_asked_for_holds_every_part_of_the_steps(
     assert [span["name"] for span in spans] == ["forward", "backward", "optimizer"] * 2 + ["forward"]
     assert all(span["dur"] > 0 for span in spans)
     assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in pairwise(spans))
+
+
+def test_every_exchange_of_the_table_can_be_made_and_its_warm_up_is_told() -> None:
+    found = {name: one for name, one in strategies.STRATEGIES.items() if isinstance(one.prepare, strategies.Exchanging)}
+    assert len(found) == 24
+    for name, strategy in found.items():
+        exchange, optimizer = strategy.prepare.make(torch.optim.AdamW(nn.Linear(4, 2).parameters()))
+        assert isinstance(exchange, GradientExchange | WeightExchange), name
+        assert isinstance(optimizer, torch.optim.Optimizer), name
+        assert (exchange.steps if isinstance(exchange, Warmup) else 0) == strategy.warmup_steps, name
+
+
+def test_a_strategy_from_above_stands_where_it_belongs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "_TABLE", dict(table._TABLE))
+    mine = replace(strategies.get("ddp"), name="mine")
+    table.register(mine, after="ddp")
+    assert list(table._TABLE.values())[2] is mine and list(table._TABLE)[:4] == ["single", "ddp", "mine", "torch-ddp"]
+
+
+def _squares(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+@pytest.mark.usefixtures("world")
+def test_the_step_of_a_strategy_trains_as_the_loop_of_a_script_does() -> None:
+    torch.manual_seed(0)
+    (model, optimizer), (twin, other) = _pair(), _pair()
+    twin.load_state_dict(model.state_dict())
+    prepared = gz.prepare(model, optimizer, "single")
+    assert isinstance(prepared, Prepared) and not prepared.owns_step
+    for batch in torch.randn(3, 5, 4):
+        passed: list[str] = []
+        loss = prepared.step(batch, _squares, passed=passed.append)
+        expected = _squares(twin, batch)
+        expected.backward()
+        other.step()
+        other.zero_grad()
+        assert torch.equal(loss, expected.detach()) and not loss.requires_grad
+        assert passed == ["forward", "backward", "optimizer"]
+        assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+    with pytest.raises(UsageError, match="tensor of one element"):
+        prepared.step(batch, lambda model, batch: model(batch))
+
+
+@pytest.mark.usefixtures("world")
+def test_a_strategy_may_own_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sees the batch and the loss function, and calls the latter with parts of the batch, as a schedule would."""
+    trained: list[torch.Tensor] = []
+
+    def by_halves(model: nn.Module, optimizer: torch.optim.Optimizer, setup: strategies.Setup) -> Prepared:
+        def step(
+            batch: torch.Tensor, loss_fn: Callable[..., torch.Tensor], *, passed: Callable[[str], object]
+        ) -> object:
+            halves = [loss_fn(model, half) / 2 for half in batch.chunk(2)]
+            sum(halves).backward()  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+            trained.append(batch)
+            return sum(halves)
+
+        return Prepared(model, optimizer, partial(step, passed=lambda part: None))  # type: ignore[arg-type]
+
+    mine = Strategy("halves", "in halves", exact=True, trains=True, one_process=False, prepare=by_halves)
+    monkeypatch.setitem(table._TABLE, "halves", mine)
+    (model, optimizer), (twin, other), batch = _pair(), _pair(), torch.randn(6, 4)
+    twin.load_state_dict(model.state_dict())
+    prepared, plain = gz.prepare(model, optimizer, "halves"), gz.prepare(twin, other, "single")
+    assert prepared.owns_step and prepared == (model, optimizer)
+    torch.testing.assert_close(prepared.step(batch, _squares).detach(), plain.step(batch, _squares))
+    torch.testing.assert_close(dict(model.named_parameters()), dict(twin.named_parameters()))
+    assert len(trained) == 1

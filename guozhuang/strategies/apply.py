@@ -1,0 +1,128 @@
+"""``prepare``: the strategy that was asked for, checked against the model and the world, and applied."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+
+from torch import nn
+from torch.optim import Optimizer
+
+from guozhuang.data_parallel import DataParallel
+from guozhuang.distributed import DistributedDataParallel
+from guozhuang.distributed.recording import record_steps
+from guozhuang.errors import UsageError, explain
+from guozhuang.strategies.table import DEFAULT, Strategy, check_groups, get
+from guozhuang.strategies.ways import Prepared, Setup
+from guozhuang.timeline import Timeline
+from guozhuang.world import World, current, requested_groups, requested_strategy, requested_timeline
+
+_WRAPPERS = (DistributedDataParallel, DataParallel, nn.parallel.DistributedDataParallel, nn.DataParallel)
+_log = logging.getLogger("guozhuang")
+
+
+def prepare(
+    model: nn.Module, optimizer: Optimizer, strategy: str | None = None, *, num_replicas: int | None = None
+) -> Prepared:
+    """Make a plain model and its optimizer train over the whole world. Every rank must call this, after ``init()``.
+
+    Under ``guozhuang run --groups K`` the buckets of a strategy that exchanges gradients go to K process groups in turn.
+    Under ``guozhuang run --timeline FILE`` what the model and the optimizer do from now on is recorded, and written when
+    the process ends. A model that lies on the CPU while this rank owns an accelerator is moved there, which is said in the log.
+
+    Args:
+        model: the bare model, not wrapped yet; the same on every rank.
+        optimizer: over parameters of that model.
+        strategy: a name from :data:`STRATEGIES`. None: what ``guozhuang run --strategy`` asked for, else ``"ddp"``.
+        num_replicas: for ``"dp"`` only: how many devices share the batch. None: every accelerator, or 2 on the CPU.
+
+    Returns:
+        ``model, optimizer``, to be called and stepped in place of yours. Unpack them, or keep the whole: its ``step(batch,
+        loss_fn)`` trains on one batch under every strategy, also under one that has no such loop as a script would write.
+
+    Raises:
+        UsageError: ``init()`` was not called, the name is unknown, the strategy is impossible in this world, the model
+            is wrapped already or has nothing to train, or the optimizer holds parameters that the model lacks.
+    """
+    world = current()
+    if world is None:
+        raise UsageError(
+            explain("prepare() was called before init()", fix="call `world = guozhuang.init()` first, on every rank")
+        )
+    asked_for = strategy if strategy is not None else requested_strategy()
+    chosen = get(asked_for if asked_for is not None else DEFAULT)
+    num_groups = requested_groups()
+    check_groups(chosen, num_groups)
+    _check(model, optimizer, chosen, world, num_replicas)
+    _place(model, optimizer, world)
+    if world.rank == 0:
+        why = "as asked" if asked_for is not None else "the default"
+        _log.info("strategy %s (%s): %s; %d rank(s)", chosen.name, why, chosen.summary, world.size)
+    found = chosen.prepare(model, optimizer, Setup(world, num_replicas, num_groups))
+    prepared = found if isinstance(found, Prepared) else Prepared(*found)
+    path = requested_timeline()
+    if path is not None:
+        timeline = Timeline(world.rank)
+        record_steps(*prepared, timeline)
+        atexit.register(timeline.write, f"{path}.rank{world.rank}")
+    return prepared
+
+
+def _check(model: nn.Module, optimizer: Optimizer, chosen: Strategy, world: World, num_replicas: int | None) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise UsageError(
+            explain(
+                "prepare() takes a torch optimizer as its second value",
+                value=type(optimizer).__name__,
+                rank=world.rank,
+                fix="make one from model.parameters() and hand it over",
+            )
+        )
+    if chosen.one_process and world.size > 1:
+        raise UsageError(
+            explain(
+                f"strategy {chosen.name} is for one process and this world has {world.size} ranks",
+                value=chosen.name,
+                rank=world.rank,
+                fix="start the script in one process, or choose a strategy of several ranks such as ddp",
+            )
+        )
+    if num_replicas is not None and (chosen.name != "dp" or num_replicas < 1):
+        raise UsageError(
+            explain("num_replicas is a count >= 1 for the strategy dp only", value=num_replicas, fix="leave it out")
+        )
+    if isinstance(model, _WRAPPERS):
+        raise UsageError(
+            explain("the model is wrapped already", value=type(model).__name__, fix="hand over the bare model")
+        )
+    own = {id(parameter) for parameter in model.parameters()}
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        fix = "call requires_grad_(True) on what is to be trained, or use the model as it is"
+        raise UsageError(explain("no parameter of the model requires a gradient", value=type(model).__name__, fix=fix))
+    strangers = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
+    if strangers:
+        raise UsageError(
+            explain(
+                "the optimizer holds parameters that are not the model's",
+                value=strangers,
+                rank=world.rank,
+                fix="make the optimizer from the parameters of the very model you hand over",
+            )
+        )
+
+
+def _place(model: nn.Module, optimizer: Optimizer, world: World) -> None:
+    """Bring a model from the CPU to this rank's accelerator."""
+    if world.device.type == "cpu" or any(p.device.type != "cpu" for p in model.parameters()):
+        return
+    fix = f"call model.to({str(world.device)!r}) before the optimizer is made"
+    if optimizer.state:
+        what = f"the model is on the CPU, this rank trains on {world.device}, and the optimizer has already stepped"
+        raise UsageError(explain(what, rank=world.rank, fix=fix))
+    before = {id(parameter) for parameter in model.parameters()}
+    model.to(world.device)
+    # CPU to CUDA keeps the Parameter objects, so the optimizer follows; some other devices get new ones.
+    if before != {id(parameter) for parameter in model.parameters()}:
+        what = f"moving the model to {world.device} made new parameters, which the optimizer does not know"
+        raise UsageError(explain(what, rank=world.rank, fix=fix))
+    _log.info("rank %d: the model was moved to %s", world.rank, world.device)

@@ -1,0 +1,262 @@
+"""What each strategy does to a model and its optimizer, and what it hands back: the table in ``table.py`` names these.
+
+[Note: who owns the step] Most strategies leave the training step to the script: forward, loss, backward, ``optimizer.step()``.
+A strategy that interleaves these parts (a pipeline computes several pieces of a batch at once, and its last rank alone sees the
+loss) has to own the whole step. So each strategy hands back a third thing besides the model and the optimizer, a :class:`Step`:
+where the strategy does not own the step it is :class:`PlainStep`, the loop that a script would write. A script that trains by
+``prepared.step(batch, loss_fn)`` runs under every strategy. A strategy that owns the step hands back a model whose forward
+raises and names ``step``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from guozhuang.data_parallel import DataParallel
+from guozhuang.distributed import DistributedDataParallel
+from guozhuang.errors import UsageError, explain
+from guozhuang.exchange import GradientExchange
+from guozhuang.groups import round_robin
+from guozhuang.groups.subgroups import timeout_s
+from guozhuang.world import World
+
+_log = logging.getLogger("guozhuang")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The run that a strategy prepares a model for.
+
+    Attributes:
+        world: the world of this process.
+        num_replicas: how many copies a strategy of one process makes; None leaves the choice to the strategy.
+        num_groups: how many process groups take the buckets in turn.
+    """
+
+    world: World
+    num_replicas: int | None = None
+    num_groups: int = 1
+
+
+class Step(Protocol):
+    """One training step: forward, loss, backward, the optimizer's step, and gradients set to None."""
+
+    def __call__(
+        self, batch: Any, loss_fn: Callable[[Any, Any], Tensor], *, passed: Callable[[str], object] = ...
+    ) -> Tensor:
+        """Train on one batch. Every rank must call, each with its own batch.
+
+        Args:
+            batch: handed to ``loss_fn``.
+            loss_fn: ``loss_fn(model, batch)`` calls the model once and returns the mean loss over the batch, a tensor of one
+                element. A strategy may call it with a part of the batch (along the first dim of all its tensors) and with a
+                stand-in for the model.
+            passed: called with "forward", "backward" and "optimizer" when each has ended; a strategy that interleaves them
+                calls it at the end of the last piece of each.
+
+        Returns:
+            The loss on this rank's batch, detached.
+
+        Raises:
+            UsageError: the loss is no tensor of one element.
+        """
+        ...
+
+
+class PlainStep:
+    """The step of strategies that leave it to the script."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+
+    def __call__(
+        self,
+        batch: Any,
+        loss_fn: Callable[[Any, Any], Tensor],
+        *,
+        passed: Callable[[str], object] = lambda part: None,
+    ) -> Tensor:
+        """Train on one batch; see :class:`Step`."""
+        loss = loss_fn(self._model, batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = "the loss function must return a tensor of one element"
+            raise UsageError(explain(what, value=loss, fix="return the mean loss"))
+        passed("forward")
+        loss.backward()
+        passed("backward")
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        passed("optimizer")
+        return loss.detach()
+
+
+class Prepared(tuple[nn.Module, Optimizer]):
+    """``model, optimizer``, to be unpacked, with the step of the strategy. See [Note: who owns the step].
+
+    Args:
+        model: to be called in place of the user's.
+        optimizer: to be stepped in place of the user's.
+        step: of a strategy that owns the step; None for one that leaves it to the script.
+
+    Attributes:
+        step: trains on one batch, under any strategy.
+        owns_step: whether nothing but ``step`` trains the model.
+    """
+
+    step: Step
+    owns_step: bool
+
+    def __new__(cls, model: nn.Module, optimizer: Optimizer, step: Step | None = None) -> Prepared:
+        """Make the pair."""
+        made = super().__new__(cls, (model, optimizer))
+        made.step, made.owns_step = step or PlainStep(model, optimizer), step is not None
+        return made
+
+
+def single(model: nn.Module, optimizer: Optimizer, setup: Setup) -> tuple[nn.Module, Optimizer]:
+    """Change nothing: the process trains alone."""
+    return model, optimizer
+
+
+def none(model: nn.Module, optimizer: Optimizer, setup: Setup) -> tuple[nn.Module, Optimizer]:
+    """Change nothing on any rank, and warn of it."""
+    if setup.world.rank == 0:
+        _log.warning(
+            "strategy none: the ranks exchange nothing, so each trains a model of its own on its share of the data. "
+            "It is a bound on speed for comparisons, not a way to train."
+        )
+    return model, optimizer
+
+
+def ddp(model: nn.Module, optimizer: Optimizer, setup: Setup) -> tuple[nn.Module, Optimizer]:
+    """Wrap the model in this project's DistributedDataParallel."""
+    wrapped = DistributedDataParallel(model, device_ids=_device_ids(model), process_group=_group(setup))
+    return wrapped, optimizer
+
+
+class Lazy:
+    """A call that is made later, so that a module is imported by those who use it: each costs a millisecond or more.
+
+    Args:
+        path: of the callable, ``module:name`` within the package: ``exchange.cast:Cast``.
+        *args: its arguments; a ``Lazy`` among them is called first.
+        **options: its keyword arguments, alike.
+    """
+
+    def __init__(self, path: str, *args: Any, **options: Any) -> None:
+        self._path, self._args, self._options = path, args, options
+
+    def __call__(self, *first: Any) -> Any:
+        """Import the callable, and call it with ``first`` before its own arguments."""
+        module, _, name = self._path.partition(":")
+        found: Any = importlib.import_module(f"guozhuang.{module}")
+        for part in name.split("."):
+            found = getattr(found, part)
+        args = [arg() if isinstance(arg, Lazy) else arg for arg in self._args]
+        options = {key: arg() if isinstance(arg, Lazy) else arg for key, arg in self._options.items()}
+        return found(*first, *args, **options)
+
+
+@dataclass(frozen=True)
+class Exchanging:
+    """Wraps the model in DistributedDataParallel with an exchange of gradients or of weights.
+
+    Attributes:
+        exchange: makes a new exchange; None for the one that the optimizer brings (``QAdam``).
+        around: makes the optimizer that steps from the user's; None for the user's own.
+    """
+
+    exchange: Lazy | None
+    around: Lazy | None = None
+
+    def make(self, optimizer: Optimizer) -> tuple[Any, Optimizer]:
+        """Return a new exchange, and the optimizer that steps."""
+        if self.around is not None:
+            optimizer = self.around(optimizer)
+        brought: Any = optimizer
+        return (brought.exchange() if self.exchange is None else self.exchange()), optimizer
+
+    def __call__(self, model: nn.Module, optimizer: Optimizer, setup: Setup) -> tuple[nn.Module, Optimizer]:
+        """Prepare a model."""
+        exchange, optimizer = self.make(optimizer)
+        wrapped = DistributedDataParallel(model, device_ids=_device_ids(model))
+        if isinstance(exchange, GradientExchange):
+            wrapped.use_exchange(exchange)
+        else:
+            wrapped.use_weight_exchange(exchange, optimizer)
+        return wrapped, optimizer
+
+
+def torch_ddp(model: nn.Module, optimizer: Optimizer, setup: Setup) -> tuple[nn.Module, Optimizer]:
+    """Wrap the model in PyTorch's DistributedDataParallel."""
+    wrapped = nn.parallel.DistributedDataParallel(model, device_ids=_device_ids(model), process_group=_group(setup))
+    return wrapped, optimizer
+
+
+def sharded(model: nn.Module, optimizer: Optimizer, setup: Setup) -> tuple[nn.Module, Optimizer]:
+    """Divide the optimizer's work, and its state, between the ranks."""
+    from guozhuang.sharding import shard
+
+    return shard(model, optimizer)
+
+
+def sharded_gradients(model: nn.Module, optimizer: Optimizer, setup: Setup) -> tuple[nn.Module, Optimizer]:
+    """Divide gradients and the optimizer's state by PyTorch's fully_shard."""
+    from guozhuang.sharding.fully import shard_fully  # DTensor and all that it imports
+
+    return shard_fully(model, optimizer, keep_weights=True)
+
+
+def sharded_weights(model: nn.Module, optimizer: Optimizer, setup: Setup) -> tuple[nn.Module, Optimizer]:
+    """Divide the weights too."""
+    from guozhuang.sharding.fully import shard_fully
+
+    return shard_fully(model, optimizer, keep_weights=False)
+
+
+def dp(model: nn.Module, optimizer: Optimizer, setup: Setup) -> tuple[nn.Module, Optimizer]:
+    """Wrap the model in DataParallel: a replica per device, in this process."""
+    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    num_accelerators = 0 if on_cpu else torch.accelerator.device_count()
+    wanted = setup.num_replicas
+    if num_accelerators:
+        if wanted is not None and wanted > num_accelerators:
+            raise UsageError(
+                explain(
+                    f"strategy dp was asked for {wanted} replicas and there are {num_accelerators} accelerators",
+                    value=wanted,
+                    fix=f"ask for at most {num_accelerators}, or keep the model on the CPU",
+                )
+            )
+        kind = setup.world.device.type
+        devices = [torch.device(kind, i) for i in range(wanted or num_accelerators)]
+    else:
+        # A thread computes a replica's forward, and PyTorch already spreads one forward over the cores: two replicas
+        # show what the method costs, more would only crowd them.
+        devices = [torch.device("cpu")] * (wanted or 2)
+        if wanted is None:
+            _log.info("strategy dp: 2 replicas on the CPU; ask for another number with num_replicas=")
+    return DataParallel(model, device_ids=devices), optimizer
+
+
+def _group(setup: Setup) -> dist.ProcessGroup | None:
+    """Return the group that takes the buckets: None for the default group."""
+    if setup.num_groups == 1:
+        return None
+    assert dist.group.WORLD is not None
+    return round_robin.over(setup.num_groups, timeout_s(dist.group.WORLD))
+
+
+def _device_ids(model: nn.Module) -> list[torch.device] | None:
+    """Name the device only where there is exactly one accelerator to name; CPU and several devices take None."""
+    devices = {parameter.device for parameter in model.parameters()}
+    return list(devices) if len(devices) == 1 and next(iter(devices)).type != "cpu" else None
