@@ -6,8 +6,8 @@
    request the agent can die unnoticed; so the rank looks at its parent after the request.
 2. The kernel tells the ranks only, and forgets the request at every fork: data-loader workers and programs that a script
    started would go on. A guard, which is no child of the agent and in no session with it, waits for the agent's end, and
-   then kills all that has the run's variable in its environment or belongs to the session of a rank. Torch elastic gives
-   each rank a session of its own. The number of a session is not given to a new process while a process of it lives; a
+   then kills all that has the run's variable in its environment or belongs to the session of a rank. Each rank has a
+   session of its own. The number of a session is not given to a new process while a process of it lives; a
    leader that is younger than the rank we knew is a stranger.
 3. At every ordinary end, and before a restart, the agent does the same itself.
 The guard is run as a file by an interpreter without site packages, and imports one file of the package: ``watch.processes``.

@@ -1,4 +1,4 @@
-"""What stands between torch elastic and a rank's own program: tie its life to the agent's, then become it by ``exec``.
+"""What the agent starts in place of a rank's program: it ties its life to the agent's, then becomes the program by ``exec``.
 
 Run as a file by an interpreter without site packages, so that it costs some ten milliseconds; it imports nothing of the
 package. See [Note: no orphans] in guard.py.

@@ -8,30 +8,25 @@ and have the run's variable. Under -H the host's supervisor ends them in place o
 from __future__ import annotations
 
 import contextlib
-import datetime
 import os
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from guozhuang.errors import WorldError, explain
+from guozhuang.launch.crew import entry
 from guozhuang.launch.failures import how
+from guozhuang.launch.rendezvous.fixed import Attempt
 from guozhuang.net import search
 from guozhuang.net.meeting_point import MeetingPoint
 from guozhuang.net.store import listen, serve
 
-if TYPE_CHECKING:
-    from torch.distributed.elastic.agent.server.api import WorkerGroup
-
 VARIABLE = "GUOZHUANG_SERVERS"
 _STORE_S = 300.0  # the limit of the store's operations
-_NUMBERS_S = 60.0  # for the agents of other nodes, which have met, to say how many servers they start
 _JOIN_S = 5.0
 
 
@@ -58,12 +53,11 @@ class Servers:
         environ = {name: value for name, value in os.environ.items() if name != VARIABLE}
         # At the end of a run its store goes first, which c10d would tell of.
         environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        stub, own = str(Path(__file__).with_name("rank.py")), ["-I", "-S"]
         for number in self._numbers:
             words = ["-m", "guozhuang.exchange.parameter_server.server", "--stay", "--store", address]
             words += ["--number", str(number), "--count", str(self._count)]
             process = subprocess.Popen(
-                [sys.executable, *own, stub, str(os.getpid()), "", sys.executable, *words],
+                [*entry(), sys.executable, *words],
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                 env=environ, start_new_session=True,
             )  # fmt: skip
@@ -123,53 +117,33 @@ class ServersOfANode:
         self._count, self._say = count, say
         self._servers = Servers([], 0, say)
         self._store: dist.TCPStore | None = None
-        self._counts: list[int] = []  # of all nodes, in this attempt
+        self._is_alone = True
 
-    def meet(self, group: WorkerGroup) -> None:
-        """Learn how many servers each node starts.
-
-        Args:
-            group: what torch elastic knows of this node after the nodes have met.
-
-        Raises:
-            ServersError: another node did not say how many it starts.
-        """
-        node, num_nodes = group.group_rank or 0, group.group_world_size or 1
-        if self._count:
-            self._counts = [self._count] if num_nodes == 1 else self._counts_of_all(group.store, node, num_nodes)
-
-    def start(self, group: WorkerGroup) -> None:
-        """Start them; to be called after :meth:`meet`, by the thread that starts the ranks, before it does.
+    def start(self, attempt: Attempt) -> dict[str, str]:
+        """Start them; to be called by the thread that starts the ranks, before it does.
 
         Args:
-            group: as above.
+            attempt: how many servers each node starts, and where the ranks meet.
+
+        Returns:
+            What the ranks need in their environment.
         """
         if not self._count:
-            return
-        begin, count = sum(self._counts[: group.group_rank or 0]), sum(self._counts)
-        if len(self._counts) == 1:
+            return {}
+        counts = [share.servers for share in attempt.shares]
+        begin, count = sum(counts[: attempt.node]), sum(counts)
+        self._is_alone = len(counts) == 1
+        if self._is_alone:
             listener = listen(MeetingPoint(search.LOOPBACK, 0, is_loopback_meant=True))
             address = f"{search.LOOPBACK}:{listener.getsockname()[1]}"
             self._store = serve(listener, _STORE_S)
         else:
-            host = str(group.master_addr)
             # The agents keep that store, and a new one, or an empty one, for each attempt.
-            address = f"[{host}]:{group.master_port}" if ":" in host else f"{host}:{group.master_port}"
+            host = f"[{attempt.host}]" if ":" in attempt.host else attempt.host
+            address = f"{host}:{attempt.port}"
         self._servers = Servers(range(begin, begin + self._count), count, self._say)
         self._servers.start(address)
-        os.environ[VARIABLE] = f"{count}@{address}"  # for the ranks
-
-    def _counts_of_all(self, store: Any, node: int, num_nodes: int) -> list[int]:
-        store.set(f"servers of node {node}", str(self._count))
-        found = []
-        for other in range(num_nodes):
-            try:
-                store.wait([f"servers of node {other}"], datetime.timedelta(seconds=_NUMBERS_S))
-            except dist.DistStoreError:
-                what = f"node {other} did not say within {_NUMBERS_S:g} s how many parameter servers it starts"
-                raise ServersError(explain(what, fix="give --servers, at least 1, on every node")) from None
-            found.append(int(store.get(f"servers of node {other}")))
-        return found
+        return {VARIABLE: f"{count}@{address}"}
 
     @property
     def pids(self) -> list[int]:
@@ -183,7 +157,7 @@ class ServersOfANode:
             ServersError: one has ended, which none does by itself.
         """
         # The end of a store that other nodes keep is theirs: they begin anew or are lost, which the meeting tells of.
-        ended = self._servers.ended(but_well=len(self._counts) > 1)
+        ended = self._servers.ended(but_well=not self._is_alone)
         if ended is not None:
             fix = "look at what it printed, or in the system's log if it was killed"
             raise ServersError(explain(f"{ended} on host {socket.gethostname()}, so the run ends", fix=fix))

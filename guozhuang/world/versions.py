@@ -90,3 +90,21 @@ def call_with_known(kind: Callable[..., Any], target: Callable[..., Any] | None 
     """
     known = {name for each in (kind, target) if each is not None for name in inspect.signature(each).parameters}
     return kind(**{name: value for name, value in arguments.items() if name in known})
+
+
+def bound_to_numa(command: list[str], local_rank: int, options: Any) -> list[str]:
+    """The command that starts a rank near its GPU, as ``--numa-binding`` asks; PyTorch has no public name for it.
+
+    Args:
+        command: of the rank.
+        local_rank: the index of its GPU.
+        options: the ``numa_options`` of torch's launch configuration; None: the command stays as it is.
+    """
+    if options is None:
+        return command
+    from torch.numa import binding
+
+    wrapped = binding._maybe_wrap_command_args_with_numa_binding(
+        tuple(command), gpu_index=local_rank, numa_options=options
+    )
+    return list(wrapped)

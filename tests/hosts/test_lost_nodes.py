@@ -27,10 +27,6 @@ pytestmark = [pytest.mark.waits, pytest.mark.needs_root, pytest.mark.skipif(bool
 
 _CLONE_NEWUTS = 0x04000000
 FIXED = "--nnodes 2 --master-addr 10.77.0.10 --rdzv-conf timeout=20,keep_alive_max_attempt=2 --node-rank {host}"
-ELASTIC = (
-    "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint 10.77.0.10:29555 --rdzv-id job"
-    " --rdzv-conf timeout=20,keep_alive_max_attempt=4,last_call_timeout=1"
-)
 
 
 def _be_agent(namespace: str, name: str, arguments: list[str], output: str) -> None:
@@ -140,10 +136,9 @@ def pair_of(pairs: list[Pair], hosts: Hosts, folder: Path, options: str, *second
     return pairs[-1]
 
 
-@pytest.mark.parametrize("options", [FIXED, pytest.param(ELASTIC, marks=pytest.mark.slow)], ids=["fixed", "elastic"])
 @pytest.mark.parametrize("host", [0, 1])
-def test_an_agent_that_is_killed(pairs: list[Pair], hosts: Hosts, tmp_path: Path, options: str, host: int) -> None:
-    pair = pair_of(pairs, hosts, tmp_path, options)
+def test_an_agent_that_is_killed(pairs: list[Pair], hosts: Hosts, tmp_path: Path, host: int) -> None:
+    pair = pair_of(pairs, hosts, tmp_path, FIXED)
     pair.signal(host, signal.SIGKILL)
     code, text = pair.end(1 - host, 10)
     assert code == 1, text
@@ -155,10 +150,9 @@ def test_an_agent_that_is_killed(pairs: list[Pair], hosts: Hosts, tmp_path: Path
     assert not pair.left()
 
 
-@pytest.mark.parametrize("options", [FIXED, pytest.param(ELASTIC, marks=pytest.mark.slow)], ids=["fixed", "elastic"])
-def test_a_cable_that_is_cut(pairs: list[Pair], hosts: Hosts, tmp_path: Path, options: str) -> None:
+def test_a_cable_that_is_cut(pairs: list[Pair], hosts: Hosts, tmp_path: Path) -> None:
     """To the other node it is the same as a host that is switched off."""
-    pair = pair_of(pairs, hosts, tmp_path, options)
+    pair = pair_of(pairs, hosts, tmp_path, FIXED)
     hosts.cut(1)
     ends = [pair.end(host, 15) for host in (0, 1)]
     assert [code for code, _ in ends] == [1, 1], ends
@@ -186,22 +180,18 @@ def test_a_signal_ends_an_agent_whose_store_does_not_answer(
     assert pair.end(0, 10)[0] == 143
 
 
-@pytest.mark.parametrize("options", [FIXED, pytest.param(ELASTIC, marks=pytest.mark.slow)], ids=["fixed", "elastic"])
 def test_a_node_that_has_finished_hears_of_the_end_of_the_others(
-    pairs: list[Pair], hosts: Hosts, tmp_path: Path, options: str
+    pairs: list[Pair], hosts: Hosts, tmp_path: Path
 ) -> None:
-    pair = pair_of(pairs, hosts, tmp_path, options, 600, 0.1)
+    pair = pair_of(pairs, hosts, tmp_path, FIXED, 600, 0.1)
     time.sleep(0.5)
     pair.signal(0, signal.SIGKILL)
     code, text = pair.end(1, 10)
     assert code == 1 and "which keeps the store, is gone" in text, text
 
 
-@pytest.mark.parametrize("options", [FIXED, pytest.param(ELASTIC, marks=pytest.mark.slow)], ids=["fixed", "elastic"])
-def test_nodes_that_end_at_different_times_end_well(
-    pairs: list[Pair], hosts: Hosts, tmp_path: Path, options: str
-) -> None:
-    pair = pair_of(pairs, hosts, tmp_path, options, 0.2, 1.5)
+def test_nodes_that_end_at_different_times_end_well(pairs: list[Pair], hosts: Hosts, tmp_path: Path) -> None:
+    pair = pair_of(pairs, hosts, tmp_path, FIXED, 0.2, 1.5)
     ends = [pair.end(host, 10) for host in (0, 1)]
     assert [code for code, _ in ends] == [0, 0], ends
 

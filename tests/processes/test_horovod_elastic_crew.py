@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from guozhuang.compat.horovod.runner.elastic.crew import Crew, Ended, Event, Lost, Printed, Reached, Started
+from guozhuang.compat.horovod.runner.elastic.crew import Ended, Event, LocalWorkers, Lost, Printed, Reached, Started
 from guozhuang.compat.horovod.runner.elastic.discovery import DiscoveryError, HostDiscoveryScript, Watch
 from guozhuang.compat.horovod.runner.elastic.doors import Doors
 from guozhuang.compat.horovod.runner.elastic.remote_crew import RemoteCrew, Told
@@ -34,7 +34,7 @@ def of_kind(events: queue.Queue[Event], kind: type[Any], limit_s: float = 20.0) 
 
 def test_a_worker_that_cannot_be_started_has_ended() -> None:
     events: queue.Queue[Event] = queue.Queue()
-    crew = Crew(events, Room())
+    crew = LocalWorkers(events, Room())
     too_much = {f"VARIABLE{number}": "x" * 100_000 for number in range(100)}
     for number, environ in enumerate([too_much, {"ZERO": "a\0b"}]):
         crew.start(number, ["/bin/true"], environ)
@@ -48,7 +48,7 @@ def test_a_worker_that_cannot_be_started_has_ended() -> None:
 def test_workers_wait_where_nobody_takes_what_they_print() -> None:
     events: queue.Queue[Event] = queue.Queue()
     room = Room(most_bytes=1 << 18)
-    crew = Crew(events, room)
+    crew = LocalWorkers(events, room)
     crew.start(0, ["/bin/sh", "-c", "head -c 5000000 /dev/zero; exit 3"], dict(os.environ))
     try:
         of_kind(events, Started)

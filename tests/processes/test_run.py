@@ -17,6 +17,7 @@ from typing import NoReturn
 import psutil
 import pytest
 
+from guozhuang.launch import crew
 from guozhuang.world.machine import usable_cores
 from tests import launching
 
@@ -200,15 +201,11 @@ def test_the_shutdown_timeout_holds_when_a_rank_fails(here: Callable[..., int], 
     assert time.monotonic() - begin < 20, "torch elastic's own is 30 s"
 
 
-def test_ranks_that_torch_gives_up_are_a_failure(
+def test_ranks_that_the_kernel_holds_are_a_failure(
     here: Callable[..., int], script: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from torch.distributed.elastic.agent.server import local_elastic_agent
-
-    if not hasattr(local_elastic_agent, "read_proc_state"):
-        pytest.skip("this version of torch does not look for processes that the kernel holds")
     monkeypatch.setenv("TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT", "0.3")
-    monkeypatch.setattr(local_elastic_agent, "read_proc_state", lambda pid: "D")
+    monkeypatch.setattr(crew, "state_of", lambda pid: "D")
     assert here("-np", "2", script, "sleep") == 1
     assert "rank 0 (process " in (err := capfd.readouterr().err) and "held by the kernel" in err
 

@@ -20,7 +20,6 @@ from guozhuang.errors import UsageError
 from guozhuang.launch.hosts import run as hosts_run
 from guozhuang.launch.hosts import ssh
 from guozhuang.launch.options import plan as options
-from guozhuang.launch.order import FirstFailure
 
 PROGRAM = ["python", "train.py", "--np", "3"]
 ROOT = Path(__file__).resolve().parents[2]
@@ -351,7 +350,7 @@ def test_the_driver_of_elastic_runs_is_told(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_text_of_a_failure_names_the_process() -> None:
-    text = static_run.text_of(FirstFailure("rank 3 on host b", 7))
+    text = static_run.text_of("rank 3 on host b", 7)
     assert "one or more processes exited with non-zero status" in text
     assert text.endswith("Process name: rank 3 on host b\nExit code: 7")
 

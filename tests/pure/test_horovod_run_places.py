@@ -7,7 +7,6 @@ import runpy
 import shutil
 import socket
 import sys
-import types
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,13 +18,10 @@ from guozhuang.errors import UsageError, WorldError
 from guozhuang.launch import python_path
 from guozhuang.launch.console.output import Places
 from guozhuang.launch.console.streams import NamedPipe, Stream, Trace
-from guozhuang.launch.elastic_logs import Logs, copies_of
-from guozhuang.launch.hosts import failure as hosts_failure
 from guozhuang.launch.hosts import ssh
-from guozhuang.launch.hosts.failure import Failure
-from guozhuang.launch.hosts.link import Link
 from guozhuang.launch.options import plan as options
 from guozhuang.launch.rank import horovods_variables
+from guozhuang.launch.rank_files import RankFiles, Shown, copies_of
 from guozhuang.net import interfaces
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,13 +69,6 @@ def test_what_other_hosts_are_told_of_the_environment() -> None:
     assert ssh.of_the_job(environ) == {"DATA": "/d"}
 
 
-def test_who_failed_on_another_host_is_known_from_its_report() -> None:
-    report = b"guozhuang run: rank 5 failed first: exit code 3 (process 9 on host b)\n  Traceback ...\n"
-    link = Link("b", 1, False)
-    assert hosts_failure.who(Failure(link, 3, "failed: exit code 3", report=report)) == "rank 5 on host b"
-    assert hosts_failure.who(Failure(link, 255, "was lost")) == "host b"
-
-
 @pytest.mark.parametrize("more", [["--log-dir", "logs"], ["--tee", "3"]])
 def test_copies_are_of_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: list[str]) -> None:
     monkeypatch.chdir(tmp_path)
@@ -120,8 +109,7 @@ class FakeOutput:
 
 def test_copies_that_cannot_be_made_end_no_run_that_has_begun(tmp_path: Path) -> None:
     output = FakeOutput()
-    run: Any = types.SimpleNamespace(attempt=None, outer=types.SimpleNamespace(max_restarts=None))
-    logs = Logs(run, str(tmp_path / "run"), cast(Any, output), None, True, None, str(tmp_path))
+    logs = RankFiles(str(tmp_path / "run"), cast(Any, output), Shown(copy_folder=str(tmp_path)))
     envs = {0: {"RANK": "0", "WORLD_SIZE": "1"}}
     logs.reify(envs)
     folder = tmp_path / "rank.0"
@@ -131,7 +119,7 @@ def test_copies_that_cannot_be_made_end_no_run_that_has_begun(tmp_path: Path) ->
     logs.reify(envs)
     assert output.copies[1:] == [None] and len(output.said) == 1
     assert output.said[0].startswith(f"what rank 0 prints cannot be written to {folder}: ")
-    logs = Logs(run, str(tmp_path / "again"), cast(Any, output), None, True, None, str(tmp_path))
+    logs = RankFiles(str(tmp_path / "again"), cast(Any, output), Shown(copy_folder=str(tmp_path)))
     with pytest.raises(UsageError, match="what rank 0 prints cannot be written to"):
         logs.reify(envs)
 

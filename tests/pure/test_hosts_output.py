@@ -8,22 +8,16 @@ import os
 import select
 import signal
 import time
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.elastic.agent.server.api import WorkerState
 
-from guozhuang.launch import elastic
 from guozhuang.launch.console import display as hosts_output
 from guozhuang.launch.console.display import Display
 from guozhuang.launch.console.screen import Screen
 from guozhuang.launch.console.target import Target
-from guozhuang.launch.failures import Failure, describe
 from guozhuang.launch.hosts.link import Link
-from guozhuang.watch.report import EXIT_CODE
 
 FIRST, SECOND = Link("a", 0, False), Link("b", 1, False)
 
@@ -105,25 +99,8 @@ def test_nothing_of_a_single_host_is_changed(data: bytes, cuts: list[int]) -> No
         for i, j in itertools.pairwise(places):
             shown.take(FIRST, "stdout", data[i:j])
             shown.take(FIRST, "stderr", data[i:j])
-        assert shown.close(FIRST) == b""
+        shown.close(FIRST)
         assert out.data == err.data == data
-
-
-def test_reports_are_kept_for_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown, out, err = display(monkeypatch, Paper, same=False)
-    for link, text in (
-        (FIRST, b"guozhuang run: rank 0 failed first: x"),
-        (SECOND, b"guozhuang run: node 0 (host a): no sign"),
-    ):
-        shown.take(link, "stderr", b"before\n" + text[:9])
-        wait_s = time.monotonic() + 0.06
-        while time.monotonic() < wait_s:
-            shown.show_what_waits()
-        shown.take(link, "stderr", text[9:] + b"\n  more\n  last")
-        shown.take(link, "stdout", text + b"\n")
-        assert shown.close(link) == text + b"\n  more\n  last\n"
-    assert err.data == b"before\n" * 2
-    assert out.data.count(b"guozhuang run") == 2, "on standard output it is the script's own"
 
 
 def test_the_launcher_speaks_in_lines_of_its_own(
@@ -149,26 +126,6 @@ def test_a_bar_is_shown_while_the_other_stream_is_busy(monkeypatch: pytest.Monke
     shown.take(FIRST, "stderr", b"\n\x1b[36m[0]\x1b[0m hel\x1b[3")
     assert err.data.endswith(b"10%\n"), "a coloured mark is no drawing"
     assert out.data == b"a line\n" * (len(out.data) // 7)
-
-
-def report_of(exitcode: int, lines: list[str]) -> str:
-    return describe({1: Failure(1, exitcode, 4711, 0.0, lines)}, "a")
-
-
-def test_every_report_of_an_agent_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the words that agents really use."""
-    agent = cast("Any", SimpleNamespace())
-    agent._worker_group = SimpleNamespace(workers=[SimpleNamespace(global_rank=1, id=4711)])
-    given_up = [elastic._Agent.why_given_up(agent, WorkerState.FAILED)]
-    agent._uninterruptible_state_first_seen = {4711: 0.0}
-    given_up.append(elastic._Agent.why_given_up(agent, WorkerState.FAILED))
-    hang = report_of(EXIT_CODE, ["... (--hang-timeout 5) ...", "rank 0 did not come"])
-    assert hang.startswith("the ranks hung, rank 0 did not come")
-    for text in (report_of(1, []), hang, *given_up):
-        shown, _, err = display(monkeypatch, Paper, same=False)
-        said = f"guozhuang run: {text}\n".encode()
-        shown.take(FIRST, "stderr", said)
-        assert err.data == b"" and shown.close(FIRST) == said, text
 
 
 def full_pipe() -> tuple[int, int]:

@@ -13,6 +13,7 @@ from guozhuang.launch.hosts import failure as hosts_failure
 from guozhuang.launch.hosts.link import Link
 from guozhuang.launch.hosts.placement import plan
 from guozhuang.launch.hosts.run import Run
+from guozhuang.launch.request import Report
 
 
 class MadeUp(Link):
@@ -58,12 +59,12 @@ def test_ranks_get_as_long_as_the_user_gave_them(run: Run) -> None:
     assert run._grace_s(30.0) == 30.0
 
 
-def test_an_agent_that_lost_another_is_not_the_cause() -> None:
-    def is_cause(report: str) -> bool:
-        link = Link("a", 0, False, {"supervisor": 1}, code=1)
-        return hosts_failure.of(link, f"guozhuang run: {report}\n".encode()).is_cause
+def test_a_host_is_the_cause_unless_its_agent_says_otherwise() -> None:
+    def found(**report: object) -> hosts_failure.Failure:
+        messages = {"supervisor": 1} | ({"report": dataclasses.asdict(Report(**report))} if report else {})  # type: ignore[arg-type]
+        return hosts_failure.of(Link("a", 0, False, messages, code=3))
 
-    assert is_cause("rank 0 failed first: exit code 1")
-    for elsewhere in ("node 1: its agent ended", "node 1 (host b): no sign of life", "the first failure was on node 1",
-                      "the agent of node 0, which keeps the store, is gone", "the other nodes gave this one up"):  # fmt: skip
-        assert not is_cause(elsewhere)
+    assert found().is_cause and found(who="rank 2", code=3).is_cause
+    assert not found(text="node 1: its agent ended", code=3, is_cause=False).is_cause
+    assert hosts_failure.summary(found(who="rank 2", host="of the machine")).title == "rank 2 on host a"
+    assert hosts_failure.summary(found()).title == "host a"

@@ -135,10 +135,10 @@ def test_servers_are_ended_after_the_ranks() -> None:
 def test_a_server_that_ended_is_the_cause() -> None:
     link = Link("s", 1, False, {"agent": 1, "server": "parameter server 3 (process 7) ended with exit code 1"}, code=1)
     link.serves = [3]
-    found = hosts_failure.of(link, b"")
+    found = hosts_failure.of(link)
     assert (found.code, found.is_cause, found.is_signal, found.is_of_script) == (1, True, True, True)
     assert f"{link.title} {found.text}".startswith(
         "host s (parameter server 3) ends the run: parameter server 3 (process 7) ended with exit code 1"
     )
-    killed = hosts_failure.of(Link("s", 1, False, {"agent": 1}, code=-9, serves=[3]), b"")
+    killed = hosts_failure.of(Link("s", 1, False, {"agent": 1}, code=-9, serves=[3]))
     assert killed.text.startswith("lost its agent by SIGKILL; its servers were ended")

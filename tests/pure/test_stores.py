@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from guozhuang.errors import UsageError, WorldError
 from guozhuang.launch.rendezvous import stores as elastic_stores
-from guozhuang.launch.rendezvous.fixed import FixedMeeting
+from guozhuang.launch.rendezvous.fixed import FixedRendezvous, NodeShare
 from guozhuang.net import client, interfaces, search
 from guozhuang.net import meet as rendezvous
 from guozhuang.net import meeting_point as ports
@@ -333,14 +333,14 @@ def test_agents_that_have_met_leave_no_note(tmp_path: Path) -> None:
     note = tmp_path / "meet-1"
     secret = ports.secret(b"", key)
     point = PortSequence(("127.0.0.1",), ports.sequence(key), secret, is_one_node=True, note=str(note))
-    agents = [FixedMeeting("", 0, node, 2, "run", 10, None, point) for node in range(2)]
+    agents = [FixedRendezvous("", 0, node, 2, "run", 10, None, point) for node in range(2)]
     try:
         assert note.exists()
-        other = threading.Thread(target=agents[1].next_rendezvous)
+        other = threading.Thread(target=agents[1].meet, args=(NodeShare(1),))
         other.start()
-        agents[0].next_rendezvous()
+        agents[0].meet(NodeShare(1))
         other.join(10)
         assert not note.exists()
     finally:
         for each in agents:
-            each.shutdown()
+            each.close()

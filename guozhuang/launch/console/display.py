@@ -21,15 +21,6 @@ from guozhuang.launch.hosts.link import Link
 _PATIENCE_S = 0.05
 # How long the reader of our output may take nothing after the launcher was told to end; what is left then is dropped.
 _OVER_S = 0.2
-_OURS = f"{WHO}: ".encode()
-# How an agent begins to tell how its node ended (failures.py, agent.py, elastic.py, signs.py). Should the
-# words differ, the report is shown all the same, but at once and not at the end.
-_REPORT = re.compile(
-    _OURS + rb"(rank [0-9]+ failed first|the ranks hung, |rank [0-9]+ \(process |torch elastic gave the ranks"
-    rb"|node [0-9]+(: | \(host )|the first failure was on|the agent of node [0-9]"
-    rb"|the other nodes gave|got SIG)"
-)
-
 # A line that draws over nothing, and the begin of one.
 _PLAIN = re.compile(rb"(?:[^\r\n\x1b]|\x1b\[[0-9;]*m)*\n")
 _PLAIN_BEGIN = re.compile(rb"(?:[^\r\n\x1b]|\x1b\[[0-9;]*m)*(?:\x1b(?:\[[0-9;]*)?)?")
@@ -51,7 +42,6 @@ class Display:
         self._held: dict[str, bytes] = {"stdout": b"", "stderr": b""}
         self._is_in_line = {"stdout": False, "stderr": False}  # what was shown of the first host ends amid a line
         self._since = {"stdout": 0.0, "stderr": 0.0}  # when what is held came
-        self._reports: dict[int, bytearray] = {}
 
     @property
     def terminals(self) -> list[list[bool]]:
@@ -67,7 +57,7 @@ class Display:
             data: cut anywhere.
         """
         if link.node_rank:
-            self._show_lines(link.node_rank, stream, self._of(link.node_rank, stream).feed(data))
+            self._show_lines(stream, self._of(link.node_rank, stream).feed(data))
             return
         was_held = bool(self._held[stream])
         whole, end, self._held[stream] = (self._held[stream] + data).rpartition(b"\n")
@@ -86,29 +76,18 @@ class Display:
         """Show unfinished lines of the first host: what draws over something, at once; what has stood long enough, too."""
         for stream, held in self._held.items():
             is_due = time.monotonic() > self._since[stream] + _PATIENCE_S or not _PLAIN_BEGIN.fullmatch(held)
-            may_be_report = stream == "stderr" and (0 in self._reports or _OURS.startswith(held[: len(_OURS)]))
-            if held and is_due and not may_be_report:
+            if held and is_due:
                 self._held[stream] = b""
                 self._show_live(stream, held)
 
-    def close(self, link: Link) -> bytes:
-        """Show what is left of a host that is gone.
-
-        Returns:
-            What its agent said of how its node ended; the caller shows it, because only one of them tells of the first
-            failure.
-        """
+    def close(self, link: Link) -> None:
+        """Show what is left of a host that is gone."""
         for stream in self._targets:
             if link.node_rank:
-                self._show_lines(link.node_rank, stream, self._of(link.node_rank, stream).rest())
+                self._show_lines(stream, self._of(link.node_rank, stream).rest())
             elif self._held[stream]:
                 held, self._held[stream] = self._held[stream], b""
                 self._show_live(stream, held)
-        return bytes(self._reports.pop(link.node_rank, b""))
-
-    def show_report(self, report: bytes) -> None:
-        """Show what an agent said of its end."""
-        self._targets["stderr"].screen.lines(b"", report.split(b"\n")[:-1])
 
     def say(self, text: str) -> None:
         """Say something of the launcher's own, in a line of its own."""
@@ -135,16 +114,14 @@ class Display:
     def _of(self, node_rank: int, stream: str) -> Lines:
         return self._lines.setdefault((node_rank, stream), Lines())
 
-    def _show_lines(self, node_rank: int, stream: str, lines: list[bytes]) -> None:
-        kept = [line for line in lines if not self._is_of_report(node_rank, stream, line)]
-        self._targets[stream].screen.lines(b"", kept)
+    def _show_lines(self, stream: str, lines: list[bytes]) -> None:
+        self._targets[stream].screen.lines(b"", lines)
 
     def _show_live(self, stream: str, data: bytes) -> None:
-        """What the first host wrote, as it is, but for its report. Plain lines go above a bar of its other stream."""
+        """What the first host wrote, as it is. Plain lines go above a bar of its other stream."""
         screen = self._targets[stream].screen
         pieces = re.findall(rb"[^\n]*\n|[^\n]+", data)
-        kept = [piece for piece in pieces if not self._is_of_report(0, stream, piece.removesuffix(b"\n"))]
-        for is_plain, group in itertools.groupby(kept, lambda piece: self._is_plain(stream, piece)):
+        for is_plain, group in itertools.groupby(pieces, lambda piece: self._is_plain(stream, piece)):
             if is_plain:
                 screen.lines(b"", [piece[:-1] for piece in group])
             else:
@@ -154,13 +131,6 @@ class Display:
         """Whether this is a whole line that draws over nothing; to be asked for each piece in its turn."""
         was_in_line, self._is_in_line[stream] = self._is_in_line[stream], not piece.endswith(b"\n")
         return not was_in_line and _PLAIN.fullmatch(piece) is not None
-
-    def _is_of_report(self, node_rank: int, stream: str, line: bytes) -> bool:
-        """Keep a line that is part of a report: all that an agent says after its first words."""
-        if stream != "stderr" or not (node_rank in self._reports or _REPORT.match(line)):
-            return False
-        self._reports.setdefault(node_rank, bytearray()).extend(line + b"\n")
-        return True
 
 
 def _owner(stream: str) -> int:

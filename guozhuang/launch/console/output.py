@@ -118,6 +118,10 @@ class Output:
         self._poke()
         self.traces = {rank: Trace() for rank in ranks}
 
+    def replace(self, rank: int) -> None:
+        """Another process is this rank from now on; what the last one printed does not explain its end."""
+        self.traces[rank] = Trace()
+
     def pipes(self, rank: int, folder: str, shown: bool = True, copies: str | None = None) -> Places:
         """Ways for what a rank writes to come here.
 

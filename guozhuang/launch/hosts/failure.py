@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import sys
 from dataclasses import dataclass
 
 from guozhuang.launch.hosts.link import Link
 from guozhuang.launch.hosts.supervisor import NO_FOLDER, NO_PACKAGE
+from guozhuang.launch.request import Report
 
 LOST = 255  # the exit code where a host could not be reached, or was lost; ssh's own
-# How an agent says that another node was the cause (agent.py, signs.py, failures.py).
-_ELSEWHERE = re.compile(
-    rb"guozhuang run: (node [0-9]+(: | \(host )|the first failure was on|the agent of node [0-9]|the other nodes gave)"
-    rb"|a rank of another node"
-)
-# How one says which of its ranks it was (failures.py).
-_RANK = re.compile(rb"guozhuang run: (rank [0-9]+) failed first:")
 
 
 @dataclass(frozen=True)
@@ -31,7 +24,7 @@ class Failure:
         is_cause: its agent does not say itself that the cause was on another host.
         is_signal: a rank or the agent was ended by a signal, or a parameter server ended, which none does because of others.
         is_of_script: the run was on its way, so starting it again may help.
-        report: what the agent said about it.
+        report: the agent's own; None: it could not make one.
     """
 
     link: Link
@@ -40,12 +33,13 @@ class Failure:
     is_cause: bool = True
     is_signal: bool = False
     is_of_script: bool = False
-    report: bytes = b""
+    report: Report | None = None
 
 
-def of(link: Link, report: bytes) -> Failure:
+def of(link: Link) -> Failure:
     """What became of a host that closed its connection and was not asked to."""
     told, code = link.messages, link.code
+    report = Report(**told["report"]) if "report" in told else None
     if "missing" in told:
         lacks = {NO_FOLDER: "has no such working directory", NO_PACKAGE: "has Python, but not this package"}
         return Failure(link, 1, f"{lacks[told['missing']]}: {told['why']}")
@@ -62,7 +56,7 @@ def of(link: Link, report: bytes) -> Failure:
     if code is not None:
         # A shell's code for a rank that was ended by a signal; SIGTERM is how an agent ends the others.
         is_signal = code > 128 and code != 128 + signal.SIGTERM
-        is_cause = not _ELSEWHERE.search(report)
+        is_cause = report is None or report.is_cause
         return Failure(link, code, f"failed: exit code {code}", is_cause, is_signal, True, report)
     if "supervisor" in told:
         return Failure(link, LOST, f"was lost: the connection to it broke{said(link)}", report=report)
@@ -74,10 +68,12 @@ def of(link: Link, report: bytes) -> Failure:
     return Failure(link, 1, f"was reached, but the supervisor there ended with {client}{said(link)}")
 
 
-def who(failure: Failure) -> str:
-    """The rank that failed first on that host, with its name; the host where no rank is known."""
-    found = _RANK.search(failure.report)
-    return f"{found[1].decode()} on host {failure.link.name}" if found else failure.link.title
+def summary(failure: Failure) -> Report:
+    """For the program that called the launcher: the rank that failed first on that host, or the host alone."""
+    report = failure.report
+    if report is not None and report.who:
+        return Report(who=report.who, host=failure.link.name, code=failure.code)
+    return Report(host=failure.link.title.removeprefix("host "), code=failure.code)
 
 
 def _signal(number: int) -> str:

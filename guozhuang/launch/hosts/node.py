@@ -14,6 +14,7 @@ doors pass through all the same. Parameter servers and ranks meet at that store 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -31,7 +32,7 @@ from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.launch import agent
 from guozhuang.launch.console.say import say
 from guozhuang.launch.hosts import node_servers
-from guozhuang.launch.outer import Outer
+from guozhuang.launch.request import Request
 from guozhuang.launch.servers import VARIABLE as SERVERS
 from guozhuang.launch.servers import Servers
 from guozhuang.net import interfaces
@@ -62,11 +63,12 @@ class Node:
         self._interface: str | None = told["interface"]
         self._secret = bytes.fromhex(told["secret"])
         out, err = told["terminals"]
-        self._outer = Outer(
+        self._request = Request(
             attempt=int(told["attempt"]),
             max_restarts=int(told["max_restarts"]),
             terminals=((bool(out[0]), bool(out[1])), (bool(err[0]), bool(err[1]))),
             finished=lambda: channel.say({"finished": True}),
+            report=lambda report: channel.say({"report": dataclasses.asdict(report)}),
         )
         self._store: dist.Store | None = None
         self._store_port = 0
@@ -89,7 +91,7 @@ class Node:
             elif self._interface is not None:
                 os.environ.update(interfaces.variables_towards("", os.environ, self._interface))
             stack.enter_context(self._channel.watched())
-            return agent.main(arguments, self._outer)
+            return agent.main(arguments, self._request)
 
     def _serve(self, port: int) -> int:
         servers = Servers(self._serves, self._num_servers, say)

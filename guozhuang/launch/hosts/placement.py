@@ -22,7 +22,7 @@ from guozhuang.launch.hosts import servers as hosts_servers
 from guozhuang.launch.hosts import ssh
 from guozhuang.launch.hosts.options import DEFAULT_START_TIMEOUT_S as DEFAULT_START_TIMEOUT_S
 from guozhuang.launch.hosts.options import add_arguments as add_arguments
-from guozhuang.launch.order import Order
+from guozhuang.launch.request import Request
 
 if TYPE_CHECKING:
     from guozhuang.launch.options.plan import Plan
@@ -100,13 +100,13 @@ def is_asked_for(options: argparse.Namespace) -> bool:
     return False
 
 
-def start(ours: Plan, arguments: Sequence[str], order: Order | None = None) -> int:
+def start(ours: Plan, arguments: Sequence[str], request: Request) -> int:
     """Start all hosts that the command line names, and stay until the last rank has ended.
 
     Args:
         ours: the command line as ``options.plan`` read it.
         arguments: the command line itself, after ``guozhuang run``.
-        order: what the program that calls this wants besides; None: nothing.
+        request: what the program that calls this wants besides.
 
     Returns:
         0 if every rank ended with 0; else the exit code of the first failure, 128 + its number for a signal; 255 if a
@@ -118,10 +118,9 @@ def start(ours: Plan, arguments: Sequence[str], order: Order | None = None) -> i
     from guozhuang.launch.hosts.run import Run
 
     script = [ours.elastic.training_script, *ours.elastic.training_script_args]
-    order = order or Order()
     wanted = plan(arguments, script, os.environ)
-    wanted = dataclasses.replace(wanted, environment={**wanted.environment, **order.variables})
-    is_here = order.is_here or functools.partial(ssh.is_this_machine, options=wanted.ssh)
+    wanted = dataclasses.replace(wanted, environment={**wanted.environment, **request.variables})
+    is_here = request.is_here or functools.partial(ssh.is_this_machine, options=wanted.ssh)
     is_local = [is_here(name) for name in wanted.names]
     if not all(is_local):
         ssh.check_installed()
@@ -137,8 +136,8 @@ def start(ours: Plan, arguments: Sequence[str], order: Order | None = None) -> i
             break
         if attempt < wanted.max_restarts:
             say(f"starting all ranks again, time {attempt + 1} of {wanted.max_restarts}")
-    if run.failed is not None:
-        order.failed(run.failed)
+    if run.failed is not None and request.report is not None:
+        request.report(run.failed)
     return code
 
 

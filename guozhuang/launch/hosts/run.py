@@ -28,7 +28,7 @@ from guozhuang.launch.hosts import ssh
 from guozhuang.launch.hosts.failure import LOST, Failure, said
 from guozhuang.launch.hosts.link import Link
 from guozhuang.launch.hosts.meeting import candidates, choose
-from guozhuang.launch.order import FirstFailure
+from guozhuang.launch.request import Report
 
 if TYPE_CHECKING:
     from guozhuang.launch.hosts.placement import Hosts
@@ -90,7 +90,7 @@ class Run:
         self._rings = threading.Event()
         self._has_met = False
         self.may_try_again = False
-        self.failed: FirstFailure | None = None
+        self.failed: Report | None = None
 
     def run(self) -> int:
         """Do all of it; see ``hosts.start``."""
@@ -264,13 +264,9 @@ class Run:
             self._display.show_what_waits()
 
     def _closed(self, link: Link) -> None:
-        report = self._display.close(link)
-        if link.node_rank in self._told_to_end:
-            return
-        if link.code == 0:
-            self._display.show_report(report)
-        else:
-            self._failures.append(hosts_failure.of(link, report))
+        self._display.close(link)
+        if link.node_rank not in self._told_to_end and link.code != 0:
+            self._failures.append(hosts_failure.of(link))
 
     def _pause(self) -> float:
         """Ctrl-Z: tell the hosts not to miss us, and stop; they are told when the shell lets us go on. Seconds it took."""
@@ -309,9 +305,10 @@ class Run:
         first = min(self._failures, key=lambda failure: (not failure.is_cause, not failure.is_signal))
         self._end(self._grace_s(_FAILED_GRACE_S))
         self.may_try_again = first.is_of_script and not self._signals
-        self.failed = FirstFailure(hosts_failure.who(first), first.code)
+        self.failed = hosts_failure.summary(first)
         self._display.say(f"{first.link.title} {first.text}")
-        self._display.show_report(first.report)
+        if first.report is not None and first.report.text:
+            self._display.say(first.report.text)
         for failure in self._failures:
             if failure is not first:
                 how = failure.text if failure.is_cause else "was ended because of it"

@@ -13,6 +13,7 @@ from guozhuang.errors import UsageError, explain
 from guozhuang.launch import python_path
 from guozhuang.launch.hosts import options as hosts_options
 from guozhuang.launch.hosts import placement
+from guozhuang.launch.job import Policy
 from guozhuang.launch.options import command_line, nodes, script
 from guozhuang.launch.options import torchrun as torchrun_options
 from guozhuang.net import interfaces
@@ -32,7 +33,7 @@ class Plan:
     """What is to be started.
 
     Attributes:
-        elastic: the options as ``torch.distributed.run.run`` takes them.
+        elastic: torchrun's options, as parsed.
         num_local_ranks: how many ranks this node gets.
         variables: what the ranks find in their environment besides what torch elastic puts there.
         timeline: where the timeline of all ranks goes; None without one.
@@ -45,6 +46,8 @@ class Plan:
         copy_folder: where what each rank prints is written too; None: nowhere.
         timestamps: put the time before each line that is shown.
         hosts: whether other hosts are to be started over ssh (``-H``, ``--hostfile``).
+        policy: what a failed rank means for the others.
+        is_torchruns: the nodes meet in a way of torchrun's own, and its agent starts the ranks.
         chosen: what the user left open and how it was decided, for the log.
     """
 
@@ -62,6 +65,8 @@ class Plan:
     num_servers: int = 0
     copy_folder: str | None = None
     timestamps: bool = False
+    policy: Policy = Policy.RESTART_ALL
+    is_torchruns: bool = False
 
 
 def parser() -> argparse.ArgumentParser:
@@ -112,6 +117,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="Write what each rank prints into FOLDER/rank.N/stdout and stderr too, on the rank's host.",
     )
+    ours.add_argument(
+        "--on-failure",
+        "--on_failure",
+        choices=[policy.value for policy in Policy],
+        default=Policy.RESTART_ALL.value,
+        help="What --max-restarts starts again: all ranks, or only the one that failed while the others go on.",
+    )
     ours.add_argument("--timestamps", action="store_true", help="Put the time before each line that ranks print.")
     placement.add_arguments(ours)
     if "PET_NPROC_PER_NODE" not in os.environ:
@@ -147,7 +159,8 @@ def plan(arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
         chosen.append(f"node {node.node_rank} of {node.num_nodes}, as the launcher of this agent says")
     least_nodes, most_nodes = torchrun_options.settle_nodes(found)
     torchrun_options.check(found, environ, num_local_ranks, most_nodes)
-    _check_servers(found.servers, least_nodes, most_nodes, found.rdzv_backend, found.rdzv_conf or "")
+    is_torchruns = torchrun_options.is_torchruns(found, most_nodes)
+    _check_servers(found.servers, least_nodes, most_nodes, found.rdzv_backend if is_torchruns else "")
     if found.standalone or (not said and most_nodes == 1):
         found.standalone, found.rdzv_backend, found.rdzv_endpoint, found.master_port = True, "static", "", None
         found.rdzv_id = secrets.token_hex(8)
@@ -194,12 +207,26 @@ def plan(arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
         variables |= interfaces.variables_towards("", environ, found.interface)
     else:
         variables |= _loopback(environ)
-    secret = requested_secret(environ) or None
+    policy = Policy(found.on_failure)
+    if is_torchruns and policy is not Policy.RESTART_ALL:
+        what = "--on-failure keep-survivors is for nodes whose number is fixed: torch elastic restarts all ranks"
+        raise UsageError(explain(what, value=found.rdzv_backend, fix="leave it out, or --rdzv-backend"))
     return Plan(
-        *(found, num_local_ranks, variables, timeline, chosen, log_folder, option, secret, notes, node),
+        elastic=found,
+        num_local_ranks=num_local_ranks,
+        variables=variables,
+        timeline=timeline,
+        chosen=chosen,
+        log_folder=log_folder,
+        pass_local_rank=option,
+        secret=requested_secret(environ) or None,
+        notes=notes,
+        node=node,
         num_servers=found.servers or 0,
         copy_folder=_copy_folder(found),
         timestamps=found.timestamps,
+        policy=policy,
+        is_torchruns=is_torchruns,
     )
 
 
@@ -318,7 +345,7 @@ def _check_groups(number: int, strategy: str | None) -> None:
     strategies.check_groups(strategies.get(strategy or strategies.DEFAULT), number)
 
 
-def _check_servers(number: int | None, least_nodes: int, most_nodes: int, backend: str, details: str) -> None:
+def _check_servers(number: int | None, least_nodes: int, most_nodes: int, torchruns_way: str) -> None:
     if number is None:
         return
     if number < 0:
@@ -328,8 +355,7 @@ def _check_servers(number: int | None, least_nodes: int, most_nodes: int, backen
         what = "--servers needs a fixed number of nodes: each starts its own, and the exchange counts on their number"
         fix = "give one number of nodes, or leave --servers out: the ranks then serve each other, each a share"
         raise UsageError(explain(what, value=f"--nnodes {least_nodes}:{most_nodes}", fix=fix))
-    if number and most_nodes > 1 and (backend not in ("static", "c10d") or "store_type=file" in details):
-        what = "with several nodes --servers needs a store that their agents keep, and this way to meet has none"
-        raise UsageError(
-            explain(what, value=f"{backend} {details}".strip(), fix="use --rdzv-backend static or c10d, or -H")
-        )
+    if number and torchruns_way:
+        what = "--servers needs agents of ours, and nodes that meet this way have torch elastic's"
+        fix = "leave --rdzv-backend out and give --node-rank and --master-addr, or -H"
+        raise UsageError(explain(what, value=f"--rdzv-backend {torchruns_way}", fix=fix))

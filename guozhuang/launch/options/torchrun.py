@@ -65,6 +65,16 @@ def settle_nodes(found: argparse.Namespace) -> tuple[int, int]:
     return least, most
 
 
+def is_torchruns(found: argparse.Namespace, most_nodes: int) -> bool:
+    """Whether nodes meet in a way of torchrun's own, for which its own agents are needed."""
+    from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
+
+    if found.rdzv_backend not in ("static", "c10d"):
+        return True
+    settings = _parse_rendezvous_config(found.rdzv_conf)
+    return settings.get("store_type", "tcp") != "tcp" or (found.rdzv_backend == "c10d" and most_nodes > 1)
+
+
 def keeps_torchs_logs(found: argparse.Namespace) -> bool:
     """Whether output goes torchrun's own way, into torchrun's folders, because options ask for it that are about that."""
     filters = found.duplicate_stdout_filters or found.duplicate_stderr_filters

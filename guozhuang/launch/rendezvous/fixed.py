@@ -1,16 +1,17 @@
-"""A fixed number of nodes, each with its number, meet; one node is the simplest case. A handler for torch elastic."""
+"""A fixed number of nodes, each with its number, meet before each attempt; one node is the simplest case."""
 
 from __future__ import annotations
 
-import socket
+import dataclasses
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
 from guozhuang.errors import WorldError, explain
-from guozhuang.launch.rendezvous.base import Meeting
+from guozhuang.launch.console.say import say
 from guozhuang.launch.rendezvous.signs import SILENCE_S, OtherNodeError, Others
 from guozhuang.launch.rendezvous.stores import (
     LOOPBACK,
@@ -33,21 +34,78 @@ _AGENTS = "guozhuang agents"  # what agents tell each other begins so; the rest 
 _NODE_0 = "the agent of node 0"
 
 
-class FixedMeeting(Meeting):
-    """As many nodes as were said. See [Note: stores] in stores.py.
+@dataclass(frozen=True)
+class NodeShare:
+    """What a node brings to an attempt: a frame that the agents exchange when they meet.
+
+    Attributes:
+        ranks: how many it starts.
+        servers: how many parameter servers it starts.
+        role: the ``--role`` of its ranks.
+    """
+
+    ranks: int
+    servers: int = 0
+    role: str = "default"
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """The nodes of one attempt, and where its ranks meet.
+
+    Attributes:
+        number: how many attempts there were before; the same on all nodes.
+        node: the number of this node.
+        shares: of all nodes, in their order.
+        host, port: where the ranks of this node reach the store.
+    """
+
+    number: int
+    node: int
+    shares: Sequence[NodeShare]
+    host: str
+    port: int
+
+    def environment(self, local_rank: int) -> dict[str, str]:
+        """The variables, as torchrun sets them, by which a rank finds its place."""
+        own, before = self.shares[self.node], self.shares[: self.node]
+        rank, size = sum(share.ranks for share in before) + local_rank, sum(share.ranks for share in self.shares)
+        found = {
+            "RANK": rank,
+            "WORLD_SIZE": size,
+            "LOCAL_RANK": local_rank,
+            "LOCAL_WORLD_SIZE": own.ranks,
+            "GROUP_RANK": self.node,
+            "GROUP_WORLD_SIZE": len(self.shares),
+            "ROLE_NAME": own.role,
+            "ROLE_RANK": sum(share.ranks for share in before if share.role == own.role) + local_rank,
+            "ROLE_WORLD_SIZE": sum(share.ranks for share in self.shares if share.role == own.role),
+            "MASTER_ADDR": self.host,
+            "MASTER_PORT": self.port,
+            "TORCHELASTIC_RESTART_COUNT": self.number,
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+        }
+        return {name: str(value) for name, value in found.items()}
+
+
+class FixedRendezvous:
+    """As many nodes as the command line says. See [Note: stores] in stores.py.
 
     Args:
         host: the address of node 0; of no meaning with one node.
         port: of node 0; 0 with one node: a free one.
         node_rank: of this node.
         num_nodes: of the run.
-        run_id: what torch elastic calls the run.
+        run_id: tells runs apart whose agents meet at one store.
         timeout_s: limit for the nodes to meet, in seconds.
         secret: that joining needs; None without one.
         point: where to meet instead of ``host`` and ``port``, for agents that srun or mpirun started; None: there.
         attempt: how many times the ranks were started before, by other agents.
         interface: the network interface that the user named; None: the one that leads to ``host``.
         silence_s: how long an agent may give no sign of life, in seconds.
+
+    Attributes:
+        say: how to say something to the user; the agent sets it to a way that leaves what ranks print whole.
 
     Raises:
         UsageError: the port is taken.
@@ -67,7 +125,8 @@ class FixedMeeting(Meeting):
         interface: str | None = None,
         silence_s: float = SILENCE_S,
     ) -> None:
-        super().__init__()
+        self.say: Callable[[str], None] = say
+        self._others: Others | None = None
         self._point = point
         self._host, self._port = host, port
         self._node_rank, self._num_nodes = node_rank, num_nodes
@@ -87,34 +146,32 @@ class FixedMeeting(Meeting):
         else:
             self._host = meeting_address(host, interface)
 
-    def get_backend(self) -> str:
-        """What torch elastic calls the way of meeting."""
-        return "static"
-
-    def next_rendezvous(self) -> RendezvousInfo:
+    def meet(self, share: NodeShare) -> Attempt:
         """Meet the agents of all nodes for the next attempt.
 
+        Args:
+            share: what this node brings.
+
         Raises:
-            WorldError: a node did not come in time; the text names it.
+            WorldError: a node did not come in time, or is lost; the text names it.
         """
         self._round += 1
         if self._num_nodes == 1:
-            return self._alone()
+            return self._alone(share)
         if self._others is None:
             self._others = self._find_others()
         assert self._kept is not None and self._shared is not None
         meeting = self._shared.within(str(self._round))
         meeting.while_waiting = self._others.look
         try:
-            self._others.begin_round(self._round)  # see num_nodes_waiting
-            self._roll_call(meeting)
+            self._others.begin_round(self._round)  # see must_restart
+            shares = self._roll_call(meeting, share)
             self._kept.everybody_came()
             if self._round > 1:
                 self._forget(meeting)
         except dist.DistNetworkError as error:
             raise OtherNodeError(self._others.who_is_gone()) from error
-        where = RendezvousStoreInfo(self._kept.host, self._kept.port)
-        return RendezvousInfo(meeting, self._node_rank, self._num_nodes, where)
+        return Attempt(self.attempt, self._node_rank, shares, self._kept.host, self._kept.port)
 
     def _find_others(self) -> Others:
         """Come to the store of node 0, and give signs of life there from now on."""
@@ -125,34 +182,34 @@ class FixedMeeting(Meeting):
         self._shared = PatientStore(self._kept.store, f"{_AGENTS}/{self._run_id}/", Client(self._silence_s))
         where = "" if self._kept.told[0] == LOOPBACK else f" ({self._kept.told[0]}:{self._kept.told[1]})"
         others = Others(
-            self._shared, self._node_rank, self._num_nodes, _NODE_0 + where, self._node_rank == 0, True, self._silence_s
+            self._shared, self._node_rank, self._num_nodes, _NODE_0 + where, self._node_rank == 0, self._silence_s
         )
         others.begin()
         return others
 
-    def _alone(self) -> RendezvousInfo:
+    def _alone(self, share: NodeShare) -> Attempt:
         if self._kept is None or self._round > 1:
-            self.shutdown()
+            self.close()
             self._kept = keep(LOOPBACK, 0)
-        store = dist.PrefixStore(f"{_AGENTS}/{self._run_id}", self._kept.store)
         # By its name, as users and programs write it, where that name can mean nothing else.
         name = "localhost" if search.resolve("localhost") == [LOOPBACK] else LOOPBACK
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(name, self._kept.port))
+        return Attempt(self.attempt, 0, [share], name, self._kept.port)
 
-    def _roll_call(self, meeting: PatientStore) -> None:
-        """Wait for every node, in steps that a signal can come between."""
+    def _roll_call(self, meeting: PatientStore, share: NodeShare) -> list[NodeShare]:
+        """Wait for every node, in steps that a signal can come between; return what each brings."""
         if meeting.add(f"claim/{self._node_rank}", 1) > 1:
             what = f"two agents say that they are node {self._node_rank} of {self._num_nodes}"
             raise WorldError(explain(what, fix="give each its own --node-rank; end agents of an earlier run"))
-        meeting.set(f"here/{self._node_rank}", socket.gethostname())
-        begin, nodes = time.monotonic(), range(self._num_nodes)
-        while not meeting.check([f"here/{node}" for node in nodes]):
+        meeting.set(f"here/{self._node_rank}", json.dumps(dataclasses.asdict(share)))
+        begin, keys = time.monotonic(), [f"here/{node}" for node in range(self._num_nodes)]
+        while not meeting.check(keys):
             waited_s = time.monotonic() - begin
             if waited_s > self._timeout_s:
-                missing = [node for node in nodes if not meeting.check([f"here/{node}"])]
+                missing = [node for node, key in enumerate(keys) if not meeting.check([key])]
                 raise WorldError(_who_is_missing(missing, self._num_nodes, self._timeout_s))
             meeting.while_waiting()
             time.sleep(look_s(waited_s))
+        return [NodeShare(**json.loads(text)) for text in meeting.multi_get(keys)]
 
     def _forget(self, meeting: PatientStore) -> None:
         """Remove what the ranks of the last attempt left in the store. All of them have ended: every agent is here."""
@@ -169,9 +226,9 @@ class FixedMeeting(Meeting):
         """How many times ranks were started before; the same on all nodes."""
         return self._first_attempt + self._round - 1
 
-    def was_told(self, text: str, code: int) -> None:
-        """This agent was told to end, which ends the run; see ``give_up``."""
-        self.give_up(text, code, False)
+    def give_up(self, text: str, code: int, is_reaction: bool) -> OtherNodeError | None:
+        """Tell the other nodes that this one gives the run up, and why; see ``Others.give_up``."""
+        return None if self._others is None else self._others.give_up(text, code, is_reaction)
 
     def are_all_done(self) -> bool:
         """Say that the ranks of this node have ended well; return whether those of all nodes have.
@@ -181,41 +238,26 @@ class FixedMeeting(Meeting):
         """
         return self._others is None or self._others.are_done(str(self._round))
 
-    def is_closed(self) -> bool:
-        """Whether nobody may come any more; here, nobody can who was not expected."""
-        return False
-
-    def set_closed(self) -> None:
-        """Nothing to do; see ``is_closed``."""
-
-    def num_nodes_waiting(self) -> int:
-        """How many nodes wait to begin anew: one that has to start its ranks again needs those of all nodes.
+    def must_restart(self) -> bool:
+        """Whether another node restarts its ranks, for which those of all nodes have to be restarted.
 
         Raises:
             OtherNodeError: another node gave up, or is gone.
         """
-        if self._num_nodes == 1:
-            return 0
-        assert self._others is not None
+        if self._others is None:
+            return False
         self._others.look()
-        return int(self._others.round > self._round)
+        return self._others.round > self._round
 
-    def get_run_id(self) -> str:
-        """What torch elastic calls the run."""
-        return self._run_id
-
-    def shutdown(self) -> bool:
+    def close(self) -> None:
         """Close the store, once the others have read what they must."""
         if self._others is not None:
             self._others.close()
         if self._shared is not None:
             self._shared.close()
-            self._shared = None
-        self._others = None
         if self._kept is not None:
             self._kept.close()
-        self._kept = None
-        return True
+        self._shared = self._others = self._kept = None
 
 
 def _who_is_missing(missing: Sequence[int], num_nodes: int, timeout_s: float) -> str:

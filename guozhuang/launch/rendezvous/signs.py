@@ -49,7 +49,7 @@ class OtherNodeError(WorldError):
 
 
 class Others:
-    """The other agents of a run, or of a round of an elastic one. ``begin`` and ``close`` belong together.
+    """The other agents of a run. ``begin`` and ``close`` belong together.
 
     Args:
         store: where they tell each other, and nobody else does.
@@ -57,7 +57,6 @@ class Others:
         num_nodes: how many there are.
         keeper: who keeps the store, as in "the agent of node 0 at 10.0.0.1:29500".
         is_keeper: this agent keeps the store: it stays until the others need it no more.
-        ends_with_a_node: a lost node is the end of the run; otherwise it is for others to find out (an elastic run).
         silence_s: how long a number may stand still, in seconds.
     """
 
@@ -68,12 +67,11 @@ class Others:
         num_nodes: int,
         keeper: str,
         is_keeper: bool,
-        ends_with_a_node: bool = True,
         silence_s: float = SILENCE_S,
     ) -> None:
         self._store, self._node, self._num_nodes = store, node, num_nodes
         self._keeper, self._is_keeper = keeper, is_keeper
-        self._ends_with_a_node, self._silence_s = ends_with_a_node, silence_s
+        self._silence_s = silence_s
         self._others = [other for other in range(num_nodes) if other != node]
         self._signs: dict[int, bytes] = {}
         self._num_still: dict[int, int] = {}
@@ -84,8 +82,6 @@ class Others:
         self._given_up: dict[int, tuple[int, int, int, str]] = {}
         self._answered: set[int] = set()
         self._lost: tuple[int, str] | None = None
-        self._left: dict[int, str] = {}
-        self._anew: set[int] = set()
         self.round = 1  # the last one that somebody began
         self._count = 0
         self._stood_still_s = 0.0
@@ -162,10 +158,6 @@ class Others:
                 self._answered.add(words[0])
             elif kind == "lost":
                 self._lost = self._lost or (words[0], words[1])
-            elif kind == "left":
-                self._left[words[0]] = words[1]
-            elif kind == "anew":
-                self._anew.add(words[0])
             elif kind == "round":
                 self.round = max(self.round, words[0])
         self._num_words = number
@@ -181,35 +173,10 @@ class Others:
         what = f"node {other} (host {host}): no sign of life of its agent for {self._silence_s:.0f} s"
         return f"{what}: it was killed or stopped, or its host is off or cut off"
 
-    def why_missing(self, other: int) -> str:
-        """The text on a node that is not there any more: it begins anew, it left, or it is silent."""
-        if other in self.that_begin_anew():
-            return f"node {other} (host {self.host(other)}) starts its ranks anew"
-        if other in self._left:
-            return f"node {other} (host {self.host(other)}): {self._left[other]}"
-        return self._silence_of(other, self.host(other))
-
-    def that_begin_anew(self) -> set[int]:
-        """The nodes that went to meet the others again."""
-        self._hear()
-        return self._anew
-
-    def begin_anew(self) -> None:
-        """Say that this node goes to meet the others again, where it has no place among them until they do."""
-        with contextlib.suppress(dist.DistNetworkError):
-            self._tell("anew", self._node)
-
     def begin_round(self, number: int) -> None:
         """Say that this node waits for the others in that round, unless another one said so before."""
         if self.round < number:
             self._tell("round", number)
-
-    def leave(self, text: str) -> None:
-        """Say why this node goes, where the others go on without it."""
-        self._store.hurry()
-        with contextlib.suppress(dist.DistNetworkError):
-            self._tell("left", self._node, text)
-            self._read()
 
     def who_is_gone(self) -> str:
         """The text on a store that cannot be used any more."""
@@ -246,7 +213,7 @@ class Others:
     def _cause(self) -> OtherNodeError | None:
         """Why the run is over, or None. See [Note: who was first]."""
         self._hear()
-        lost = self._loss() if self._ends_with_a_node or self._given_up else None
+        lost = self._loss()
         if not self._given_up:
             return lost
         kind, cause, code, text = min(self._given_up.values())

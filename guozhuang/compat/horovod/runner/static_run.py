@@ -11,10 +11,11 @@ from guozhuang.compat.horovod.common import variables as horovod_variables
 from guozhuang.compat.horovod.runner import tuning
 from guozhuang.errors import UsageError, explain
 from guozhuang.launch import agent
+from guozhuang.launch.console.say import say
 from guozhuang.launch.hosts import placement, ssh
 from guozhuang.launch.hosts.placement import Host
 from guozhuang.launch.options import nodes
-from guozhuang.launch.order import FirstFailure, Order
+from guozhuang.launch.request import Report, Request
 
 _HERE = "localhost"
 _log = logging.getLogger("guozhuang")
@@ -39,15 +40,21 @@ def run(found: argparse.Namespace, failed: Callable[[str], None], more: Mapping[
     _log.info("guozhuang run %s", shlex.join(words))
     variables = {**of_the_job, **variables_for(found), **(more or {})}
     variables["GUOZHUANG_PLACES"] = ",".join(f"{name}:{count}" for name, count in placed)
-    order = Order(variables=variables, failed=lambda failure: failed(text_of(failure)), is_here=ssh.is_here)
-    return agent.main(words, order=order)
+
+    def report(found: Report) -> None:
+        if found.text:
+            say(found.text)
+        if found.code and found.host:
+            failed(text_of(found.title, found.code))
+
+    return agent.main(words, Request(variables=variables, report=report, is_here=ssh.is_here))
 
 
-def text_of(failure: FirstFailure) -> str:
+def text_of(who: str, code: int) -> str:
     """What is said of a run that failed."""
     return (
         "Horovod detected that one or more processes exited with non-zero status, and ended the others. The first one was:\n"
-        f"Process name: {failure.who}\nExit code: {failure.code}"
+        f"Process name: {who}\nExit code: {code}"
     )
 
 

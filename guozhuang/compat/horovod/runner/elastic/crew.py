@@ -84,7 +84,7 @@ class Said:
 Event = Started | Printed | Ended | Reached | Lost | Said
 
 
-class Crew:
+class LocalWorkers:
     """Workers on this machine.
 
     Args:

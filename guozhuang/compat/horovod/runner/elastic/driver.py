@@ -19,9 +19,9 @@ from guozhuang.compat.horovod.runner.elastic.blacklist import Blacklist
 from guozhuang.compat.horovod.runner.elastic.board import DriverBoard, HostUpdateResult
 from guozhuang.compat.horovod.runner.elastic.crew import (
     GRACE_S,
-    Crew,
     Ended,
     Event,
+    LocalWorkers,
     Lost,
     Printed,
     Reached,
@@ -35,7 +35,7 @@ from guozhuang.compat.horovod.runner.elastic.discovery import (
     Watch,
 )
 from guozhuang.compat.horovod.runner.elastic.doors import Doors
-from guozhuang.compat.horovod.runner.elastic.job import Job, Limits, Orders, Worker
+from guozhuang.compat.horovod.runner.elastic.job import ElasticJob, Limits, Orders, Worker
 from guozhuang.compat.horovod.runner.elastic.printing import Printing
 from guozhuang.compat.horovod.runner.elastic.remote_crew import RemoteCrew, Told
 from guozhuang.compat.horovod.runner.elastic.writing import Room
@@ -44,7 +44,6 @@ from guozhuang.errors import UsageError, explain
 from guozhuang.launch import guard, python_path
 from guozhuang.launch.failures import exit_code, how
 from guozhuang.launch.hosts import ssh
-from guozhuang.launch.order import FirstFailure
 from guozhuang.net import interfaces
 from guozhuang.net.store import serve
 from guozhuang.watch.processes import node_identity
@@ -118,7 +117,7 @@ class _Driver:
             start_timeout_s=settings.start_timeout_s,
             reset_limit=settings.reset_limit,
         )
-        self._job = Job(limits, Blacklist(settings.cooldown_range))
+        self._job = ElasticJob(limits, Blacklist(settings.cooldown_range))
         self._environment = elastic_variables.environment_of_workers(settings.env)
         if settings.network_interfaces:  # the same name on every host, as in a run that is not elastic
             chosen = interfaces.named(settings.network_interfaces[0])
@@ -136,7 +135,7 @@ class _Driver:
         self._doors = Doors(self._port, settings.network_interfaces)
         self._run_name = secrets.token_hex(8)
         self._guard = guard.Guard(self._run_name, "")
-        self._crew = Crew(self._events, self._room)
+        self._crew = LocalWorkers(self._events, self._room)
         self._remote: dict[str, RemoteCrew] = {}
         self._addresses: dict[str, str] = {}  # of this host, as others have reached it
         self._is_local: dict[str, bool] = {}
@@ -290,7 +289,7 @@ class _Driver:
             text = [f"the job has failed: the first worker that failed is {failed.title}, which did not answer"]
         else:
             assert failed.code is not None
-            text = [static_run.text_of(FirstFailure(failed.title, exit_code(failed.code)))]
+            text = [static_run.text_of(failed.title, exit_code(failed.code))]
         lines = self._printing.last_lines(failed.number, _LAST_LINES)
         if lines:
             text += ["the last lines it printed:", *(f"  {line}" for line in lines)]

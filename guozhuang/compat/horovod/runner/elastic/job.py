@@ -116,7 +116,7 @@ class Orders:
     over: int | None = None
 
 
-class Job:
+class ElasticJob:
     """See the module.
 
     Args:

@@ -60,7 +60,7 @@ class RemoteCrew:
         host: its name, for ssh.
         told: to it.
         events: where all that happens goes; see [Note: one queue] in ``crew``.
-        room: for what workers print, as in ``Crew``.
+        room: for what workers print, as in ``LocalWorkers``.
 
     Attributes:
         host: as above.
@@ -154,7 +154,7 @@ class RemoteCrew:
             if link.look():
                 break
         if not self._is_over:
-            self._events.put(Lost(self.host, self._failed or hosts_failure.of(link, b"").text))
+            self._events.put(Lost(self.host, self._failed or hosts_failure.of(link).text))
         with self._lock:
             self.is_lost = True
             for worker in sorted(self._running):

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from guozhuang.compat.horovod.common import elastic_variables
-from guozhuang.compat.horovod.runner.elastic.crew import Crew, Ended, Event, Printed, Started
+from guozhuang.compat.horovod.runner.elastic.crew import Ended, Event, LocalWorkers, Printed, Started
 from guozhuang.compat.horovod.runner.elastic.writing import Room
 from guozhuang.errors import WorldError, explain
 from guozhuang.launch import python_path
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     events: queue.Queue[Event] = queue.Queue()
     room = Room()
-    crew = Crew(events, room)
+    crew = LocalWorkers(events, room)
 
     def pass_on(event: Event) -> None:
         _tell(event)
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _obey(crew: Crew, passage: Passage, request: dict[str, Any], told: dict[str, Any]) -> None:
+def _obey(crew: LocalWorkers, passage: Passage, request: dict[str, Any], told: dict[str, Any]) -> None:
     worker = int(request["worker"])
     if "stop" in request:
         crew.end(worker, float(request["stop"]))

@@ -23,11 +23,11 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     made: list[Others] = []
     stores: list[PatientStore] = []
 
-    def agents(number: int, ends_with_a_node: bool = True, silence_s: float = 0.6) -> list[Others]:
+    def agents(number: int, silence_s: float = 0.6) -> list[Others]:
         shared = dist.HashStore()
         for node in range(number):
             stores.append(PatientStore(shared))
-            made.append(Others(stores[-1], node, number, "the agent of node 0", False, ends_with_a_node, silence_s))
+            made.append(Others(stores[-1], node, number, "the agent of node 0", False, silence_s))
             made[-1].begin()
         return made
 
@@ -72,7 +72,7 @@ def test_the_cause_is_who_did_not_react(make: Make) -> None:
 
 
 def test_the_cause_of_a_reaction_may_be_a_node_that_is_silent(make: Make) -> None:
-    agents = make(3, ends_with_a_node=False)
+    agents = make(3)
     agents[2].forget()
     cause = agents[0].give_up("lost a peer", 1, True)
     assert cause is not None and "node 2 (host" in str(cause)

@@ -1,0 +1,152 @@
+"""Where nodes meet: read from torchrun's options, and opened."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+from torch.distributed.launcher.api import LaunchConfig
+
+from guozhuang.errors import UsageError, explain
+from guozhuang.launch.rendezvous.fixed import FixedRendezvous
+from guozhuang.launch.rendezvous.signs import SILENCE_S
+from guozhuang.launch.rendezvous.stores import (
+    LOOPBACK,
+    Kept,
+    interface_address,
+    is_ours,
+    keep,
+    meeting_address,
+    reach,
+    say_if_open,
+)
+from guozhuang.launch.request import Request
+from guozhuang.net.search import is_loopback, resolve
+
+if TYPE_CHECKING:
+    from guozhuang.launch.options.plan import Plan
+
+_DEFAULT_PORTS = {"static": 29500, "c10d": 29400}  # torchrun's
+_UNDER_A_LAUNCHER_S = 30.0  # the launcher of several hosts notices before, and names the host as the user does
+
+
+def open_fixed(plan: Plan, config: LaunchConfig, request: Request) -> FixedRendezvous:
+    """Open what this node keeps for a fixed number of nodes to meet. See [Note: stores] in stores.py.
+
+    Args:
+        plan: what to start.
+        config: torch's reading of the options.
+        request: of the program that started this agent.
+
+    Raises:
+        UsageError: a port that is taken, or an address that cannot be.
+    """
+    options, num_nodes = plan.elastic, config.max_nodes
+    timeout_s = float(config.rdzv_configs["timeout"])
+    host, port = _endpoint(options, 0 if num_nodes == 1 else _DEFAULT_PORTS[config.rdzv_backend])
+    if num_nodes == 1:
+        return FixedRendezvous("", port, 0, 1, config.run_id, timeout_s, None, attempt=request.attempt)
+    if not 0 <= options.node_rank < num_nodes:
+        what = f"--node-rank is the number of this node, from 0 to {num_nodes - 1} with --nnodes {num_nodes}"
+        raise UsageError(explain(what, value=options.node_rank, fix="give each node its own"))
+    try:
+        return FixedRendezvous(
+            host,
+            port,
+            options.node_rank,
+            num_nodes,
+            config.run_id,
+            timeout_s,
+            plan.secret,
+            point=plan.node.meeting_point if plan.node is not None else None,
+            attempt=request.attempt,
+            interface=options.interface,
+            silence_s=_silence_s(config.rdzv_configs) if request.max_restarts is None else _UNDER_A_LAUNCHER_S,
+        )
+    except OSError as error:
+        raise _cannot_be_opened(host, port, error) from error
+
+
+def open_for_torch(plan: Plan, config: LaunchConfig) -> Kept:
+    """Keep, or reach, the store by which torch elastic's own agents meet (c10d); ``config`` names it afterwards.
+
+    Args:
+        plan: what to start.
+        config: torch's reading of the options; what it lacks is filled in.
+
+    Raises:
+        UsageError: a port that is taken, or an address that cannot be.
+        WorldError: no store was there in time.
+    """
+    options = plan.elastic
+    host, port = _endpoint(options, _DEFAULT_PORTS["c10d"])
+    said = str(config.rdzv_configs.get("is_host", "")).lower()
+    is_keeper = _is_this_node(host) if not said else said in ("1", "true", "t", "yes", "y")
+    try:
+        kept = _keep_or_reach(host, port, plan, is_keeper, float(config.rdzv_configs["timeout"]), is_sure=bool(said))
+    except OSError as error:
+        raise _cannot_be_opened(host, port, error) from error
+    config.rdzv_endpoint = f"[{kept.host}]:{kept.port}" if ":" in kept.host else f"{kept.host}:{kept.port}"
+    config.rdzv_configs["is_host"] = "false"
+    config.local_addr = config.local_addr or _own_address(host)
+    return kept
+
+
+def _keep_or_reach(host: str, port: int, plan: Plan, is_keeper: bool, timeout_s: float, is_sure: bool) -> Kept:
+    interface, who = plan.elastic.interface, "the agent that keeps the store"
+    if not is_keeper:
+        return reach(meeting_address(host, interface), port, plan.secret, timeout_s, who)
+    address = interface_address(host, interface)
+    try:
+        kept = keep(address, port, plan.secret)
+    except UsageError:
+        if is_sure:
+            raise
+        # Another agent of this very node may keep it.
+        return reach(address, port, plan.secret, 5.0, "the agent that keeps the port, or another program,")
+    say_if_open(kept, plan.secret)
+    return kept
+
+
+def _endpoint(options: argparse.Namespace, default_port: int) -> tuple[str, int]:
+    host, port = options.master_addr.strip("[]"), options.master_port
+    if options.rdzv_endpoint:
+        try:
+            host, port = parse_rendezvous_endpoint(options.rdzv_endpoint, default_port)
+        except ValueError as error:
+            raise UsageError(explain(str(error), value=options.rdzv_endpoint, fix="give HOST:PORT")) from error
+    return host, default_port if port is None else port
+
+
+def _cannot_be_opened(host: str, port: int, error: OSError) -> UsageError:
+    what = f"no store can be opened at {host}:{port}: {error.strerror or error}"
+    return UsageError(explain(what, fix="give --master-addr (or --rdzv-endpoint) an address of node 0"))
+
+
+def _silence_s(settings: Mapping[str, Any]) -> float:
+    """How long an agent may give no sign of life; said as torch elastic has it, or our default."""
+    names = ("keep_alive_interval", "keep_alive_max_attempt")
+    if not any(name in settings for name in names):
+        return SILENCE_S
+    return float(settings.get(names[0], 1)) * float(settings.get(names[1], SILENCE_S))
+
+
+def _is_this_node(host: str) -> bool:
+    return host in (socket.gethostname(), "localhost") or any(map(is_ours, resolve(host)))
+
+
+def _own_address(host: str) -> str:
+    """The address of this node on the way to ``host``."""
+    for address in resolve(host):
+        if is_loopback(address):
+            continue
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((address, 9))  # sends nothing: it only chooses the way
+            except OSError:
+                continue
+            return str(probe.getsockname()[0])
+    return LOOPBACK

@@ -1,0 +1,60 @@
+"""The signals that end an agent.
+
+[Note: signals] A signal that ends the run is an exception until the ranks are told of it: so it ends every wait, for other
+nodes as for a store that does not answer. From then on signals are only noted: a second one has the ranks killed at once.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+
+class SignalledError(Exception):
+    """The agent got a signal that ends the run."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"got {signal.Signals(number).name}")
+        self.number = number
+
+
+class Signals:
+    """Handlers while the ``with`` block runs, in the main thread. A signal that is ignored, as under nohup, stays ignored.
+
+    Args:
+        names: "SIGTERM,SIGINT".
+
+    Attributes:
+        noted: the signals that came after ``note`` was called or the first one was raised.
+        is_signalled: whether any came.
+    """
+
+    def __init__(self, names: str) -> None:
+        self.noted: list[int] = []
+        self.is_signalled = self._is_noting = False
+        numbers = [getattr(signal, name.strip()) for name in names.split(",") if name.strip()]
+        self._numbers = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._handle) for number in self._numbers}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def note(self) -> None:
+        """From now on signals are noted."""
+        self._is_noting = True
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.is_signalled = True
+        if self._is_noting:
+            self.noted.append(number)
+            return
+        self._is_noting = True
+        raise SignalledError(number)

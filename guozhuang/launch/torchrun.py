@@ -1,0 +1,160 @@
+"""Runs whose nodes meet in one of torchrun's own ways (``--rdzv-backend``): torch elastic's agent, by its public interface.
+
+Torch elastic starts, watches and restarts the ranks then, by its rules. Our part: the ranks show their output and find their
+variables as always, the store of ``c10d`` asks for a secret where there is one, and nothing is left when the agent is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.utils import macros
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from guozhuang.errors import UsageError, WorldError, explain
+from guozhuang.launch import guard, tracebacks
+from guozhuang.launch.console.output import Output
+from guozhuang.launch.crew import Crew, entry
+from guozhuang.launch.failures import Failure, describe, exit_code, first
+from guozhuang.launch.options import command, torchrun
+from guozhuang.launch.options.plan import Plan
+from guozhuang.launch.rank_files import RankFiles, Shown
+from guozhuang.launch.rendezvous.endpoint import open_for_torch
+from guozhuang.launch.rendezvous.stores import Kept
+from guozhuang.launch.request import Report, Request
+from guozhuang.launch.signals import SignalledError, Signals
+
+_OUTPUT_S = 5.0
+# A lost node is noticed, and the others go on, within ten seconds instead of 45.
+_FASTER = {"keep_alive_interval": 1, "keep_alive_max_attempt": 5, "last_call_timeout": 2}
+# Without it a node that joins later waits for an address that nobody writes, and all agents end.
+_NOT_SHARED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+# What torch elastic logs in many lines, our report says in few. LOGLEVEL or TORCH_LOGS bring it back.
+_SILENT = (
+    "torch.distributed.run",
+    "torch.distributed.launcher.api",
+    "torch.distributed.elastic.agent.server.api",
+    "torch.distributed.elastic.agent.server.local_elastic_agent",
+    "torch.distributed.elastic.multiprocessing.api",
+    "torch.distributed.elastic.rendezvous.dynamic_rendezvous",
+)
+
+
+def run(plan: Plan, request: Request) -> Report:
+    """Run torch elastic's agent to its end; how the run ended.
+
+    Raises:
+        UsageError: a way to meet, or an address, that cannot be used.
+        WorldError: the nodes did not meet.
+        SignalledError: the agent was told to end; its ranks have ended.
+    """
+    with Signals(plan.elastic.signals_to_handle):  # until torch elastic handles them
+        return _run(plan, request)
+
+
+def _run(plan: Plan, request: Request) -> Report:
+    options, folder = plan.elastic, tempfile.mkdtemp(prefix="guozhuang-run-")
+    run_name = os.urandom(8).hex()
+    os.environ[guard.VARIABLE] = run_name
+    crew, output = Crew(run_name, folder), Output(terminals=request.terminals, timestamps=plan.timestamps)
+    kept: Kept | None = None
+    limit_s: float | None = None
+    try:
+        is_torchruns = torchrun.keeps_torchs_logs(options)
+        if not is_torchruns:
+            options.log_dir = folder
+        config, words = command.read(options)
+        if not is_torchruns:
+            ranks = options.local_ranks_filter
+            shown = frozenset(int(rank) for rank in ranks.split(",")) if ranks else None
+            config.logs_specs = RankFiles(folder, output, Shown(plan.log_folder, True, shown, plan.copy_folder))
+        if config.rdzv_backend == "c10d" and config.rdzv_configs.get("store_type", "tcp") == "tcp":
+            kept = open_for_torch(plan, config)
+            os.environ[_NOT_SHARED] = "1"
+        if config.rdzv_backend == "c10d":
+            config.rdzv_configs = _FASTER | config.rdzv_configs
+        with _silence(), _explained(config):
+            return _launch(config, _of_a_rank(plan, words), output)
+    except (SignalException, SignalledError) as error:
+        limit_s = _OUTPUT_S
+        raise error if isinstance(error, SignalledError) else SignalledError(int(error.sigval)) from error
+    finally:
+        crew.end_all(0.0)
+        output.close(limit_s)
+        if kept is not None:
+            kept.close()
+        crew.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _of_a_rank(plan: Plan, words: list[str]) -> list[str]:
+    # Torch elastic writes the local rank where "${local_rank}" stands, in any argument, and makes one "$" of each two.
+    plain = [word.replace("$", "$$") for word in words]
+    return [
+        *(word.replace("$", "$$") for word in entry(plan.log_folder or "")),
+        *command.with_local_rank(plain, plan.elastic, plan.pass_local_rank, macros.local_rank),
+    ]
+
+
+def _launch(config: LaunchConfig, words: list[str], output: Output) -> Report:
+    host = socket.gethostname()
+    try:
+        elastic_launch(config, words[0])(*words[1:])
+    except ChildFailedError as error:
+        output.catch_up()
+        failures = {rank: _failure(rank, found, output) for rank, found in error.failures.items()}
+        rank = first(failures)
+        text = describe(failures, host, config.max_nodes)
+        return Report(text, f"rank {rank}", host, exit_code(failures[rank].code))
+    return Report(host=host)
+
+
+def _failure(rank: int, found: Any, output: Output) -> Failure:
+    seen = list(output.traces[rank].lines) if rank in output.traces else []
+    lines = [tracebacks.plain(line) for _, line in seen]
+    # Torch's dates are of the wall clock and in seconds, ours of lines are not: they are brought to one clock.
+    ended = time.monotonic() - (time.time() - float(found.timestamp))
+    return Failure(rank, found.exitcode, found.pid, ended, lines, [when for when, _ in seen])
+
+
+@contextlib.contextmanager
+def _explained(config: LaunchConfig) -> Iterator[None]:
+    name = config.rdzv_backend
+    try:
+        yield
+    except (RendezvousError, ConnectionError) as error:
+        fix = "look at the agents of the other nodes, at --rdzv-endpoint and at --rdzv-conf"
+        raise WorldError(explain(f"the nodes did not meet by --rdzv-backend {name}: {error}", fix=fix)) from error
+    except (ValueError, TypeError, ImportError) as error:
+        if isinstance(error, UsageError):
+            raise
+        what = f"--rdzv-backend {name} cannot be used: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        raise UsageError(explain(what, fix="choose c10d or static, or install what it needs")) from error
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Torch elastic's log says in many lines what the report says."""
+    loggers = [] if {"LOGLEVEL", "TORCH_LOGS"} & os.environ.keys() else [logging.getLogger(name) for name in _SILENT]
+    import torch.distributed.elastic.agent.server.api
+    import torch.distributed.launcher.api  # they set their level when they are imported  # noqa: F401
+
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,148 @@
+"""Nodes meet, one of them fails or is lost at a bad moment, and the others restart. Agents are threads here."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from guozhuang.errors import WorldError
+from guozhuang.launch.rendezvous import stores as elastic_stores
+from guozhuang.launch.rendezvous.fixed import Attempt, FixedRendezvous, NodeShare
+from guozhuang.launch.rendezvous.signs import OtherNodeError, Others
+from guozhuang.net.client import PatientStore, look_s
+from tests.ranks import free_port
+
+
+@pytest.fixture
+def meetings() -> Iterator[list[FixedRendezvous]]:
+    made: list[FixedRendezvous] = []
+    yield made
+    for each in made:
+        if each._others is not None:
+            each._others._has_ended, each._others._is_keeper = True, False  # nobody reads any more
+    for each in reversed(made):
+        each.close()
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as made:
+        yield made
+
+
+def fixed(meetings: list[FixedRendezvous], num_nodes: int, **more: Any) -> list[FixedRendezvous]:
+    port = free_port()
+    made = [FixedRendezvous("127.0.0.1", port, node, num_nodes, "run", 10, None, **more) for node in range(num_nodes)]
+    meetings += made
+    return made
+
+
+def all_meet(pool: ThreadPoolExecutor, some: list[FixedRendezvous]) -> list[Attempt]:
+    return [each.result(20) for each in [pool.submit(one.meet, NodeShare(1)) for one in some]]
+
+
+@pytest.mark.parametrize("node", [0, 2])
+def test_any_node_that_starts_its_ranks_anew_calls_the_others(
+    meetings: list[FixedRendezvous], pool: ThreadPoolExecutor, node: int
+) -> None:
+    nodes = fixed(meetings, 3)
+    all_meet(pool, nodes)
+    assert not any(each.must_restart() for each in nodes)
+    first = pool.submit(nodes[node].meet, NodeShare(1))
+    others = [each for each in nodes if each is not nodes[node]]
+    for each in others:
+        deadline = time.monotonic() + 5
+        while not each.must_restart():
+            assert time.monotonic() < deadline, "it was not called"
+            time.sleep(0.01)
+    all_meet(pool, others)
+    first.result(10)
+    time.sleep(0.05)
+    assert not any(each.must_restart() for each in nodes) and {each.attempt for each in nodes} == {1}
+
+
+def test_each_rank_finds_its_place_among_nodes_of_different_sizes() -> None:
+    shares = [NodeShare(2, role="a"), NodeShare(1, role="b"), NodeShare(3, role="a")]
+    found = [
+        Attempt(4, node, shares, "h", 7).environment(local)
+        for node, share in enumerate(shares)
+        for local in range(share.ranks)
+    ]
+    assert [each["RANK"] for each in found] == list("012345") and {each["WORLD_SIZE"] for each in found} == {"6"}
+    assert [each["LOCAL_RANK"] for each in found] == list("010012")
+    assert [each["ROLE_RANK"] for each in found] == list("010234")
+    assert [each["ROLE_WORLD_SIZE"] for each in found] == list("551555")
+    assert {each["TORCHELASTIC_RESTART_COUNT"] for each in found} == {"4"}
+
+
+class Counted(PatientStore):
+    """Counts what it is asked."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.asked = 0
+        call = self._client.call
+
+        def counted(*what: Any) -> Any:
+            self.asked += 1
+            return call(*what)
+
+        self._client.call = counted  # type: ignore[method-assign]
+
+
+def test_to_look_costs_one_question_however_many_nodes_there_are() -> None:
+    shared = dist.HashStore()
+    store, teller = Counted(shared), PatientStore(shared)
+    try:
+        one, other = (Others(each, node, 64, "it", False) for node, each in enumerate((store, teller)))
+        one._look_s = 0
+        for _ in range(10):
+            one.look()
+        assert store.asked == 10
+        other._tell("gave up", 1, 1, 1, "lost a peer")  # a reaction: the cause is waited for
+        for _ in range(10):
+            one.look()
+        assert store.asked == 10 + 10 + 2, "each look asks once, and what is new is read once, when it is there"
+        other._tell("gave up", 1, 0, 7, "boom")
+        with pytest.raises(OtherNodeError, match="node 1: boom"):
+            one.look()
+    finally:
+        store.close()
+        teller.close()
+
+
+def test_who_waits_for_many_nodes_asks_seldom(meetings: list[FixedRendezvous]) -> None:
+    """63 nodes may wait for the last one; all of them ask the store of the first."""
+    [node] = [FixedRendezvous("127.0.0.1", free_port(), 0, 64, "run", 1.0, None)]
+    meetings.append(node)
+    store = Counted(dist.HashStore())
+    node._others = Others(store, 0, 64, "it", False)
+    store.while_waiting = node._others.look
+    with pytest.raises(WorldError, match=r"63 of 64 nodes did not come within 1 s: 1, 2, .* and 47 more"):
+        node._roll_call(store, NodeShare(1))
+    store.close()
+    assert store.asked - 64 < 55, "20 ms apart at first, then further"
+    assert [look_s(waited_s) for waited_s in (0, 2, 60)] == [0.02, 0.1, 0.2]
+
+
+def test_a_key_of_another_agent_is_not_waited_for_when_that_one_is_gone() -> None:
+    store = PatientStore(dist.HashStore())
+
+    def gone() -> None:
+        raise OtherNodeError("node 0 is gone")
+
+    with pytest.raises(WorldError, match=r"node 0 did not say 'x' within 0\.1 s"):
+        elastic_stores.wait_for(store, "x", 0.1, "node 0")
+    store.while_waiting = gone
+    with pytest.raises(OtherNodeError, match="node 0 is gone"):
+        elastic_stores.wait_for(store, "x", 60, "node 0")
+    threading.Timer(0.05, store.set, ("y", "z")).start()
+    store.while_waiting = lambda: None
+    assert elastic_stores.wait_for(store, "y", 5, "node 0") == "z"
+    store.close()
