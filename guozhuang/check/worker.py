@@ -30,7 +30,7 @@ from guozhuang.check.steps import ENDED_S, CheckState, Steps, StoreClient, steps
 from guozhuang.check.verdict import judge
 from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.net.client import OverdueError, attempt
-from guozhuang.net.meet import Meeting
+from guozhuang.net.meet import WorldStore
 from guozhuang.records import build
 from guozhuang.world import session
 from guozhuang.world.identity import Identity
@@ -140,7 +140,7 @@ class CheckRank:
         self._rank, self._leads = identity.rank, identity.rank == 0
         self._timeout_s = timeout_s
         self._is_over = False
-        self._meeting: Meeting | None = None
+        self._meeting: WorldStore | None = None
         self._client: StoreClient | None = None
         self._steps: Steps | None = None
         self._state = CheckState()
@@ -189,7 +189,7 @@ class CheckRank:
             self._note_end(error)
             self._release()
 
-    def _enter(self) -> tuple[StoreClient, Meeting]:
+    def _enter(self) -> tuple[StoreClient, WorldStore]:
         store, self._meeting = session.meet(self._identity, self._timeout_s)
         look_s = max(_LOOK_S, self._identity.size / _LOOKS_PER_S)
         self._client = StoreClient(store, self._meeting.host, self._rank, look_s)
@@ -198,7 +198,7 @@ class CheckRank:
             raise UsageError(explain(what, fix="give each process its own RANK; end processes of earlier runs"))
         return self._client, self._meeting
 
-    def _lead(self, client: StoreClient, meeting: Meeting) -> tuple[dict[int, str], str]:
+    def _lead(self, client: StoreClient, meeting: WorldStore) -> tuple[dict[int, str], str]:
         """Meet as rank 0; return the node of each rank that came, and the address of this one."""
         deadline = time.monotonic() + self._timeout_s
         facts = self._state.facts
@@ -220,7 +220,7 @@ class CheckRank:
         client.write("roster", {str(rank): [each.node, address_of[rank]] for rank, each in facts.items()})
         return {rank: each.node for rank, each in facts.items()}, address_of[0]
 
-    def _follow(self, client: StoreClient, meeting: Meeting) -> tuple[dict[int, str], str]:
+    def _follow(self, client: StoreClient, meeting: WorldStore) -> tuple[dict[int, str], str]:
         """Meet as any other rank; return as :meth:`_lead`."""
         limit_s = self._timeout_s + _LATE_S
         own = self._state.facts[self._rank] = self._informed(client, meeting, limit_s)
@@ -234,7 +234,7 @@ class CheckRank:
             raise WorldError(explain(what, rank=self._rank, fix="look at the output of rank 0, or raise --timeout"))
         return {int(rank): node for rank, (node, _) in roster.items()}, str(roster[str(self._rank)][1])
 
-    def _informed(self, client: StoreClient, meeting: Meeting, limit_s: float) -> Facts:
+    def _informed(self, client: StoreClient, meeting: WorldStore, limit_s: float) -> Facts:
         """Return the facts with the network as it is known after the meeting.
 
         Where the launcher leads every node to rank 0 through a passage on its own loopback, rank 0 gives its address.

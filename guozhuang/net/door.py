@@ -1,16 +1,16 @@
-"""A door in front of a store: lets in who knows the secret of the run, and relays them to the store on loopback.
+"""A door in front of a store: it admits the ranks that know the secret of the run, and relays them to the store on loopback.
 
-PyTorch's ``TCPStore`` has no secret: who reaches its port can read and set every key. So a store that several nodes share
-listens on loopback only, and its node opens a ``Door`` on the network; the other nodes ``pass_through`` it.
+PyTorch's ``TCPStore`` has no secret: a program that reaches its port can read and set every key. So a store that several nodes
+share listens on loopback only, and its node opens a ``Door`` on the network; the other nodes ``pass_through`` it.
 
-[Note: the handshake] The one who knocks and the door each send a magic word and 32 random bytes; then the one who knocks
+[Note: the handshake] The client and the door each send a magic word and 32 random bytes; then the client
 sends HMAC-SHA256(secret, "knock" + the door's bytes + its own), and the door, if that is right, the port of its store and
 HMAC-SHA256(secret, "door" + the same + the port). So each sees that the other knows the secret now, the secret is never
 sent, and no answer can be played back: not later, because the bytes are fresh, nor to its sender, because the words differ.
 What follows is relayed as it is, in clear.
 
-[Note: strangers] Whoever has not proved himself costs one connection and 72 bytes for at most ``HANDSHAKE_S``; of more than
-``_MAX_STRANGERS`` at a time the oldest is sent away, because an honest one needs milliseconds. Nobody waits for anybody:
+[Note: strangers] A client that has not proved itself costs one connection and 72 bytes for at most ``HANDSHAKE_S``; of more
+than ``_MAX_STRANGERS`` at a time the oldest is dropped, because an honest one needs milliseconds. No client waits for another:
 one thread serves all connections of a door by asyncio, and reads no faster than the other side takes.
 """
 
@@ -40,7 +40,7 @@ _log = logging.getLogger("guozhuang")
 
 
 class NotOurDoorError(Exception):
-    """What listens there is not a door that knows our secret; the text says what it did instead."""
+    """The program that listens there is no door that knows our secret; the text says what it did instead."""
 
 
 class WrongSecretError(NotOurDoorError):
@@ -48,7 +48,7 @@ class WrongSecretError(NotOurDoorError):
 
 
 class Door:
-    """Lets in who knows the secret, and relays them to a store on loopback. It has a thread of its own; ``close`` ends it.
+    """Admits clients that know the secret, and relays them to a store on loopback. It has its own thread; ``close`` ends it.
 
     Args:
         listener: a bound and listening socket on the interface that others reach this node by; the door owns it from now on.
@@ -99,7 +99,7 @@ class Door:
         await relay_both_ways(reader, writer, inside)
 
     async def _examine(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
-        """The door's side of [Note: the handshake]; "" if the other knows the secret, else why he is refused."""
+        """The door's side of [Note: the handshake]; "" if the client knows the secret, else why it is refused."""
         if await reader.readexactly(len(_MAGIC)) != _MAGIC:
             return "it does not knock as a rank does"
         theirs, ours = await reader.readexactly(_NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
@@ -114,7 +114,7 @@ class Door:
 
     def _log_once(self, writer: asyncio.StreamWriter, why: str) -> None:
         peer = str((writer.get_extra_info("peername") or ("an unknown address",))[0])
-        # By cause as well: whose scanner came by first may have ranks with a wrong secret too.
+        # By cause as well: a host may first have sent a scanner, and then ranks with a wrong secret.
         if (peer, why) not in self._named and len(self._named) < _MAX_NAMED:
             self._named.add((peer, why))
             where = "{}:{}".format(*self.address)
@@ -154,7 +154,7 @@ def pass_through(
         secret: the one the door was given.
         timeout_s: limit in seconds for coming through the first time; each later connection has ``HANDSHAKE_S``.
         rank: of this process, for the texts.
-        says: whether to say in the log what is waited for when it takes long.
+        says: whether to log what this process waits for when it takes long.
 
     Returns:
         Host and port for ``torch.distributed.TCPStore``; it has a ``close`` method, and lives until that is called.
@@ -203,7 +203,7 @@ def passage_from(first: socket.socket, host: str, port: int, secret: bytes) -> P
     """A passage to the door at ``host:port`` through which ``knock`` came before.
 
     Args:
-        first: what ``knock`` returned; it carries the first connection, and is owned by the passage from now on.
+        first: the connection that ``knock`` returned; the passage owns it from now on, and uses it for its first client.
         host: as given to ``knock``.
         port: as given to ``knock``.
         secret: as given to ``knock``.
@@ -245,19 +245,19 @@ def knock(host: str, port: int, secret: bytes, timeout_s: float) -> socket.socke
         timeout_s: limit for all of it, in seconds.
 
     Returns:
-        The connection: what is sent on it goes to the store.
+        The connection, which leads to the store.
 
     Raises:
         OSError: nobody listens there, or cannot be reached.
         WrongSecretError: a door, which does not know our secret.
-        NotOurDoorError: something that is no door: it is silent, or says something else.
+        NotOurDoorError: the program there is no door: it is silent, or says something else.
         UsageError: the secret is empty.
     """
     return enter(host, port, secret, timeout_s)[0]
 
 
 def enter(host: str, port: int, secret: bytes, timeout_s: float) -> tuple[socket.socket, int]:
-    """As ``knock``, but return the port of the store on the door's node too, for those who are on that node themselves."""
+    """Do as ``knock``, and return the port of the store too, for processes on the door's own node, which need no door."""
     _check_secret(secret)
     deadline = time.monotonic() + timeout_s
     connection = socket.create_connection((host, port), timeout=timeout_s)
@@ -292,7 +292,7 @@ def enter(host: str, port: int, secret: bytes, timeout_s: float) -> tuple[socket
 
 
 def _receive(connection: socket.socket, num_bytes: int, deadline: float) -> bytes:
-    """Exactly so many bytes, however slowly they drip in, until the deadline."""
+    """Read exactly so many bytes, however slowly they come, until the deadline."""
     data = b""
     while len(data) < num_bytes:
         connection.settimeout(max(deadline - time.monotonic(), 0.001))

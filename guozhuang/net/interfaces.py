@@ -132,7 +132,7 @@ def named(name: str) -> Interface:
 
 
 def variables(interface: Interface, environ: Mapping[str, str], *, override: bool = False) -> dict[str, str]:
-    """What to set so that gloo and NCCL use this interface: nothing that ``environ`` sets already.
+    """The variables that make gloo and NCCL use this interface, without those that ``environ`` sets already.
 
     Args:
         interface: the one to use; gloo uses that of HOROVOD_GLOO_IFACE instead, where it is set.
@@ -147,7 +147,7 @@ def variables(interface: Interface, environ: Mapping[str, str], *, override: boo
 
 
 def variables_towards(master: str, environ: Mapping[str, str], asked: str | None = None) -> dict[str, str]:
-    """What a node sets in the environment of its ranks, so that gloo and NCCL meet the other nodes.
+    """The variables that a node sets for its ranks, so that gloo and NCCL meet the other nodes.
 
     Args:
         master: name or address of the node that the others reach; one of the others, seen from that node itself its own.
@@ -166,7 +166,7 @@ def variables_towards(master: str, environ: Mapping[str, str], asked: str | None
 
 
 def variables_of_ranks(host: str | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """What a rank sets in its own environment, so that gloo and NCCL meet the others; nothing where no way is known.
+    """The variables that a rank sets for itself, so that gloo and NCCL meet the others; none where no way is known.
 
     Args:
         host: of rank 0, where ranks are on several nodes: they use the interface that leads there. None: all are on this node,

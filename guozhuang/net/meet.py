@@ -29,14 +29,14 @@ _log = logging.getLogger("guozhuang")
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """The store of a world, and what this process keeps open for it.
+class WorldStore:
+    """The store of a world, and the doors and passages that this process keeps open for it.
 
     Attributes:
-        store: through which the ranks find each other.
+        store: the store in which the ranks find each other.
         host: name or address of the node that keeps it, as this node reaches it; None in a world of one.
-        doors: what leads to the store, or lets others in.
-        note: where rank 0 wrote down where it is; None if it did not.
+        doors: the passage to the store, or the door that admits other nodes.
+        note: the meeting point whose note rank 0 wrote; None if it wrote none.
     """
 
     store: dist.Store
@@ -45,24 +45,24 @@ class Meeting:
     note: PortSequence | None = None
 
     def everybody_came(self) -> None:
-        """Every rank must call once all are here: nobody needs a note any more."""
+        """Remove the note of rank 0. Every rank calls it when all ranks have come."""
         if self.note is not None:
             search.remove_note(self.note)
 
     def close(self) -> None:
-        """End what this process keeps open; connections of the store end with it. A second call does nothing."""
+        """Close the doors and passages of this process; connections to the store end with them. A second call does nothing."""
         self.everybody_came()
         for door in self.doors:
             door.close()
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a rank told the others in the roll call.
+class RankCard:
+    """What one rank published about itself in the roll call.
 
     Attributes:
         host: its host identity (``node_identity``).
-        note: what its caller gave; in ``init`` the UUIDs of the CUDA devices that it sees, joined by commas.
+        note: the text that its caller gave; in ``init`` the UUIDs of the CUDA devices that it sees, joined by commas.
     """
 
     host: str
@@ -76,7 +76,7 @@ def open_store(
     *,
     says: bool = True,
     is_one_node: bool = False,
-) -> Meeting:
+) -> WorldStore:
     """Connect to the store of the world; rank 0 starts it where the launcher does not keep one.
 
     In a world of one the store is in memory and no port is opened. Otherwise rank 0 listens at one address (torch's own store
@@ -95,7 +95,7 @@ def open_store(
         WorldError: nothing that speaks the store's language, and knows the secret, answered within ``timeout_s``.
     """
     if point is None:
-        return Meeting(dist.HashStore())
+        return WorldStore(dist.HashStore())
     if isinstance(point, PortSequence):
         return _meet_at_a_sequence(point, rank, timeout_s, says)
     is_open = stores.loopback_address(point.host) is None or not point.is_loopback_meant
@@ -107,7 +107,7 @@ def open_store(
         store = stores.serve(listener, timeout_s)
         if not is_open and not is_one_node:
             store.set(_ONLY_HERE, f"{address}:{point.port}")
-        return Meeting(store, address)
+        return WorldStore(store, address)
     if is_open and point.secret and not point.is_kept_by_launcher:
         limit = time.monotonic() + timeout_s
         host = stores.where_to_go(point)
@@ -122,10 +122,10 @@ def open_store(
             *(point.host, point.port),
         )
     where = f"{point.host}:{point.port} (MASTER_ADDR:MASTER_PORT)"
-    return Meeting(*stores.reach(point, rank, timeout_s, where, says=says))
+    return WorldStore(*stores.reach(point, rank, timeout_s, where, says=says))
 
 
-def _meet_at_a_sequence(point: PortSequence, rank: int, timeout_s: float, says: bool) -> Meeting:
+def _meet_at_a_sequence(point: PortSequence, rank: int, timeout_s: float, says: bool) -> WorldStore:
     if rank == 0:
         listener = search.listener_of(point)
         address = listener.getsockname()[:2]
@@ -143,21 +143,21 @@ def _meet_at_a_sequence(point: PortSequence, rank: int, timeout_s: float, says: 
     if point.is_one_node:
         found.connection.close()
         there = MeetingPoint(search.LOOPBACK, found.store_port)
-        return Meeting(stores.reach(there, rank, left_s, where, is_up=True)[0], found.host)
+        return WorldStore(stores.reach(there, rank, left_s, where, is_up=True)[0], found.host)
     passage = passage_from(found.connection, found.host, found.port, point.secret)
     return _through(passage, found.host, rank, left_s, where)
 
 
-def _through(passage: Passage, host: str, rank: int, timeout_s: float, where: str) -> Meeting:
+def _through(passage: Passage, host: str, rank: int, timeout_s: float, where: str) -> WorldStore:
     try:
         store, _ = stores.reach(MeetingPoint(*passage), rank, timeout_s, where, is_up=True)
     except BaseException:
         passage.close()
         raise
-    return Meeting(store, host, (passage,))
+    return WorldStore(store, host, (passage,))
 
 
-def _behind_a_door(listener: socket.socket, secret: bytes, host: str, timeout_s: float) -> Meeting:
+def _behind_a_door(listener: socket.socket, secret: bytes, host: str, timeout_s: float) -> WorldStore:
     """A store of this process on loopback, at a port that the system chooses, and the door in front of it."""
     try:
         inner = socket.create_server((search.LOOPBACK, 0))
@@ -166,11 +166,11 @@ def _behind_a_door(listener: socket.socket, secret: bytes, host: str, timeout_s:
     except BaseException:
         listener.close()
         raise
-    return Meeting(store, host, (Door(listener, port, secret),))
+    return WorldStore(store, host, (Door(listener, port, secret),))
 
 
-def roll_call(store: dist.Store, rank: int, size: int, timeout_s: float, note: str = "") -> list[Told]:
-    """Wait until every rank is here; return what each told, in rank order.
+def roll_call(store: dist.Store, rank: int, size: int, timeout_s: float, note: str = "") -> list[RankCard]:
+    """Wait until every rank has come; return the card of each, in rank order.
 
     Every rank must call, with a store (or prefix) that no other call uses.
 
@@ -179,11 +179,11 @@ def roll_call(store: dist.Store, rank: int, size: int, timeout_s: float, note: s
         rank: of this process.
         size: number of ranks.
         timeout_s: limit for all of it, in seconds.
-        note: what the others shall know of this rank besides its host; one line of text.
+        note: one line of text that this rank publishes besides its host.
 
     Raises:
         UsageError: two processes claim the same rank.
-        WorldError: somebody did not come within ``timeout_s``, or the process that keeps the store is gone or does not
+        WorldError: a rank did not come within ``timeout_s``, or the process that keeps the store is gone or does not
             answer; the text names who is missing. Every rank that waits raises.
     """
     call = _RollCall(store, rank, size, timeout_s, note)
@@ -207,7 +207,7 @@ class _RollCall:
         self._heard = time.monotonic()
         self.over = threading.Event()
 
-    def run(self) -> list[Told]:
+    def run(self) -> list[RankCard]:
         store, rank, size = self._store, self._rank, self._size
         started, notices = time.monotonic(), client.Notices()
         if store.add(f"claim/{rank}", 1) > 1:
@@ -233,17 +233,17 @@ class _RollCall:
             left_s = self._timeout_s - waited_s
             self.over.wait(min(left_s, _LOOK_S, max(_FIRST_LOOK_S, 0.1 * waited_s)))
         told = store.multi_get([f"host/{r}" for r in range(size)])
-        return [Told(*text.decode().split("\n", 1)) for text in told]
+        return [RankCard(*text.decode().split("\n", 1)) for text in told]
 
     def is_silent(self) -> str:
-        """That the store does not answer; "" if it did a moment ago."""
+        """Return a sentence that the store does not answer; "" if it answered a moment ago."""
         silent_s = time.monotonic() - self._heard
         if silent_s < _SILENT_S:
             return ""
         return f"the store that the ranks meet at{_address(self._store)} has not answered for {silent_s:.0f} s"
 
     def _is_the_one_to_say_so(self, turn: int) -> bool:
-        """Rank 0, and until that is here the first to ask."""
+        """Whether this rank is to log who is missing: rank 0, and as long as that is missing the first rank to ask."""
         return self._rank == 0 or (not self._store.check(["host/0"]) and self._store.add(f"said/{turn}", 1) == 1)
 
     def _who_is_missing(self, what: str) -> str:
@@ -253,7 +253,7 @@ class _RollCall:
         return f"{len(missing)} of {self._size} ranks {what}: {names}"
 
     def _only_here(self) -> str:
-        """A likely cause, where there is one: others cannot come to loopback."""
+        """Name a likely cause, where there is one: rank 0 listens on loopback, where other hosts cannot come."""
         store = _without_prefix(self._store)
         if not store.check([_ONLY_HERE]):
             return ""
@@ -271,7 +271,7 @@ class _RollCall:
 
 
 def _missing(store: dist.Store, ranks: Sequence[int]) -> list[int]:
-    """Which of these have not told where they are. By halves: the store can say of many at once whether all are there."""
+    """The ranks that have not published a card. By halves: one question tells of many keys whether all are there."""
     if not ranks or store.check([f"host/{r}" for r in ranks]):
         return []
     if len(ranks) == 1:
@@ -287,7 +287,7 @@ def _without_prefix(store: dist.Store) -> dist.Store:
 
 
 def _address(store: dist.Store) -> str:
-    """Where the store is, for a text; "" for one of this node, which may be the near end of a passage only."""
+    """The address of the store, for a text; "" on loopback, which may be the near end of a passage only."""
     store = _without_prefix(store)
     if not isinstance(store, dist.TCPStore) or stores.loopback_address(store.host) is not None:
         return ""

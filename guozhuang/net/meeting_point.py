@@ -1,4 +1,4 @@
-"""A secret and a sequence of TCP ports that every rank of a run comes to by itself, from what its launcher told all of them."""
+"""Where the ranks of a run meet: a told address; or ports and a secret that each rank derives from its launcher's words."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class MeetingPoint:
 
 @dataclass(frozen=True)
 class PortSequence:
-    """Where ranks meet whom the launcher tells no port: rank 0 opens a door at the first that is free, the others knock.
+    """Where ranks meet if the launcher tells no port: rank 0 opens a door at the first free port, the others knock at all.
 
     See [Note: meeting without a message] in ``search``.
 

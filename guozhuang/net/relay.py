@@ -21,7 +21,7 @@ class Relay:
 
     Args:
         listener: a bound and listening socket; it is owned from now on.
-        serve: gets the two ends of each connection.
+        serve: is called with reader and writer of each connection.
         name: of the thread.
         finish: called when it ends.
     """

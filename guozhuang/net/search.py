@@ -49,11 +49,11 @@ _log = logging.getLogger("guozhuang")
 
 
 @dataclass(frozen=True)
-class Found:
-    """Rank 0's door, and the way through it.
+class OpenDoor:
+    """Rank 0's door, and a connection through it.
 
     Attributes:
-        connection: a connection that is through already.
+        connection: a connection that passed the door's handshake.
         host: where the door is.
         port: its TCP port.
         store_port: of the store behind it, on rank 0's node.
@@ -66,7 +66,7 @@ class Found:
 
 
 def listener_of(point: PortSequence) -> socket.socket:
-    """Rank 0's part: listen on the first port of the sequence that is free, on the interface that others reach it by.
+    """On rank 0: listen on the first port of the sequence that is free, on the interface that other nodes reach it by.
 
     Raises:
         UsageError: none of the ports can be had; the text names them.
@@ -93,7 +93,7 @@ def own_address(hints: Sequence[str], others: Sequence[str]) -> str:
         hints: names and addresses by which this node may be known to the others.
         others: names of some of them.
 
-    Bridges to the containers and virtual machines of one node lead nowhere else, and have the same address on many.
+    Bridges to containers and virtual machines lead nowhere outside of their node, and have the same address on many nodes.
     """
     mine, inner = _own_addresses()
     for hint in hints:
@@ -114,14 +114,14 @@ def own_address(hints: Sequence[str], others: Sequence[str]) -> str:
     return _outward_address(mine)
 
 
-def find(point: PortSequence, rank: int, timeout_s: float, *, says: bool = True) -> Found:
-    """The part of every rank but 0: knock until a door opens.
+def find(point: PortSequence, rank: int, timeout_s: float, *, says: bool = True) -> OpenDoor:
+    """On every rank but 0: knock at all places where rank 0 may be until a door opens.
 
     Args:
         point: where it may open.
         rank: of this process, for the texts.
         timeout_s: for how long, in seconds.
-        says: whether to say in the log what was seen when it takes long.
+        says: whether to log what was found so far when it takes long.
 
     Raises:
         WorldError: none did within ``timeout_s``; the text says what was found at each port of each host.
@@ -143,7 +143,7 @@ def find(point: PortSequence, rank: int, timeout_s: float, *, says: bool = True)
 
 
 def passage_to_rank_0(point: PortSequence, rank: int, timeout_s: float) -> Passage:
-    """Find the door of rank 0, and lay a passage to the store behind it, for any number of clients on this node.
+    """Find the door of rank 0, and open a passage to the store behind it, for any number of clients on this node.
 
     Raises:
         WorldError: there was none within ``timeout_s``.
@@ -159,11 +159,11 @@ class _Search:
     speaker: int | None
     seen: dict[tuple[str, int], str] = field(default_factory=dict)
     said_of_hosts: dict[str, str] = field(default_factory=dict)
-    _answers: queue.SimpleQueue[Found] = field(default_factory=queue.SimpleQueue)
+    _answers: queue.SimpleQueue[OpenDoor] = field(default_factory=queue.SimpleQueue)
     _over: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def run(self) -> Found:
+    def run(self) -> OpenDoor:
         threads, notices = [], client.Notices()
         try:
             for host in dict.fromkeys(self.point.hosts):
@@ -235,14 +235,14 @@ class _Search:
                 except NotOurDoorError as error:
                     self.seen[host, port] = str(error)
                 else:
-                    self._hand_over(Found(connection, host, port, store_port))
+                    self._hand_over(OpenDoor(connection, host, port, store_port))
                     return
             limit_s = min(2 * limit_s, _LONGEST_KNOCK_S)
             # Not all at once: thousands of ranks may be knocking at one node.
             self._over.wait(pause_s * random.uniform(0.5, 1.5))
             pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
 
-    def _hand_over(self, found: Found) -> None:
+    def _hand_over(self, found: OpenDoor) -> None:
         with self._lock:
             if not self._over.is_set():
                 self._answers.put(found)
@@ -251,10 +251,10 @@ class _Search:
 
 
 def write_note(point: PortSequence, address: tuple[str, int]) -> bool:
-    """Say in the shared folder where the door is; for the user's eyes only, whole or not at all.
+    """Write into the shared folder where the door is, in a file that this user alone can read and that appears whole.
 
     Returns:
-        Whether it was written. If not the log says why: the launcher's own hints may be enough.
+        Whether it was written. If not, the log says why; the other ranks may find the door by the launcher's hints.
     """
     path = Path(point.note)
     try:
@@ -280,7 +280,7 @@ def write_note(point: PortSequence, address: tuple[str, int]) -> bool:
 
 
 def read_note(point: PortSequence) -> tuple[str, int] | None:
-    """Host and port that rank 0 of this very run wrote down; None if it has not (yet), or somebody else did."""
+    """Host and port in the note of rank 0 of this very run; None if there is no note yet, or another run or user wrote it."""
     if not point.note:
         return None
     try:
@@ -296,7 +296,7 @@ def read_note(point: PortSequence) -> tuple[str, int] | None:
 
 
 def remove_note(point: PortSequence) -> None:
-    """Remove what ``write_note`` wrote: nobody is expected any more."""
+    """Remove the note of ``write_note``, because all ranks have come."""
     if read_note(point) is not None:
         with contextlib.suppress(OSError):
             os.unlink(point.note)
@@ -314,7 +314,7 @@ def _proof_of_note(secret: bytes, host: str, port: int) -> str:
 
 
 def resolve(host: str) -> list[str]:
-    """The addresses that a name stands for here, IPv4 first; empty where it cannot be resolved."""
+    """The addresses that a name resolves to on this node, IPv4 first; empty where it cannot be resolved."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -323,7 +323,7 @@ def resolve(host: str) -> list[str]:
 
 
 def _own_addresses() -> tuple[set[str], set[str]]:
-    """Those that other nodes may reach, and those of bridges within this node."""
+    """Addresses of this node that other nodes may reach, and addresses of bridges within this node."""
     mine: set[str] = set()
     inner: set[str] = set()
     for name, known in interfaces.addresses().items():
@@ -332,7 +332,7 @@ def _own_addresses() -> tuple[set[str], set[str]]:
 
 
 def _outward_address(mine: set[str]) -> str:
-    """Where the default route leaves from; without one the first address that is not loopback, IPv4 if there is any."""
+    """The address that the default route leaves from; without a route the first that is not loopback, IPv4 before IPv6."""
     for somewhere in _SOMEWHERE:
         with contextlib.suppress(WorldError):
             return interfaces.own_address_towards(somewhere)

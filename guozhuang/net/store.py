@@ -50,17 +50,17 @@ def listening_address(point: MeetingPoint) -> str:
 
 
 def where_to_go(point: MeetingPoint) -> str:
-    """The host at which this node reaches what ``listen`` opened: the told one, but where that leads to loopback wrongly."""
+    """The host at which this node reaches the socket of ``listen``: the told one, unless that leads to loopback here."""
     if point.is_loopback_meant or loopback_address(point.host) is None:
         return point.host
     return search.own_address([], [])
 
 
 def listen(point: MeetingPoint) -> socket.socket:
-    """Rank 0's part: a socket for the store, or for the door before it.
+    """On rank 0: bind a socket for the store, or for the door before it.
 
     Raises:
-        UsageError: the port is taken, or may not be had.
+        UsageError: the port is taken, or this user may not open it.
     """
     address = listening_address(point)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -130,9 +130,9 @@ def reach(
         point: where it is.
         rank: of this process, for the texts.
         timeout_s: how long to wait for it, in seconds; later of each of the store's operations.
-        where: what the user calls that place, for the texts.
-        says: whether to say in the log what is waited for when it takes long.
-        is_up: whether somebody is known to listen there; then nobody knocks before.
+        where: how the texts name that place.
+        says: whether to log what this rank waits for when it takes long.
+        is_up: a program is known to listen there, so that no trial connection is made before.
 
     Returns:
         The store, and the host by which it was reached.

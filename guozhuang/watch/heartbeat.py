@@ -3,14 +3,14 @@
 [Note: two threads] A client of a TCP store is one socket under one lock: a ``wait`` of the main thread would hold the beat
 up, so the heartbeat has a client of its own (``store.clone()``). A keeper of the store that falls silent (a cut cable, a
 stopped process) holds ``get`` and ``check`` for ever, whatever the store's time-out says, because torch limits only the
-wait for a key. So one thread talks to the store, and nothing else waits for it; the other one, the guard, looks at the main
+wait for a key. So one thread talks to the store, and no other thread waits for it; the second one, the guard, looks at the main
 thread, keeps the clock, and notices that the first one has had no answer.
 
-[Note: who watches] Every rank overwrites its own key once per interval and reads one key, the word of the watching rank;
+[Note: who watches] Every rank overwrites its own key once per interval and reads one key, the status of the watching rank;
 only that rank reads all. With N ranks that is 2 N small requests per interval and one of N values, and the interval grows
-above 500 ranks (above 50 behind a door), so the store sees 1000 requests a second at most. The watch begins at rank 0. Where
-its word stays out, or its process is seen to be gone, the first rank that adds to the key of the next term takes over; two that
-watch for a moment do no harm, the higher term counts.
+above 500 ranks (above 50 behind a door), so the store sees 1000 requests a second at most. The watch begins at rank 0. If
+its status is not renewed, or its process has ended, the first rank that adds to the key of the next term takes over; two ranks
+that watch for a moment do no harm, the higher term counts.
 
 [Note: the clock] A run that was stopped as a whole (Ctrl-Z, a suspended virtual machine) must not look like a hang when it
 goes on. The clock of a rank is ticked by its guard and goes forward by two intervals at most per tick, so it stands while
@@ -19,7 +19,7 @@ the rank does.
 [Note: how it ends] A main thread inside a wait of gloo or NCCL cannot be interrupted from Python, and an exception that is
 set for later comes never. So after a hang the process ends at once, as NCCL's watchdog does it, with an exit code of its
 own, after it has said why. Where only a rank was *lost* nothing is ended: gloo and "shm" raise by themselves then, in the
-main thread, where a script can act on it. Who still waits ``hang_timeout_s`` later hangs, and is ended by that rule.
+main thread, where a script can act on it. A rank that still waits ``hang_timeout_s`` later hangs, and is ended by that rule.
 
 Nothing here takes a signal: stacks are read from a thread (``sys._current_frames``). A main thread that holds Python's
 lock for ever in a C call therefore gives no beat and no stack; its neighbours say that its process is there.
@@ -53,9 +53,9 @@ from guozhuang.watch.stacks import (
     stacks_text,
     started_collectives,
 )
-from guozhuang.watch.watcher import Watcher, Word, look_at_neighbours, read_reports
+from guozhuang.watch.watcher import Watcher, WatcherStatus, look_at_neighbours, read_reports
 
-# Each is one more chance to see a main thread that goes round a loop move.
+# More looks make it likelier to see that a main thread in a loop moves.
 _LOOKS_PER_BEAT = 4
 # The others must have read a report before the rank that keeps the store takes it away.
 _LONGER_S = 1.0
@@ -73,7 +73,7 @@ def start(
     behind_door: bool = False,
     interval_s: float | None = None,
 ) -> Heartbeat | None:
-    """Begin to give signs of life, and to hear those of the others. Every rank must call, after the group was made.
+    """Start to publish heartbeats, and to read those of the others. Every rank must call, after the group was made.
 
     Cheap, and returns at once. In a world of one, and with a store that is
     not a ``TCPStore`` (a file would grow with every beat), nothing is started, which is logged.
@@ -85,7 +85,7 @@ def start(
         hang_timeout_s: after so many seconds in which no rank started a collective while the main thread of one stood
             still, the stacks of all ranks are printed and every rank ends itself with exit code 75. None: lost ranks are
             reported, but nothing is ended and no hang is looked for. The value of the watching rank (first rank 0) counts.
-        keeps_store: this process keeps the store itself: it then waits a moment in ``stop`` until others have let go.
+        keeps_store: this process keeps the store itself: ``stop`` then waits a moment until the others have stopped using it.
         behind_door: the store is reached through a ``Door``, on every rank.
         interval_s: between two beats; None: 1 s, more above 500 ranks (50 behind a door). All other limits are multiples of
             it. The same on every rank.
@@ -147,7 +147,7 @@ class Heartbeat:
         self._trouble = ""
         self._closing = self._is_ending = self._is_cut_off = False
         self._count = self._gave = self._seen = 0
-        self._word: Word | None = None
+        self._word: WatcherStatus | None = None
         self._word_since_s = 0.0
         self._tried = 0
         self._watch: Watcher | None = None
@@ -198,7 +198,7 @@ class Heartbeat:
     def _wait_for_report(self) -> None:
         word = self._word
         if word is not None and word.lost and self._seen >= word.report:
-            return  # the loss is known here already
+            return  # this rank has reported the loss already
         began_s, limits = time.monotonic(), self._limits
         while self._line.is_alive() and not self._is_cut_off and not self._has_told_why.wait(0.02):
             is_gathered = self._word is not None and self._word.wants > 0
@@ -214,7 +214,7 @@ class Heartbeat:
             self._fail()
 
     def _fail(self) -> None:
-        """To be called where an exception is handled that nothing here should raise. The others go on without this rank."""
+        """Log the exception being handled, a bug of the heartbeat, and end it. The training and the other ranks go on."""
         self._closing = True
         self._wake.set()
         _log.exception(
@@ -321,7 +321,7 @@ class Heartbeat:
     def _read_word(self) -> None:
         if self._word is None and not self._store.check(["word"]):
             return  # the others have not begun
-        word = Word.from_bytes(self._store.get("word"))
+        word = WatcherStatus.from_bytes(self._store.get("word"))
         if self._watch is not None and word.term > self._watch.word.term:
             self._watch = None  # another one took over while this rank slept
         if word != self._word:
@@ -345,13 +345,13 @@ class Heartbeat:
             judge.silent_since(before.watcher, clock_s - silent_s)
         me = (self.rank, self._me.node, self._me.pid, self._me.start)
         keeper = me if self._keeps_store else before.keeper if before is not None else None
-        word = Word(self._tried, self.rank, process=me[1:], keeper=keeper)
+        word = WatcherStatus(self._tried, self.rank, process=me[1:], keeper=keeper)
         self._watch = Watcher(self._store, self.size, word, judge)
         if before is not None:
             _log.info("[rank %d] watches the others from now on", self.rank)
 
-    def _patience_s(self, word: Word, silent_s: float) -> float:
-        """For how long the word of the watching rank may stay out before this one takes its place."""
+    def _patience_s(self, word: WatcherStatus, silent_s: float) -> float:
+        """For how many seconds the status of the watching rank may stay the same before this rank takes its place."""
         in_haste = self._error is not None
         looks = in_haste or silent_s > 1.5 * self._limits.interval_s
         watcher = word.process
@@ -385,7 +385,7 @@ class Heartbeat:
         self._beat()
         if self._watch is None and not self._keeps_store:
             return
-        before = self._word if self._word is not None else Word(0, -1)
+        before = self._word if self._word is not None else WatcherStatus(0, -1)
         word = replace(before, term=before.term + 1, watcher=-1, wants=0, asks=(), closing=self._keeps_store)
         self._store.set("word", word.to_bytes().decode())
         if self._keeps_store:

@@ -1,4 +1,4 @@
-"""The rules of the heartbeat: from what the ranks told to who is lost and whether all hang. Pure: the clock is an argument.
+"""The rules of the heartbeat: which ranks are lost, and whether all hang. Pure: the clock is an argument.
 
 [Note: what a hang is] Torch has no hook for "a collective has finished" that is cheap and serves all backends. Three
 things can be had for nothing from a second thread, for gloo, NCCL and groups of our own:
@@ -11,16 +11,16 @@ things can be had for nothing from a second thread, for gloo, NCCL and groups of
 A hang: for the whole time-out **no** rank that is there has started a collective, **and** the main thread of at least one
 has been standing at one place for as long. Counting alone would call any long time between two collectives a hang, such as
 a compilation on all ranks. Standing alone would call a loop of one long call a hang, and never a data loader that polls
-dead workers. Together: somebody waits, and nobody does anything that could end the wait. What remains is a rank that
+dead workers. Together: a rank waits, and no rank does anything that could end the wait. What remains is a rank that
 computes for longer than the time-out while another one waits for it (evaluation on rank 0, a checkpoint, a first compile):
 nothing tells it from a rank that is stuck, so the time-out must be longer than that, as that of a collective must be.
-Ranks that are lost or have left do not count: they start nothing any more, and those that wait for them hang.
+Ranks that are lost or have left do not count: they start nothing any more, and ranks that wait for them hang.
 
 [Note: what a loss is] A missing beat alone says little: a call that holds Python's lock for long stops the heartbeat
-thread too. So ranks of the same node are asked to look at the process: of a silent rank, and of all when an exception came
-out of somebody's collective. Gone or stopped is said at once. Alive means patience; and where no hang is looked for, because
-no time-out was given, it is no loss at all: a long call may be what the script wants, and is worth one line. Where nobody can
-look, because the whole node is silent, the limit is in between.
+thread too. So ranks of the same node are asked to look at the process: of a silent rank, and of all ranks when an exception
+came out of a collective of any rank. A process that is gone or stopped is reported at once. One that is alive gets patience;
+and without a hang time-out it is no loss at all: a long call may be what the script wants, and is worth one line. If no rank
+can look, because the whole node is silent, the limit is in between.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class AwakeClock:
 
 @dataclass(frozen=True)
 class Limits:
-    """How long is long, in seconds.
+    """The limits of a watch, in seconds.
 
     Attributes:
         interval_s: between two beats of a rank.
@@ -73,7 +73,7 @@ class Limits:
         takeover_s: without a word of the rank that watches all for so long, another one takes its place.
         gather_s: how long the stacks of the others are waited for.
         hasty_takeover_s: as ``takeover_s``, on a rank that an exception out of a collective is about to end.
-        heard_s: how long such a rank waits for the watching one, or a successor of it, to hear of it.
+        heard_s: how long such a rank waits until the watching one, or its successor, knows of it.
     """
 
     interval_s: float
@@ -108,7 +108,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank tells about itself.
+    """The status of one rank, which it publishes once per interval.
 
     Attributes:
         count: number of the beat.
@@ -162,7 +162,7 @@ class _Known:
 
 
 class Judge:
-    """What is known of all ranks, and what follows from it.
+    """The known state of all ranks, and the judgement on it.
 
     Args:
         size: of the world.

@@ -18,7 +18,7 @@ from guozhuang.watch.judge import Beat, Judge
 from guozhuang.watch.stacks import OWN_THREADS
 
 EXIT_CODE = 75
-# What may be waited for while the main thread may hold the lock of the log or of stdout for ever.
+# The limit of each step: the main thread may hold the lock of the log or of stdout for ever.
 _SAY_S = 1.0
 _log = logging.getLogger("guozhuang")
 _MAX_ROWS = 20
@@ -36,7 +36,7 @@ def losses(lost: Mapping[int, str], size: int) -> str:
 
 
 def hang(judge: Judge, lost: Mapping[int, str], now_s: float) -> str:
-    """What is known about a hang: for how long, and who holds the others up."""
+    """Describe a hang: for how long, and which rank holds the others up."""
     beats = judge.beats()
     live = {r: b for r, b in beats.items() if b.left is None and r not in lost}
     idle_s = min(beat.idle_s + judge.age_s(rank, now_s) for rank, beat in live.items())
@@ -45,7 +45,7 @@ def hang(judge: Judge, lost: Mapping[int, str], now_s: float) -> str:
 
 
 def trouble(judge: Judge, troubled: Mapping[int, str], lost: Mapping[int, str], now_s: float) -> str:
-    """What came out of collectives, and who held them up. Texts that differ in numbers only (ports) are shown once."""
+    """Describe exceptions out of collectives, and who held the ranks up. Texts that differ in numbers only are shown once."""
     alike = {rank: re.sub(r"\d+", "0", text) for rank, text in troubled.items()}
     lines = [f"a collective failed on {ranks_text(ranks)}: {troubled[ranks[0]]}" for ranks, _ in merged(alike)]
     more = [f"and {len(lines) - _MAX_NAMED} lines more like these"] if len(lines) > _MAX_NAMED else []
@@ -94,7 +94,7 @@ def _number(count: int) -> str:
 
 
 def table(judge: Judge, lost: Mapping[int, str], now_s: float) -> str:
-    """A line for all ranks that stand at the same place."""
+    """A table with one line for all ranks that stand at the same place."""
     rows: dict[tuple[str, int, str], list[int]] = {}
     beats = judge.beats()
     for rank, beat in beats.items():
@@ -141,7 +141,7 @@ def stacks(given: Mapping[int, str], missing: Sequence[int]) -> str:
 
 
 def last_line(ends: bool, hang_timeout_s: float | None) -> str:
-    """What happens now."""
+    """Say what happens to the ranks now."""
     if ends:
         return f"every rank that can read this ends itself with exit code {EXIT_CODE}"
     if hang_timeout_s is None:

@@ -1,8 +1,8 @@
 """Where the threads of this process stand: the place of the main thread, all stacks as text, equal stacks of many ranks.
 
-Only looks: nothing is started, no signal is taken, no file is read (a source file may lie on a disk that does not answer,
-which may be the very reason for a hang). Frames are looked at and let go at once, because whoever holds a frame holds its
-local variables, and with them memory of the model.
+It only looks: it starts nothing, takes no signal and reads no file (a source file may lie on a disk that does not answer,
+which may be the very reason for a hang). Frames are released at once, because a reference to a frame keeps its
+local variables alive, and with them memory of the model.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _WRAPPERS = {"wrapper", "inner", "_fn", "_wrapped_call_impl", "_call_impl", "dec
 
 
 @dataclass(frozen=True)
-class Place:
+class CodePlace:
     """Where a thread stands.
 
     Attributes:
@@ -74,17 +74,17 @@ def _main_frame() -> FrameType | None:
     return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
-def place_of(frame: FrameType | None) -> Place:
+def place_of(frame: FrameType | None) -> CodePlace:
     """The place of a thread whose innermost frame is ``frame``."""
     if frame is None:
-        return Place("its main thread has ended")
+        return CodePlace("its main thread has ended")
     return _place([(each.f_code, each.f_lineno) for each in _frames(frame)])
 
 
-def place_of_error(error: BaseException) -> Place:
+def place_of_error(error: BaseException) -> CodePlace:
     """The place where it was raised."""
     calls = _calls_of_error(error)
-    return _place(calls) if calls else Place("")
+    return _place(calls) if calls else CodePlace("")
 
 
 def is_of_a_collective(error: BaseException) -> bool:
@@ -107,19 +107,19 @@ def _calls_of_error(error: BaseException) -> list[tuple[CodeType, int | None]]:
     return calls[::-1]
 
 
-def _place(calls: Sequence[tuple[CodeType, int | None]]) -> Place:
+def _place(calls: Sequence[tuple[CodeType, int | None]]) -> CodePlace:
     """From the innermost call outward."""
     called, collective = "", ""
     for code, line in calls:
         if not code.co_filename.startswith((*_LIBRARIES, "<")):
             here = f"{code.co_qualname} ({os.path.basename(code.co_filename)}:{line})"
-            return Place(f"{called}, called in {here}" if called else here, collective)
+            return CodePlace(f"{called}, called in {here}" if called else here, collective)
         if code.co_name not in _WRAPPERS and not code.co_name.startswith("<"):
             called = code.co_name
             if any(part in code.co_filename for part in _COLLECTIVES):
                 collective = code.co_name
     code, line = calls[0]
-    return Place(f"{code.co_qualname} ({os.path.basename(code.co_filename)}:{line})", collective)
+    return CodePlace(f"{code.co_qualname} ({os.path.basename(code.co_filename)}:{line})", collective)
 
 
 class MainThread:
@@ -130,7 +130,7 @@ class MainThread:
     """
 
     def __init__(self, now_s: float) -> None:
-        self.place = Place("")
+        self.place = CodePlace("")
         self._position: tuple[tuple[int, int], ...] = ()
         self._since_s = now_s
 

@@ -1,4 +1,4 @@
-"""What a rank and the others tell each other through the store: its own beat, the word of the watching rank, reports.
+"""The watching rank: it reads the beats of all ranks, judges them, gathers stacks and publishes reports through the store.
 
 The keys, all of them overwritten and never added to: ``beat/R`` and ``stacks/R`` of rank R, ``word`` (below), ``report``
 (the last few), and ``term/N``, of which there is one per rank that took the watch over.
@@ -23,20 +23,20 @@ _MAX_ASKED = 256
 
 
 @dataclass(frozen=True)
-class Word:
-    """What the watching rank tells all, in one key that every rank reads once per beat.
+class WatcherStatus:
+    """The status of the watching rank, in one key that every rank reads once per beat.
 
     Attributes:
         term: how often the watch was taken over; the higher one counts.
-        watcher: the rank that watches; -1: it has left, somebody else should.
+        watcher: the rank that watches; -1: it has left, and another rank is to take over.
         count: of the words of this term.
         wants: stacks are wanted, for the report of this number.
         report: number of the last report, to be read at the key of that name.
-        asks: silent ranks, as [rank, node, pid, start]: who shares the node looks at the process.
+        asks: silent ranks, as [rank, node, pid, start]: ranks of that node look at the process.
         keeper: the rank that keeps the store, in the same form; None: a launcher keeps it.
         process: of the watcher: node, pid, start.
         lost: the ranks that were reported as lost and are still.
-        closing: the rank that keeps the store leaves; nobody should use the store any more.
+        closing: the rank that keeps the store leaves; no rank may use the store any more.
     """
 
     term: int
@@ -55,12 +55,12 @@ class Word:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Word:
+    def from_bytes(cls, data: bytes) -> WatcherStatus:
         """The reverse of ``to_bytes``."""
         return cls(**json.loads(data))
 
 
-def look_at_neighbours(word: Word, node: str, rank: int) -> dict[int, str]:
+def look_at_neighbours(word: WatcherStatus, node: str, rank: int) -> dict[int, str]:
     """The states of the processes that ``word`` asks for and this node has."""
     return {
         int(asked): state_of(int(pid), int(start))
@@ -98,7 +98,7 @@ class Report:
 
 
 class Watcher:
-    """What the watching rank does in each round: read all beats, judge, ask, gather stacks, report.
+    """The rounds of the watching rank: read all beats, judge them, ask, gather stacks, report.
 
     Args:
         store: a client of its own.
@@ -107,15 +107,15 @@ class Watcher:
         judge: empty.
     """
 
-    def __init__(self, store: dist.Store, size: int, word: Word, judge: Judge) -> None:
+    def __init__(self, store: dist.Store, size: int, word: WatcherStatus, judge: Judge) -> None:
         self._store, self._size, self._judge = store, size, judge
         self.word = word
         # Above all numbers of earlier terms, which are gone with whoever gave them.
         self._number = self.word.term * 1_000_000
-        self._told: set[int] = set()
-        self._told_mute: set[int] = set()
-        self._told_failed: set[int] = set()
-        self._told_troubled: set[int] = set()
+        self._reported_lost: set[int] = set()
+        self._reported_mute: set[int] = set()
+        self._reported_failed: set[int] = set()
+        self._reported_troubled: set[int] = set()
         self._gathering: _Gathering | None = None
         self._reports: list[tuple[int, str, bool]] = []
 
@@ -126,7 +126,7 @@ class Watcher:
 
     @property
     def in_haste(self) -> bool:
-        """Somebody was asked and the answer is waited for."""
+        """Whether this rank waits for an answer of another one."""
         return self._gathering is not None or bool(self.word.asks)
 
     def round(self, clock_s: float) -> tuple[Report | None, list[str]]:
@@ -138,17 +138,17 @@ class Watcher:
         self._read(clock_s)
         judge, lines = self._judge, []
         lost, mute = judge.lost(clock_s), judge.mute(clock_s)
-        known = self._told | self._told_mute
+        known = self._reported_lost | self._reported_mute
         back = known - lost.keys() - mute.keys()
         if back:
             lines.append(f"{ranks_text(sorted(back))} gave a sign of life again")
         new = {rank: text for rank, text in mute.items() if rank not in known}
         lines += [f"{ranks_text(ranks)} of {self._size}: {text}" for ranks, text in merged(new)]
-        self._told, self._told_mute = self._told & lost.keys(), set(mute)
-        failed = {rank: text for rank, text in judge.failed().items() if rank not in self._told_failed}
-        self._told_failed |= failed.keys()
+        self._reported_lost, self._reported_mute = self._reported_lost & lost.keys(), set(mute)
+        failed = {rank: text for rank, text in judge.failed().items() if rank not in self._reported_failed}
+        self._reported_failed |= failed.keys()
         hangs = judge.hangs(clock_s)
-        news = lost.keys() - self._told or judge.troubled().keys() - self._told_troubled
+        news = lost.keys() - self._reported_lost or judge.troubled().keys() - self._reported_troubled
         if self._gathering is None and (news or hangs):
             self._number += 1
             self._gathering = _Gathering(self._number, clock_s + self.limits.gather_s)
@@ -174,9 +174,9 @@ class Watcher:
         late = [rank for rank in asked if judge.beats()[rank].gave < gathering.number]
         if any(rank not in silent for rank in late) and clock_s < gathering.deadline_s:
             return None
-        troubled = {rank: text for rank, text in judge.troubled().items() if rank not in self._told_troubled}
+        troubled = {rank: text for rank, text in judge.troubled().items() if rank not in self._reported_troubled}
         self._gathering = None
-        new = {rank: text for rank, text in lost.items() if rank not in self._told}
+        new = {rank: text for rank, text in lost.items() if rank not in self._reported_lost}
         if not hangs and not new and not troubled:
             return None  # it has dissolved while the stacks were gathered
         gave = [rank for rank in asked if rank not in late]
@@ -185,8 +185,8 @@ class Watcher:
             if gave
             else {}
         )
-        self._told |= new.keys()
-        self._told_troubled |= troubled.keys()
+        self._reported_lost |= new.keys()
+        self._reported_troubled |= troubled.keys()
         parts = [
             texts.hang(judge, lost, clock_s) if hangs else "",
             texts.losses(lost if hangs else new, self._size),
@@ -210,11 +210,16 @@ class Watcher:
         number = report.number if report is not None else self.word.report
         self._put(
             replace(
-                self.word, count=self.word.count + 1, wants=wants, report=number, asks=asks, lost=sorted(self._told)
+                self.word,
+                count=self.word.count + 1,
+                wants=wants,
+                report=number,
+                asks=asks,
+                lost=sorted(self._reported_lost),
             )
         )
 
-    def _put(self, word: Word) -> None:
+    def _put(self, word: WatcherStatus) -> None:
         self.word = word
         self._store.set("word", word.to_bytes().decode())
 

@@ -48,7 +48,7 @@ def choose(
     is_bound: bool = False,
     launcher: str = "environment",
 ) -> tuple[str, torch.device]:
-    """Fill in what the user left open.
+    """Choose backend and device where the user left them open.
 
     Args:
         backend: "gloo", "nccl", another registered name, one per device type as in "cpu:gloo,cuda:nccl", or None:
@@ -186,7 +186,7 @@ def _fix(launcher: str, num: int) -> str:
 
 
 def devices_seen(backend: str | None, device: str | torch.device | None) -> str:
-    """What this rank tells the others of its CUDA devices: the UUIDs of those that it may take; "" if it wants none."""
+    """The UUIDs of the CUDA devices that this rank may take, joined by commas, for the other ranks; "" if it wants none."""
     _, chosen = choose(backend, device, 0, num_cuda())
     is_named = device is not None and torch.device(device).index is not None
     return ",".join(uuids(chosen if is_named else torch.device(chosen.type)))
@@ -201,7 +201,10 @@ def choose_own(
     environ: Mapping[str, str],
     cpu_backend: str = dist.Backend.GLOO,
 ) -> tuple[str, torch.device]:
-    """``choose``, with the index that follows from what all ranks of the node see; without their word by the local rank."""
+    """Choose as ``choose`` does, with the device index that follows from the UUIDs that all ranks of the node see.
+
+    Where these are not known the index is the local rank.
+    """
     assert identity.local_rank is not None
     num, launcher, index = num_cuda(), identity.launcher, None
     wanted = choose(backend, device, 0, num, cpu_backend, launcher=launcher)

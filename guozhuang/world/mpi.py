@@ -95,7 +95,7 @@ def lineage() -> list[str]:
 
 @dataclass(frozen=True)
 class _Run:
-    """What all processes of a run are told alike: a key that no other run has, and hosts where rank 0 may be."""
+    """The same on all processes of a run: a key that no other run has, and hosts where rank 0 may be."""
 
     key: Sequence[str]
     hosts: Sequence[str]

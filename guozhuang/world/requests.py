@@ -1,4 +1,4 @@
-"""What the command line asked of this process, handed on by `guozhuang run` through the environment."""
+"""Options of `guozhuang run` that this process reads from its environment."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ from guozhuang.world.versions import default_store
 
 # Launchers and how ranks meet are imported by what enters a world: ``import guozhuang`` stays cheap for everybody else.
 if TYPE_CHECKING:
-    from guozhuang.net.meet import Meeting
+    from guozhuang.net.meet import WorldStore
 
 DEFAULT_TIMEOUT_S = 600.0
 # See [Note: leaving].
@@ -77,7 +77,7 @@ class _Session:
     backend: str = ""
     timeout_s: float = DEFAULT_TIMEOUT_S
     set_interfaces: tuple[str, ...] = ()
-    meeting: Meeting | None = None
+    meeting: WorldStore | None = None
     met_at: MeetingPoint | PortSequence | None = None
     generation: int = 0
     heartbeat: Heartbeat | None = None
@@ -121,7 +121,7 @@ def init(
     backend = backend if backend is not None else requested_backend()
     if dist.is_initialized():
         return _adopt(backend, device, timeout_s)
-    from guozhuang.net.meet import Told, roll_call
+    from guozhuang.net.meet import RankCard, roll_call
     from guozhuang.world import slurm
     from guozhuang.world.discovery import discover
 
@@ -132,7 +132,7 @@ def init(
     if identity.launcher == "alone" and slurm.hint(os.environ):
         _log.warning("%s", slurm.hint(os.environ))
     store, meeting = meet(identity, timeout_s)
-    told = [Told("", note)]
+    told = [RankCard("", note)]
     if identity.size > 1:
         told = roll_call(store, identity.rank, identity.size, timeout_s, note)
     hosts = [each.host for each in told]
@@ -315,7 +315,7 @@ def _check_same(world: World, backend: str | None, device: str | torch.device | 
 
 def _adopt(backend: str | None, device: str | torch.device | None, timeout_s: float) -> World:
     """A world around the process group that the user made. ``timeout_s`` is for the ranks to find each other."""
-    from guozhuang.net.meet import Told, roll_call
+    from guozhuang.net.meet import RankCard, roll_call
     from guozhuang.world.discovery import discover
 
     rank, size, found = dist.get_rank(), dist.get_world_size(), str(dist.get_backend())
@@ -336,7 +336,7 @@ def _adopt(backend: str | None, device: str | torch.device | None, timeout_s: fl
         # Each rank counts in the store how often it came: a group that is adopted again needs keys that nobody has used.
         store = dist.PrefixStore(f"guozhuang/adopted/{store.add(f'guozhuang/adopted/turns/{rank}', 1)}", store)
     note = devices_seen(known, device)
-    cards = [Told("", note)]
+    cards = [RankCard("", note)]
     places_told = None not in (told.local_rank, told.local_size, told.node_rank, told.num_nodes)
     if told.launcher == "alone" or size == 1:
         identity = _complete(replace(told, local_rank=None, local_size=None), [""])
@@ -353,8 +353,8 @@ def _adopt(backend: str | None, device: str | torch.device | None, timeout_s: fl
     return world
 
 
-def meet(identity: Identity, timeout_s: float) -> tuple[dist.Store, Meeting]:
-    """The store of this world, or the next part of the one that an earlier world of this process met at.
+def meet(identity: Identity, timeout_s: float) -> tuple[dist.Store, WorldStore]:
+    """Return the store of this world: a new one, or the next part of the store of an earlier world of this process.
 
     Every rank must call, as often as the others. ``init`` does; a program that does so before gets a part of its own.
 
@@ -389,7 +389,7 @@ def _leave_meeting() -> None:
 
 
 def _complete(identity: Identity, hosts: list[str]) -> Identity:
-    """Fill in what the environment did not tell, from the host of each rank."""
+    """Fill in the fields that the environment did not tell, from the host of each rank."""
     from guozhuang.net.meet import places
 
     local_rank, local_size, node_rank, num_nodes = places(hosts, identity.rank) if len(hosts) > 1 else (0, 1, 0, 1)

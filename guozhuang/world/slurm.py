@@ -18,7 +18,7 @@ from guozhuang.world.requests import requested_secret
 from guozhuang.world.variables import asked_meeting, number
 
 _FIX = "start the script with srun, which sets it; or unset the SLURM_ variables to run as one process"
-# More of either only make the round of knocking longer: of the ports that were reserved, and of nodes that may be rank 0's.
+# At most so many reserved ports, and nodes that may be rank 0's, are tried: more only make each round longer.
 _MAX_RESERVED, _MAX_GUESSES = 16, 64
 # Set in each task of a step that spans the parts of a heterogeneous job (in the older ones by the second name).
 _PARTS = ("SLURM_HET_SIZE", "SLURM_PACK_SIZE")
@@ -78,7 +78,7 @@ def node_of(environ: Mapping[str, str]) -> LaunchedNode | None:
 
 
 def hint(environ: Mapping[str, str] | None = None, command: str = "python ...") -> str:
-    """What to tell a process that runs alone although its job has several tasks or nodes; "" if there is nothing to tell.
+    """A hint for a process that runs alone although its job has several tasks or nodes; "" if there is none.
 
     Args:
         environ: the environment to look into; None: the one of this process.

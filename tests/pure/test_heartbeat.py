@@ -21,7 +21,7 @@ from guozhuang.watch.heartbeat import Heartbeat
 from guozhuang.watch.judge import GONE, STOPPED, AwakeClock, Beat, Judge, Limits
 from guozhuang.watch.report import hang, last_line, losses, table, trouble
 from guozhuang.watch.stacks import MAX_STACK_BYTES, MainThread, is_of_a_collective, stacks_text
-from guozhuang.watch.watcher import Watcher, Word, look_at_neighbours
+from guozhuang.watch.watcher import Watcher, WatcherStatus, look_at_neighbours
 
 LIMITS = Limits.of(1.0)
 
@@ -250,8 +250,8 @@ def test_ranks_are_written_in_runs() -> None:
 def test_beats_and_words_travel() -> None:
     one = beat(3, saw={12: GONE}, left="")
     assert Beat.from_bytes(one.to_bytes()) == one
-    word = Word(2, 1, 5, 7, 6, closing=True)
-    assert Word.from_bytes(word.to_bytes()) == Word(2, 1, 5, 7, 6, [], lost=[], closing=True)
+    word = WatcherStatus(2, 1, 5, 7, 6, closing=True)
+    assert WatcherStatus.from_bytes(word.to_bytes()) == WatcherStatus(2, 1, 5, 7, 6, [], lost=[], closing=True)
 
 
 def test_the_clock_stands_while_the_process_does() -> None:
@@ -269,7 +269,7 @@ def test_the_clock_stands_while_the_process_does() -> None:
 def test_only_who_shares_the_node_looks_at_a_process() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as child:
         pass
-    word = Word(1, 0, asks=[(3, "a", child.pid, 1), (4, "b", child.pid, 1), (1, "a", child.pid, 1)])
+    word = WatcherStatus(1, 0, asks=[(3, "a", child.pid, 1), (4, "b", child.pid, 1), (1, "a", child.pid, 1)])
     assert look_at_neighbours(word, "a", 1) == {3: GONE}
 
 
@@ -329,7 +329,7 @@ def test_which_exceptions_are_an_echo() -> None:
 def test_a_watch_asks_gathers_and_reports_once() -> None:
     store = dist.HashStore()
     judge = Judge(3, LIMITS, 60.0, 0.0)
-    watch = Watcher(store, 3, Word(1, 0), judge)
+    watch = Watcher(store, 3, WatcherStatus(1, 0), judge)
     reports = []
     gave = [0, 0, 0]
     keys = 0
@@ -357,7 +357,7 @@ def test_a_watch_asks_gathers_and_reports_once() -> None:
 
 def test_a_mute_rank_is_a_line_in_the_log_and_no_report() -> None:
     store = dist.HashStore()
-    watch = Watcher(store, 2, Word(1, 0), Judge(2, LIMITS, None, 0.0))
+    watch = Watcher(store, 2, WatcherStatus(1, 0), Judge(2, LIMITS, None, 0.0))
     said = []
     for second in range(60):
         saw = look_at_neighbours(watch.word, "a", 0) and {1: "running"}
@@ -374,7 +374,7 @@ def test_a_mute_rank_is_a_line_in_the_log_and_no_report() -> None:
 
 def test_a_watch_waits_for_ranks_that_have_not_begun() -> None:
     store = dist.HashStore()
-    watch = Watcher(store, 2, Word(1, 0), Judge(2, LIMITS, 1.0, 0.0))
+    watch = Watcher(store, 2, WatcherStatus(1, 0), Judge(2, LIMITS, 1.0, 0.0))
     store.set("beat/0", beat(1).to_bytes().decode())
     assert watch.round(0.0) == (None, [])
     assert not watch.in_haste
@@ -423,7 +423,7 @@ def test_an_error_of_our_own_is_called_so(caplog: pytest.LogCaptureFixture) -> N
 
 def test_nobody_waits_for_a_report_that_came_before() -> None:
     one = made_heart(dist.HashStore(), rank=1, interval_s=1.0)
-    one._word, one._seen = Word(1, 0, report=7, lost=[0]), 7
+    one._word, one._seen = WatcherStatus(1, 0, report=7, lost=[0]), 7
     assert seconds_of(lambda: one._wait_for_report()) < 0.5
 
 
@@ -433,7 +433,7 @@ def test_the_wait_for_a_report_ends_with_the_gathering(monkeypatch: pytest.Monke
     for wants, limit_s in ((0, 0.3), (9, 0.3 + 0.6)):
         one = made_heart(store, rank=1, interval_s=0.1)
         one._limits = replace(one._limits, gather_s=0.6)
-        one._word = Word(1, 0, wants=wants)
+        one._word = WatcherStatus(1, 0, wants=wants)
         monkeypatch.setattr(one, "_line", threading.main_thread())  # alive
         took_s = seconds_of(one._wait_for_report)
         assert limit_s <= took_s < limit_s + 0.5
@@ -444,11 +444,17 @@ def test_a_watching_rank_that_is_gone_is_replaced_at_once() -> None:
     gone = (one._me.node, os.getpid(), 1)  # another process took the number over
     elsewhere = ("another node", os.getpid(), 0.0)
     here = (one._me.node, one._me.pid, one._me.start)
-    assert one._patience_s(Word(1, 0, process=gone), 1.6) == 0
-    assert one._patience_s(Word(1, 0, process=gone), 1.0) == one._patience_s(Word(1, 0, process=here), 4.0) == 5
+    assert one._patience_s(WatcherStatus(1, 0, process=gone), 1.6) == 0
+    assert (
+        one._patience_s(WatcherStatus(1, 0, process=gone), 1.0)
+        == one._patience_s(WatcherStatus(1, 0, process=here), 4.0)
+        == 5
+    )
     one._error = failure_of_a_collective()
-    assert one._patience_s(Word(1, 0, process=gone), 0.0) == 0
-    assert one._patience_s(Word(1, 0, process=elsewhere), 0.0) == one._patience_s(Word(1, 0), 0.0) == 2.5
+    assert one._patience_s(WatcherStatus(1, 0, process=gone), 0.0) == 0
+    assert (
+        one._patience_s(WatcherStatus(1, 0, process=elsewhere), 0.0) == one._patience_s(WatcherStatus(1, 0), 0.0) == 2.5
+    )
 
 
 @pytest.mark.parametrize("is_lost", [False, True], ids=["the other let go", "the other is lost"])
@@ -464,7 +470,7 @@ def test_who_keeps_the_store_leaves_when_nobody_needs_it(is_lost: bool) -> None:
     if is_lost:
         other.stop(None)
         store.set("beat/1", beat(1).to_bytes().decode())
-        keeper._word = Word(1, 0, lost=[1])
+        keeper._word = WatcherStatus(1, 0, lost=[1])
         keeper._watch = None
     assert seconds_of(lambda: keeper.stop(None)) < 1.0
     assert not keeper._line.is_alive()

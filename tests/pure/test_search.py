@@ -89,7 +89,7 @@ def test_strangers_and_other_jobs_hold_the_first_ports(point: PortSequence) -> N
 
 
 def test_one_that_comes_late_is_waited_for(point: PortSequence) -> None:
-    found: list[search.Found] = []
+    found: list[search.OpenDoor] = []
     thread = threading.Thread(target=lambda: found.append(search.find(point, 1, 20)))
     thread.start()
     time.sleep(0.7)
@@ -256,7 +256,7 @@ def test_old_notes_are_cleared_away(noted: PortSequence) -> None:
 def test_a_note_leads_to_the_door_and_a_stale_one_misleads_nobody(noted: PortSequence) -> None:
     """The note of a run that died is there first, and its port was taken over by a stranger."""
     search.write_note(noted, ("127.0.0.1", noted.ports[5]))
-    found: list[search.Found] = []
+    found: list[search.OpenDoor] = []
     thread = threading.Thread(target=lambda: found.append(search.find(noted, 1, 20)))
     with stranger(noted.ports[5]):
         thread.start()

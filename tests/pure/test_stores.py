@@ -21,7 +21,7 @@ from guozhuang.net import client, interfaces, search
 from guozhuang.net import meet as rendezvous
 from guozhuang.net import meeting_point as ports
 from guozhuang.net import store as stores
-from guozhuang.net.meet import Told, open_store, roll_call
+from guozhuang.net.meet import RankCard, open_store, roll_call
 from guozhuang.net.meeting_point import MeetingPoint, PortSequence
 from guozhuang.watch.processes import node_identity
 from guozhuang.world import torchrun
@@ -237,8 +237,8 @@ class Counting(dist.Store):
         return self.inner.multi_get(keys)
 
 
-def call_all(store: dist.Store, size: int, who: range, timeout_s: float) -> list[list[Told] | Exception]:
-    found: dict[int, list[Told] | Exception] = {}
+def call_all(store: dist.Store, size: int, who: range, timeout_s: float) -> list[list[RankCard] | Exception]:
+    found: dict[int, list[RankCard] | Exception] = {}
 
     def one(rank: int) -> None:
         try:
@@ -256,7 +256,7 @@ def call_all(store: dist.Store, size: int, who: range, timeout_s: float) -> list
 
 def test_everybody_hears_what_everybody_told() -> None:
     store = Counting()
-    expected = [Told(node_identity(), f"GPU-{rank},GPU-x") for rank in range(8)]
+    expected = [RankCard(node_identity(), f"GPU-{rank},GPU-x") for rank in range(8)]
     assert call_all(store, 8, range(8), 10) == [expected] * 8
     assert store.asked["multi_get"] == 8 and "get" not in store.asked, "one question a rank, not one for each other"
 

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from ...errors import PeerLost, WorldError, explain
 from ...groups.gloo import Crossing, choose_address
-from ...net.meet import Meeting, open_store
+from ...net.meet import WorldStore, open_store
 from ...net.meeting_point import MeetingPoint
 from ...net.search import own_address
 from ...net.store import loopback_address
@@ -169,7 +169,7 @@ def address_of(address: str) -> MeetingPoint:
     return MeetingPoint(host, int(port), secret=requested_secret(), is_loopback_meant=is_here)
 
 
-def keep(address: str, limit_s: float) -> Meeting:
+def keep(address: str, limit_s: float) -> WorldStore:
     """Keep the store of the servers at ``host:port`` of this host, behind a door if it is on the network and there is a secret.
 
     Raises:
