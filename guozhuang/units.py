@@ -1,8 +1,8 @@
-"""How numbers are written for people: one form per kind, the same in the terminal and in the report."""
+"""How numbers, ranks and names are written for people: one form per kind, the same in the terminal and in the report."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 DASH = "\N{EN DASH}"
@@ -76,13 +76,40 @@ def tiny(value: float | None) -> str:
     return "0" if value == 0 else f"{value:.2g}" if 0.01 <= abs(value) < 100 else f"{value:.1e}"
 
 
-def _three_digits(value: float) -> str:
-    magnitude = abs(value)
-    if magnitude >= 99.95:
-        return f"{value:,.0f}"
-    if magnitude >= 9.995:
-        return f"{value:.1f}"
-    return f"{value:.2f}"
+def speed(bytes_per_s: float | None) -> str:
+    """Bandwidth: ``11.8 MB/s``, ``1.24 GB/s``; decimal, as networks are sold."""
+    if bytes_per_s is None:
+        return ABSENT
+    value, unit = bytes_per_s / 1e6, "MB/s"
+    if value >= 999.5:
+        value, unit = value / 1e3, "GB/s"
+    return (
+        f"{value:,.0f} {unit}" if value >= 99.95 else f"{value:.1f} {unit}" if value >= 9.995 else f"{value:.2f} {unit}"
+    )
+
+
+def card_speed(mbit_per_s: int | None) -> str:
+    """A card's own word: ``100 Gbit/s``."""
+    if mbit_per_s is None:
+        return ""
+    return f"{mbit_per_s / 1000:g} Gbit/s" if mbit_per_s >= 1000 else f"{mbit_per_s} Mbit/s"
+
+
+def short_time(seconds: float | None) -> str:
+    """A latency: ``14.2 µs``, ``1.31 ms``."""
+    if seconds is None:
+        return ABSENT
+    if seconds < 0.9995e-3:
+        return f"{seconds * 1e6:.3g} µs"
+    return duration(seconds)
+
+
+def listed(names: Iterable[str], most: int = 6) -> str:
+    """``a, b and c``, each once; of many the first few and how many more."""
+    all_names = list(dict.fromkeys(names))
+    if len(all_names) > most:
+        return f"{', '.join(all_names[:most])} and {len(all_names) - most} more"
+    return " and ".join(filter(None, [", ".join(all_names[:-1]), *all_names[-1:]]))
 
 
 def merged(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
@@ -102,3 +129,12 @@ def ranks_text(ranks: Sequence[int]) -> str:
         else:
             runs.append([rank])
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join("-".join(map(str, run)) for run in runs)
+
+
+def _three_digits(value: float) -> str:
+    magnitude = abs(value)
+    if magnitude >= 99.95:
+        return f"{value:,.0f}"
+    if magnitude >= 9.995:
+        return f"{value:.1f}"
+    return f"{value:.2f}"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from guozhuang.check.measure import CONNECTED
 from guozhuang.check.results import CheckResults, Finding, MeasuredLink
-from guozhuang.check.words import card_speed, listed, short_time, speed
+from guozhuang.units import card_speed, listed, short_time, speed
 
 #: Of the median of comparable links.
 SLOW_SHARE = 0.5

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from guozhuang.check.results import CheckResults, Facts, Finding, Network, NetworkInterface, is_loopback
-from guozhuang.check.words import listed
 from guozhuang.net.interfaces import is_local_bridge
+from guozhuang.units import listed
 
 
 def interfaces(results: CheckResults) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from guozhuang import units
 from guozhuang.check.results import CheckResults, Facts, Finding
-from guozhuang.check.words import listed, ranks_text
+from guozhuang.units import listed, ranks_text
 
 #: A DataLoader worker hands batches over through /dev/shm; containers give 64 MiB unless asked.
 SMALL_SHM_BYTES, SCANT_SHM_BYTES = 320 << 20, 1 << 30
@@ -49,14 +49,14 @@ def devices(results: CheckResults) -> Iterator[Finding]:
     absent = [each for each in results.facts if each.device.endswith("(not there)")]
     if absent:
         ranks = tuple(each.rank for each in absent)
-        text = f"{ranks_text(ranks)} would have no device: {absent[0].host} shows {absent[0].num_devices}."
+        text = f"{ranks_text(ranks).capitalize()} would have no device: {absent[0].host} shows {absent[0].num_devices}."
         fix = "start as many ranks per node as there are devices, or look at CUDA_VISIBLE_DEVICES"
         yield Finding("fail", "missing-device", text, fix, ranks)
     models = {each.device_name for each in results.facts if each.device.startswith("cuda")}
     kinds = {each.device.partition(":")[0] for each in results.facts}
     if len(kinds) > 1:
         ranks = tuple(each.rank for each in results.facts if each.device == "cpu")
-        text = f"{ranks_text(ranks)} see{'s' * (len(ranks) == 1)} no CUDA device, the others do."
+        text = f"{ranks_text(ranks).capitalize()} see{'s' * (len(ranks) == 1)} no CUDA device, the others do."
         yield Finding("fail", "differing-devices", text, "look at `nvidia-smi` and the build of PyTorch there", ranks)
     elif len(models) > 1:
         names = listed(sorted(models))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from guozhuang import units
 from guozhuang.check.results import SOURCE, CheckResults, Facts, Finding, MeasuredLink, NetworkInterface, exit_code
 from guozhuang.check.verdict import differing, headline
-from guozhuang.check.words import card_speed, listed, ranks_text, short_time, speed
+from guozhuang.units import card_speed, listed, ranks_text, short_time, speed
 
 if TYPE_CHECKING:
     from rich.console import Console

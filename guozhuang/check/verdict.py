@@ -13,7 +13,7 @@ from dataclasses import replace
 from guozhuang import units
 from guozhuang.check import linkrules, netrules, noderules
 from guozhuang.check.results import LEVELS, OTHER_VERSION, SOURCE, Absence, CheckResults, Facts, Finding
-from guozhuang.check.words import listed, ranks_text
+from guozhuang.units import listed, ranks_text
 
 MAX_CLOCK_OFFSET_S = 0.5
 
@@ -56,20 +56,20 @@ def _absences(results: CheckResults) -> Iterator[Finding]:
     for alike, ranks in together.items():
         if alike.what == "did not come":
             came = f"{len(results.facts)} of {results.num_ranks} came"
-            text = f"{ranks_text(ranks)} did not come {alike.reason} ({came})."
+            text = f"{ranks_text(ranks).capitalize()} did not come {alike.reason} ({came})."
             fix = "look at their output, and that they reach MASTER_ADDR:MASTER_PORT (firewall, name, address)"
             yield Finding("fail", "missing-rank", text, fix, tuple(ranks))
             continue
         if alike.what == OTHER_VERSION:
             run = alike.what.replace("runs", "run") if len(ranks) > 1 else alike.what
-            text = f"{ranks_text(ranks)} on {alike.host} {run}: {alike.reason}."
+            text = f"{ranks_text(ranks).capitalize()} on {alike.host} {run}: {alike.reason}."
             yield Finding("fail", "differing-versions", text, _SAME_VERSION, tuple(ranks))
             continue
         verb = alike.what
         if len(ranks) > 1:
             verb = verb.replace("does ", "do ").replace("was ", "were ")
         process = next((f" (process {f.pid})" for f in results.facts if f.rank == ranks[0]), "") * (len(ranks) == 1)
-        text = f"{ranks_text(ranks)} on {alike.host}{process} {verb} while {alike.when}"
+        text = f"{ranks_text(ranks).capitalize()} on {alike.host}{process} {verb} while {alike.when}"
         text += f": {alike.reason.rstrip('.')}." if alike.reason else "."
         fix = "look at its output; if nobody sent it a signal, memory ran out" if alike.what == "stopped" else ""
         yield Finding("fail", "lost-rank", text, fix, tuple(ranks))
@@ -139,7 +139,7 @@ def _where(there: Sequence[Facts], results: CheckResults) -> str:
     own = {each.rank for each in there}
     nodes = dict.fromkeys(each.node for each in there)
     whole = all({one.rank for one in results.nodes[node]} <= own for node in nodes)
-    return listed([results.nodes[node][0].host for node in nodes]) if whole else ranks_text(sorted(own)).lower()
+    return listed([results.nodes[node][0].host for node in nodes]) if whole else ranks_text(sorted(own))
 
 
 def _clocks(results: CheckResults) -> Iterator[Finding]:

@@ -123,7 +123,9 @@ def how(results: Results, row: StrategyRow) -> tuple[str, ...]:
 def _headline(chosen: StrategyRow, tied: Sequence[StrategyRow], candidates: Sequence[StrategyRow]) -> str:
     others = [row.name for row in tied if row is not chosen]
     if others:
-        return f"Take {chosen.name}: it is as fast as {_listed(others)} within the spread, and the simplest of them."
+        return (
+            f"Take {chosen.name}: it is as fast as {units.listed(others)} within the spread, and the simplest of them."
+        )
     if len(candidates) == 1:
         return f"Take {chosen.name}: it is the only strategy here that trains and came to its end with a usable result."
     inexact = "" if chosen.exact else ", and it is inexact"
@@ -219,7 +221,7 @@ def _compression(chosen: StrategyRow, candidates: Sequence[StrategyRow]) -> list
         return []
     were = "was" if len(inexact) == 1 else "were"
     return [
-        f"Sending less does not pay here: {_listed(inexact)} (inexact) {were} not faster beyond what rounds differ by."
+        f"Sending less does not pay here: {units.listed(inexact)} (inexact) {were} not faster beyond what rounds differ by."
     ]
 
 
@@ -265,14 +267,14 @@ def _cautions(results: Results, chosen: StrategyRow | None, candidates: Sequence
         ]
         if ahead and len(chosen.rounds) > 1:
             found.append(
-                f"The rounds spread so far that one of {_listed(ahead)} was as fast as one of {chosen.name}: "
+                f"The rounds spread so far that one of {units.listed(ahead)} was as fast as one of {chosen.name}: "
                 "more --rounds tell."
             )
     restless = {row.name: row.fastest / row.slowest for row in results.rows if row.ok}
     restless = {name: ratio for name, ratio in restless.items() if ratio > RESTLESS}
     if restless:
         most = max(restless, key=lambda name: restless[name])
-        whose = f"those of {most}" if len(restless) == 1 else f"of {_listed(list(restless))}, most those of {most}"
+        whose = f"those of {most}" if len(restless) == 1 else f"of {units.listed(restless)}, most those of {most}"
         found.append(
             f"The machine was not quiet: rounds differ, {whose}, by {units.times(restless[most])}. "
             "Run it again when nothing else computes, with more --steps."
@@ -313,7 +315,3 @@ def short(cause: str, num_characters: int = 200) -> str:
     """Return the first line of a cause, cut to a length."""
     line = cause.strip().splitlines()[0] if cause.strip() else "no reason was given"
     return line if len(line) <= num_characters else line[: num_characters - 1] + "…"
-
-
-def _listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]

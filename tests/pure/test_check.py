@@ -36,9 +36,9 @@ from guozhuang.check.results import (
     to_json,
 )
 from guozhuang.check.verdict import differing, headline, judge
-from guozhuang.check.words import card_speed, listed, ranks_text, short_time, speed
 from guozhuang.check.worker import hand_over, taken_over
 from guozhuang.errors import UsageError
+from guozhuang.units import card_speed, listed, ranks_text, short_time, speed
 
 GIB = 1 << 30
 LO = NetworkInterface("lo", ("127.0.0.1", "::1"), True, 65536, None, False)
@@ -273,7 +273,7 @@ def test_a_stale_checkout_is_told_by_its_digest() -> None:
 
 def test_versions_that_differ_inside_a_node_are_told_by_rank() -> None:
     results = with_facts(cluster(1, 3), facts(1, 0, versions=VERSIONS | {"torch": "2.12"}))
-    assert differing(results) == {"torch": {"2.13.0": "ranks 0 and 2", "2.12": "rank 1"}}
+    assert differing(results) == {"torch": {"2.13.0": "ranks 0, 2", "2.12": "rank 1"}}
 
 
 @pytest.mark.parametrize(
@@ -341,7 +341,7 @@ def test_who_is_missing() -> None:
     results = replace(cluster(2), num_ranks=4, absences=absences)
     (found,) = judge(results)
     assert (found.kind, found.ranks) == ("missing-rank", (2, 3))
-    assert found.text == "Ranks 2 and 3 did not come within 20 s (2 of 4 came)."
+    assert found.text == "Ranks 2-3 did not come within 20 s (2 of 4 came)."
     looped = {"meeting_host": "h0", "meeting_addresses": ("127.0.1.1",)}
     alone = replace(with_facts(cluster(1), facts(0, 0, network=looped)), num_ranks=2, absences=absences[:1])
     assert ("note", "wrong-address") in kinds(alone)
@@ -359,7 +359,7 @@ def test_the_first_to_stop_is_told_and_not_whom_the_launcher_ended() -> None:
 def test_ranks_that_are_lost_together_are_told_together() -> None:
     lost = tuple(Absence(rank, "h1", "does not answer", "links were measured") for rank in (2, 3))
     (found,) = judge(replace(cluster(2, 2), absences=lost))
-    assert found.text == "Ranks 2 and 3 on h1 do not answer while links were measured."
+    assert found.text == "Ranks 2-3 on h1 do not answer while links were measured."
     assert found.ranks == (2, 3)
 
 
@@ -556,8 +556,8 @@ def test_a_rank_that_does_not_come_is_given_up_in_time() -> None:
 
 
 def test_words() -> None:
-    assert ranks_text([3]) == "Rank 3"
-    assert ranks_text([5, 3, 4, 9]) == "Ranks 3 to 5 and 9"
+    assert ranks_text([3]) == "rank 3"
+    assert ranks_text([5, 3, 4, 9]) == "ranks 3-5, 9"
     assert listed("abcdefgh") == "a, b, c, d, e, f and 2 more"
     assert listed(["a", "b", "a"]) == "a and b"
     assert (speed(11.84e6), speed(1.2e9), speed(None)) == ("11.8 MB/s", "1.20 GB/s", "–")  # noqa: RUF001
