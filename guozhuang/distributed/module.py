@@ -24,7 +24,6 @@ from ..gradients.passes import Options
 from ..gradients.reducer import Reducer
 from ..sync_batch_norm import use_on_cpu
 from ..timeline import Timeline
-from ..weights.around import WeightExchanging
 from ..weights.equal_start import broadcast_tensors, describe, sparse_names, state_of, verify_equal_layout
 from .additions import Additions
 from .arguments import (
@@ -41,7 +40,7 @@ from .precision import MixedPrecision, Precision
 from .torch_surface import TorchSurface
 
 
-class DistributedDataParallel(TorchSurface, WeightExchanging, Exchanging, nn.Module, Joinable):
+class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
     """Keeps the replicas of a module on all ranks equal: gradients are averaged while backward runs.
 
     Arguments and methods are those of ``torch.nn.parallel.DistributedDataParallel`` of torch 2.13. Every rank of the group must
@@ -185,9 +184,19 @@ class DistributedDataParallel(TorchSurface, WeightExchanging, Exchanging, nn.Mod
 
     def _connect(self) -> None:
         """Make what holds communication state: the reducer, the delayed gradients."""
+        self._reducer: Reducer | None = None
         named = self._averaged_parameters()
-        self.reducer: Reducer | None = None
-        if any(p.requires_grad for _, p in named):
+        self._needs_reducer = any(p.requires_grad for _, p in named)
+        self._additions = Additions(named)
+
+    @property
+    def reducer(self) -> Reducer | None:
+        """What averages gradients, made where it is first needed: its buckets take as much memory as the gradients.
+
+        None where gradients stay local: everything was frozen at construction, or a weight exchange needs none.
+        """
+        if self._reducer is None and self._needs_reducer:
+            named = self._averaged_parameters()
             options = Options(
                 find_unused=self.find_unused_parameters,
                 static_graph=self.static_graph,
@@ -199,8 +208,14 @@ class DistributedDataParallel(TorchSurface, WeightExchanging, Exchanging, nn.Mod
                 trigger=next((name for name, p in named if p is self._trigger[0]), None),
             )
             sparse = sparse_names(self.module)
-            self.reducer = Reducer(named, sparse, self.process_group, self.exchange, self._caps, options)
-        self._additions = Additions(named)
+            self._reducer = Reducer(named, sparse, self.process_group, self.exchange, self._caps, options)
+        return self._reducer
+
+    def leave_gradients_local(self) -> None:
+        """Average no gradients from now on, and give their buckets back. Every rank must call it."""
+        if self._reducer is not None:
+            self._reducer.close()
+        self._reducer, self._needs_reducer = None, False
 
     def _averaged_parameters(self) -> list[tuple[str, nn.Parameter]]:
         ignored = self.ignored
@@ -216,7 +231,7 @@ class DistributedDataParallel(TorchSurface, WeightExchanging, Exchanging, nn.Mod
             )
         if self.around is not None:
             raise RuntimeError(explain("a weight exchange in use cannot be pickled", fix="pickle the module's .module"))
-        left_out = {"process_group", "reducer", "_additions"}
+        left_out = {"process_group", "_reducer", "_additions"}
         return {key: value for key, value in self.__dict__.items() if key not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -254,7 +269,7 @@ class DistributedDataParallel(TorchSurface, WeightExchanging, Exchanging, nn.Mod
         if torch.is_grad_enabled():
             self._additions.refuse(self._averaged_parameters, self.process_group.rank())
         if torch.is_grad_enabled() and self.around is not None:
-            self.around.note_forward()
+            self.around.note_forward(self.require_backward_grad_sync)
         if torch.is_grad_enabled() and self.reducer is not None:
             self.take_up_changes()
         if torch.is_grad_enabled() and not self._checked_optimizers:

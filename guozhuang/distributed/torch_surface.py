@@ -23,7 +23,7 @@ class TorchSurface:
     """The part of ``DistributedDataParallel`` that other parts of it do not need."""
 
     module: nn.Module
-    reducer: Reducer | None
+    _reducer: Reducer | None
     process_group: dist.ProcessGroup
     parameters_to_ignore: set[str]
     device_ids: list[int] | None
@@ -43,6 +43,10 @@ class TorchSurface:
             """See ``DistributedDataParallel``."""
 
         def _connect(self) -> None: ...
+
+        @property
+        def reducer(self) -> Reducer | None:
+            """See ``DistributedDataParallel``."""
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -137,7 +141,7 @@ class TorchSurface:
         Raises:
             RuntimeError: the last backward was broken off.
         """
-        if self.reducer is not None and self.reducer._pass is not None:
+        if self._reducer is not None and self._reducer._pass is not None:
             raise RuntimeError(
                 explain(
                     "the last backward did not come to its end, so its gradients are not averaged",
@@ -164,6 +168,6 @@ class TorchSurface:
             warnings.warn("static_graph was set already", stacklevel=2)
             return
         self.static_graph = True
-        if self.reducer is not None:
-            self.reducer.close()
+        if self._reducer is not None:
+            self._reducer.close()
         self._connect()

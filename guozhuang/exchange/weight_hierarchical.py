@@ -20,8 +20,8 @@ step, so it is behind the rest of its node. It is told so in advance (``miss_ste
 step, and gets the weights of a rank that made it, before the leader acts on them. Not the optimizer's state: where it has one
 (momentum, Adam's moments), the ranks of the node make different steps after the ``join()``, until the next broadcast of the
 leader's weights, and again after it. A node that has no data left at all takes part in ``outer`` with the weights that it has,
-as a single rank would. A rank that leaves out a step by itself, outside ``join()``, makes up nothing: its node waits for it in
-that step and it for its node in the next backward, up to the time-out.
+as a single rank would. After a rank left out a step by itself, outside ``join()``, its node waits for it in that step and it
+for its node in the next backward, up to the time-out.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Weights in place of gradients: what the wrapper does around the optimizer's step, before evaluation and in a checkpoint."""
+"""A weight exchange at work around the steps of an optimizer, before evaluation and in a checkpoint; no wrapper is needed."""
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -13,15 +13,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import UsageError, WorldError, explain
+from ..exchange.weights import WeightExchange
 from ..groups import agree as meet
 from ..groups.subgroups import timeout_s
 from .equal_start import broadcast_tensors, kept, ordinary_tensors, take_mean
 from .hook_of import HookOf
-from .steps_behind import MAKE_EVERY_STEP, StepsBehind
-
-if TYPE_CHECKING:
-    from ..distributed.module import DistributedDataParallel
-    from ..exchange.weights import WeightExchange
+from .steps import StepsBehind
 
 _log = logging.getLogger("guozhuang")
 _EVERYBODY = "call model.eval(), model.state_dict() or model.agree() on every rank, not on one alone"
@@ -29,114 +26,62 @@ _EVERY_STEP = "look for the rank that left out optimizer.step(): every rank make
 _NO_SYNC = "run all forwards of a step but the last one in no_sync()"
 
 
-class WeightExchanging:
-    """The part of ``DistributedDataParallel`` that knows a weight exchange; without one it does nothing."""
-
-    around: AroundSteps | None = None
-
-    def use_weight_exchange(self, exchange: WeightExchange[Any], optimizer: Optimizer) -> None:
-        """Exchange weights around the optimizer's steps, and leave gradients local where the method says so.
-
-        Every rank must call it, before any backward. The weights of all ranks are brought to one value before evaluation
-        (``model.eval()``), before ``state_dict()`` and at the end of ``join()``, if there was a step since, or weights were
-        loaded: these wait for all ranks then, and buffers of floating point become their mean over ranks. To save from rank 0
-        alone, let every rank call ``model.eval()`` first. ``state_dict()`` of a part of the module does not make ranks agree.
-
-        Weights are loaded with ``load_state_dict()`` on every rank, of all or of any part of the module; those of rank 0 are
-        taken, of what was not loaded the mean, and the exchange begins anew from them. So it does, from their mean, where
-        ``p.data`` was replaced. Values that are written in place (``p.copy_()``) are not noticed, and count as training: hand
-        them to ``load_state_dict()``. The exchange's own state may be loaded before or after the weights.
-
-        Every rank makes every step. With ``torch.amp.GradScaler`` take a fused optimizer (``fused=True``), whose ``step()`` is
-        called everywhere also where gradients overflowed, or bf16 without a scaler. What a rank left out alone it makes up
-        when the ranks agree, or go on from loaded weights, with a warning that names it, and until then the others may wait
-        for it: meet by ``agree()`` before collectives of your own. Where gradients are averaged, as always inside the nodes of
-        ``WeightHierarchical``, there is no making up while training goes on: its next backward and their step wait for each
-        other, until the time-out. Inside ``join()`` there is one synchronized forward for each optimizer step: to accumulate,
-        run all forwards but the last one in ``no_sync()``; anything else raises UsageError.
-
-        Args:
-            exchange: equal on all ranks.
-            optimizer: the one that steps the module's parameters; it must hold all that are trained, since what it holds is
-                what is exchanged.
-
-        Raises:
-            UsageError: it is no weight exchange, the optimizer does not hold all trained parameters, or some are delayed
-                (``delay_all_reduce_named_params``).
-            RuntimeError: another was chosen before, or gradients have been exchanged already.
-        """
-        from ..exchange.weights import WeightExchange
-
-        if not isinstance(exchange, WeightExchange):
-            fix = "give an object such as guozhuang.exchange.local_sgd.LocalSGD(16); use_exchange takes those of gradients"
-            raise UsageError(explain("use_weight_exchange takes a WeightExchange", value=exchange, fix=fix))
-        ddp = cast("DistributedDataParallel", self)
-        if self.around is not None:
-            raise RuntimeError(
-                explain("a weight exchange can be chosen only once", value=exchange, fix="wrap the module anew")
-            )
-        _exchanged(ddp, optimizer)
-        if (gradients := exchange.gradients()) is not None:
-            ddp.use_exchange(gradients)
-        elif ddp.reducer is not None and ddp.reducer.step > 0:
-            what = "a weight exchange must be chosen before the first backward"
-            raise RuntimeError(explain(what, value=exchange, fix="wrap the module anew"))
-        self.around = AroundSteps(ddp, exchange, optimizer)
-
-    @property
-    def keeps_gradients(self) -> bool:
-        """Whether gradients stay on this rank in the coming backward, because weights are exchanged instead."""
-        return self.around is not None and self.around.keeps_gradients
-
-    def agree(self) -> None:
-        """Bring the weights of all ranks to one value now. Every rank must call it. Without a weight exchange: nothing to do.
-
-        Raises:
-            WorldError: a rank did not come within the group's time-out; the text names it.
-        """
-        if self.around is not None:
-            self.around.agree()
-
-    def train(self, mode: bool = True) -> Any:
-        """Switch between training and evaluation. With a weight exchange the ranks agree before evaluation: all must call."""
-        if not mode:
-            self.agree()
-        return super().train(mode)  # type: ignore[misc]
-
-
 class AroundSteps:
-    """A weight exchange at work on one module and its optimizer.
+    """A weight exchange at work on one module and its optimizer. Every rank must construct it, with equal weights.
+
+    It needs no hooks on parameters and no memory for gradients: these stay where autograd leaves them.
 
     Args:
-        ddp: the wrapper.
-        exchange: what is done.
-        optimizer: around whose steps.
+        module: whose weights are exchanged, bare.
+        optimizer: around whose steps; it must hold all parameters that are trained.
+        exchange: what is done; equal on all ranks.
+        group: the ranks.
+        ignored: names of parameters and buffers that are left alone.
+        averages_buffers: buffers of floating point become their mean over ranks where the ranks agree.
+        is_shadowed: tells whether ranks without data shadow the steps of this one; None: never.
+
+    Attributes:
+        step: number of optimizer steps so far.
+        changed: whether the weights of the ranks may differ.
+
+    Raises:
+        UsageError: it is no weight exchange, or the optimizer does not hold all trained parameters.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, exchange: WeightExchange[Any], optimizer: Optimizer) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        exchange: WeightExchange[Any],
+        group: dist.ProcessGroup,
+        ignored: frozenset[str] = frozenset(),
+        averages_buffers: bool = True,
+        is_shadowed: Callable[[], bool] | None = None,
+    ) -> None:
+        check_weight_exchange(exchange)
         self.exchange = exchange
         self.step = 0
-        self.changed = False  # whether ranks may differ
+        self.changed = False
         self._loaded: set[nn.Module] = set()  # parts of the module, since the exchange began
-        self._saved: Mapping[str, Any] | None = None  # taken over before a step; holds also if weights come later
-        self._forward_of = -1  # the step of the last forward that ranks without data knew of
-        self._stale = False
-        self._group, self._module, self._optimizer = ddp.process_group, ddp.module, optimizer
-        self._ddp = weakref.ref(ddp)
-        self._averages_buffers, self._ignored = ddp.forward_sync_buffers, ddp.ignored
+        self._saved: Mapping[str, Any] | None = (
+            None  # state loaded before any step; it also holds if weights are loaded later
+        )
+        self._forward_of = (
+            -1
+        )  # the step of the last synchronized forward, with which ranks without data take part in a step
+        self._stale = False  # steps with averaged gradients were shadowed here, and so not made
+        self._group, self._module, self._optimizer = group, module, optimizer
+        self._averages_buffers, self._ignored = averages_buffers, ignored
+        self._is_shadowed = is_shadowed
         self._look()
         self._num_held = _num_held(optimizer)
         self._held = [exchange.prepare(self._named, self._group)]
-        self._behind = StepsBehind(self._group)
-        ddp.forward_sync_buffers = False  # here, where nothing can fail any more
-        if exchange.gradients() is not None and ddp.reducer is not None:  # by the optimizer's steps, too
-            this = weakref.proxy(self)  # a parameter's hooks may keep the reducer longer than the wrapper
-            ddp.reducer.exchange_step = lambda: this.step
-        # The module and the optimizer may outlive the wrapper, and be copied; then these do nothing.
+        self._steps = StepsBehind(self._group)
+        # The module and the optimizer may outlive this object, and be copied; then these do nothing.
         optimizer.register_step_pre_hook(HookOf(optimizer, self._on_before))
         optimizer.register_step_post_hook(HookOf(optimizer, self._on_after))
-        ddp.module.register_state_dict_pre_hook(HookOf(ddp.module, self._on_state_dict))
-        for part in ddp.module.modules():
+        module.register_state_dict_pre_hook(HookOf(module, self._on_state_dict))
+        for part in module.modules():
             part.register_load_state_dict_post_hook(HookOf(part, self._on_loaded))
         weakref.finalize(self, _close, exchange, self._held)
 
@@ -149,16 +94,18 @@ class AroundSteps:
         """Whether gradients of the coming step stay local."""
         return not self.exchange.averages_gradients(self.step)
 
-    def note_forward(self) -> None:
-        """Training goes on: from here on the ranks may differ.
+    def note_forward(self, synchronizes: bool = True) -> None:
+        """Take note that training goes on: from here on the ranks may differ.
+
+        Args:
+            synchronizes: whether ranks without data take part in the step of this forward.
 
         Raises:
             UsageError: in ``join()``, two forwards for one step, which ranks without data take for two steps.
         """
         self.take_up()
         self.changed = True
-        ddp = self._ddp()
-        if ddp is not None and ddp.require_backward_grad_sync and self._may_be_shadowed:
+        if synchronizes and self._may_be_shadowed:
             if self._forward_of == self.step:
                 what = "in join() a second forward came before optimizer.step(): ranks without data make a step each"
                 fix = f"to accumulate, {_NO_SYNC}; with GradScaler take a fused optimizer, which steps everywhere"
@@ -176,13 +123,20 @@ class AroundSteps:
         """Take part in one step of the ranks that still have data, with the weights that are there."""
         self.changed = True
         if self._in_step:
-            self._make_up(self.step + 1)
+            self._stale = self._stale or self.exchange.averages_over_all(self.step)
+            self.exchange.miss_step(self._state, self.step)
+            self._before()
+            self._after()
         else:
             self._saved = None
             self.exchange.rest(self._state)
 
     def agree(self) -> None:
-        """See ``WeightExchanging.agree``."""
+        """Bring the weights of all ranks to one value, if there was a step since or weights were loaded. All ranks must call.
+
+        Raises:
+            WorldError: a rank did not come within the group's time-out, or made fewer steps; the text names it.
+        """
         if not (self.changed or self._loaded):
             return
         with ordinary_tensors():
@@ -192,7 +146,7 @@ class AroundSteps:
             self._saved = None
             if self._in_step:  # an asynchronous method meets in its own way
                 self._meet("trained")
-                self._even_out()
+                self._refresh()
             self.exchange.agree(self._state)
             if self._averages_buffers:
                 self._average_buffers()
@@ -239,40 +193,26 @@ class AroundSteps:
     @torch.no_grad()
     def _before(self) -> None:
         self._saved = None
-        self._behind.enter(self.step)
-        try:
+        with self._steps.inside(self.step):
             self.exchange.before_step(self._state, self.step)
-        finally:
-            self._behind.leave()
 
     @torch.no_grad()
     def _after(self) -> None:
         averages = self.exchange.averages_over_all
-        self._behind.enter(self.step)
-        try:
+        with self._steps.inside(self.step):
             if averages(self.step) and not averages(self.step + 1):  # from here on weights are exchanged
-                self._gather("end the steps in which gradients are averaged", _EVERY_STEP, inside=True)
+                if self._group.size() > 1:
+                    point = "end the steps in which gradients are averaged"
+                    self._steps.gather(point, timeout_s(self._group), None, _EVERY_STEP)
                 self._refresh()
             self.exchange.after_step(self._state, self.step)
-        finally:
-            self._behind.leave()
         self.step += 1
-
-    def _make_up(self, num_steps: int) -> None:
-        """Take part in the steps of others, with the weights that are there, until so many were made."""
-        while self.step < num_steps:
-            self._stale = self._stale or self.exchange.averages_over_all(self.step)
-            self.exchange.miss_step(self._state, self.step)
-            self._before()
-            self._after()
 
     # ---- other weights -------------------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
         """Note which parameters there are, and where they lie."""
-        ddp = self._ddp()
-        assert ddp is not None
-        found = _exchanged(ddp, self._optimizer)
+        found = exchanged_parameters(self._module, self._optimizer, self._ignored)
         self._parameters = [p for _, p in found]
         self._named = [(name, torch.view_as_real(p.detach()) if p.is_complex() else p.detach()) for name, p in found]
         self._places = [p.data_ptr() for p in self._parameters]
@@ -290,9 +230,7 @@ class AroundSteps:
                 with kept(given):
                     self.exchange.rest(self._state)
             and_state = "" if self._saved is None else ", and before them the exchange's own state"
-            self._meet(f"loaded: {self._loaded_parts()}{and_state}" if self._loaded else "set by p.data", given)
-            if self._in_step and self._saved is None:  # a rank behind has not begun what is under way in others
-                self._even_out(given)
+            self._meet(f"loaded: {self._loaded_parts()}{and_state}" if self._loaded else "set by p.data")
             if self._loaded:
                 broadcast_tensors([*given, *buffers], self._group, source=0)
             else:
@@ -309,7 +247,7 @@ class AroundSteps:
         self._loaded.clear()
         self._stale = self.changed = False
         self._forward_of = -1
-        self._behind.begin_anew()
+        self._steps.restart()
 
     def _given(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the weights and the buffers that were loaded; all, where weights were given other memory."""
@@ -333,50 +271,25 @@ class AroundSteps:
 
     @property
     def _may_be_shadowed(self) -> bool:
-        """Whether ranks without data shadow the steps of this one, in ``join()``."""
-        ddp = self._ddp()
-        if ddp is None or not ddp.in_join_context or not self._in_step:
-            return False
-        return bool(ddp._join_config.enable and not ddp._join_config.throw_on_early_termination)
+        return self._in_step and self._is_shadowed is not None and self._is_shadowed()
 
     @property
     def _in_step(self) -> bool:
         """Whether all ranks make the coming step together."""
         return self.exchange.in_step or not self.keeps_gradients
 
-    def _meet(self, weights: str, given: Sequence[Tensor] = ()) -> None:
+    def _meet(self, weights: str) -> None:
+        """Wait for all ranks, and compare how many steps they made and what became of their weights."""
         if self._group.size() == 1:
             return
+        made = self.step if self._in_step and self._saved is None else None
         try:
-            self._gather("agree on one set of weights", _EVERYBODY, given=given)
+            self._steps.gather("agree on one set of weights", timeout_s(self._group), made, _EVERYBODY)
             lines = [type(self.exchange).__name__, f"weights were {weights}"]
             meet(self._group, "the method that makes weights equal", lines, timeout_s(self._group), _EVERYBODY)
         except WorldError as error:
             what = "Before evaluation or a checkpoint, and after weights were loaded, the ranks agree on one set of weights"
             raise WorldError(f"{error} {what}: {_EVERYBODY}.") from error
-
-    def _gather(self, point: str, fix: str, inside: bool = False, given: Sequence[Tensor] = ()) -> None:
-        """Wait for all ranks; meanwhile make up what is missing here, unless this is inside a step; ``given`` weights stay."""
-
-        def make_up(num_steps: int) -> None:
-            with kept(given):
-                self._make_up(num_steps)
-
-        if self._group.size() > 1:
-            may = self._in_step and not inside
-            self._behind.gather(point, timeout_s(self._group), lambda: self.step, make_up if may else None, fix)
-
-    def _even_out(self, given: Sequence[Tensor] = ()) -> None:
-        """Make up, where no rank is inside a step, what others made and this one did not; ``given`` weights stay."""
-        if self._group.size() == 1:
-            return
-        [most] = self._most(self.step)
-        if most > self.step:
-            what = f"this rank left out {most - self.step} of {most} optimizer steps, and takes part in them now"
-            _log.warning("%s", explain(what, rank=self._group.rank(), fix=MAKE_EVERY_STEP))
-        with kept(given):
-            self._make_up(most)
-            self._refresh()
 
     def _most(self, *numbers: int) -> list[int]:
         """Return the greatest of all ranks' numbers. Every rank must call."""
@@ -402,13 +315,28 @@ class AroundSteps:
         broadcast_tensors([b for _, b in named if not b.is_floating_point()], self._group, source=0)
 
 
-def _exchanged(ddp: DistributedDataParallel, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
+def check_weight_exchange(exchange: object) -> None:
+    """Raise unless it is a method of exchanging weights.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    if not isinstance(exchange, WeightExchange):
+        fix = "give an object such as guozhuang.exchange.local_sgd.LocalSGD(16); use_exchange takes those of gradients"
+        raise UsageError(explain("use_weight_exchange takes a WeightExchange", value=exchange, fix=fix))
+
+
+def exchanged_parameters(
+    module: nn.Module, optimizer: Optimizer, ignored: frozenset[str]
+) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters that an optimizer steps, which are what is exchanged.
+
+    Raises:
+        UsageError: it holds none of the module's, or not all that are trained.
+    """
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    found = [(name, p) for name, p in ddp.module.named_parameters() if name not in ddp.ignored]
+    found = [(name, p) for name, p in module.named_parameters() if name not in ignored]
     named = [(name, p) for name, p in found if id(p) in held]
-    if ddp._delayed_names:
-        what = "gradients that delay_all_reduce_named_params holds back do not go together with an exchange of weights"
-        raise UsageError(explain(what, fix="use one of the two"))
     if not named:
         fix = "make the optimizer from the parameters of the very module that is wrapped"
         raise UsageError(explain("the optimizer holds no parameter of the wrapped module", fix=fix))

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from guozhuang.errors import UsageError, WorldError
-from guozhuang.weights import steps_behind
-from guozhuang.weights.steps_behind import StepsBehind
+from guozhuang.errors import MismatchError, UsageError, WorldError
+from guozhuang.weights import steps
+from guozhuang.weights.steps import StepsBehind
 from tests.processes.cases import names_of_cases, on_two_and_three_ranks
 from tests.processes.mean_of_two import (
     assert_equal_everywhere,
@@ -37,53 +37,51 @@ from tests.ranks import RankError, run_ranks
 def short_patience() -> Iterator[None]:
     """Who waits in a step tells it soon."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps_behind, "_PATIENCE_S", 0.2)
+        patch.setattr(steps, "_PATIENCE_S", 0.2)
         yield
 
 
-def skips(start_step: int, last: int, rank: int, size: int) -> None:
-    """Rank 1 leaves out the last step, in which the others exchange weights and so wait for it."""
+def left_out(rank: int, size: int, start_step: int, last: int) -> None:
+    """Rank 1 leaves out the last step; all ranks then come to the evaluation."""
     ddp, optimizer = wrapped(start_step)
-    with captured_log() as lines, short_patience():
+    with short_patience():
         for step in range(last + 1):
             x, y = batch(rank, step)
             optimizer.zero_grad()
             nn.functional.mse_loss(ddp(x), y).backward()
             if not (rank == 1 and step == last):
                 optimizer.step()
-        began_s = time.monotonic()
         ddp.eval()
-    assert time.monotonic() - began_s < 8  # far below the time-out
-    assert ddp.around is not None and ddp.around.step == last + 1
-    assert_equal_everywhere(flat(ddp))
-    if rank == 1:
-        [line] = lines
-        assert f"rank 1 came to agree on one set of weights after {last} optimizer steps" in line
-        assert re.search(rf"rank [02] in step {last}[ ,]", line)
-    else:
-        assert not lines
 
 
-def case_a_skipped_step_in_which_others_wait(rank: int, size: int) -> None:
-    skips(0, 3, rank, size)
+@pytest.mark.parametrize(
+    ("start_step", "last"), [(0, 3), (3, 2)], ids=["in which they exchange", "at whose end they compare"]
+)
+def test_a_step_is_left_out_in_which_others_wait(start_step: int, last: int) -> None:
+    """Far below the time-out, on the rank that is behind and on those that wait for it."""
+    began_s = time.monotonic()
+    results = run_ranks(left_out, 3, start_step, last, collect_errors=True, timeout_s=20.0)
+    assert time.monotonic() - began_s < 15
+    behind = results[1]
+    assert isinstance(behind, RankError) and behind.type_name == WorldError.__name__, behind
+    assert f"rank 1 came to agree on one set of weights after {last} optimizer steps" in behind.message
+    assert re.search(rf"rank [02] in step {last}[ ,]", behind.message) and "left out optimizer.step()" in behind.message
+    assert "GradScaler with a fused optimizer" in behind.message
+    for other in (results[0], results[2]):
+        assert (
+            isinstance(other, RankError)
+            and other.type_name == WorldError.__name__
+            and "rank 1 came to agree" in other.message
+        ), other
 
 
-def case_a_skipped_step_at_whose_end_others_compare_weights(rank: int, size: int) -> None:
-    skips(3, 2, rank, size)
-
-
-def case_a_skipped_step_in_which_nobody_waits(rank: int, size: int) -> None:
+def case_a_step_is_left_out_in_which_nobody_waits(rank: int, size: int) -> None:
     ddp, optimizer = wrapped()
     train(ddp, optimizer, rank, range(5 - (rank == 1)))
-    with captured_log() as lines:
+    with pytest.raises(MismatchError, match="different numbers of optimizer steps") as raised:
         ddp.eval()
-    assert ddp.around is not None and ddp.around.step == 5
-    assert_equal_everywhere(flat(ddp))
-    if rank == 1:
-        [line] = lines
-        assert "[rank 1] this rank left out 1 of 5 optimizer steps" in line
-    else:
-        assert not lines
+    for each in range(size):
+        assert re.search(rf"{each} +{5 - (each == 1)}", str(raised.value)), raised.value
 
 
 def case_a_slow_rank_is_not_behind(rank: int, size: int) -> None:
@@ -164,8 +162,7 @@ test_on_two_ranks, test_on_three_ranks, test_the_rest_on_three_ranks = on_two_an
     __name__,
     names_of_cases(globals()),
     (  # where a third rank makes a difference
-        case_a_skipped_step_in_which_others_wait,
-        case_a_skipped_step_at_whose_end_others_compare_weights,
+        case_a_step_is_left_out_in_which_nobody_waits,
         case_accumulation_in_a_join,
     ),
 )
@@ -221,8 +218,8 @@ class Counting:
 
 
 def test_who_waits_for_long_asks_the_store_for_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps_behind, "store_of", lambda group: group.store)
-    monkeypatch.setattr(steps_behind, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(steps, "store_of", lambda group: group.store)
+    monkeypatch.setattr(steps, "_PATIENCE_S", 0.1)
     shared, size, late = dist.HashStore(), 16, {0, 5}
     stores = [Counting(shared) for _ in range(size)]
     left = []
@@ -233,7 +230,7 @@ def test_who_waits_for_long_asks_the_store_for_little(monkeypatch: pytest.Monkey
         for turn in range(3):
             if rank in late and turn == 1:
                 time.sleep(1.0)
-            behind.gather("wait", 20.0, lambda: 3, lambda _: pytest.fail("nobody waits in a step"), "")
+            behind.gather("wait", 20.0, 3, "")
         left.append(rank)
 
     threads = [threading.Thread(target=wait, args=(rank,), daemon=True) for rank in range(size)]

@@ -9,11 +9,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from guozhuang import DistributedDataParallel
 from guozhuang.errors import MismatchError, UsageError, WorldError
 from guozhuang.exchange.allreduce import AllReduce
+from guozhuang.weights.around import AroundSteps
 from tests.processes.cases import names_of_cases, on_two_and_three_ranks
 from tests.processes.mean_of_two import (
     MeanOfTwo,
@@ -90,17 +92,21 @@ def case_buffers_are_averaged(rank: int, size: int) -> None:
     assert int(ddp.module[1].num_batches_tracked) == 3
 
 
-def case_a_last_step_that_one_rank_skipped_is_made_up(rank: int, size: int) -> None:
+def case_no_wrapper_and_no_bucket_is_needed(rank: int, size: int) -> None:
+    """Around a bare module and its optimizer the same happens as with the wrapper, which then makes no buckets either."""
     ddp, optimizer = wrapped()
-    for step in range(5):
-        x, y = batch(rank, step)
-        optimizer.zero_grad()
-        nn.functional.mse_loss(ddp(x), y).backward()
-        if not (rank == 1 and step == 4):
-            optimizer.step()
-    ddp.eval()
-    assert ddp.around is not None and ddp.around.step == 5
-    assert_equal_everywhere(flat(ddp))
+    bare = made()
+    alone = torch.optim.SGD(bare.parameters(), lr=0.1, momentum=0.9)
+    assert dist.group.WORLD is not None
+    around = AroundSteps(bare, alone, MeanOfTwo(), dist.group.WORLD)
+    train(ddp, optimizer, rank, range(3))
+    train(bare, alone, rank, range(3))
+    assert torch.equal(flat(ddp), flat(bare)) and ddp.reducer is None
+    assert all(not p._post_accumulate_grad_hooks for p in (*ddp.parameters(), *bare.parameters()))
+    state = bare.state_dict()  # the ranks agree first
+    assert_equal_everywhere(flat(bare))
+    assert all(torch.equal(state[name], value) for name, value in ddp.module.state_dict().items())
+    assert around.step == 3
 
 
 def case_gradients_that_overflow_on_one_rank(rank: int, size: int) -> None:
@@ -322,7 +328,6 @@ test_on_two_ranks, test_on_three_ranks, test_the_rest_on_three_ranks = on_two_an
         case_gradients_stay_local_and_weights_meet,
         case_gradients_are_averaged_in_the_first_steps,
         case_buffers_are_averaged,
-        case_a_last_step_that_one_rank_skipped_is_made_up,
         case_uneven_inputs,
         case_uneven_inputs_while_gradients_are_averaged,
         case_loaded_and_then_no_batch_in_a_join,
