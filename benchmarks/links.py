@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.links_rank import TORCH, TORCH_FP16, Plan
-from guozhuang.strategies import STRATEGIES, Exchanging
+from guozhuang.strategies import STRATEGIES, WithExchange
 from tests.hosts.network import Hosts, missing, run_everywhere
 
 RANKS = 4
@@ -211,7 +211,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write all turns there")
     options = parser.parse_args()
     known = {*REFERENCES, *STRATEGIES}
-    exchanging = [name for name, one in STRATEGIES.items() if isinstance(one.prepare, Exchanging)]
+    exchanging = [name for name, one in STRATEGIES.items() if isinstance(one.prepare, WithExchange)]
     for told in options.contestants.split(","):
         name, _, cap = told.partition("@")
         if cap and (not cap.isdecimal() or name not in (TORCH, TORCH_FP16, PLAIN, *exchanging)):

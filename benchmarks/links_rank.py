@@ -32,7 +32,7 @@ from guozhuang.errors import UsageError
 from guozhuang.exchange import GradientExchange
 from guozhuang.exchange.warmup import Warmup
 from guozhuang.optim import QAdam
-from guozhuang.strategies import Exchanging
+from guozhuang.strategies import WithExchange
 from guozhuang.workloads import bert
 
 TORCH, TORCH_FP16 = "torch-ddp", "torch-ddp fp16 hook"
@@ -105,12 +105,12 @@ def make(name: str, model: nn.Module, optimizer: Optimizer) -> Contestant:
             wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
         return Contestant(wrapped, optimizer)
     entry = strategies.get(name).prepare
-    if not isinstance(entry, Exchanging) and name != "ddp":
+    if not isinstance(entry, WithExchange) and name != "ddp":
         return Contestant(*strategies.prepare(model, optimizer, name))
     ours = guozhuang.DistributedDataParallel(model, bucket_cap_mb=cap_mb)
     if name == "ddp":
         return Contestant(ours, optimizer)
-    assert isinstance(entry, Exchanging)
+    assert isinstance(entry, WithExchange)
     exchange, optimizer = entry.make(optimizer)
     if isinstance(optimizer, QAdam):
         optimizer.warmup_steps = 1  # it cannot be without

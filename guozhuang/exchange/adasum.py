@@ -42,7 +42,7 @@ _log = logging.getLogger("guozhuang")
 
 
 @dataclass
-class _Rows:
+class _AdasumRows:
     """What one bucket needs.
 
     Attributes:
@@ -62,7 +62,7 @@ class AdasumState:
 
     group: dist.ProcessGroup
     lanes: Sequence[Lane]
-    rows: Mapping[int, _Rows]
+    rows: Mapping[int, _AdasumRows]
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Adasum(GradientExchange[AdasumState]):
                 if max(begin, 0) < min(end, length):
                     pieces.append((i, max(begin, 0), min(end, length)))
                 begin = end
-            rows[bucket.index] = _Rows(sent, torch.empty_like(sent), pieces)
+            rows[bucket.index] = _AdasumRows(sent, torch.empty_like(sent), pieces)
         return AdasumState(group, lanes, rows)
 
     @override
@@ -104,7 +104,7 @@ class Adasum(GradientExchange[AdasumState]):
             lambda: self._exchange(bucket, state.rows[bucket.index], lane.group, step), [bucket.flat.device]
         )
 
-    def _exchange(self, bucket: Bucket, rows: _Rows, group: dist.ProcessGroup, step: int) -> None:
+    def _exchange(self, bucket: Bucket, rows: _AdasumRows, group: dist.ProcessGroup, step: int) -> None:
         flat, size = numbers(bucket), group.size()
         if not is_finite(flat):
             said = where_not_finite(bucket, "its adaptive sum becomes NaN on all ranks")

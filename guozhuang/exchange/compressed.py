@@ -71,7 +71,7 @@ class Around(Protocol):
 
 
 @dataclass
-class _Memory:
+class _BucketMemory:
     """What one bucket needs: the codes that leave and arrive; rows in float32, where the bucket itself cannot be cut into them.
 
     ``scratch`` is for what was sent, where momentum is masked.
@@ -99,7 +99,7 @@ class CompressedState:
 
     group: dist.ProcessGroup
     lanes: Sequence[Lane]
-    memory: Mapping[int, _Memory]
+    memory: Mapping[int, _BucketMemory]
     feedback: Sequence[Residuals]
     momentum: Residuals | None = None
 
@@ -183,7 +183,7 @@ class Compressed(GradientExchange[CompressedState]):
         for name, each in kept.items():
             each.load(saved[name])
 
-    def _allocate(self, bucket: Bucket, size: int) -> _Memory:
+    def _allocate(self, bucket: Bucket, size: int) -> _BucketMemory:
         device, length = bucket.flat.device, -(-num_numbers(bucket) // size)
         num_bytes = _HEADER_BYTES + self.codec.row_bytes(length)
 
@@ -197,7 +197,7 @@ class Compressed(GradientExchange[CompressedState]):
         masks = self.momentum and self.masks_momentum and isinstance(self.codec, Sparsifier)
         rows, scratch = None if cut else numbers(size), numbers(size) if masks else None
         random = torch.Generator(device)
-        return _Memory(rows, scratch, codes(size), codes(size), numbers(1), codes(1), random)
+        return _BucketMemory(rows, scratch, codes(size), codes(size), numbers(1), codes(1), random)
 
     def start(self, bucket: Bucket, state: CompressedState, step: int) -> Work:
         """Hand the bucket to a lane."""
@@ -261,7 +261,7 @@ class Compressed(GradientExchange[CompressedState]):
         codes: Tensor,
         which: tuple[bool, bool],
         feedback: Residuals | None,
-        memory: _Memory,
+        memory: _BucketMemory,
         place: tuple[int, int, int, int],
     ) -> bool:
         """Code ``rows`` (changed), each after its header, if they are finite and there is something to add.
@@ -300,7 +300,7 @@ class Compressed(GradientExchange[CompressedState]):
             _log.warning("%s", explain(what, rank=rank, fix="look for gradients that are far too large"))
         return bool(names)
 
-    def _mask(self, momentum: Tensor | None, memory: _Memory) -> None:
+    def _mask(self, momentum: Tensor | None, memory: _BucketMemory) -> None:
         """Forget the momentum of what was sent."""
         if momentum is None or memory.scratch is None:
             return
@@ -338,7 +338,7 @@ class Compressed(GradientExchange[CompressedState]):
         return 2 * (world_size - 1) * num_bytes
 
 
-def _rows(memory: _Memory, flat: Tensor, size: int) -> Tensor:
+def _rows(memory: _BucketMemory, flat: Tensor, size: int) -> Tensor:
     """A bucket's numbers as equal rows of float32 for all ranks: its own memory, or a copy, padded with zeros."""
     if memory.rows is None:
         return flat.view(size, -1)

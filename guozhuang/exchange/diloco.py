@@ -33,7 +33,7 @@ from .average import wide
 from .base import GradientExchange, Work
 from .codecs.base import Codec
 from .compressed import Compressed
-from .fragments import Piece, cut
+from .fragments import FragmentPiece, cut
 from .weight_lane import NotFinite, as_real, naming_peers, others
 from .weights import WeightExchange
 
@@ -42,7 +42,7 @@ def _unfilled(num_elements: int, dtype: torch.dtype, device: torch.device) -> Te
     return torch.empty(num_elements, dtype=dtype, device=device)
 
 
-class _Part:
+class _FlatPart:
     """The weights of a fragment that share a dtype, as flat tensors.
 
     Attributes:
@@ -55,7 +55,7 @@ class _Part:
 
     own: Tensor | None = None
 
-    def __init__(self, index: int, pieces: list[Piece], with_momentum: bool) -> None:
+    def __init__(self, index: int, pieces: list[FragmentPiece], with_momentum: bool) -> None:
         first = pieces[0].weights
         self._pieces, self._dtype = pieces, first.dtype
         like = torch.empty((), dtype=wide(first.dtype), device=first.device)
@@ -103,7 +103,7 @@ class _Fragment:
         settled: the number of inner steps after which all ranks held it alike.
     """
 
-    parts: list[_Part]
+    parts: list[_FlatPart]
     sent_step: int = 0
     works: list[Work] = field(default_factory=list)
     settled: int = 0
@@ -212,7 +212,7 @@ class DiLoCo(WeightExchange[DiLoCoState]):
             parts = []
             for kind in kinds:
                 own = [p for p in pieces if (p.weights.device, p.weights.dtype) == kind]
-                parts.append(_Part(len(buckets), own, self.outer_momentum > 0))
+                parts.append(_FlatPart(len(buckets), own, self.outer_momentum > 0))
                 buckets.append(parts[-1].bucket)
             fragments.append(_Fragment(parts))
         exchange = self._exchange

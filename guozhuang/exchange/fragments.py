@@ -17,7 +17,7 @@ from ..weights.flat import Named
 
 
 @dataclass(frozen=True)
-class Piece:
+class FragmentPiece:
     """A part of one parameter.
 
     Attributes:
@@ -42,7 +42,7 @@ class Piece:
         return whole if self.dim is None else whole.narrow(self.dim, self.begin, self.end - self.begin)
 
 
-def cut(parameters: Named, num_fragments: int) -> list[list[Piece]]:
+def cut(parameters: Named, num_fragments: int) -> list[list[FragmentPiece]]:
     """Cut parameters into fragments; some are empty where there are more of them than numbers.
 
     Args:
@@ -60,14 +60,14 @@ def cut(parameters: Named, num_fragments: int) -> list[list[Piece]]:
     return [[pieces[i] for i in sorted(each)] for each in members]
 
 
-def _pieces(name: str, parameter: Tensor, limit: int) -> list[Piece]:
+def _pieces(name: str, parameter: Tensor, limit: int) -> list[FragmentPiece]:
     wanted = -(-parameter.nbytes // max(1, limit))
     num = min(wanted, max(parameter.shape, default=1))
     if num < 2:
-        return [Piece(name, None, 0, 0, parameter)]
+        return [FragmentPiece(name, None, 0, 0, parameter)]
     dim = next(d for d, rows in enumerate(parameter.shape) if rows >= num)
     bounds = [parameter.shape[dim] * i // num for i in range(num + 1)]
     return [
-        Piece(name, dim, begin, end, parameter.narrow(dim, begin, end - begin))
+        FragmentPiece(name, dim, begin, end, parameter.narrow(dim, begin, end - begin))
         for begin, end in itertools.pairwise(bounds)
     ]

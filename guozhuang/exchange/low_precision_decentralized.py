@@ -38,7 +38,7 @@ _REPLICAS = ("own", "left", "right")
 
 
 @dataclass
-class _Memory:
+class _RingMemory:
     """What one flat tensor needs besides its replicas."""
 
     weights: Tensor
@@ -68,7 +68,7 @@ class RingState:
     flat: FlatWeights
     whole: FlatWeights
     replicas: dict[str, list[Tensor]]
-    memory: list[_Memory]
+    memory: list[_RingMemory]
     random: list[torch.Generator]
     not_finite: NotFinite = field(default_factory=NotFinite)
 
@@ -99,13 +99,13 @@ class LowPrecisionDecentralized(WeightExchange[RingState]):
         real = as_real(parameters)
         flat, whole = FlatWeights(real, torch.float32), FlatWeights(real)
         replicas: dict[str, list[Tensor]] = {}
-        memory: list[_Memory] = []
+        memory: list[_RingMemory] = []
         if group.size() > 1:
             replicas = {name: flat.copy() for name in _REPLICAS}
             for each in replicas["own"]:
                 length = _HEADER_BYTES + self.codec.row_bytes(each.numel())
                 codes = torch.zeros(3, length, dtype=torch.uint8, device=each.device)
-                memory.append(_Memory(torch.empty_like(each), torch.empty_like(each), *codes.split(1)))
+                memory.append(_RingMemory(torch.empty_like(each), torch.empty_like(each), *codes.split(1)))
         random = [torch.Generator(each.weights.device) for each in memory]
         ring = twin(group) if group.size() > 1 else group
         return RingState(ring, group, flat, whole, replicas, memory, random)
@@ -135,7 +135,7 @@ class LowPrecisionDecentralized(WeightExchange[RingState]):
                 self._add(replica[index], code, memory.difference)
         state.flat.write(own)
 
-    def _encode(self, state: RingState, index: int, memory: _Memory, step: int) -> None:
+    def _encode(self, state: RingState, index: int, memory: _RingMemory, step: int) -> None:
         own, left, right = (state.replicas[name][index] for name in _REPLICAS)
         # (L + R - 2 W) / 3 + (x - W): the same as in the formula, without taking large numbers from each other.
         t = torch.add(left, right, out=memory.difference)

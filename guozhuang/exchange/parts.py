@@ -16,7 +16,7 @@ from .numbers import numbers
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterSlice:
     """What a part holds of one parameter: its numbers from ``begin`` to ``end``, under a name of their own."""
 
     parameter: str
@@ -39,7 +39,7 @@ class Part:
 
     bucket: Bucket
     part: Bucket | None
-    pieces: list[Piece]
+    pieces: list[ParameterSlice]
     wire: Tensor | None
     own: Tensor
 
@@ -62,7 +62,7 @@ def cut(bucket: Bucket, place: int, size: int, wire_dtype: torch.dtype) -> Part:
         if low < high:
             # Another piece of the parameter has another name: what belongs to it is not taken for this one's.
             own_name = name if (low, high) == (0, count) else f"{name}[{low}:{high}]"
-            pieces.append(Piece(name, own_name, low, high))
+            pieces.append(ParameterSlice(name, own_name, low, high))
         begin += count
     one, part = flat.new_empty(1), None
     if pieces:

@@ -2,15 +2,15 @@
 
 from .apply import prepare
 from .table import DEFAULT, STRATEGIES, Strategy, check_groups, get, register
-from .ways import Exchanging, Prepared, Setup
+from .ways import PreparedPair, Setup, WithExchange
 
 __all__ = [
     "DEFAULT",
     "STRATEGIES",
-    "Exchanging",
-    "Prepared",
+    "PreparedPair",
     "Setup",
     "Strategy",
+    "WithExchange",
     "check_groups",
     "get",
     "prepare",

@@ -13,7 +13,7 @@ from guozhuang.distributed import DistributedDataParallel
 from guozhuang.distributed.recording import record_steps
 from guozhuang.errors import UsageError, explain
 from guozhuang.strategies.table import DEFAULT, Strategy, check_groups, get
-from guozhuang.strategies.ways import Prepared, Setup
+from guozhuang.strategies.ways import PreparedPair, Setup
 from guozhuang.timeline import Timeline
 from guozhuang.world import World, current, requested_groups, requested_strategy, requested_timeline
 
@@ -23,7 +23,7 @@ _log = logging.getLogger("guozhuang")
 
 def prepare(
     model: nn.Module, optimizer: Optimizer, strategy: str | None = None, *, num_replicas: int | None = None
-) -> Prepared:
+) -> PreparedPair:
     """Make a plain model and its optimizer train over the whole world. Every rank must call this, after ``init()``.
 
     Under ``guozhuang run --groups K`` the buckets of a strategy that exchanges gradients go to K process groups in turn.
@@ -59,7 +59,7 @@ def prepare(
         why = "as asked" if asked_for is not None else "the default"
         _log.info("strategy %s (%s): %s; %d rank(s)", chosen.name, why, chosen.summary, world.size)
     found = chosen.prepare(model, optimizer, Setup(world, num_replicas, num_groups))
-    prepared = found if isinstance(found, Prepared) else Prepared(*found)
+    prepared = found if isinstance(found, PreparedPair) else PreparedPair(*found)
     path = requested_timeline()
     if path is not None:
         timeline = Timeline(world.rank)

@@ -15,8 +15,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from guozhuang.errors import UsageError, explain
+from guozhuang.exchange import papers
 from guozhuang.strategies import ways
-from guozhuang.strategies.ways import Exchanging, Lazy, Setup
+from guozhuang.strategies.ways import Lazy, Setup, WithExchange
 
 DEFAULT = "ddp"
 
@@ -37,7 +38,7 @@ class Strategy:
         exact: the weights equal those of a single process on the joined batch, to rounding.
         trains: False for a bound on speed that must not be used to train.
         one_process: the whole global batch goes through one process; a world of several ranks is impossible.
-        prepare: makes a model and its optimizer train so, on every rank; returns a ``Prepared`` where it owns the step.
+        prepare: makes a model and its optimizer train so, on every rank; returns a ``PreparedPair`` where it owns the step.
         source: the paper or the software that it comes from, for reports; empty where there is none.
         takes_groups: its buckets can be handed to several process groups in turn.
         warmup_steps: steps at the start in which it sends more than later.
@@ -79,7 +80,7 @@ def _exchange(
         exact=exact,
         trains=True,
         one_process=False,
-        prepare=Exchanging(exchange, around),
+        prepare=WithExchange(exchange, around),
         source=source,
         warmup_steps=warmup_steps,
     )
@@ -88,16 +89,6 @@ def _exchange(
 _ALLREDUCE = Lazy("exchange.allreduce:AllReduce")
 _QUANTIZE8 = _compressed("quantize8:MinMax8")
 _LOCAL_SGD = Lazy("exchange.local_sgd:LocalSGD", every=16)
-
-_VLDB = (
-    "Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020, arXiv:2006.15704"
-)
-_ZERO = (
-    "Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020, "
-    "arXiv:1910.02054"
-)
-_BAGUA = "Gan et al., BAGUA: Scaling up Distributed Learning with System Relaxations, VLDB 2021, arXiv:2107.01499"
-_ONEBIT_ADAM = "Tang et al., 1-bit Adam, ICML 2021, arXiv:2102.02888"
 
 # Simplest to live with first: where measurements tie, the earlier one is recommended.
 _TABLE: dict[str, Strategy] = {
@@ -118,7 +109,7 @@ _TABLE: dict[str, Strategy] = {
             trains=True,
             one_process=False,
             prepare=ways.ddp,
-            source=_VLDB,
+            source=papers.LI_2020,
             takes_groups=True,
         ),
         Strategy(
@@ -128,7 +119,7 @@ _TABLE: dict[str, Strategy] = {
             trains=True,
             one_process=False,
             prepare=ways.torch_ddp,
-            source=_VLDB,
+            source=papers.LI_2020,
             takes_groups=True,
         ),
         Strategy(
@@ -148,7 +139,7 @@ _TABLE: dict[str, Strategy] = {
             trains=True,
             one_process=False,
             prepare=ways.sharded,
-            source=_ZERO,
+            source=papers.RAJBHANDARI_2020,
         ),
         Strategy(
             "sharded-gradients",
@@ -157,7 +148,7 @@ _TABLE: dict[str, Strategy] = {
             trains=True,
             one_process=False,
             prepare=ways.sharded_gradients,
-            source=_ZERO,
+            source=papers.RAJBHANDARI_2020,
         ),
         Strategy(
             "sharded-weights",
@@ -166,20 +157,20 @@ _TABLE: dict[str, Strategy] = {
             trains=True,
             one_process=False,
             prepare=ways.sharded_weights,
-            source=_ZERO,
+            source=papers.RAJBHANDARI_2020,
         ),
         _exchange(
             "parameter-server",
             "gradients summed by servers: threads of the ranks, or processes of their own with guozhuang run --servers",
             Lazy("exchange.parameter_server:ParameterServer"),
-            "Jiang et al., BytePS, OSDI 2020; Peng et al., ByteScheduler, SOSP 2019",
+            papers.JIANG_2020 + "; " + papers.PENG_2019,
             exact=True,
         ),
         _exchange(
             "sparse-rows",
             "ddp that sends of an embedding's gradient only the rows that were used",
             Lazy("exchange.sparse_rows:SparseRows", _ALLREDUCE),
-            "Kim et al., Parallax, EuroSys 2019, arXiv:1808.02621",
+            papers.KIM_2019,
             exact=True,
         ),
         _exchange(
@@ -204,7 +195,7 @@ _TABLE: dict[str, Strategy] = {
             "quantize8",
             "gradients in 8 bits, both ways (ByteGrad)",
             _QUANTIZE8,
-            _BAGUA,
+            papers.GAN_2021,
         ),
         _exchange(
             "quantize4",
@@ -230,14 +221,14 @@ _TABLE: dict[str, Strategy] = {
             "topk",
             "the greatest 1 % of gradients, with error feedback",
             _after_warmup(_compressed("topk:TopK", 0.01, error_feedback=True)),
-            "Stich et al., Sparsified SGD with Memory, NeurIPS 2018, arXiv:1809.07599",
+            papers.STICH_2018,
             warmup_steps=_WARMUP_STEPS,
         ),
         _exchange(
             "randomk",
             "5 % of gradients, drawn at random, with error feedback",
             _after_warmup(_compressed("topk:RandomK", 0.05, error_feedback=True)),
-            "Stich et al., Sparsified SGD with Memory, NeurIPS 2018, arXiv:1809.07599",
+            papers.STICH_2018,
             warmup_steps=_WARMUP_STEPS,
         ),
         _exchange(
@@ -257,7 +248,7 @@ _TABLE: dict[str, Strategy] = {
             "qadam",
             "Adam whose momentum travels in 8 bits after a warm-up; for torch's Adam and AdamW",
             None,
-            _BAGUA,
+            papers.GAN_2021,
             around=Lazy("optim:QAdam.around", warmup_steps=_ADAM_WARMUP_STEPS),
             warmup_steps=_ADAM_WARMUP_STEPS,
         ),
@@ -265,7 +256,7 @@ _TABLE: dict[str, Strategy] = {
             "onebit-adam",
             "the same in 1 bit, with error feedback",
             None,
-            _ONEBIT_ADAM,
+            papers.TANG_2021,
             around=Lazy(
                 "optim:QAdam.around",
                 warmup_steps=_ADAM_WARMUP_STEPS,
@@ -312,19 +303,19 @@ _TABLE: dict[str, Strategy] = {
             "decentralized",
             "weights of the step before are averaged over all ranks while the next gradients are computed",
             Lazy("exchange.decentralized:Decentralized", "all"),
-            "Lian et al., Can Decentralized Algorithms Outperform Centralized Algorithms?, NeurIPS 2017, arXiv:1705.09056",
+            papers.LIAN_2017,
         ),
         _exchange(
             "decentralized-pairs",
             "the same with one other rank in each step",
             Lazy("exchange.decentralized:Decentralized", "shift_one"),
-            "Lian et al., Can Decentralized Algorithms Outperform Centralized Algorithms?, NeurIPS 2017, arXiv:1705.09056",
+            papers.LIAN_2017,
         ),
         _exchange(
             "low-precision-decentralized",
             "differences of weights in 8 bits to both neighbours of a ring",
             Lazy("exchange.low_precision_decentralized:LowPrecisionDecentralized"),
-            _BAGUA,
+            papers.GAN_2021,
         ),
         _exchange(
             "async-parameter-server",
@@ -336,7 +327,7 @@ _TABLE: dict[str, Strategy] = {
             "async-model-average",
             "weights are averaged in the background every half second, and nobody waits for anybody",
             Lazy("exchange.async_average:AsyncModelAverage"),
-            _BAGUA,
+            papers.GAN_2021,
         ),
         Strategy(
             "none",

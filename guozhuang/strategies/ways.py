@@ -99,7 +99,7 @@ class PlainStep:
         return loss.detach()
 
 
-class Prepared(tuple[nn.Module, Optimizer]):
+class PreparedPair(tuple[nn.Module, Optimizer]):
     """``model, optimizer``, to be unpacked, with the step of the strategy. See [Note: who owns the step].
 
     Args:
@@ -115,7 +115,7 @@ class Prepared(tuple[nn.Module, Optimizer]):
     step: Step
     owns_step: bool
 
-    def __new__(cls, model: nn.Module, optimizer: Optimizer, step: Step | None = None) -> Prepared:
+    def __new__(cls, model: nn.Module, optimizer: Optimizer, step: Step | None = None) -> PreparedPair:
         """Make the pair."""
         made = super().__new__(cls, (model, optimizer))
         made.step, made.owns_step = step or PlainStep(model, optimizer), step is not None
@@ -167,7 +167,7 @@ class Lazy:
 
 
 @dataclass(frozen=True)
-class Exchanging:
+class WithExchange:
     """Wraps the model in DistributedDataParallel with an exchange of gradients or of weights.
 
     Attributes:

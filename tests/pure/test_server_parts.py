@@ -14,7 +14,7 @@ from torch import Tensor
 from guozhuang.errors import MismatchError, UsageError, WorldError
 from guozhuang.exchange.parameter_server import AsyncParameterServer, ParameterServer
 from guozhuang.exchange.parameter_server.client import cut
-from guozhuang.exchange.parameter_server.protocol import Message, Opcode
+from guozhuang.exchange.parameter_server.protocol import Opcode, ServerMessage
 from guozhuang.exchange.parameter_server.service import HeldParts, copy_into
 
 SIZES = st.lists(st.tuples(st.integers(0, 200_000), st.sampled_from([1, 2, 4, 8, 16])), max_size=6)
@@ -64,10 +64,10 @@ def test_what_the_next_forward_needs_first_is_most_urgent() -> None:
 def test_a_message_comes_out_as_it_went_in() -> None:
     for opcode in Opcode:
         for has_payload in (False, True):
-            message = Message(opcode, 3, 2**31 + 5, 2**40, torch.bfloat16, 2**33 + 1, has_payload)
-            assert Message.decode(message.encode()) == message
+            message = ServerMessage(opcode, 3, 2**31 + 5, 2**40, torch.bfloat16, 2**33 + 1, has_payload)
+            assert ServerMessage.decode(message.encode()) == message
     with pytest.raises(WorldError, match="no message to a parameter server"):
-        Message.decode(torch.full((6,), 99))
+        ServerMessage.decode(torch.full((6,), 99))
 
 
 @pytest.mark.parametrize("make", [ParameterServer, AsyncParameterServer])
@@ -90,7 +90,7 @@ class Worker:
     def join(self, part: int = 0) -> int:
         """The last step of the slowest worker."""
         lowest = torch.zeros(1, dtype=torch.int64)
-        message = Message(Opcode.JOIN, 0, part, 0, torch.int64, 1)
+        message = ServerMessage(Opcode.JOIN, 0, part, 0, torch.int64, 1)
         self.held.take(self.rank, message, None, True, copy_into(lowest))
         return int(lowest)
 
@@ -108,7 +108,7 @@ class Worker:
             self.got = into
             return reply(answer)
 
-        message = Message(opcode, 0, part, number, torch.float32, self.num_elements, values is not None)
+        message = ServerMessage(opcode, 0, part, number, torch.float32, self.num_elements, values is not None)
         self.held.take(self.rank, message, payload, True, answered)
 
 

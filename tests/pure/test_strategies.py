@@ -18,7 +18,7 @@ from guozhuang.errors import UsageError
 from guozhuang.exchange import GradientExchange
 from guozhuang.exchange.warmup import Warmup
 from guozhuang.exchange.weights import WeightExchange
-from guozhuang.strategies import Prepared, Strategy, apply, table
+from guozhuang.strategies import PreparedPair, Strategy, apply, table
 from guozhuang.world import World
 
 ALONE = World(0, 1, 0, 1, 0, 1, torch.device("cpu"), "alone")
@@ -169,7 +169,9 @@ def test_a_timeline_that_was_asked_for_holds_every_part_of_the_steps(
 
 
 def test_every_exchange_of_the_table_can_be_made_and_its_warm_up_is_told() -> None:
-    found = {name: one for name, one in strategies.STRATEGIES.items() if isinstance(one.prepare, strategies.Exchanging)}
+    found = {
+        name: one for name, one in strategies.STRATEGIES.items() if isinstance(one.prepare, strategies.WithExchange)
+    }
     assert len(found) == 24
     for name, strategy in found.items():
         exchange, optimizer = strategy.prepare.make(torch.optim.AdamW(nn.Linear(4, 2).parameters()))
@@ -195,7 +197,7 @@ def test_the_step_of_a_strategy_trains_as_the_loop_of_a_script_does() -> None:
     (model, optimizer), (twin, other) = _pair(), _pair()
     twin.load_state_dict(model.state_dict())
     prepared = gz.prepare(model, optimizer, "single")
-    assert isinstance(prepared, Prepared) and not prepared.owns_step
+    assert isinstance(prepared, PreparedPair) and not prepared.owns_step
     for batch in torch.randn(3, 5, 4):
         passed: list[str] = []
         loss = prepared.step(batch, _squares, passed=passed.append)
@@ -216,7 +218,7 @@ def test_a_strategy_may_own_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """It sees the batch and the loss function, and calls the latter with parts of the batch, as a schedule would."""
     trained: list[torch.Tensor] = []
 
-    def by_halves(model: nn.Module, optimizer: torch.optim.Optimizer, setup: strategies.Setup) -> Prepared:
+    def by_halves(model: nn.Module, optimizer: torch.optim.Optimizer, setup: strategies.Setup) -> PreparedPair:
         def step(
             batch: torch.Tensor, loss_fn: Callable[..., torch.Tensor], *, passed: Callable[[str], object]
         ) -> object:
@@ -227,7 +229,7 @@ def test_a_strategy_may_own_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
             trained.append(batch)
             return sum(halves)
 
-        return Prepared(model, optimizer, partial(step, passed=lambda part: None))  # type: ignore[arg-type]
+        return PreparedPair(model, optimizer, partial(step, passed=lambda part: None))  # type: ignore[arg-type]
 
     mine = Strategy("halves", "in halves", exact=True, trains=True, one_process=False, prepare=by_halves)
     monkeypatch.setitem(table._TABLE, "halves", mine)

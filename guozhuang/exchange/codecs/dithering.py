@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...errors import UsageError, explain
 from .. import kernels
-from ..kernels import Kind, Task
+from ..kernels import CodeKind, Task
 from .base import BlockCodec
 
 _TINY = torch.finfo(torch.float32).tiny
@@ -71,8 +71,8 @@ class Dithering(BlockCodec):
         return self.normalize == "max"
 
     @property
-    def _kind(self) -> Kind:
-        return Kind.DITHERING if self.partition == "linear" else Kind.NATURAL_DITHERING
+    def _kind(self) -> CodeKind:
+        return CodeKind.DITHERING if self.partition == "linear" else CodeKind.NATURAL_DITHERING
 
     def encode(self, rows: Tensor, codes: Tensor, random: torch.Generator) -> None:
         """See the formula above."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..kernels import Kind, Task
+from ..kernels import CodeKind, Task
 from .base import BlockCodec
 
 _SMALL = 2.0**-64
@@ -53,20 +53,20 @@ class OneBit(BlockCodec):
             super().encode_with_feedback(rows, codes, random, lost)
 
     @property
-    def _kind(self) -> Kind:
-        return Kind.SIGNS if self.scaling else Kind.SIGNS_ALONE
+    def _kind(self) -> CodeKind:
+        return CodeKind.SIGNS if self.scaling else CodeKind.SIGNS_ALONE
 
     def decode(self, codes: Tensor, rows: Tensor) -> None:
         """See the formula above."""
         if kernels.serves(rows, codes):
-            kernels.run(Kind.SIGNS, Task.DECODE, rows, codes, self.bits, self.block)
+            kernels.run(CodeKind.SIGNS, Task.DECODE, rows, codes, self.bits, self.block)
         else:
             self.decode_by_torch(codes, rows)
 
     def decode_mean(self, codes: Tensor, mean: Tensor) -> None:
         """In one pass, where that is possible."""
         if kernels.serves(mean, codes):
-            kernels.run(Kind.SIGNS, Task.MEAN, mean, codes, self.bits, self.block)
+            kernels.run(CodeKind.SIGNS, Task.MEAN, mean, codes, self.bits, self.block)
         else:
             super().decode_mean(codes, mean)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..kernels import Kind, Task
+from ..kernels import CodeKind, Task
 from .base import Codec, aligned
 
 _EPSILON = 1e-7
@@ -36,21 +36,21 @@ class MinMax8(Codec):
     def encode(self, rows: Tensor, codes: Tensor, random: torch.Generator) -> None:
         """See the formula above."""
         if kernels.serves(rows, codes):
-            kernels.run(Kind.MIN_MAX_8, Task.ENCODE, rows, codes)
+            kernels.run(CodeKind.MIN_MAX_8, Task.ENCODE, rows, codes)
         else:
             encode_by_torch(rows, codes)
 
     def decode(self, codes: Tensor, rows: Tensor) -> None:
         """See the formula above."""
         if kernels.serves(rows, codes):
-            kernels.run(Kind.MIN_MAX_8, Task.DECODE, rows, codes)
+            kernels.run(CodeKind.MIN_MAX_8, Task.DECODE, rows, codes)
         else:
             decode_by_torch(codes, rows)
 
     def decode_mean(self, codes: Tensor, mean: Tensor) -> None:
         """In one pass, where that is possible."""
         if kernels.serves(mean, codes):
-            kernels.run(Kind.MIN_MAX_8, Task.MEAN, mean, codes)
+            kernels.run(CodeKind.MIN_MAX_8, Task.MEAN, mean, codes)
         else:
             super().decode_mean(codes, mean)
 

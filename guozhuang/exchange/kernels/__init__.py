@@ -25,7 +25,7 @@ except ImportError:
 _MAX_ROWS = 4096
 
 
-class Kind(enum.IntEnum):
+class CodeKind(enum.IntEnum):
     """Which code; the numbers stand in _codes.c too."""
 
     MIN_MAX_8 = 0
@@ -59,7 +59,7 @@ def serves(rows: Tensor, codes: Tensor) -> bool:
 
 
 def run(
-    kind: Kind,
+    kind: CodeKind,
     task: Task,
     rows: Tensor,
     codes: Tensor,

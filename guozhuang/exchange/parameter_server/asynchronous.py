@@ -29,8 +29,8 @@ from ...errors import UsageError, explain
 from ...weights.flat import FlatWeights, Named
 from ..numbers import is_finite, some_of
 from ..weights import WeightExchange
-from .client import Client, PartRequest, ServedPart, check_numbers, cut, traffic
-from .protocol import Message, Opcode
+from .client import PartRequest, ServedPart, ServerClient, check_numbers, cut, traffic
+from .protocol import Opcode, ServerMessage
 
 _log = logging.getLogger("guozhuang")
 
@@ -50,7 +50,7 @@ class AsyncServersState:
     """
 
     group: dist.ProcessGroup
-    client: Client
+    client: ServerClient
     parameters: Named
     weights: FlatWeights
     pulled: list[Tensor]
@@ -96,7 +96,7 @@ class AsyncParameterServer(WeightExchange[AsyncServersState]):
     @override
     def prepare(self, parameters: Named, group: dist.ProcessGroup) -> AsyncServersState:
         """Meet the servers and seed them with the weights of rank 0, which all ranks take. Every rank must call."""
-        client = Client(group, self.servers, self.part_bytes)
+        client = ServerClient(group, self.servers, self.part_bytes)
         weights = FlatWeights(parameters)
         pulled, changed = weights.copy(), weights.empty()
         leaving, coming = ([_on_cpu(flat) for flat in flats] for flats in (changed, pulled))
@@ -116,7 +116,7 @@ class AsyncParameterServer(WeightExchange[AsyncServersState]):
         if state.parts:
             if state.rests:
                 part, lowest = state.parts[0], torch.zeros(1, dtype=torch.int64)
-                request = PartRequest(Message(Opcode.JOIN, 0, part.index, 0, lowest.dtype, 1), into=lowest)
+                request = PartRequest(ServerMessage(Opcode.JOIN, 0, part.index, 0, lowest.dtype, 1), into=lowest)
                 state.client.send([(part.server, request)])
                 request.wait()
                 state.num_steps, state.rests = int(lowest), False
@@ -193,7 +193,7 @@ class AsyncParameterServer(WeightExchange[AsyncServersState]):
         requests = []
         for part in state.parts:
             leaving, coming = part.of(state.leaving[part.tensor]), part.of(state.coming[part.tensor])
-            message = Message(opcode, 0, part.index, number, leaving.dtype, part.num_elements, has_payload)
+            message = ServerMessage(opcode, 0, part.index, number, leaving.dtype, part.num_elements, has_payload)
             request = PartRequest(message, leaving if has_payload else None, coming, part.urgency)
             requests.append((part.server, request))
         state.client.send(requests)

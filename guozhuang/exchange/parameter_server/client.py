@@ -35,7 +35,7 @@ from ...groups.serial import SerialThread, SerialWork
 from ...groups.subgroups import timeout_s
 from ...world.requests import requested_servers
 from . import protocol
-from .protocol import HEADER, PAYLOAD, REPLY, Announcement, Message, Opcode, ServerGroup, wire
+from .protocol import HEADER, PAYLOAD, REPLY, Announcement, Opcode, ServerGroup, ServerMessage, wire
 from .service import Service, copy_into
 
 CREDIT_PARTS = 2
@@ -117,7 +117,7 @@ class PartRequest(SerialWork):
 
     def __init__(
         self,
-        message: Message,
+        message: ServerMessage,
         payload: Tensor | None = None,
         into: Tensor | None = None,
         urgency: float = 0,
@@ -157,7 +157,7 @@ class Connection:
         """Say goodbye after everything else. Not collective, and does not wait."""
         if not self._has_left:
             self._has_left = True
-            self.submit(PartRequest(Message(Opcode.GOODBYE), urgency=float("inf")))
+            self.submit(PartRequest(ServerMessage(Opcode.GOODBYE), urgency=float("inf")))
             self._sender.close()
 
     def wait(self, limit_s: float) -> None:
@@ -244,7 +244,7 @@ class Connection:
             each.end(self._failed)
 
 
-class Client:
+class ServerClient:
     """The connections of one model of one worker to all servers, and its service if the workers serve.
 
     Every rank of the group must construct it, and send the same requests. It does not wait for the end; see [Note: the end].

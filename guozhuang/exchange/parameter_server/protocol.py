@@ -67,7 +67,7 @@ class Opcode(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class ServerMessage:
     """A header.
 
     Attributes:
@@ -95,7 +95,7 @@ class Message:
         return torch.tensor(words, dtype=torch.int64)
 
     @classmethod
-    def decode(cls, header: Tensor) -> Message:
+    def decode(cls, header: Tensor) -> ServerMessage:
         """Read a header.
 
         Raises:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ...errors import MismatchError, WorldError, explain
 from ...groups.serial import SerialThread
-from .protocol import HEADER, PAYLOAD, REPLY, Message, Opcode, ServerGroup, empty_header, how_lost, wire
+from .protocol import HEADER, PAYLOAD, REPLY, Opcode, ServerGroup, ServerMessage, empty_header, how_lost, wire
 
 _FOR_EVER = timedelta(days=3650)
 _WATCH_S = 0.5
@@ -51,7 +51,7 @@ class HeldParts:
         self._layouts = [0] * num_workers
         self._gone: set[int] = set()
 
-    def take(self, worker: int, message: Message, payload: Tensor | None, is_shared: bool, reply: Reply) -> None:
+    def take(self, worker: int, message: ServerMessage, payload: Tensor | None, is_shared: bool, reply: Reply) -> None:
         """Take a message in; answer the workers that can be answered now.
 
         Args:
@@ -124,7 +124,7 @@ class _HeldSum(_HeldPart):
 
     def __init__(self, num_workers: int, gone: Set[int]) -> None:
         super().__init__(num_workers, gone)
-        self._message: Message | None = None
+        self._message: ServerMessage | None = None
         self._waiting: dict[int, Tensor] = {}  # payloads that came before their turn
         self._next = 0
         self._total: Tensor | None = None
@@ -140,7 +140,7 @@ class _HeldSum(_HeldPart):
         if self.since is not None and lost:
             raise WorldError(f"rank {lost[0]} has left, and others wait for {self.what}")
 
-    def take(self, worker: int, message: Message, payload: Tensor | None, is_shared: bool, reply: Reply) -> None:
+    def take(self, worker: int, message: ServerMessage, payload: Tensor | None, is_shared: bool, reply: Reply) -> None:
         assert payload is not None
         if self.since is None:
             self.since, self._message, self.what = time.monotonic(), message, str(message)
@@ -179,7 +179,7 @@ class _HeldWeights(_HeldPart):
         self._agreeing: dict[int, Reply] = {}
         self._seed: Tensor | None = None
         self._sent: dict[int, Callable[[], object]] = {}
-        self._known: tuple[int, Message] | None = None
+        self._known: tuple[int, ServerMessage] | None = None
 
     def missing(self) -> list[int]:
         meeting = self._seeding or self._agreeing
@@ -188,7 +188,7 @@ class _HeldWeights(_HeldPart):
         lowest = min((self._steps[w] for w in self._active), default=0)
         return [w for w in self._active if self._steps[w] == lowest and w not in self._held]
 
-    def take(self, worker: int, message: Message, payload: Tensor | None, is_shared: bool, reply: Reply) -> None:
+    def take(self, worker: int, message: ServerMessage, payload: Tensor | None, is_shared: bool, reply: Reply) -> None:
         if worker in self._sent:
             self._sent.pop(worker)()
         if message.opcode is Opcode.JOIN:
@@ -224,7 +224,7 @@ class _HeldWeights(_HeldPart):
         if self._value is not None:
             self._answer_the_ready()
 
-    def _compare(self, worker: int, message: Message) -> None:
+    def _compare(self, worker: int, message: ServerMessage) -> None:
         if self._known is None:
             self._known = worker, message
         other, known = self._known
@@ -262,7 +262,7 @@ class _HeldWeights(_HeldPart):
             self._sent[worker] = replies[worker](now)
 
 
-def _difference(worker: int, message: Message, other: int, known: Message | None) -> str:
+def _difference(worker: int, message: ServerMessage, other: int, known: ServerMessage | None) -> str:
     texts = [f"{m} ({m.num_elements} of {m.dtype})" if m is not None else "" for m in (known, message)]
     return f"ranks {other} and {worker} do not send the same part to a parameter server: {texts[0]} and {texts[1]}"
 
@@ -371,7 +371,7 @@ class Service:
             while message is None or message.opcode is not Opcode.GOODBYE:
                 header = empty_header()
                 group.receive(header, worker, HEADER).wait(_FOR_EVER)
-                message, payload, work = Message.decode(header), None, None
+                message, payload, work = ServerMessage.decode(header), None, None
                 if message.has_payload:
                     payload = torch.empty(message.num_elements, dtype=message.dtype)
                     work = group.receive(wire(payload), worker, PAYLOAD)
@@ -381,7 +381,7 @@ class Service:
         finally:
             adding.close()
 
-    def _take(self, worker: int, message: Message, payload: Tensor | None, work: Any) -> None:
+    def _take(self, worker: int, message: ServerMessage, payload: Tensor | None, work: Any) -> None:
         """Add an announced payload to its part."""
         if self._over.is_set():
             return

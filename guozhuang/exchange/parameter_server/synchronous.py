@@ -27,8 +27,8 @@ from ...errors import explain
 from ...gradients.buckets import Bucket
 from ..base import Done, GradientExchange, Work
 from ..numbers import is_finite, where_not_finite
-from .client import Client, PartRequest, ServedPart, check_numbers, cut, traffic
-from .protocol import Message, Opcode
+from .client import PartRequest, ServedPart, ServerClient, check_numbers, cut, traffic
+from .protocol import Opcode, ServerMessage
 
 _log = logging.getLogger("guozhuang")
 
@@ -45,7 +45,7 @@ class ServersState:
     """
 
     group: dist.ProcessGroup
-    client: Client
+    client: ServerClient
     layout: int
     parts: dict[int, list[ServedPart]]
     copies: dict[int, Tensor]
@@ -83,7 +83,7 @@ class ParameterServer(GradientExchange[ServersState]):
     def prepare(
         self, buckets: Sequence[Bucket], group: dist.ProcessGroup, before: ServersState | None = None
     ) -> ServersState:
-        client = before.client if before is not None else Client(group, self.servers, self.part_bytes)
+        client = before.client if before is not None else ServerClient(group, self.servers, self.part_bytes)
         parts: dict[int, list[ServedPart]] = {bucket.index: [] for bucket in buckets}
         copies: dict[int, Tensor] = {}
         if client.connections:
@@ -105,7 +105,7 @@ class ParameterServer(GradientExchange[ServersState]):
         work = _ServedBucket(bucket, copy, step, state.group.rank())
         for part in parts:
             values = part.of(bucket.flat if copy is None else copy)
-            message = Message(Opcode.SUM, state.layout, part.index, step, values.dtype, values.numel(), True)
+            message = ServerMessage(Opcode.SUM, state.layout, part.index, step, values.dtype, values.numel(), True)
             before = functools.partial(work.look_at, values)
             work.requests.append((part.server, PartRequest(message, values, values, part.urgency, before)))
         state.client.send(work.requests)
