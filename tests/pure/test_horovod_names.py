@@ -12,11 +12,10 @@ import pytest
 import torch
 
 import guozhuang.compat.horovod.torch as hvd
-from guozhuang.compat.horovod.common import communicators, exceptions, util
+from guozhuang.compat.horovod.common import exceptions, process_sets, util
 from guozhuang.compat.horovod.common.basics import HorovodBasics, state
-from guozhuang.compat.horovod.common.engine_settings import set_log_level, settings_from
-from guozhuang.compat.horovod.common.places import place_of
-from guozhuang.compat.horovod.common.variables import HorovodVariables, read
+from guozhuang.compat.horovod.common.state import place_of
+from guozhuang.compat.horovod.common.variables import HorovodVariables, read, set_log_level, settings_from
 from guozhuang.compat.horovod.torch import compression, functions, mpi_ops, objects
 from guozhuang.compat.horovod.torch.handles import HandleTable
 from guozhuang.errors import UsageError
@@ -211,7 +210,7 @@ def test_a_communicator_without_mpi4py(monkeypatch):
     made = hvd.ProcessSet(Communicator())
     assert (made.ranks, made.process_set_id) == (None, None) and made.mpi_comm is not None
     with pytest.raises(UsageError, match="install mpi4py, or give a list of ranks"):
-        communicators.ranks_of(made.mpi_comm)
+        process_sets.ranks_of(made.mpi_comm)
 
 
 def test_objects_as_bytes(monkeypatch):
@@ -275,9 +274,9 @@ def test_settings_of_the_engine():
 
 
 def test_settings_of_autotuning(monkeypatch):
-    from guozhuang.compat.horovod.common import engine_settings
+    from guozhuang.compat.horovod.common import variables
 
-    monkeypatch.setattr(engine_settings, "check_available", lambda: None)
+    monkeypatch.setattr(variables, "check_available", lambda: None)
     variables = read(
         {
             "HOROVOD_AUTOTUNE": "1",

@@ -19,13 +19,18 @@ from guozhuang.gradients.named import Engine, Kind, NegotiationError, Reduction,
 from guozhuang.groups import subgroups
 from guozhuang.world import World
 
-from . import worlds
-from .communicators import checked, is_communicator, ranks_of
-from .engine_settings import set_log_level, settings_from
 from .exceptions import HorovodInternalError
-from .places import place_of
-from .process_sets import ProcessSet, enter_global, find_again, leave_all, register_all
-from .state import State, required, set_state, state
+from .process_sets import (
+    ProcessSet,
+    checked,
+    enter_global,
+    find_again,
+    is_communicator,
+    leave_all,
+    ranks_of,
+    register_all,
+)
+from .state import State, compare_worlds, place_of, required, set_state, state
 
 if TYPE_CHECKING:
     from guozhuang.compat.horovod.runner.elastic.worker import Membership
@@ -85,8 +90,8 @@ class HorovodBasics:
         if dynamic:
             horovod_variables.set_dynamic_process_sets()
         variables = horovod_variables.read()  # what is wrong is said before anybody is waited for
-        set_log_level(variables)
-        settings = settings_from(variables)
+        horovod_variables.set_log_level(variables)
+        settings = horovod_variables.settings_from(variables)
         if elastic_variables.driver() is None:
             self._enter(comm, listed, settings)
         else:
@@ -264,7 +269,7 @@ def _entered(
     group, made_group = dist.group.WORLD, None
     assert group is not None, "guozhuang.world.init made or found it"
     world_ranks = _chosen(comm, world.size)
-    worlds.compare(group, world_ranks)
+    compare_worlds(group, world_ranks)
     if world.rank not in world_ranks:
         what = "hvd.init(comm=...) does not name the process that calls it"
         fix = "give each process the list of the world that it is in"

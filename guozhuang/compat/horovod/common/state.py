@@ -1,4 +1,4 @@
-"""The one world that this process is in, between ``hvd.init()`` and ``hvd.shutdown()``.
+"""The one world that this process is in, between ``hvd.init()`` and ``hvd.shutdown()``, and which rank is where in it.
 
 [Note: unnamed operations] Ranks match operations by name. One that got no name is called "<op>.noname.<n>", where n counts the
 unnamed operations of that kind in that process set on this rank. So ranks may issue named operations, and operations of other
@@ -10,14 +10,21 @@ everybody begins again at 0.
 
 from __future__ import annotations
 
+import itertools
+import json
 import threading
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from guozhuang.compat.horovod.common.variables import HorovodVariables
+from guozhuang.errors import WorldError, explain
 from guozhuang.gradients.named import Channel, Engine
+from guozhuang.groups.agreement import StepNotices
+from guozhuang.groups.subgroups import timeout_s
 from guozhuang.world import World
 
 
@@ -124,3 +131,73 @@ def required() -> State:
 def set_state(new: State | None) -> None:
     """Enter a world, or leave it; ``basics`` calls this, nobody else."""
     _current.state = new
+
+
+class RankPlace(NamedTuple):
+    """Where a rank is.
+
+    Attributes:
+        local_rank: its place among the ranks of its node.
+        local_size: how many ranks its node has.
+        cross_rank: the place of its node among those that have a rank with this local rank.
+        cross_size: how many those are.
+        is_homogeneous: all nodes have equally many ranks.
+    """
+
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    is_homogeneous: bool
+
+
+def place_of(rank: int, told: Sequence[tuple[int, int]]) -> RankPlace:
+    """Return where a rank is.
+
+    Args:
+        rank: of whom.
+        told: of each rank its node, and its place there by the launcher's word, which may number the ranks of a node in any
+            order. Both with gaps where some processes are no ranks.
+    """
+    node = told[rank][0]
+    nodes = [each for each, _ in told]
+    sizes = Counter(nodes)
+    on_node = sorted((place, other) for other, (each, place) in enumerate(told) if each == node)
+    local_rank = [other for _, other in on_node].index(rank)
+    across = sorted(each for each, size in sizes.items() if size > local_rank)
+    return RankPlace(
+        local_rank,
+        sizes[node],
+        across.index(node),
+        len(across),
+        is_homogeneous=len(set(sizes.values())) == 1,
+    )
+
+
+def compare_worlds(group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
+    """Check that no process is in two worlds. Every process must call; only one in a part of them waits for the others.
+
+    Args:
+        group: all processes.
+        ranks: those of this one's world, rising.
+
+    Raises:
+        ValueError: two processes gave worlds that overlap and are not the same; on all that wait.
+        WorldError: a process did not come within the time-out of the group.
+    """
+    notices, rank = StepNotices(group, "horovod/worlds"), group.rank()
+    notices.leave(0, json.dumps(list(ranks)))
+    if len(ranks) == group.size():
+        return
+    limit_s = timeout_s(group)
+    told = notices.read(0, limit_s)
+    missing = [each for each in range(group.size()) if each not in told]
+    if missing:
+        what = f"ranks {missing} did not come to hvd.init() within {limit_s:g} s"
+        raise WorldError(explain(what, rank=rank, fix="look at their own errors; every process must call it"))
+    worlds = {each: frozenset(json.loads(text)) for each, text in sorted(told.items())}
+    for (one, first), (other, second) in itertools.combinations(worlds.items(), 2):
+        if first != second and first & second:
+            what = f"hvd.init(comm=...): rank {one} gave {sorted(first)}, rank {other} gave {sorted(second)}"
+            fix = "give all processes of a world the same list, and each process one world"
+            raise ValueError(explain(what, rank=rank, fix=fix))

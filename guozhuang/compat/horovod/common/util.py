@@ -73,39 +73,26 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
     return extension_available(ext_base_name, verbose) and torch.cuda.is_available()
 
 
-def mpi_built(verbose: bool = False) -> bool:
-    """See ``HorovodBasics.mpi_built``; the next ones likewise."""
-    return bool(_told("MPI", _basics.mpi_built(), verbose))
+def _shown(name: str, ask: Callable[[], bool | int]) -> Callable[..., Any]:
+    """Return a function that answers as a method of ``HorovodBasics``, and prints the answer where it is asked to."""
+
+    def built(verbose: bool = False) -> bool | int:
+        found = ask()
+        if verbose:
+            print(f"{name}: {found or 'not there'}")
+        return found
+
+    built.__doc__ = ask.__doc__
+    return built
 
 
-def gloo_built(verbose: bool = False) -> bool:
-    """Tell whether ranks can agree without MPI."""
-    return bool(_told("Gloo", _basics.gloo_built(), verbose))
-
-
-def nccl_built(verbose: bool = False) -> int:
-    """Return NCCL's version code, or 0."""
-    return int(_told("NCCL", _basics.nccl_built(), verbose))
-
-
-def ddl_built(verbose: bool = False) -> bool:
-    """Tell whether IBM's DDL is there."""
-    return bool(_told("DDL", _basics.ddl_built(), verbose))
-
-
-def ccl_built(verbose: bool = False) -> bool:
-    """Tell whether Intel's oneCCL is there."""
-    return bool(_told("CCL", _basics.ccl_built(), verbose))
-
-
-def cuda_built(verbose: bool = False) -> bool:
-    """Tell whether PyTorch was built for CUDA."""
-    return bool(_told("CUDA", _basics.cuda_built(), verbose))
-
-
-def rocm_built(verbose: bool = False) -> bool:
-    """Tell whether PyTorch was built for ROCm."""
-    return bool(_told("ROCm", _basics.rocm_built(), verbose))
+mpi_built = _shown("MPI", _basics.mpi_built)
+gloo_built = _shown("Gloo", _basics.gloo_built)
+nccl_built = _shown("NCCL", _basics.nccl_built)
+ddl_built = _shown("DDL", _basics.ddl_built)
+ccl_built = _shown("CCL", _basics.ccl_built)
+cuda_built = _shown("CUDA", _basics.cuda_built)
+rocm_built = _shown("ROCm", _basics.rocm_built)
 
 
 def split_list(items: Sequence[_Item], num_parts: int) -> list[Sequence[_Item]]:
@@ -168,9 +155,3 @@ def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[int | 
         return int(reduce_ops.Average if average else reduce_ops.Sum)
 
     return chosen
-
-
-def _told(what: str, found: bool | int, verbose: bool) -> bool | int:
-    if verbose:
-        print(f"{what}: {found or 'not there'}")
-    return found

@@ -8,9 +8,10 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from guozhuang.errors import UsageError, explain
+from guozhuang.gradients.named import AutotuneSettings, Settings, check_available
 
 _BEGIN = "HOROVOD_"
 _log = logging.getLogger("guozhuang")
@@ -250,3 +251,64 @@ _WHOLE_RANGES: dict[str, tuple[int, int | None]] = {
     "num_nccl_streams": (1, None),
 }
 _PARSERS: dict[str, Callable[[str, str], object]] = {"bool": _switch, "int": _whole, "float": _decimal, "str": _text}
+
+
+# What they ask of the engine.
+
+# A variable that fixes a knob of the tuner, and the field of ``Knobs`` that it fixes.
+_FIXES = {"fusion_threshold": "fusion_threshold_bytes", "cycle_time": "cycle_time_ms", "cache_capacity": "use_cache"}
+_LEVELS = {
+    "trace": logging.DEBUG,
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "fatal": logging.CRITICAL,
+}
+
+
+def settings_from(variables: HorovodVariables) -> Settings:
+    """Return the engine's settings; what is not set stays as the engine has it.
+
+    Raises:
+        UsageError: autotuning is asked for, and scikit-learn is missing.
+    """
+    if variables.autotune:
+        check_available()
+    given = {
+        "fusion_threshold_bytes": variables.fusion_threshold,
+        "cycle_time_ms": variables.cycle_time,
+        "cache_capacity": variables.cache_capacity,
+        "fuse_groups": None if variables.disable_group_fusion is None else not variables.disable_group_fusion,
+        "stall_check": None if variables.stall_check_disable is None else not variables.stall_check_disable,
+        "stall_warning_s": variables.stall_check_time_seconds,
+        "stall_stop_s": variables.stall_shutdown_time_seconds,
+        "autotune": _autotune(variables) if variables.autotune else None,
+    }
+    return replace(Settings(), **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+
+
+def set_log_level(variables: HorovodVariables) -> None:
+    """Let the log of ``guozhuang`` say as much as HOROVOD_LOG_LEVEL asks for, on stderr where nobody else takes it."""
+    if variables.log_level is None:
+        return
+    level = _LEVELS[variables.log_level]
+    log = logging.getLogger("guozhuang")
+    log.setLevel(level)
+    if not log.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("[%(levelname)s] %(message)s"))
+        log.addHandler(handler)
+
+
+def _autotune(variables: HorovodVariables) -> AutotuneSettings:
+    given = {
+        "log": variables.autotune_log,
+        "warmup_samples": variables.autotune_warmup_samples,
+        "steps_per_sample": variables.autotune_steps_per_sample,
+        "max_samples": variables.autotune_bayes_opt_max_samples,
+        "noise": variables.autotune_gaussian_process_noise,
+    }
+    fixed = frozenset(knob for name, knob in _FIXES.items() if getattr(variables, name) is not None)
+    chosen = {name: value for name, value in given.items() if value is not None}
+    return AutotuneSettings(fixed=fixed, **chosen)  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """Everything that runs on all ranks, by the names of Horovod's ``horovod.torch.mpi_ops``.
 
-The collectives lie in ``verbs``.
+The collectives lie in ``verbs``. ``__all__`` is what ``horovod.torch`` shows of it; ``is_homogeneous`` and ``_basics`` stand
+here alone, as in Horovod.
 """
 
 from __future__ import annotations
@@ -43,10 +44,12 @@ from .verbs import (
     grouped_allreduce_async_,
     grouped_reducescatter,
     grouped_reducescatter_async,
-    handle_average_backwards_compatibility,
     reducescatter,
     reducescatter_async,
     sparse_allreduce_async,
+)
+from .verbs import (
+    handle_average_backwards_compatibility as handle_average_backwards_compatibility,
 )
 
 __all__ = [
@@ -59,7 +62,6 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
-    "_basics",
     "add_process_set",
     "allgather",
     "allgather_async",
@@ -90,9 +92,7 @@ __all__ = [
     "grouped_allreduce_async_",
     "grouped_reducescatter",
     "grouped_reducescatter_async",
-    "handle_average_backwards_compatibility",
     "init",
-    "is_homogeneous",
     "is_initialized",
     "join",
     "local_rank",
