@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import os
 import platform
 import socket
@@ -27,6 +28,9 @@ _STATES = {
 # Numbers of system calls, for an interpreter or a C library that was built without them.
 _PIDFD_OPEN = 434
 _MEMFD_CREATE = {"x86_64": 319, "aarch64": 279, "riscv64": 279, "ppc64le": 360, "s390x": 350}
+# Of fcntl(2), which such an interpreter does not name either.
+_ADD_SEALS, _GET_SEALS = 1033, 1034
+_SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
 _MOST_ANCESTORS = 64
 
 
@@ -217,6 +221,24 @@ def memfd_create(name: str) -> int:
     if number is None:
         raise OSError(errno.ENOSYS, f"memfd_create is not known for the processor {platform.machine()}")
     return _system_call(number, ctypes.c_char_p(name.encode()), ctypes.c_uint(3))  # MFD_CLOEXEC | MFD_ALLOW_SEALING
+
+
+def seal_size(fd: int) -> None:
+    """Fix the size of the memory of ``memfd_create`` for good: a file that shrinks under a mapping ends its readers (SIGBUS).
+
+    Raises:
+        OSError: the system refuses.
+    """
+    fcntl.fcntl(fd, _ADD_SEALS, _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW)
+
+
+def has_sealed_size(fd: int) -> bool:
+    """Whether the memory behind a descriptor can never shrink.
+
+    Raises:
+        OSError: the descriptor is of another kind.
+    """
+    return bool(fcntl.fcntl(fd, _GET_SEALS) & _SEAL_SHRINK)
 
 
 def preload(source: bytes, program: bytes) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import functools
 import gc
 import json
@@ -1038,3 +1039,21 @@ def receives_apart(rank: int, size: int) -> None:
 
 def test_a_receive_that_has_ended_is_complete_for_every_thread() -> None:
     run_shm_ranks(receives_apart, 2)
+
+
+def makes_a_group_with_an_old_interpreter(rank: int, n: int) -> float:
+    """Built with headers of an old C library, as conda's is."""
+    for module, names in ((os, ("memfd_create", "pidfd_open", "MFD_CLOEXEC", "MFD_ALLOW_SEALING")), (fcntl, SEALS)):
+        for name in names:
+            delattr(module, name)
+    group = dist.new_group(backend="shm")
+    tensor = torch.full((100_000,), float(rank + 1))
+    dist.all_reduce(tensor, group=group)
+    return float(tensor.sum())
+
+
+SEALS = [name for name in dir(fcntl) if name.startswith("F_SEAL_") or name in ("F_ADD_SEALS", "F_GET_SEALS")]
+
+
+def test_a_group_needs_nothing_of_the_interpreter_that_an_old_one_lacks() -> None:
+    assert run_shm_ranks(makes_a_group_with_an_old_interpreter, 2) == [300_000.0] * 2

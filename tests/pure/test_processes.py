@@ -75,6 +75,12 @@ def test_what_the_interpreter_lacks_is_called_by_number(
     try:
         assert not os.get_inheritable(pidfd) and not os.get_inheritable(memory)
         assert "of a test" in processes.open_descriptors()[memory]
+        os.ftruncate(memory, 10)
+        assert not processes.has_sealed_size(memory)
+        processes.seal_size(memory)
+        assert processes.has_sealed_size(memory)
+        with pytest.raises(PermissionError):
+            os.ftruncate(memory, 5)
         assert not select.select([pidfd], [], [], 0)[0]
         child.kill()
         assert select.select([pidfd], [], [], 10)[0]

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import mmap
 import os
 import struct
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor
 
 from guozhuang.errors import UsageError, WorldError, explain
-from guozhuang.watch.processes import memfd_create, path_of
+from guozhuang.watch.processes import has_sealed_size, memfd_create, path_of, seal_size
 from guozhuang.world import machine
 
 from .engine import PRIVATE_BYTES
@@ -87,8 +86,7 @@ class Segment:
         try:
             fd = memfd_create(name)
             os.ftruncate(fd, num_bytes)
-            # A file that shrinks under a mapping ends the process that reads there (SIGBUS).
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            seal_size(fd)
             segment = cls(fd, num_bytes)
             if committed or not machine.overcommits():
                 segment._commit()
@@ -113,7 +111,7 @@ class Segment:
         """
         try:
             actual_bytes = os.fstat(fd).st_size
-            if actual_bytes < num_bytes or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            if actual_bytes < num_bytes or not has_sealed_size(fd):
                 what = f"a shared segment is not the sealed file of {num_bytes} bytes it should be"
                 raise WorldError(explain(what, value=actual_bytes))
             return cls(fd, num_bytes)
