@@ -265,7 +265,8 @@ class Turns:
 
     def now(self, job: Job, tensors: Sequence[Tensor], what: str) -> dist.Work:
         """Run a job before returning, when its turn has come; raises what the job raises."""
-        refuse_fork(what, self._process, self.rank)
+        if os.getpid() != self._process:
+            refuse_fork(what, self._process, self.rank)
         inline = False
         try:
             with self._order:

@@ -81,8 +81,9 @@ def collective(options: Callable[[], Any]) -> Callable[[Prepare], Callable[..., 
             opts = options() if opts is None else opts
             try:
                 held, what, job, writes = prepare(self, *args, opts)
-                if writes:
-                    check_written([each for each in held if each.layout == torch.strided], what, self._rank)
+                for each in held if writes else ():
+                    if each.layout == torch.strided:
+                        check_written(each, what, self._rank)
             except Exception as error:  # peers that wait for this rank in vain would wait for the whole time-out
                 with contextlib.suppress(Exception):
                     self._start(

@@ -50,14 +50,11 @@ def check(tensors: Sequence[Tensor], what: str, rank: int) -> None:
             refuse(f"{what}: tensors of one call must have one dtype", f"{tensors[0].dtype}, {tensor.dtype}", rank)
 
 
-def check_written(tensors: Sequence[Tensor], what: str, rank: int) -> None:
-    """Refuse to write to tensors whose elements share memory, as those that ``expand`` makes."""
-    for tensor in tensors:
-        if not tensor.is_contiguous() and any(
-            size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-        ):
-            value = f"shape {tuple(tensor.shape)}, strides {tensor.stride()}"
-            refuse(f"{what}: elements of the tensor share memory", value, rank, "pass tensor.contiguous()")
+def check_written(tensor: Tensor, what: str, rank: int) -> None:
+    """Refuse to write to a tensor whose elements share memory, as those that ``expand`` makes."""
+    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        value = f"shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+        refuse(f"{what}: elements of the tensor share memory", value, rank, "pass tensor.contiguous()")
 
 
 def expect(tensors: Sequence[object], num: int, what: str, rank: int) -> None:
@@ -102,19 +99,21 @@ def root(rank_of_root: int, num_ranks: int, rank: int) -> int:
 def combining(reduce_op: Any, dtype: torch.dtype, num_ranks: int, rank: int) -> Combining:
     """How a torch ``ReduceOp`` combines elements of a dtype; refuses what cannot be."""
     kind = getattr(reduce_op, "op", reduce_op)
-    if kind in _OPS:
-        return _combining(kind, dtype, num_ranks, rank)
+    if (known := _combining(kind, dtype, num_ranks, rank)) is not None:
+        return known
     factor = reduce_op.factor  # the last kind there is: premultiplied sum
     if isinstance(factor, Tensor):
         refuse("a premultiplied sum takes a number here, not a tensor", factor, rank, "pass float(factor)")
-    how = _combining(dist.ReduceOp.SUM, dtype, num_ranks, rank)._replace(
-        scale=float(factor), name=f"sum times {factor}"
-    )
+    plain = _combining(dist.ReduceOp.SUM, dtype, num_ranks, rank)
+    assert plain is not None
+    how = plain._replace(scale=float(factor), name=f"sum times {factor}")
     return _check_scale(how, dtype, rank)
 
 
 @functools.cache
-def _combining(kind: Any, dtype: torch.dtype, num_ranks: int, rank: int) -> Combining:
+def _combining(kind: Any, dtype: torch.dtype, num_ranks: int, rank: int) -> Combining | None:
+    if kind not in _OPS:
+        return None
     op, is_average = _OPS[kind], kind == dist.ReduceOp.AVG
     what = f"{str(dtype).removeprefix('torch.')}, {op.name.lower()}"
     if dtype not in DTYPE_OF:

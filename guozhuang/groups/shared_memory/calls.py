@@ -70,23 +70,28 @@ def _collective(name: str, options: Callable[[], Any]) -> Callable[[_Prepare], C
 
         @functools.wraps(prepare)
         def call(self: CollectiveCalls, *args: Any, opts: Any = None) -> dist.Work:
-            if len(args) == num_arguments:
-                args, opts = args[:-1], args[-1]
-            opts = options() if opts is None else opts
+            if len(args) < num_arguments:
+                args = (*args, opts)
+            if args[-1] is None:
+                args = (*args[:-1], options())
             try:
-                tensor = _first_tensor(args)
-                if tensor is None and args:
+                first = args[0]
+                if type(first) is list and first:
+                    first = first[0]
+                tensor = first if type(first) is Tensor else _first_tensor(args[:-1])  # isinstance is slow
+                if tensor is None and num_arguments > 1:
                     refuse(f"{name} takes tensors", args[0], self._rank)
                 if tensor is not None and not tensor.is_cpu:
-                    other = getattr(self._others.group_on(tensor.device), native)
-                    prepared: _Call = partial(other, *args, opts)
+                    prepared: _Call = partial(getattr(self._others.group_on(tensor.device), native), *args)
                 else:
-                    prepared = prepare(self, *args, opts)
-                    if isinstance(prepared, _PreparedCall) and prepared.writes:
-                        arguments.check_written(prepared.tensors, name, self._rank)
+                    prepared = prepare(self, *args)
+                if isinstance(prepared, _PreparedCall) and prepared.writes:
+                    for each in prepared.tensors:
+                        if not each.is_contiguous():
+                            arguments.check_written(each, name, self._rank)
             except Exception as error:  # peers that wait for this rank in vain would wait for the whole time-out
                 why = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
-                self._refuse(name, why, opts)
+                self._refuse(name, why, args[-1])
                 raise
             return self._start(prepared) if isinstance(prepared, _PreparedCall) else prepared()
 

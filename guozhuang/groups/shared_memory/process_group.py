@@ -100,7 +100,7 @@ class SharedMemoryGroup(CollectiveCalls):
             other = self._others.group_on(tensor.device)
             return other.recv_anysource([tensor], tag) if src is None else other.recv([tensor], src, tag)
         arguments.check([tensor], "recv", self._rank)
-        arguments.check_written([tensor], "recv", self._rank)
+        arguments.check_written(tensor, "recv", self._rank)
         return self._transfers("recv").recv(tensor, src, tag, self._timeout_s)
 
     def _transfers(self, what: str) -> PointToPoint:
