@@ -269,10 +269,8 @@ class CollectiveCalls(PythonGroup):
     @_collective("scatter", dist.ScatterOptions)
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> _Call:
         """Copy the r-th tensor of the root's list to rank r."""
-        output, root = (
-            arguments.one(outputs, "scatter", self._rank),
-            arguments.root(opts.rootRank, self._size, self._rank),
-        )
+        output = arguments.one(outputs, "scatter", self._rank)
+        root = arguments.root(opts.rootRank, self._size, self._rank)
         given = inputs[0] if root == self._rank else []
         arguments.check_list(output, given, self._size if root == self._rank else 0, "scatter", self._rank)
 
@@ -346,10 +344,7 @@ class CollectiveCalls(PythonGroup):
     def _reduce(self, tensor: Tensor, root: int | None, opts: Any) -> _PreparedCall:
         how = arguments.combining(opts.reduceOp, tensor.dtype, self._size, self._rank)
         reduce = self._operations.reduce if arguments.is_plain(tensor) else self._reduce_now
-
-        def run(terms: Terms) -> None:
-            reduce(tensor, how, root, terms)
-
+        run = partial(reduce, tensor, how, root)
         return _PreparedCall(
             run, [tensor], "all_reduce" if root is None else "reduce", opts, root in (None, self._rank)
         )
