@@ -13,13 +13,14 @@ import torch
 
 import guozhuang.compat.horovod.torch as hvd
 from guozhuang.compat.horovod.common import exceptions, process_sets, util
+from guozhuang.compat.horovod.common.autotune import AutotuneSettings
 from guozhuang.compat.horovod.common.basics import HorovodBasics, state
 from guozhuang.compat.horovod.common.state import place_of
 from guozhuang.compat.horovod.common.variables import HorovodVariables, read, set_log_level, settings_from
 from guozhuang.compat.horovod.torch import compression, functions, mpi_ops, objects
 from guozhuang.compat.horovod.torch.handles import HandleTable
 from guozhuang.errors import UsageError
-from guozhuang.gradients.named import AutotuneSettings, Handle, Kind, NegotiationError, Settings, Submission
+from guozhuang.gradients.named import Handle, Kind, NegotiationError, Settings, Submission
 from guozhuang.gradients.named.requests import Request
 
 NONE = "Compression.none"

@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from guozhuang.compat.horovod.common import autotune
+from guozhuang.compat.horovod.common.autotune import AutotuneSettings, GaussianTuner
 from guozhuang.errors import UsageError
-from guozhuang.gradients.named import AutotuneSettings, Knobs, Settings, autotune
+from guozhuang.gradients.named import Knobs, Settings
 
 MB = 1 << 20
 # Imported here, not in a test: importing it sets environment variables.
@@ -22,6 +24,11 @@ needs_sklearn = pytest.mark.skipif(
     not HAS_SKLEARN, reason="scikit-learn is not installed: pip install guozhuang[horovod]"
 )
 QUICK = AutotuneSettings(warmup_samples=0, steps_per_sample=2, max_samples=6)
+
+
+def made(settings: Settings) -> GaussianTuner:
+    assert isinstance(settings.autotune, AutotuneSettings)
+    return settings.autotune.make(settings)
 
 
 def run(tuner, speed_of, knobs, limit=20000):
@@ -47,7 +54,7 @@ def test_it_comes_near_the_best_point():
         return 100 * math.exp(-4 * (threshold**2 + cycle**2)) * (1.0 if knobs.use_cache else 0.7)
 
     settings = Settings(autotune=AutotuneSettings(warmup_samples=0, steps_per_sample=1, max_samples=20, noise=0.01))
-    tuner = autotune.make_tuner(settings)
+    tuner = made(settings)
     run(tuner, speed, Knobs(settings.fusion_threshold_bytes, None, True))
     best, score = tuner.best
     assert best.use_cache
@@ -61,7 +68,7 @@ def test_it_never_ends_worse_than_it_began():
     """What the settings say is a sample too, and is kept if nothing else is better."""
     settings = Settings(autotune=QUICK)
     start = Knobs(settings.fusion_threshold_bytes, None, True)
-    tuner = autotune.make_tuner(settings)
+    tuner = made(settings)
     tried = run(tuner, lambda knobs: 50.0 if knobs == start else 10.0, start)
     assert tuner.best == (start, pytest.approx(50.0))
     assert tried[-1] == start  # and the engine is told so
@@ -71,7 +78,7 @@ def test_it_never_ends_worse_than_it_began():
 @needs_sklearn
 def test_the_cache_is_left_out_where_it_harms():
     settings = Settings(autotune=QUICK)
-    tuner = autotune.make_tuner(settings)
+    tuner = made(settings)
     run(tuner, lambda knobs: 10.0 if knobs.use_cache else 20.0, Knobs(settings.fusion_threshold_bytes, None, True))
     assert tuner.best[0].use_cache is False
 
@@ -82,7 +89,7 @@ def test_points_come_in_order_and_what_is_fixed_stays(tmp_path: Path):
     fixed = frozenset({"fusion_threshold_bytes", "use_cache"})
     chosen = AutotuneSettings(str(path), warmup_samples=1, steps_per_sample=2, max_samples=6, fixed=fixed)
     settings = Settings(fusion_threshold_bytes=5 * MB, autotune=chosen)
-    tuner = autotune.make_tuner(settings)
+    tuner = made(settings)
     start = Knobs(5 * MB, None, True)
     # A score ends as its first name comes for the third time. Five are thrown away, five make the first sample.
     assert [tuner.observe(["x"], 1000, 0.001) for _ in range(20)] == [None] * 20
@@ -105,7 +112,7 @@ def test_a_score_is_of_whole_steps_however_many_rounds_they_take():
     """Else settings that need more rounds for a step would be judged by less of it."""
     settings = Settings(autotune=AutotuneSettings(warmup_samples=0, steps_per_sample=2, max_samples=0))
     for rounds in ([["a", "b", "c", "d"]], [["a", "b"], ["c"], ["d"]], [["d"], ["a", "b", "c"]]):
-        tuner = autotune.make_tuner(settings)
+        tuner = made(settings)
         told = []
         for _ in range(20):
             for names in rounds:  # the last one of a step comes after a pause
@@ -125,7 +132,7 @@ def test_a_score_is_of_whole_steps_however_many_rounds_they_take():
 def test_the_median_counts():
     """Two slow scores of five do not make a point look slow."""
     settings = Settings(autotune=AutotuneSettings(warmup_samples=0, steps_per_sample=1, max_samples=0))
-    tuner = autotune.make_tuner(settings)
+    tuner = made(settings)
     for speed in (10.0, 0.1, 11.0, 0.1, 12.0, 9.0):
         knobs = tuner.observe(["x"], 1_000_000, 1.0 / speed)
     assert knobs == Knobs(settings.fusion_threshold_bytes, None, False)
@@ -137,7 +144,7 @@ def test_the_median_counts():
 @needs_sklearn
 def test_without_a_cache_none_is_tried():
     settings = Settings(cache_capacity=0, autotune=QUICK)
-    tuner = autotune.make_tuner(settings)
+    tuner = made(settings)
     tried = run(tuner, lambda _: 1.0, Knobs(settings.fusion_threshold_bytes, None, False))
     assert not any(each.use_cache for each in tried)
 
@@ -175,7 +182,7 @@ def test_a_scikit_learn_that_cannot_be_imported(monkeypatch):
 def test_a_fit_that_fails_ends_the_search_with_the_best_so_far(monkeypatch, caplog):
     monkeypatch.setattr(autotune, "_most_promising", lambda *_: (_ for _ in ()).throw(ValueError("no fit")))
     settings = Settings(autotune=QUICK)
-    tuner = autotune.make_tuner(settings)
+    tuner = made(settings)
     tried = run(tuner, lambda knobs: knobs.cycle_time_ms or 1.0, Knobs(settings.fusion_threshold_bytes, None, True))
     assert tuner.best == (Knobs(32 * MB, 50.0, True), pytest.approx(50.0))
     assert tried[-1] == tuner.best[0] and len(tried) == 1 + len(autotune.FIRST_POINTS) + 1
@@ -188,4 +195,4 @@ def test_a_fit_that_fails_ends_the_search_with_the_best_so_far(monkeypatch, capl
 def test_a_log_that_cannot_be_written(tmp_path: Path):
     chosen = AutotuneSettings(log=str(tmp_path / "no" / "folder.csv"))
     with pytest.raises(UsageError, match="HOROVOD_AUTOTUNE_LOG"):
-        autotune.make_tuner(Settings(autotune=chosen))
+        made(Settings(autotune=chosen))

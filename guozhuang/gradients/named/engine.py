@@ -14,7 +14,6 @@ import torch.distributed as dist
 from ...errors import PeerLost, UsageError, explain
 from ...groups.agreement import agree, store_of
 from ...groups.subgroups import timeout_s
-from .autotune import check_available, make_tuner
 from .channel import Channel, Surroundings
 from .collectives import CarrierError
 from .control import Carriers
@@ -316,8 +315,8 @@ class Engine:
 
 
 def _tuner(settings: Settings, decides: bool) -> Tuner | None:
-    """Of rank 0; the others could have none if it were to be theirs, so they check, too."""
+    """Return the tuner of rank 0; the others could have none if it were to be theirs, so they check, too."""
     if settings.autotune is None:
         return None
-    check_available()
-    return make_tuner(settings) if decides else None
+    settings.autotune.check()
+    return settings.autotune.make(settings) if decides else None

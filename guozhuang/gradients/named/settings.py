@@ -3,29 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
-
-
-@dataclass(frozen=True)
-class AutotuneSettings:
-    """How threshold, cycle and cache are searched for while the job runs; rank 0 decides for all.
-
-    Attributes:
-        log: a file for a line per sample; None for none.
-        warmup_samples: that are thrown away.
-        steps_per_sample: of training, that make one score; five scores make a sample.
-        max_samples: when to stop with the best.
-        noise: what the Gaussian process takes for noise, between 0 and 1.
-        fixed: names of fields of ``Knobs`` that the user has chosen and that stay.
-    """
-
-    log: str | None = None
-    warmup_samples: int = 3
-    steps_per_sample: int = 10
-    max_samples: int = 20
-    noise: float = 0.8
-    fixed: frozenset[str] = field(default_factory=frozenset)
 
 
 @dataclass(frozen=True)
@@ -44,7 +23,7 @@ class Knobs:
 
 
 class Tuner(Protocol):
-    """Turns what was observed into knobs. It lives on rank 0 of the world; ``autotune.make_tuner(settings)`` makes it."""
+    """Turns what was observed into knobs. It lives on rank 0 of the world."""
 
     def observe(self, names: Iterable[str], num_bytes: int, seconds: float) -> Knobs | None:
         """Learn of one round of the world's channel that moved something.
@@ -57,6 +36,18 @@ class Tuner(Protocol):
         Returns:
             New knobs, which all ranks take in the same round soon after; None to go on as before.
         """
+        ...
+
+
+class Autotune(Protocol):
+    """How a tuner is made."""
+
+    def check(self) -> None:
+        """Raise UsageError where no tuner could be made; called on every rank, before any waits, in the caller's thread."""
+        ...
+
+    def make(self, settings: Settings) -> Tuner:
+        """Make the tuner, on rank 0; UsageError if that fails."""
         ...
 
 
@@ -73,7 +64,7 @@ class Settings:
         stall_check: whether what waits for long is reported.
         stall_warning_s: after how many seconds, and how often from then on.
         stall_stop_s: after how many seconds everything fails; 0: after the time-out of the group, 30 minutes at least.
-        autotune: whether, and how, the first three are searched for.
+        autotune: makes what searches for the first three while the job runs; rank 0 decides for all.
     """
 
     fusion_threshold_bytes: int = 128 << 20
@@ -83,7 +74,7 @@ class Settings:
     stall_check: bool = True
     stall_warning_s: float = 60.0
     stall_stop_s: float = 0.0
-    autotune: AutotuneSettings | None = None
+    autotune: Autotune | None = None
 
     def __post_init__(self) -> None:
         for name in ("fusion_threshold_bytes", "cycle_time_ms", "cache_capacity", "stall_warning_s", "stall_stop_s"):

@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from guozhuang.errors import UsageError, explain
-from guozhuang.gradients.named import AutotuneSettings, Settings, check_available
+from guozhuang.gradients.named import Settings
+
+from .autotune import AutotuneSettings, check_available
 
 _BEGIN = "HOROVOD_"
 _log = logging.getLogger("guozhuang")

@@ -17,7 +17,7 @@ import statistics
 import warnings
 from collections import Counter
 from collections.abc import Generator, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,8 +25,7 @@ import numpy as np
 import torch
 
 from guozhuang.errors import UsageError, explain
-
-from .settings import AutotuneSettings, Knobs, Settings
+from guozhuang.gradients.named import Knobs, Settings
 
 SCORES_PER_SAMPLE: Final = 5
 # MiB, and milliseconds.
@@ -60,17 +59,40 @@ def check_available() -> None:
     raise UsageError(explain(what, fix="install guozhuang[horovod], or unset HOROVOD_AUTOTUNE"))
 
 
-def make_tuner(settings: Settings) -> GaussianTuner:
-    """Return the tuner that ``settings.autotune`` asks for; on rank 0.
+@dataclass(frozen=True)
+class AutotuneSettings:
+    """How threshold, cycle and cache are searched for while the job runs; rank 0 decides for all.
 
-    Raises:
-        UsageError: scikit-learn is missing; the log cannot be written.
+    Attributes:
+        log: a file for a line per sample; None for none.
+        warmup_samples: that are thrown away.
+        steps_per_sample: of training, that make one score; five scores make a sample.
+        max_samples: when to stop with the best.
+        noise: what the Gaussian process takes for noise, between 0 and 1.
+        fixed: names of fields of ``Knobs`` that the user has chosen and that stay.
     """
-    assert settings.autotune is not None
-    check_available()
-    start = Knobs(settings.fusion_threshold_bytes, settings.cycle_time_ms, settings.cache_capacity > 0)
-    fixed = settings.autotune.fixed | ({"use_cache"} if settings.cache_capacity == 0 else set())
-    return GaussianTuner(settings.autotune, start, fixed)
+
+    log: str | None = None
+    warmup_samples: int = 3
+    steps_per_sample: int = 10
+    max_samples: int = 20
+    noise: float = 0.8
+    fixed: frozenset[str] = field(default_factory=frozenset)
+
+    def check(self) -> None:
+        """Import scikit-learn; see :func:`check_available`."""
+        check_available()
+
+    def make(self, settings: Settings) -> GaussianTuner:
+        """Return the tuner, on rank 0.
+
+        Raises:
+            UsageError: scikit-learn is missing; the log cannot be written.
+        """
+        check_available()
+        start = Knobs(settings.fusion_threshold_bytes, settings.cycle_time_ms, settings.cache_capacity > 0)
+        fixed = self.fixed | ({"use_cache"} if settings.cache_capacity == 0 else set())
+        return GaussianTuner(self, start, fixed)
 
 
 class GaussianTuner:
