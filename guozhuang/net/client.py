@@ -163,8 +163,8 @@ def look_s(waited_s: float) -> float:
     return min(_LONGEST_LOOK_S, max(_SHORTEST_LOOK_S, _LOOK_PART * waited_s))
 
 
-class PatientStore(dist.Store):
-    """A store whose calls a ``Client`` makes: each has a limit, and signals get through. Torch elastic takes it for a store.
+class PatientStore:
+    """A store whose calls a ``Client`` makes: each has a limit, and signals get through.
 
     Args:
         store: the store itself, or a connection to it.
@@ -176,7 +176,6 @@ class PatientStore(dist.Store):
     """
 
     def __init__(self, store: dist.Store, prefix: str = "", client: Client | None = None) -> None:
-        super().__init__()
         self._inner, self._prefix = store, prefix
         self._client = Client() if client is None else client
         self.while_waiting: Callable[[], None] = lambda: None
@@ -217,14 +216,6 @@ class PatientStore(dist.Store):
         self.wait(keys)
         return list(self._client.call(self._inner.multi_get, [self._prefix + key for key in keys]))
 
-    def multi_set(self, keys: list[str], values: Any) -> None:
-        """Set several keys."""
-        self._client.call(
-            self._inner.multi_set,  # type: ignore[attr-defined]
-            [self._prefix + key for key in keys],
-            values,
-        )
-
     def append(self, key: str, value: str) -> None:
         """Append to the value of a key; where there is none, set it."""
         self._client.call(self._inner.append, self._prefix + key, value)  # type: ignore[attr-defined]
@@ -237,10 +228,6 @@ class PatientStore(dist.Store):
         """Whether all of these keys are there."""
         return bool(self._client.call(self._inner.check, [self._prefix + key for key in keys]))
 
-    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        """Set a key that has the value that is expected; return its value."""
-        return bytes(self._client.call(self._inner.compare_set, self._prefix + key, expected, desired))
-
     def delete_key(self, key: str) -> bool:
         """Remove a key; whether it was there."""
         return bool(self._client.call(self._inner.delete_key, self._prefix + key))
@@ -249,10 +236,6 @@ class PatientStore(dist.Store):
         """All keys of this part of the store."""
         every = self._client.call(self._inner.list_keys)
         return [key.removeprefix(self._prefix) for key in every if key.startswith(self._prefix)]
-
-    def has_extended_api(self) -> bool:
-        """Whether several keys can be asked for in one message."""
-        return True
 
     def wait(self, keys: list[str], timeout: Any = None) -> None:
         """Return as soon as all of these keys are there.

@@ -102,13 +102,9 @@ class Process(NamedTuple):
     def __str__(self) -> str:
         return f"{self.pid} {self.start} {self.node}"
 
-    def state(self, node: str) -> str | None:
-        """What the system says of it (``state_of``) to a process on ``node``; None where that is another node."""
-        return state_of(self.pid, self.start) if self.node == node else None
-
     def has_ended(self, node: str) -> bool:
-        """Whether a process on ``node`` knows that it has ended."""
-        return self.state(node) == GONE
+        """Whether a process on ``node`` can tell that it has ended; False where it is of another node."""
+        return self.node == node and state_of(self.pid, self.start) == GONE
 
 
 def this_process(node: str) -> Process:
