@@ -49,9 +49,10 @@ def _open_closed() -> None:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    from guozhuang import launch
+    from guozhuang import compat, launch
+    from guozhuang.launch.request import Request
 
-    return launch.main(arguments)
+    return launch.main(arguments, Request(compat.extension()))
 
 
 def _compare(arguments: Sequence[str]) -> int:

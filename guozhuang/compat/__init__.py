@@ -3,10 +3,20 @@
 Their strategies stand here as data, which the package's ``__init__`` hands to the table of strategies.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from guozhuang.launch.request import Extension
+
+
+def extension() -> "Extension":
+    """What every run gets so that scripts written for other systems run under ``guozhuang run`` as they are."""
+    from guozhuang.compat.horovod.common.extension import EXTENSION
+
+    return EXTENSION
 
 
 def _horovod(model: nn.Module, optimizer: Optimizer, setup: object) -> tuple[nn.Module, Optimizer]:

@@ -12,11 +12,10 @@ from pathlib import Path
 
 from guozhuang import timeline
 from guozhuang.errors import UsageError, WorldError, explain
-from guozhuang.launch import python_path
 from guozhuang.launch.console.say import say
 from guozhuang.launch.options.plan import Plan, plan
 from guozhuang.launch.rendezvous.signs import OtherNodeError
-from guozhuang.launch.request import Report, Request
+from guozhuang.launch.request import Report, Request, with_folders
 
 _log = logging.getLogger("guozhuang")
 _ERROR_LEVEL = 2  # of torch's C++ log
@@ -93,10 +92,11 @@ def _run_here(ours: Plan, request: Request) -> Report:
 def _variables(ours: Plan, request: Request) -> Iterator[None]:
     """The environment that the ranks inherit; afterwards it is as it was."""
     before = dict(os.environ)
-    for name in ("GUOZHUANG_LOCAL_RANK", python_path.ELASTIC, *python_path.OF_A_PROCESS):
+    for name in ("GUOZHUANG_LOCAL_RANK", *request.extension.of_a_process):
         os.environ.pop(name, None)  # of a run that this one is started in
     os.environ.update(ours.variables)
     os.environ.update(request.variables)
+    os.environ.update(with_folders(os.environ.get("PYTHONPATH", ""), request.extension.python_path))
     try:
         yield
     finally:

@@ -39,6 +39,8 @@ from guozhuang.watch.processes import all_pids, environment, pidfd_open, start_o
 
 # Every process of a run finds the run's own name in this variable.
 VARIABLE = "GUOZHUANG_RUN"
+# The guard has this one instead: a supervisor that kills what is left gives it time to do its work.
+OF_GUARDS = "GUOZHUANG_GUARD"
 _LIMIT_S = 5.0  # for processes that were killed to be gone; one that the kernel holds (state D) is left behind then
 
 
@@ -102,7 +104,8 @@ class Guard:
         command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), run, folder]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            cwd="/", env={name: value for name, value in os.environ.items() if name != VARIABLE}, start_new_session=True,
+            cwd="/", env={**{name: value for name, value in os.environ.items() if name != VARIABLE}, OF_GUARDS: run},
+            start_new_session=True,
         )  # fmt: skip
 
     def know(self, pids: Sequence[int]) -> None:

@@ -177,6 +177,8 @@ class LocalRun:
         found["TORCHELASTIC_RUN_ID"] = self._config.run_id
         found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
         found["TORCHELASTIC_SIGNALS_TO_HANDLE"] = str(versions.field(self._config, "signals_to_handle") or "")
+        place = attempt.place(local_rank) | {"host": self._request.host or socket.gethostname()}
+        found |= {name: text.format(**place) for name, text in self._request.extension.rank_variables.items()}
         if versions.field(self._plan.elastic, "virtual_local_rank"):
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             found["CUDA_VISIBLE_DEVICES"] = (

@@ -5,8 +5,7 @@ package. See [Note: no orphans] in guard.py.
 
     python -I -S rank.py AGENT_PID LOG_FOLDER COMMAND ...
 
-LOG_FOLDER is empty where the output stays what the agent made it. With GUOZHUANG_PLACES ("host1:2,host2:1", the ranks of each
-node) the rank gets what horovodrun tells its processes.
+LOG_FOLDER is empty where the output stays what the agent made it.
 """
 
 from __future__ import annotations
@@ -28,9 +27,6 @@ def main(arguments: Sequence[str]) -> int:
         terminal = os.environ.pop(name, "")
         if terminal:
             _use_terminal(terminal, descriptor)
-    places = os.environ.pop("GUOZHUANG_PLACES", "")
-    if places:
-        os.environ.update(horovods_variables(places))
     if folder:
         _write_to(os.path.join(folder, f"rank{os.environ['RANK']}.log"))
     # Python ignores both in its own process, and exec would hand that on to a program that is not Python.
@@ -51,30 +47,6 @@ def _end_with_the_agent(agent: int) -> bool:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     # After the call: an agent that ended before it was not noticed by the kernel, but is no longer our parent.
     return os.getppid() == agent
-
-
-def horovods_variables(places: str) -> dict[str, str]:
-    """HOROVOD_RANK and so on, of the process that has this environment.
-
-    Args:
-        places: the hosts in the order of the nodes, with the number of ranks of each.
-    """
-    told = os.environ
-    node, local_rank = int(told["GROUP_RANK"]), int(told["LOCAL_RANK"])
-    hosts = [place.rpartition(":") for place in places.split(",")]
-    # The nodes that have a rank of this local number; this one is among them.
-    same = [number for number, (_, _, count) in enumerate(hosts) if int(count) > local_rank]
-    return {
-        "HOROVOD_HOSTNAME": hosts[node][0],
-        "HOROVOD_RANK": told["RANK"],
-        "HOROVOD_SIZE": told["WORLD_SIZE"],
-        "HOROVOD_LOCAL_RANK": told["LOCAL_RANK"],
-        "HOROVOD_LOCAL_SIZE": told["LOCAL_WORLD_SIZE"],
-        "HOROVOD_CROSS_RANK": str(same.index(node)),
-        "HOROVOD_CROSS_SIZE": str(len(same)),
-        "HOROVOD_CONTROLLER": "gloo",
-        "HOROVOD_CPU_OPERATIONS": "gloo",
-    }
 
 
 def _use_terminal(path: str, descriptor: int) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,40 @@ class Report:
         return f"{self.who} on host {self.host}" if self.who else f"host {self.host}"
 
 
+@dataclass(frozen=True)
+class Extension:
+    """What a layer for another system's scripts adds to a run. It travels to every host, as JSON.
+
+    Attributes:
+        python_path: folders to append to the ranks' PYTHONPATH, relative to the folder of this package.
+        of_a_process: variables that tell a process who it is: ranks do not inherit them, and hosts do not get them.
+        carried: how the names of further variables begin that every host gets.
+        rank_variables: variables of each rank, in which ``{rank}``, ``{size}``, ``{local_rank}``, ``{local_size}``,
+            ``{cross_rank}`` (its node among those that have this local rank), ``{cross_size}`` and ``{host}`` are filled in.
+    """
+
+    python_path: Sequence[str] = ()
+    of_a_process: Sequence[str] = ()
+    carried: Sequence[str] = ()
+    rank_variables: Mapping[str, str] = field(default_factory=dict)
+
+
+NO_EXTENSION = Extension()
+
+
+def with_folders(path: str, folders: Sequence[str]) -> dict[str, str]:
+    """PYTHONPATH with folders of this package at its end; processes that a rank starts inherit it.
+
+    Args:
+        path: the user's own, which comes first.
+        folders: relative to the package; those that are there already are not added again.
+    """
+    package = Path(__file__).parents[1]
+    missing = [each for each in (str(package / folder) for folder in folders) if each not in path.split(os.pathsep)]
+    # An empty variable is none, but an empty entry is the current folder.
+    return {"PYTHONPATH": os.pathsep.join([*([path] if path else []), *missing])} if missing else {}
+
+
 def _nothing() -> None:
     pass
 
@@ -39,6 +75,8 @@ class Request:
     """The caller's side of an agent. The defaults are those of a user at a shell.
 
     Attributes:
+        extension: of a layer for another system's scripts.
+        host: the name of this host as the user knows it; "": its own.
         variables: further environment variables of the ranks, on every host.
         report: called with the end of the run; None: the agent prints the text itself.
         is_here: whether a host is this machine, so that no ssh is needed; None: ``ssh.is_this_machine`` decides.
@@ -49,6 +87,8 @@ class Request:
         finished: called when the ranks of the node have ended well, and those of other nodes are waited for.
     """
 
+    extension: Extension = NO_EXTENSION
+    host: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
     report: Callable[[Report], None] | None = None
     is_here: Callable[[str], bool] | None = None

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from guozhuang.launch import python_path
+from guozhuang.compat.horovod.common import extension
 from tests.hosts import network
 from tests.hosts.network import Hosts
 from tests.hosts.sshd import Sshd, missing, none_left
@@ -61,7 +61,7 @@ def two(tmp_path: Path) -> Iterator[tuple[Hosts, dict[str, str], Path]]:
         client.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {sshd.config} "$@"\n')
         client.chmod(0o755)
         found = environment()
-        path = f"{found['PYTHONPATH']}{os.pathsep}{python_path.HOROVOD}"
+        path = f"{found['PYTHONPATH']}{os.pathsep}{extension.ON_PATH}"
         more = {"PATH": f"{folder / 'bin'}{os.pathsep}{found['PATH']}", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         yield hosts, found | more | {"DATA_FOLDER": "/data"}, folder
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from guozhuang.launch import python_path
+from guozhuang.compat.horovod.common import extension
 from tests.launching import guozhuang, write
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,12 +78,12 @@ def python(*arguments: str, path: list[Path | str], folder: Path) -> subprocess.
 
 def test_both_names_are_one_module(tmp_path: Path) -> None:
     """On a path that has our folder twice: that of `guozhuang run`, and that of the extra."""
-    done = python("-W", "error", "-c", SAME, path=[python_path.HOROVOD, EXTRAS, ROOT], folder=tmp_path)
+    done = python("-W", "error", "-c", SAME, path=[extension.ON_PATH, EXTRAS, ROOT], folder=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "the same\n", "")
 
 
 def test_a_module_can_be_run_by_its_other_name(tmp_path: Path) -> None:
-    done = python("-m", "horovod.runner.launch", "--version", path=[python_path.HOROVOD, ROOT], folder=tmp_path)
+    done = python("-m", "horovod.runner.launch", "--version", path=[extension.ON_PATH, ROOT], folder=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "0.28.1\n", "")
 
 
@@ -100,8 +100,8 @@ def test_the_real_horovod_goes_before_ours(tmp_path: Path) -> None:
         "assert sys.modules['horovod'] is horovod is importlib.import_module('horovod'); "
         "assert horovod.__spec__.origin == horovod.__file__; print(horovod.__version__)"
     )
-    for first in (python_path.HOROVOD, EXTRAS):
-        done = python("-c", code, path=[first, python_path.HOROVOD, EXTRAS, real.parent], folder=tmp_path)
+    for first in (extension.ON_PATH, EXTRAS):
+        done = python("-c", code, path=[first, extension.ON_PATH, EXTRAS, real.parent], folder=tmp_path)
         assert (done.returncode, done.stdout) == (0, "0.28.1+real\n"), done.stderr
         assert done.stderr.count("guozhuang: Horovod itself is installed") == 1
         assert str(real / "__init__.py") in done.stderr and "pip uninstall horovod" in done.stderr
@@ -137,7 +137,7 @@ def _installed(how: str, folder: Path) -> tuple[list[Path], str]:
 def test_the_real_horovod_is_seen_wherever_it_is(tmp_path: Path, how: str) -> None:
     path, before = _installed(how, tmp_path)
     code = "import horovod.torch\nassert horovod.torch.is_real\nprint(horovod.__version__)"
-    done = python("-c", before + code, path=[python_path.HOROVOD, EXTRAS, *path], folder=tmp_path)
+    done = python("-c", before + code, path=[extension.ON_PATH, EXTRAS, *path], folder=tmp_path)
     assert (done.returncode, done.stdout) == (0, "0.28.1+real\n"), done.stderr
     assert done.stderr.count("guozhuang: Horovod itself is installed") == 1
 
@@ -154,7 +154,7 @@ def test_a_real_horovod_that_cannot_be_imported_says_why(tmp_path: Path) -> None
     real.mkdir(parents=True)
     (real / "__init__.py").write_text("import nowhere\n")
     code = "import sys\ntry:\n import horovod\nexcept ModuleNotFoundError as e:\n print(e, 'horovod' in sys.modules)"
-    done = python("-c", code, path=[python_path.HOROVOD, real.parent], folder=tmp_path)
+    done = python("-c", code, path=[extension.ON_PATH, real.parent], folder=tmp_path)
     assert done.stdout == "No module named 'nowhere' False\n", done.stderr
 
 

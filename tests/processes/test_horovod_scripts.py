@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from guozhuang.launch import python_path
+from guozhuang.compat.horovod.common import extension
 from tests.launching import HOROVODRUN, guozhuang
 
 pytestmark = pytest.mark.waits
@@ -36,7 +36,7 @@ TOLD = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMP_", "GUOZHUANG", "HOROVOD
 
 def start(begin: list[object], script: list[object], folder: Path) -> subprocess.CompletedProcess[str]:
     """Run it to its end, by `guozhuang run`, by horovodrun, or by Python as it is."""
-    path = f"{ROOT}:{python_path.HOROVOD}"
+    path = f"{ROOT}:{extension.ON_PATH}"
     if begin is ALONE:
         environ = {name: value for name, value in os.environ.items() if not name.startswith(TOLD)} | {
             "PYTHONPATH": path

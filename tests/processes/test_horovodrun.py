@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from guozhuang.launch import python_path
+from guozhuang.compat.horovod.common import extension
 from tests.launching import HOROVODRUN, Launched, guozhuang, write
 
 pytestmark = pytest.mark.waits
 
 TELL = """
 import json, os, sys, time
-begins = ("HOROVOD_", "GUOZHUANG_PLACES", "GUOZHUANG_HOROVOD")
+begins = ("HOROVOD_", "GUOZHUANG_HOROVOD")
 told = {name: value for name, value in os.environ.items() if name.startswith(begins)}
 told |= {name: os.environ.get(name) for name in ("PYTHONPATH", "PYTHONUNBUFFERED", "RANK", "OWN")}
 print(json.dumps(told | {"argv": sys.argv[1:]}))
@@ -60,7 +60,7 @@ def test_processes_are_told_who_they_are(tmp_path: Path) -> None:
     assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \[[01]\] ", line) for line in lines) and len(lines) == 2
     assert len(re.findall(r"(?m)^\d{4}-\S+ \S+ \[[01]\] and an error$", done.stderr)) == 2
     for rank, found in enumerate(told(lines)):
-        assert found.pop("PYTHONPATH").split(":")[-1] == python_path.HOROVOD
+        assert found.pop("PYTHONPATH").split(":")[-1] == extension.ON_PATH
         assert found == {
             "HOROVOD_HOSTNAME": "localhost", "HOROVOD_RANK": str(rank), "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_RANK": str(rank),
             "HOROVOD_LOCAL_SIZE": "2", "HOROVOD_CROSS_RANK": "0", "HOROVOD_CROSS_SIZE": "1", "HOROVOD_CONTROLLER": "gloo",
@@ -92,7 +92,7 @@ def test_two_hosts_have_ranks_crosswise(tmp_path: Path) -> None:
         ["localhost", "1", "3", "1", "2", "0", "1"],
         ["127.0.0.1", "2", "3", "0", "1", "1", "2"],
     ]
-    assert not any({"GUOZHUANG_PLACES", "GUOZHUANG_HOROVOD_ELASTIC", "HOROVOD_ELASTIC"} & each.keys() for each in found)
+    assert not any({"GUOZHUANG_HOROVOD_ELASTIC", "HOROVOD_ELASTIC"} & each.keys() for each in found)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["rank.0", "rank.1", "rank.2"]
 
 

@@ -13,34 +13,28 @@ from typing import Any, cast
 import pytest
 import setuptools
 
+from guozhuang.compat.horovod.common import extension
 from guozhuang.compat.horovod.runner import mailbox
 from guozhuang.errors import UsageError, WorldError
-from guozhuang.launch import python_path
 from guozhuang.launch.console.output import Places
 from guozhuang.launch.console.streams import NamedPipe, Stream, Trace
 from guozhuang.launch.hosts import ssh
 from guozhuang.launch.options import plan as options
-from guozhuang.launch.rank import horovods_variables
 from guozhuang.launch.rank_files import RankFiles, Shown, copies_of
+from guozhuang.launch.rendezvous.fixed import Attempt, NodeShare
+from guozhuang.launch.request import with_folders
 from guozhuang.net import interfaces
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def told(monkeypatch: pytest.MonkeyPatch, places: str, node: int, local_rank: int) -> dict[str, str]:
-    counts = [int(place.rpartition(":")[2]) for place in places.split(",")]
-    rank = sum(counts[:node]) + local_rank
-    for name, value in (
-        ("GROUP_RANK", node), ("LOCAL_RANK", local_rank), ("RANK", rank), ("WORLD_SIZE", sum(counts)),
-        ("LOCAL_WORLD_SIZE", counts[node]),
-    ):  # fmt: skip
-        monkeypatch.setenv(name, str(value))
-    return {name.removeprefix("HOROVOD_"): value for name, value in horovods_variables(places).items()}
-
-
-def test_crosswise_ranks_count_the_nodes_that_have_this_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    places = "a:2,fd00::1:1,c:3"
-    found = [told(monkeypatch, places, *where) for where in ((0, 0), (0, 1), (1, 0), (2, 0), (2, 1), (2, 2))]
+def test_crosswise_ranks_count_the_nodes_that_have_this_local_rank() -> None:
+    hosts, shares = ["a", "fd00::1", "c"], [NodeShare(2), NodeShare(1), NodeShare(3)]
+    found = []
+    for node, local_rank in ((0, 0), (0, 1), (1, 0), (2, 0), (2, 1), (2, 2)):
+        place = Attempt(0, node, shares, "h", 1).place(local_rank) | {"host": hosts[node]}
+        told = {name: text.format(**place) for name, text in extension.OF_HOROVODRUN.rank_variables.items()}
+        found.append({name.removeprefix("HOROVOD_"): value for name, value in told.items()})
     assert [each["RANK"] for each in found] == list("012345")
     assert [each["HOSTNAME"] for each in found] == ["a", "a", "fd00::1", "c", "c", "c"]
     assert [(each["CROSS_RANK"], each["CROSS_SIZE"]) for each in found] == [
@@ -51,11 +45,15 @@ def test_crosswise_ranks_count_the_nodes_that_have_this_local_rank(monkeypatch: 
 
 
 def test_horovod_comes_after_what_the_user_has_on_the_path() -> None:
-    ours = python_path.HOROVOD
+    ours = extension.ON_PATH
     assert (Path(ours) / "horovod" / "__init__.py").is_file()
-    assert python_path.with_horovod({}) == python_path.with_horovod({"PYTHONPATH": ""}) == {"PYTHONPATH": ours}
-    assert python_path.with_horovod({"PYTHONPATH": "/a:"}) == {"PYTHONPATH": f"/a::{ours}"}
-    assert python_path.with_horovod({"PYTHONPATH": f"{ours}:/a"}) == {}
+    assert (
+        with_folders("", extension.EXTENSION.python_path)
+        == with_folders("", extension.EXTENSION.python_path)
+        == {"PYTHONPATH": ours}
+    )
+    for before, after in (("", {"PYTHONPATH": ours}), ("/a:", {"PYTHONPATH": f"/a::{ours}"}), (f"{ours}:/a", {})):
+        assert with_folders(before, extension.EXTENSION.python_path) == after
 
 
 def test_what_other_hosts_are_told_of_the_environment() -> None:
@@ -65,8 +63,12 @@ def test_what_other_hosts_are_told_of_the_environment() -> None:
         "BASH_FUNC_x%%": "() { :; }", "HIP_VISIBLE_DEVICES": "0", "ROCR_VISIBLE_DEVICES": "0", "NVIDIA_VISIBLE_DEVICES": "0",
         "KRB5CCNAME": "FILE:/tmp/krb5cc_0", "GUOZHUANG_HOROVOD_ELASTIC": "0@127.0.0.1:1", "HOROVOD_ELASTIC_TIMEOUT": "9",
     }  # fmt: skip
-    assert ssh.carried(environ) == {"HOROVOD_CYCLE_TIME": "1", "PATH": "/bin", "HOROVOD_ELASTIC_TIMEOUT": "9"}
-    assert ssh.of_the_job(environ) == {"DATA": "/d"}
+    assert ssh.carried(environ, extension.EXTENSION) == {
+        "HOROVOD_CYCLE_TIME": "1",
+        "PATH": "/bin",
+        "HOROVOD_ELASTIC_TIMEOUT": "9",
+    }
+    assert ssh.of_the_job(environ, extension.EXTENSION) == {"DATA": "/d"}
 
 
 @pytest.mark.parametrize("more", [["--log-dir", "logs"], ["--tee", "3"]])
@@ -79,7 +81,6 @@ def test_copies_are_of_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyP
         options.plan([*more, "--timestamps", "train.py"], {})
     found = options.plan(["--copy-output", "copies", "--timestamps", "train.py"], {})
     assert (found.copy_folder, found.timestamps) == (os.path.join(tmp_path, "copies"), True)
-    assert found.variables["PYTHONPATH"] == python_path.HOROVOD
 
 
 def test_copies_sort_as_the_ranks_do() -> None:

@@ -32,7 +32,7 @@ from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.launch import agent
 from guozhuang.launch.console.say import say
 from guozhuang.launch.hosts import node_servers
-from guozhuang.launch.request import Request
+from guozhuang.launch.request import Extension, Request
 from guozhuang.launch.servers import VARIABLE as SERVERS
 from guozhuang.launch.servers import Servers
 from guozhuang.net import interfaces
@@ -64,6 +64,8 @@ class Node:
         self._secret = bytes.fromhex(told["secret"])
         out, err = told["terminals"]
         self._request = Request(
+            extension=Extension(**told["extension"]),
+            host=told["host"],
             attempt=int(told["attempt"]),
             max_restarts=int(told["max_restarts"]),
             terminals=((bool(out[0]), bool(out[1])), (bool(err[0]), bool(err[1]))),

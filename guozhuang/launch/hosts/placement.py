@@ -22,7 +22,7 @@ from guozhuang.launch.hosts import servers as hosts_servers
 from guozhuang.launch.hosts import ssh
 from guozhuang.launch.hosts.options import DEFAULT_START_TIMEOUT_S as DEFAULT_START_TIMEOUT_S
 from guozhuang.launch.hosts.options import add_arguments as add_arguments
-from guozhuang.launch.request import Request
+from guozhuang.launch.request import NO_EXTENSION, Extension, Request
 
 if TYPE_CHECKING:
     from guozhuang.launch.options.plan import Plan
@@ -58,6 +58,7 @@ class Hosts:
         signals: that the launcher hands on to the ranks, besides those that end every program.
         arguments: the rest of the command line, for the agent of each host.
         servers: each host that gets parameter servers, with their numbers; it may have ranks too.
+        extension: of the program that called the launcher.
     """
 
     placed: Sequence[tuple[str, str]]
@@ -73,6 +74,7 @@ class Hosts:
     signals: Sequence[signal.Signals]
     arguments: Sequence[str]
     servers: Sequence[tuple[str, Sequence[int]]] = ()
+    extension: Extension = NO_EXTENSION
 
     @property
     def names(self) -> list[str]:
@@ -119,7 +121,9 @@ def start(ours: Plan, arguments: Sequence[str], request: Request) -> int:
 
     script = [ours.elastic.training_script, *ours.elastic.training_script_args]
     wanted = plan(arguments, script, os.environ)
-    wanted = dataclasses.replace(wanted, environment={**wanted.environment, **request.variables})
+    wanted = dataclasses.replace(
+        wanted, environment={**wanted.environment, **request.variables}, extension=request.extension
+    )
     is_here = request.is_here or functools.partial(ssh.is_this_machine, options=wanted.ssh)
     is_local = [is_here(name) for name in wanted.names]
     if not all(is_local):

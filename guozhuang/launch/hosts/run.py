@@ -13,6 +13,7 @@ until then.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import secrets
 import selectors
@@ -134,7 +135,7 @@ class Run:
             header = {
                 "folder": ssh.folder(),
                 "is_remote": not link.is_local,
-                "environment": ssh.carried(os.environ),
+                "environment": ssh.carried(os.environ, wanted.extension),
                 "asked_environment": wanted.environment,
                 "lists": ssh.LISTS,
                 "package": "guozhuang",
@@ -152,6 +153,8 @@ class Run:
                     "max_restarts": wanted.max_restarts,
                     "terminals": self._display.terminals,
                     "arguments": self._arguments(link),
+                    "host": link.name,
+                    "extension": dataclasses.asdict(wanted.extension),
                 },
             }
             if link.is_local:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from guozhuang.errors import UsageError, explain
+from guozhuang.launch.request import NO_EXTENSION, Extension
 from guozhuang.watch import processes
 
 # The client asks the host for a sign of life so often, and gives the connection up after so many without an answer.
@@ -28,14 +29,11 @@ CARRIED = (
     "CUDA_HOME", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_ORDER", "CUDA_MODULE_LOADING", "CUBLAS_WORKSPACE_CONFIG",
 )  # fmt: skip
 CARRIED_BEGINNINGS = (
-    "HOROVOD_", "PYTHON", "PYTORCH_", "TORCH", "PET_", "GUOZHUANG_", "GLOO_", "NCCL_", "OMP_", "MKL_", "KMP_", "GOMP_",
+    "PYTHON", "PYTORCH_", "TORCH", "PET_", "GUOZHUANG_", "GLOO_", "NCCL_", "OMP_", "MKL_", "KMP_", "GOMP_",
     "OPENBLAS_", "NUMEXPR_", "LC_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_",
 )  # fmt: skip
 LEFT = (
     "GUOZHUANG_SECRET", "GUOZHUANG_RUN", "PYTHONHOME", "TORCHELASTIC_",
-    # Of a rank of an outer run. HOROVOD_ELASTIC, which others begin with, the agent of each host leaves out.
-    "HOROVOD_HOSTNAME", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_", "HOROVOD_CROSS_",
-    "GUOZHUANG_HOROVOD_ELASTIC",
 )  # fmt: skip
 # What of_the_job leaves: what a login sets, and what one process was told by whoever started it.
 _OF_A_LOGIN = {
@@ -170,12 +168,14 @@ def _is_own(family: int, address: str) -> bool:
         return False
 
 
-def carried(environ: Mapping[str, str]) -> dict[str, str]:
+def carried(environ: Mapping[str, str], extension: Extension = NO_EXTENSION) -> dict[str, str]:
     """What of this environment every host gets."""
+    beginnings = (*CARRIED_BEGINNINGS, *extension.carried)
     return {
         name: value
         for name, value in environ.items()
-        if (name in CARRIED or name.startswith(CARRIED_BEGINNINGS)) and not name.startswith(LEFT)
+        if (name in CARRIED or name.startswith(beginnings))
+        and not (name.startswith(LEFT) or name in extension.of_a_process)
     }
 
 
@@ -197,20 +197,17 @@ def asked_for(entries: Sequence[str], environ: Mapping[str, str]) -> dict[str, s
     return found
 
 
-def of_the_job(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """What else a script may have been told by its environment, for launchers that hand all of it on, as horovodrun does.
+def of_the_job(environ: Mapping[str, str], extension: Extension = NO_EXTENSION) -> dict[str, str]:
+    """What else a script may have been told by its environment, for launchers that hand all of it on.
 
     Not what ``carried`` takes already, nor what belongs to a login or to one process.
-
-    Args:
-        environ: the environment; None: the one of this process.
     """
-    found = dict(os.environ if environ is None else environ)
-    taken = carried(found)
+    taken = carried(environ, extension)
+    own = _OF_A_LOGIN | set(extension.of_a_process)
     return {
         name: value
-        for name, value in found.items()
-        if name.isidentifier() and name not in taken and name not in _OF_A_LOGIN and not name.startswith(_OF_ONE)
+        for name, value in environ.items()
+        if name.isidentifier() and name not in taken and name not in own and not name.startswith(_OF_ONE)
     }
 
 

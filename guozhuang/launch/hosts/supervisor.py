@@ -31,7 +31,7 @@ import sys
 import time
 from typing import Any
 
-from guozhuang.watch.processes import command_line, descendants, has_proc
+from guozhuang.watch.processes import descendants, environment, has_proc
 
 _CHUNK_BYTES = 1 << 16
 # While so much waits for the launcher no more is read from the ranks: they wait, as they would for a slow terminal.
@@ -41,6 +41,7 @@ _TIDY_S = 1.0
 _DRAIN_S = 2.0
 _KILL_S = 10.0
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
+_OF_GUARDS = b"GUOZHUANG_GUARD="  # see guard.py
 NO_FOLDER, NO_PACKAGE = "no folder", "no package"
 
 
@@ -235,7 +236,7 @@ def _prctl(option: int, value: int = 1) -> None:
 
 def _is_guard(pid: int) -> bool:
     """Whether a process is an agent's guard (guard.py), which is about to end the ranks and remove their folder."""
-    return any(word.endswith(b"/guozhuang/launch/guard.py") for word in command_line(pid))
+    return any(each.startswith(_OF_GUARDS) for each in environment(pid))
 
 
 def _kill_descendants(session: int) -> None:

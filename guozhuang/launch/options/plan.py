@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from guozhuang.errors import UsageError, explain
-from guozhuang.launch import python_path
 from guozhuang.launch.hosts import options as hosts_options
 from guozhuang.launch.hosts import placement
 from guozhuang.launch.job import Policy
@@ -166,7 +165,7 @@ def plan(arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
         found.rdzv_id = secrets.token_hex(8)
         # Torch would use the host name, which need not resolve; nobody else has to reach this node.
         found.local_addr = found.local_addr or "localhost"
-    variables = python_path.with_horovod(environ)
+    variables: dict[str, str] = {}
     num_cores = machine.usable_cores()
     if "OMP_NUM_THREADS" not in environ:
         num_threads = max(1, num_cores // num_local_ranks)

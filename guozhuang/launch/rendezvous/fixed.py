@@ -66,13 +66,25 @@ class Attempt:
     host: str
     port: int
 
+    def place(self, local_rank: int) -> dict[str, int]:
+        """The numbers of a rank, for ``Extension.rank_variables``."""
+        crosswise = [node for node, share in enumerate(self.shares) if share.ranks > local_rank]
+        return {
+            "rank": sum(share.ranks for share in self.shares[: self.node]) + local_rank,
+            "size": sum(share.ranks for share in self.shares),
+            "local_rank": local_rank,
+            "local_size": self.shares[self.node].ranks,
+            "cross_rank": crosswise.index(self.node),
+            "cross_size": len(crosswise),
+        }
+
     def environment(self, local_rank: int) -> dict[str, str]:
         """The variables, as torchrun sets them, by which a rank finds its place."""
         own, before = self.shares[self.node], self.shares[: self.node]
-        rank, size = sum(share.ranks for share in before) + local_rank, sum(share.ranks for share in self.shares)
+        place = self.place(local_rank)
         found = {
-            "RANK": rank,
-            "WORLD_SIZE": size,
+            "RANK": place["rank"],
+            "WORLD_SIZE": place["size"],
             "LOCAL_RANK": local_rank,
             "LOCAL_WORLD_SIZE": own.ranks,
             "GROUP_RANK": self.node,

@@ -11,9 +11,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from guozhuang.compat.horovod.common.extension import ELASTIC as VARIABLE
+from guozhuang.compat.horovod.common.extension import OF_A_PROCESS
 from guozhuang.errors import UsageError, WorldError, explain
-from guozhuang.launch.python_path import ELASTIC as VARIABLE
-from guozhuang.launch.python_path import OF_A_PROCESS
 from guozhuang.net import interfaces
 from guozhuang.world import machine
 from guozhuang.world.variables import number
@@ -24,7 +24,7 @@ _CLAIMED_BY = " by "
 # What an outer run may have left in the driver's environment, and what each round writes anew.
 _STALE = frozenset({
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME",
-    "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GUOZHUANG_LOCAL_RANK", "GUOZHUANG_SECRET", "GUOZHUANG_PLACES",
+    "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GUOZHUANG_LOCAL_RANK", "GUOZHUANG_SECRET",
     VARIABLE, *OF_A_PROCESS,
 })  # fmt: skip
 _STALE_BEGINNING = "TORCHELASTIC_"

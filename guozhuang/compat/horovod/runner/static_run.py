@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 
 from guozhuang.compat.horovod.common import variables as horovod_variables
+from guozhuang.compat.horovod.common.extension import EXTENSION, OF_HOROVODRUN
 from guozhuang.compat.horovod.runner import tuning
 from guozhuang.errors import UsageError, explain
 from guozhuang.launch import agent
@@ -39,7 +41,6 @@ def run(found: argparse.Namespace, failed: Callable[[str], None], more: Mapping[
     words, of_the_job = words_for(found, placed)
     _log.info("guozhuang run %s", shlex.join(words))
     variables = {**of_the_job, **variables_for(found), **(more or {})}
-    variables["GUOZHUANG_PLACES"] = ",".join(f"{name}:{count}" for name, count in placed)
 
     def report(found: Report) -> None:
         if found.text:
@@ -47,7 +48,7 @@ def run(found: argparse.Namespace, failed: Callable[[str], None], more: Mapping[
         if found.code and found.host:
             failed(text_of(found.title, found.code))
 
-    return agent.main(words, Request(variables=variables, report=report, is_here=ssh.is_here))
+    return agent.main(words, Request(OF_HOROVODRUN, placed[0][0], variables, report=report, is_here=ssh.is_here))
 
 
 def text_of(who: str, code: int) -> str:
@@ -103,7 +104,7 @@ def words_for(found: argparse.Namespace, placed: Sequence[tuple[str, int]]) -> t
             words += [] if value is None else [option, str(value)]
         start_timeout_s = found.start_timeout or horovod_variables.read().start_timeout
         words += [] if not start_timeout_s else ["--start-timeout", f"{start_timeout_s:g}"]
-        of_the_job = ssh.of_the_job()
+        of_the_job = ssh.of_the_job(os.environ, EXTENSION)
     if found.nics:
         words += ["--interface", found.nics[0]]
     if found.output_filename is not None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from guozhuang.compat.horovod.common import elastic_variables
+from guozhuang.compat.horovod.common.extension import EXTENSION
 from guozhuang.compat.horovod.runner import static_run
 from guozhuang.compat.horovod.runner.elastic import assignment
 from guozhuang.compat.horovod.runner.elastic.blacklist import Blacklist
@@ -41,9 +42,10 @@ from guozhuang.compat.horovod.runner.elastic.remote_crew import RemoteCrew, Told
 from guozhuang.compat.horovod.runner.elastic.writing import Room
 from guozhuang.compat.horovod.runner.settings import ElasticSettings
 from guozhuang.errors import UsageError, explain
-from guozhuang.launch import guard, python_path
+from guozhuang.launch import guard
 from guozhuang.launch.failures import exit_code, how
 from guozhuang.launch.hosts import ssh
+from guozhuang.launch.request import with_folders
 from guozhuang.net import interfaces
 from guozhuang.net.store import serve
 from guozhuang.watch.processes import node_identity
@@ -245,7 +247,7 @@ class _Driver:
         command = list(self._settings.command)
         if self._here(host):
             environ = self._environment | {guard.VARIABLE: self._run_name}
-            environ |= python_path.with_horovod(environ)
+            environ |= with_folders(environ.get("PYTHONPATH", ""), EXTENSION.python_path)
             timeout_s = self._settings.elastic_timeout_s
             told = elastic_variables.Driver(_LOOPBACK, self._port, worker.number, timeout_s)
             environ |= elastic_variables.variables(told, host, num_local, environ)
@@ -258,7 +260,8 @@ class _Driver:
 
     def _told(self) -> Told:
         ssh.check_installed()
-        environment = ssh.of_the_job(self._environment) | ssh.carried(self._environment) | dict(self._settings.env)
+        environment = ssh.of_the_job(self._environment, EXTENSION) | ssh.carried(self._environment, EXTENSION)
+        environment |= self._settings.env
         return Told(
             doors=self._doors.open(),
             secret=self._doors.secret,

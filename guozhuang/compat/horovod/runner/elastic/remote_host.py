@@ -23,10 +23,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from guozhuang.compat.horovod.common import elastic_variables
+from guozhuang.compat.horovod.common.extension import EXTENSION
 from guozhuang.compat.horovod.runner.elastic.crew import Ended, Event, LocalWorkers, Printed, Started
 from guozhuang.compat.horovod.runner.elastic.writing import Room
 from guozhuang.errors import WorldError, explain
-from guozhuang.launch import python_path
+from guozhuang.launch.request import with_folders
 from guozhuang.net.door import NotOurDoorError, Passage, knock, passage_from
 from guozhuang.watch.processes import node_identity
 
@@ -106,7 +107,7 @@ def _obey(crew: LocalWorkers, passage: Passage, request: dict[str, Any], told: d
         crew.end(worker, float(request["stop"]))
         return
     environ = elastic_variables.environment_of_workers({})
-    environ |= python_path.with_horovod(environ)
+    environ |= with_folders(environ.get("PYTHONPATH", ""), EXTENSION.python_path)
     driver = elastic_variables.Driver(passage.host, passage.port, worker, float(told["timeout_s"]))
     environ |= elastic_variables.variables(driver, str(told["host"]), int(request["num_local"]), environ)
     crew.start(worker, [str(word) for word in request["command"]], environ)
