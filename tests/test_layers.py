@@ -119,6 +119,13 @@ def test_the_graph_sees_imports_of_every_form(tmp_path: Path) -> None:
     assert "launch" in GRAPH["cli"]  # from guozhuang import launch
 
 
+def test_the_readme_shows_the_floors() -> None:
+    table = (ROOT / "README.md").read_text().partition("from the ground up")[2].split("```")[1]
+    shown = [tuple(line.split()[1:]) for line in table.strip().splitlines()]
+    there = {each for module in MODULES for each in (module, module.split(".")[0])}
+    assert shown == [tuple(each for each in parts if each in there) for parts in FLOORS[:-1]]
+
+
 def test_every_file_has_a_floor() -> None:
     assert {part(m) for m in MODULES} <= FLOOR_OF.keys(), "assign the new file to a floor, the lowest it can stand on"
 
