@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from guozhuang.gradients.named import Channel, Engine, Handle, Kind, Reduction, Settings, Submission
+from guozhuang.gradients.named import Handle, Kind, NamedChannel, NamedEngine, Reduction, Settings, Submission
 from tests.processes.shm_ranks import run_shm_ranks
 
 
@@ -25,9 +25,9 @@ def _with_engine(rank: int, num_ranks: int, fn: Callable[..., Any], args: tuple[
 
 
 @contextlib.contextmanager
-def an_engine(settings: Settings | None = None) -> Iterator[Engine]:
+def an_engine(settings: Settings | None = None) -> Iterator[NamedEngine]:
     assert dist.group.WORLD is not None
-    engine = Engine(dist.group.WORLD, settings or Settings())
+    engine = NamedEngine(dist.group.WORLD, settings or Settings())
     try:
         yield engine
         assert engine.failure is None, engine.failure
@@ -38,26 +38,26 @@ def an_engine(settings: Settings | None = None) -> Iterator[Engine]:
 
 
 def reduced(
-    channel: Channel, name: str, *tensors: Tensor, reduction: Reduction = Reduction.SUM, **more: Any
+    channel: NamedChannel, name: str, *tensors: Tensor, reduction: Reduction = Reduction.SUM, **more: Any
 ) -> list[Tensor]:
     return reducing(channel, name, *tensors, reduction=reduction, **more).wait()
 
 
 def reducing(
-    channel: Channel, name: str, *tensors: Tensor, reduction: Reduction = Reduction.SUM, **more: Any
+    channel: NamedChannel, name: str, *tensors: Tensor, reduction: Reduction = Reduction.SUM, **more: Any
 ) -> Handle:
     return channel.submit(Submission(Kind.ALLREDUCE, f"allreduce.{name}", tensors, reduction=reduction, **more))
 
 
-def in_place(channel: Channel, name: str, *tensors: Tensor, reduction: Reduction = Reduction.SUM) -> Handle:
+def in_place(channel: NamedChannel, name: str, *tensors: Tensor, reduction: Reduction = Reduction.SUM) -> Handle:
     return reducing(channel, name, *tensors, reduction=reduction, outputs=tensors)
 
 
-def asked(channel: Channel, kind: Kind, name: str, *tensors: Tensor, **more: Any) -> Handle:
+def asked(channel: NamedChannel, kind: Kind, name: str, *tensors: Tensor, **more: Any) -> Handle:
     return channel.submit(Submission(kind, f"{kind.value}.{name}", tensors, **more))
 
 
-def together(channel: Channel, name: str = "x") -> None:
+def together(channel: NamedChannel, name: str = "x") -> None:
     """Return when all ranks of the channel came."""
     asked(channel, Kind.BARRIER, name).wait()
 

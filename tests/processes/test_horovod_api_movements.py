@@ -9,7 +9,7 @@ import torch
 
 import guozhuang.compat.horovod.torch as hvd
 from guozhuang.compat.horovod.torch import submitting
-from guozhuang.gradients.named import Channel, Handle
+from guozhuang.gradients.named import Handle, NamedChannel
 from tests.processes.horovod_cases import check, of_all, of_rank, run_cases
 
 DTYPES = [
@@ -332,14 +332,14 @@ def other_collectives_after_join(rank: int, size: int) -> None:
                 call()
         assert hvd.allreduce(torch.ones(1), name="still", op=hvd.Sum).item() == size - 1
     devices: list[int | None] = []
-    join = Channel.join
+    join = NamedChannel.join
 
-    def joined(channel: Channel, device: int | None) -> Handle:
+    def joined(channel: NamedChannel, device: int | None) -> Handle:
         devices.append(device)
         return join(channel, device)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Channel, "join", joined)
+        patch.setattr(NamedChannel, "join", joined)
         hvd.join(device=-1)
         patch.setattr(torch.accelerator, "device_count", lambda: 0)
         hvd.join(device=5)

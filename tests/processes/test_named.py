@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from guozhuang.gradients.named import (
-    Channel,
     DuplicateNameError,
-    Engine,
     Kind,
+    NamedChannel,
+    NamedEngine,
     NegotiationError,
     Reduction,
     Settings,
@@ -37,7 +37,7 @@ DTYPES = (
 )
 
 
-def every_kind(engine: Engine) -> int:
+def every_kind(engine: NamedEngine) -> int:
     channel, n = engine.world, engine.world.size
     rank = channel.rank
     assert rank is not None and channel.ranks == tuple(range(n)) and channel.group is not None
@@ -48,7 +48,7 @@ def every_kind(engine: Engine) -> int:
     return channel.num_rounds
 
 
-def reductions(channel: Channel, rank: int, n: int) -> None:
+def reductions(channel: NamedChannel, rank: int, n: int) -> None:
     total = n * (n + 1) // 2
     for dtype in DTYPES:
         own = full(rank + 1, dtype=dtype)
@@ -81,7 +81,7 @@ def reductions(channel: Channel, rank: int, n: int) -> None:
     of_inference(channel, rank, total)
 
 
-def of_inference(channel: Channel, rank: int, total: int) -> None:
+def of_inference(channel: NamedChannel, rank: int, total: int) -> None:
     with torch.inference_mode():
         tensors = [full(rank + 1, num) for num in (4, 7, 5, 3)]
     handles = [in_place(channel, f"inference.{i}", each) for i, each in enumerate(tensors[:3])]
@@ -93,7 +93,7 @@ def of_inference(channel: Channel, rank: int, total: int) -> None:
     assert out is tensors[3] and out.eq(1).all()
 
 
-def arithmetic(channel: Channel, rank: int, n: int) -> None:
+def arithmetic(channel: NamedChannel, rank: int, n: int) -> None:
     own = torch.tensor([-7, 7, 5], dtype=torch.int32) if rank == 0 else torch.zeros(3, dtype=torch.int32)
     [mean] = reduced(channel, "truncated", own, reduction=Reduction.AVERAGE)
     assert mean.tolist() == [int(-7 / n), int(7 / n), int(5 / n)], "toward zero"
@@ -114,7 +114,7 @@ def arithmetic(channel: Channel, rank: int, n: int) -> None:
     adaptive(channel, rank, n)
 
 
-def adaptive(channel: Channel, rank: int, n: int) -> None:
+def adaptive(channel: NamedChannel, rank: int, n: int) -> None:
     orthogonal = torch.zeros(2 * n + 3)
     orthogonal[rank] = 3.0
     parallel = full(2.0, 5)
@@ -128,7 +128,7 @@ def adaptive(channel: Channel, rank: int, n: int) -> None:
     assert torch.allclose(outs[1], parallel) and torch.allclose(outs[2], 2.0 * parallel)
 
 
-def movements(channel: Channel, rank: int, n: int) -> None:
+def movements(channel: NamedChannel, rank: int, n: int) -> None:
     for dtype in (*DTYPES, torch.bool):
         rows = (rank % 3) + (0 if rank == 1 else 1)
         own = torch.full((rows, 2), rank, dtype=dtype)
@@ -151,7 +151,7 @@ def movements(channel: Channel, rank: int, n: int) -> None:
     scattered(channel, rank, n)
 
 
-def to_all(channel: Channel, rank: int, n: int) -> None:
+def to_all(channel: NamedChannel, rank: int, n: int) -> None:
     own = torch.arange(2 * n).view(2 * n, 1) + 100 * rank
     handle = asked(channel, Kind.ALLTOALL, "even", own)
     expected = torch.cat([torch.arange(2 * rank, 2 * rank + 2).view(2, 1) + 100 * r for r in range(n)])
@@ -164,7 +164,7 @@ def to_all(channel: Channel, rank: int, n: int) -> None:
         assert torch.equal(out, torch.arange(n).repeat_interleave(times * rank).half())
 
 
-def scattered(channel: Channel, rank: int, n: int) -> None:
+def scattered(channel: NamedChannel, rank: int, n: int) -> None:
     for extra in range(n):
         own = torch.arange(2 * (2 * n + extra), dtype=torch.float32).view(-1, 2)
         [out] = asked(channel, Kind.REDUCESCATTER, f"rows.{extra}", own, reduction=Reduction.AVERAGE).wait()
@@ -176,7 +176,7 @@ def scattered(channel: Channel, rank: int, n: int) -> None:
     assert few.tolist() == [n] * (rank == 0) and none.shape == (0, 3)
 
 
-def empty_and_large(channel: Channel, rank: int, n: int) -> None:
+def empty_and_large(channel: NamedChannel, rank: int, n: int) -> None:
     handles = [
         reducing(channel, "empty", torch.zeros(0, 3)),
         asked(channel, Kind.BROADCAST, "empty", torch.zeros(0), root=0),
@@ -205,7 +205,7 @@ def over_nodes(rank: int, num_ranks: int, layout: str) -> None:
 
     dist.Backend.register_backend("nodes", create, extended_api=True, devices=["cpu"])
     group = dist.new_group(backend="nodes", timeout=datetime.timedelta(seconds=2.0))
-    engine = Engine(group, Settings())
+    engine = NamedEngine(group, Settings())
     if rank == 1:
         time.sleep(2.5)  # longer than the time-out: an idle peer is no error
     every_kind(engine)
@@ -221,7 +221,7 @@ def test_every_kind_over_several_nodes(layout: str) -> None:
     run_ranks(over_nodes, len(layout), layout)
 
 
-def in_any_order(engine: Engine, seed: int, steps: int) -> tuple[int, int]:
+def in_any_order(engine: NamedEngine, seed: int, steps: int) -> tuple[int, int]:
     """Mixed kinds in two channels, from two threads, in an order of each rank's own; some of it fails."""
     n, rank = engine.world.size, engine.world.rank
     assert rank is not None
@@ -256,7 +256,7 @@ def in_any_order(engine: Engine, seed: int, steps: int) -> tuple[int, int]:
     return engine.world.num_rounds, engine.world.num_full_rounds
 
 
-def _job(channel: Channel, i: int, step: int, what: int, rows: int) -> Callable[[], Callable[[], None]]:
+def _job(channel: NamedChannel, i: int, step: int, what: int, rows: int) -> Callable[[], Callable[[], None]]:
     """Submit; then wait and compare. What comes of it is the same for all seeds."""
     n, rank = channel.size, channel.rank
     assert rank is not None
@@ -302,7 +302,7 @@ def test_ranks_submit_in_any_order(num_ranks: int, capacity: int, name: str) -> 
     assert len(set(rounds)) == 1
 
 
-def refusals(engine: Engine) -> None:
+def refusals(engine: NamedEngine) -> None:
     channel = engine.world
     part = engine.add([0])
     if engine.world.rank == 1:
@@ -358,7 +358,7 @@ def test_what_cannot_work_is_refused_at_once() -> None:
     run_engines(refusals, 2)
 
 
-def joins(engine: Engine) -> list[int | None]:
+def joins(engine: NamedEngine) -> list[int | None]:
     channel, n = engine.world, engine.world.size
     rank = channel.rank
     assert rank is not None
@@ -396,7 +396,7 @@ def joins(engine: Engine) -> list[int | None]:
     return last
 
 
-def joins_of_a_part(engine: Engine) -> None:
+def joins_of_a_part(engine: NamedEngine) -> None:
     part = engine.add(range(1, engine.world.size) if engine.world.size > 1 else [0])
     if part.rank is not None:
         for step in range(part.rank + 1):
@@ -412,7 +412,7 @@ def test_ranks_with_fewer_steps_join(num_ranks: int, name: str) -> None:
     assert run_engines(joins, num_ranks, name=name) == [[num_ranks - 1] * 2] * num_ranks
 
 
-def shapes_change(engine: Engine) -> None:
+def shapes_change(engine: NamedEngine) -> None:
     channel = engine.world
     for size in (3, 3, 5, 5, 3):
         assert torch.equal(reduced(channel, "x", full(1.0, size))[0], full(channel.size, size))

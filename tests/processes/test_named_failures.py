@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from guozhuang.errors import MismatchError, UsageError
-from guozhuang.gradients.named import Channel, Engine, NegotiationError, Settings, control, stalls
+from guozhuang.gradients.named import NamedChannel, NamedEngine, NegotiationError, Settings, control, stalls
 from guozhuang.gradients.named import engine as engines
 from guozhuang.gradients.named.control import Carriers
 from guozhuang.gradients.named.execution import Executor
@@ -30,7 +30,7 @@ SLOW_ON_GLOO = pytest.mark.parametrize("name", ["shm", pytest.param("gloo", mark
 SOON_S = 6.0
 
 
-def fails(engine: Engine, pattern: str, *handles: object) -> float:
+def fails(engine: NamedEngine, pattern: str, *handles: object) -> float:
     """Every handle fails with that text, and so does what comes later; return how long the first one took."""
     began = time.monotonic()
     took = 0.0
@@ -46,7 +46,7 @@ def fails(engine: Engine, pattern: str, *handles: object) -> float:
 
 def killed(rank: int, n: int, where: str) -> float:
     assert dist.group.WORLD is not None
-    engine = Engine(dist.group.WORLD, Settings())
+    engine = NamedEngine(dist.group.WORLD, Settings())
     part = engine.add(range(n - 1))
     for i in range(3):
         reduced(engine.world, f"{i}", full(1.0))
@@ -117,14 +117,14 @@ def left_alone(rank: int, n: int) -> float:
         before = time.monotonic()
         if rank == 1:
             reducing(engine.world, "y", full(1.0))  # it waits in a round for the other one
-            stop = Channel.stop
+            stop = NamedChannel.stop
 
             def slow_stop(*args: Any) -> None:
                 stop(*args)
                 engine._store.set("stopped", "")
                 time.sleep(1.0)
 
-            Channel.stop = slow_stop  # type: ignore[assignment, method-assign]
+            NamedChannel.stop = slow_stop  # type: ignore[assignment, method-assign]
             engine.close()
             took = time.monotonic() - before
             engine.close()
@@ -164,7 +164,7 @@ def again_and_again(rank: int, n: int) -> None:
 
 def added_while_it_fails() -> None:
     assert dist.group.WORLD is not None
-    engine = Engine(dist.group.WORLD, Settings())
+    engine = NamedEngine(dist.group.WORLD, Settings())
     carriers = engines.Carriers
 
     def meanwhile(*args: Any) -> Carriers:
@@ -186,7 +186,7 @@ def test_engines_come_and_go_and_leave_nothing(name: str) -> None:
 
 def errs(rank: int, n: int) -> None:
     assert dist.group.WORLD is not None
-    engine = Engine(dist.group.WORLD, Settings())
+    engine = NamedEngine(dist.group.WORLD, Settings())
     reduced(engine.world, "x", full(1.0))
     if rank == 1:
 
@@ -260,7 +260,7 @@ def test_a_join_is_no_stall_as_long_as_others_go_on(tmp_path: Path) -> None:
 def stalls_for_ever(rank: int, n: int) -> None:
     stalls.StallWatch.__init__.__defaults__ = (0.1,)  # type: ignore[attr-defined]
     assert dist.group.WORLD is not None
-    engine = Engine(dist.group.WORLD, Settings(stall_check=False, stall_stop_s=0.7))
+    engine = NamedEngine(dist.group.WORLD, Settings(stall_check=False, stall_stop_s=0.7))
     reduced(engine.world, "x", full(1.0))
     if rank == 1:
         time.sleep(3.0)
@@ -277,7 +277,7 @@ def test_a_stall_ends_at_its_limit(name: str) -> None:
     run_shm_ranks(stalls_for_ever, 3, name=name)
 
 
-def waits_longer_than_the_time_out(engine: Engine) -> None:
+def waits_longer_than_the_time_out(engine: NamedEngine) -> None:
     if engine.world.rank == 1:
         time.sleep(3.0)
     assert reduced(engine.world, "x", full(1.0))[0].eq(2).all()
@@ -296,7 +296,7 @@ def one_cannot_begin(rank: int) -> None:
     assert dist.group.WORLD is not None
     tuner, engines._tuner = engines._tuner, of_rank_0
     with pytest.raises(UsageError if rank == 0 else MismatchError, match="no log can be written"):
-        Engine(dist.group.WORLD, Settings())
+        NamedEngine(dist.group.WORLD, Settings())
     engines._tuner = tuner
 
 
@@ -311,7 +311,7 @@ def ends_after_its_group(rank: int, n: int) -> float:
 
     control.Crossing = limited  # type: ignore[assignment, misc]
     with pytest.raises(MismatchError, match="cache_capacity = 1"):
-        Engine(dist.group.WORLD, Settings(cache_capacity=1 + rank))
+        NamedEngine(dist.group.WORLD, Settings(cache_capacity=1 + rank))
     one_cannot_begin(rank)
     with an_engine() as engine:
         reduced(engine.world, "x", full(1.0))
@@ -327,7 +327,7 @@ def test_an_engine_may_end_after_its_group(name: str) -> None:
     assert all(took < 3.0 for took in run_shm_ranks(ends_after_its_group, 2, name=name))
 
 
-def forks(engine: Engine) -> None:
+def forks(engine: NamedEngine) -> None:
     assert reduced(engine.world, "x", torch.ones(2))[0].eq(2).all()
     pending = reducing(engine.world, "later", torch.ones(2)) if engine.world.rank == 0 else None
     pid = os.fork()

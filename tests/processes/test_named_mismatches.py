@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from guozhuang.gradients.named import Channel, Engine, Kind, NegotiationError, Reduction, Submission
+from guozhuang.gradients.named import Kind, NamedChannel, NamedEngine, NegotiationError, Reduction, Submission
 from tests.processes.negotiating import asked, full, reduced, run_engines
 
 
@@ -54,7 +54,7 @@ def cases(num_ranks: int) -> list[tuple[Case, Kind]]:
     return found
 
 
-def mismatches(engine: Engine) -> None:
+def mismatches(engine: NamedEngine) -> None:
     channel, n = engine.world, engine.world.size
     last = channel.rank == n - 1
     for i, (each, last_kind) in enumerate(cases(n)):
@@ -77,7 +77,7 @@ def mismatches(engine: Engine) -> None:
         goes_on(channel)
 
 
-def goes_on(channel: Channel) -> None:
+def goes_on(channel: NamedChannel) -> None:
     n = channel.size
     assert torch.equal(reduced(channel, "after", full(channel.rank or 0))[0], full(n * (n - 1) / 2))
 
@@ -87,7 +87,7 @@ def test_ranks_that_differ_hear_of_it_and_go_on(num_ranks: int, name: str) -> No
     run_engines(mismatches, num_ranks, name=name)
 
 
-def in_a_part(engine: Engine) -> None:
+def in_a_part(engine: NamedEngine) -> None:
     part = engine.add([1, 2])
     if part.rank is not None:
         with pytest.raises(NegotiationError, match=r"rank 1 has shape \[1\], rank 2 has shape \[2\]"):

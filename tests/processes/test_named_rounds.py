@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from guozhuang.errors import UsageError
-from guozhuang.gradients.named import Engine, Kind, Knobs, Settings, Submission, collectives
+from guozhuang.gradients.named import Kind, Knobs, NamedEngine, Settings, Submission, collectives
 from guozhuang.gradients.named import engine as engines
 from guozhuang.gradients.named.control import Words
 from tests.processes.negotiating import an_engine, asked, full, in_place, reduced, reducing, run_engines, together
@@ -47,7 +47,7 @@ class Counted:
         self.num_least = self.num_exchanges = 0
 
 
-def steady_state(engine: Engine) -> None:
+def steady_state(engine: NamedEngine) -> None:
     channel, counted = engine.world, Counted()
     names = [f"layer.{i}" for i in range(8)]
     together(channel, "begin")
@@ -86,7 +86,7 @@ def test_a_steady_state_is_one_small_all_reduce_a_round_and_an_idle_one_is_nothi
     run_engines(steady_state, 2, name=name)
 
 
-def copied_or_not(engine: Engine) -> None:
+def copied_or_not(engine: NamedEngine) -> None:
     channel, counted = engine.world, Counted()
     rank = channel.rank or 0
     flat = channel.allocate(1000, torch.float32, torch.device("cpu"))
@@ -115,7 +115,7 @@ def test_neighbours_of_a_group_and_large_tensors_are_reduced_in_place(name: str)
     run_engines(copied_or_not, 2, name=name)
 
 
-def submitted_again(engine: Engine) -> None:
+def submitted_again(engine: NamedEngine) -> None:
     """The same submissions in every step: in place, packed, with new outputs, in two channels, with a rank that joined."""
     channel, part = engine.world, engine.add([0, 1])
     rank = channel.rank or 0
@@ -163,7 +163,7 @@ def test_a_submission_may_come_again_and_again(name: str) -> None:
     run_engines(submitted_again, 2, name=name)
 
 
-def limited_fusion(engine: Engine) -> list[int]:
+def limited_fusion(engine: NamedEngine) -> list[int]:
     channel, counted = engine.world, Counted()
     group = [reducing(channel, "group", full(1.0, 10), full(1.0, 20)), reducing(channel, "one", full(1.0, 5))]
     small = [reducing(channel, f"{i}", full(1.0, 100)) for i in range(4)]
@@ -225,7 +225,7 @@ def test_a_tuner_turns_the_knobs_of_all_ranks() -> None:
     run_shm_ranks(tuned, 2)
 
 
-def timeline(engine: Engine, folder: str) -> None:
+def timeline(engine: NamedEngine, folder: str) -> None:
     channel, path = engine.world, Path(folder) / f"{engine.world.rank}.json"
     reduced(channel, "before", full(1.0))
     engine.start_timeline(str(path), mark_cycles=True)

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from guozhuang.compat.horovod.common.process_sets import enter_global, leave_all
-from guozhuang.compat.horovod.common.state import State, set_state
+from guozhuang.compat.horovod.common.state import HorovodState, set_state
 from guozhuang.compat.horovod.common.variables import HorovodVariables
 from guozhuang.compat.horovod.torch.optimizer import DistributedOptimizer
 from guozhuang.gradients.buckets import in_process_memory
-from guozhuang.gradients.named import Engine, Kind, NegotiationError, Reduction, Submission
+from guozhuang.gradients.named import Kind, NamedEngine, NegotiationError, Reduction, Submission
 from guozhuang.world import World
 
 
@@ -91,8 +91,8 @@ class MirrorChannel:
 def mirror_world(size: int = 2, *, elastic: bool = False) -> Iterator[MirrorChannel]:
     channel = MirrorChannel(size)
     world = World(0, size, 0, size, 0, 1, torch.device("cpu"), "alone")
-    engine = cast(Engine, SimpleNamespace(world=channel))
-    here = State(
+    engine = cast(NamedEngine, SimpleNamespace(world=channel))
+    here = HorovodState(
         engine=engine,
         world=world,
         variables=replace(HorovodVariables(), elastic=elastic),

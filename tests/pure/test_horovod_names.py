@@ -21,7 +21,7 @@ from guozhuang.compat.horovod.torch import compression, functions, mpi_ops, obje
 from guozhuang.compat.horovod.torch.handles import HandleTable
 from guozhuang.errors import UsageError
 from guozhuang.gradients.named import Handle, Kind, NegotiationError, Settings, Submission
-from guozhuang.gradients.named.requests import Request
+from guozhuang.gradients.named.requests import NamedRequest
 
 NONE = "Compression.none"
 PROCESS_SET = "process_set=global_process_set"
@@ -358,7 +358,7 @@ def test_places_where_the_launcher_counts_otherwise():
 
 def ended_handle(outputs: list[torch.Tensor] | None) -> Handle:
     submission = Submission(Kind.ALLREDUCE, "x", tuple(outputs or ()))
-    handle = Handle(submission, Request(Kind.ALLREDUCE), lambda _: None)
+    handle = Handle(submission, NamedRequest(Kind.ALLREDUCE), lambda _: None)
     handle.outputs = outputs or ()
     handle.end(NegotiationError("the world was left") if outputs is None else None)
     return handle

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from guozhuang.compat.horovod.common.process_sets import ProcessSet
-from guozhuang.compat.horovod.common.state import Member, required
+from guozhuang.compat.horovod.common.state import SetMember, required
 from guozhuang.compat.horovod.torch.compression import Compression
 from guozhuang.compat.horovod.torch.mpi_ops import Adasum, Average, HorovodInternalError
 from guozhuang.gradients.named import Reduction, Submission
@@ -133,7 +133,7 @@ def test_a_rank_outside_of_the_process_set_steps_alone(channel: MirrorChannel) -
     with pytest.raises(ValueError, match="not registered"):
         distributed(net_of_three(), process_set=other)
     other.process_set_id = 7
-    required().sets[7] = Member(MirrorChannel(1), (1,), [])  # type: ignore[arg-type]
+    required().sets[7] = SetMember(MirrorChannel(1), (1,), [])  # type: ignore[arg-type]
     ours, theirs = net_of_three(), net_of_three()
     made = distributed(ours, process_set=other)
     assert_equal(train(ours, made), train(theirs, sgd(theirs)))

@@ -14,17 +14,17 @@ from torch import Tensor
 
 from guozhuang.errors import UsageError
 from guozhuang.gradients.named import Handle, Kind, NegotiationError, Reduction, Settings, Submission, execution
-from guozhuang.gradients.named.channel import AGE_S, BYTES, Channel, Pace, Surroundings
+from guozhuang.gradients.named.channel import AGE_S, BYTES, NamedChannel, Pace, Surroundings
 from guozhuang.gradients.named.execution import Executor, Scratch, batches
 from guozhuang.gradients.named.reductions import combine, scale
-from guozhuang.gradients.named.requests import Message, Request, Response, difference, request_of
+from guozhuang.gradients.named.requests import Message, NamedRequest, Response, difference, request_of
 from guozhuang.gradients.named.stalls import EngineStore, StallWatch
 from guozhuang.gradients.named.tracing import Tracing
 from tests.pure.test_serial import Stream
 
 
 def response(name: str, num: int, kind: Kind = Kind.ALLREDUCE, num_tensors: int = 1, **more: object) -> Response:
-    request = Request(kind, ((num,),) * num_tensors, (torch.float32,) * num_tensors)
+    request = NamedRequest(kind, ((num,),) * num_tensors, (torch.float32,) * num_tensors)
     return Response(name, {0: request._replace(**more)})  # type: ignore[arg-type]
 
 
@@ -177,7 +177,7 @@ def handle_of(hurry: object, *tensors: Tensor) -> Handle:
 
 def test_who_comes_to_wait_while_it_ends_is_not_counted() -> None:
     around = Surroundings(Settings(), Tracing(writes=False), *[lambda *_: None] * 3)  # type: ignore[arg-type]
-    channel = Channel(0, [0], None, None, around)
+    channel = NamedChannel(0, [0], None, None, around)
     handle = channel._under_way["x"] = handle_of(channel._hurry, torch.zeros(1))
     channel._pace.submitted(4, 0.0)
     end = handle.end
@@ -329,7 +329,7 @@ def test_a_batch_stands_between_what_was_launched_before_and_after(monkeypatch: 
     handles, batch = {}, []
     for name in ("a", "b"):
         submission = Submission(Kind.ALLREDUCE, name, (torch.ones(2),))
-        request = Request(Kind.ALLREDUCE, ((2,),), (torch.float32,), "cuda", prescale=2.0)
+        request = NamedRequest(Kind.ALLREDUCE, ((2,),), (torch.float32,), "cuda", prescale=2.0)
         ready: Any = trainer.record_event()
         handles[name] = Handle(submission, request, lambda handle: None, 0.0, ready)
         batch.append(Response(name, {0: request}))
@@ -361,12 +361,12 @@ def test_zeros_of_a_rank_that_joined_and_never_had_a_tensor(monkeypatch: pytest.
     group: Any = Alone()
     executor = Executor(group, group, 0, allocate, frozenset())
     executor.joined_on = 3
-    executor.carry_out([Response("x", {1: Request(Kind.ALLREDUCE, ((2,),), (torch.float32,), "cuda")})], {})
+    executor.carry_out([Response("x", {1: NamedRequest(Kind.ALLREDUCE, ((2,),), (torch.float32,), "cuda")})], {})
     assert made == [torch.device("cuda", 3)] == list(executor._streams)
 
 
 def test_a_tensor_on_an_accelerator_on_one_rank_only() -> None:
-    here = Request(Kind.ALLREDUCE, ((2,),), (torch.float32,), "cpu", prescale=2.0)
+    here = NamedRequest(Kind.ALLREDUCE, ((2,),), (torch.float32,), "cpu", prescale=2.0)
     found = difference("x", {0: here, 1: here._replace(device="cuda")}, [0, 1])
     assert found == "Mismatched devices (CPU/GPU): rank 0 has a tensor on cpu, rank 1 has a tensor on cuda (for 'x')"
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from guozhuang.gradients.named.requests import Message, Request
-from guozhuang.gradients.named.rounds import Outcome, Rounds
+from guozhuang.gradients.named.requests import Message, NamedRequest
+from guozhuang.gradients.named.rounds import RoundOutcome, Rounds
 from guozhuang.gradients.named.settings import Knobs
 from guozhuang.gradients.named.submission import Kind, Reduction
 
@@ -56,10 +56,10 @@ class World:
         self.ranks = [Rounds(SpokenWords(self.meeting, rank), rank, names, capacity) for rank in range(size)]
         self.pool = ThreadPoolExecutor(size)
 
-    def hold(self, *fresh: Sequence[tuple[str, Request]], **more: Sequence[object]) -> Outcome:
+    def hold(self, *fresh: Sequence[tuple[str, NamedRequest]], **more: Sequence[object]) -> RoundOutcome:
         """One round; the outcome, which is the same on all ranks."""
 
-        def take_part(rank: int) -> Outcome:
+        def take_part(rank: int) -> RoundOutcome:
             own = {key: value[rank] for key, value in more.items()}
             return self.ranks[rank].hold(fresh[rank], **own)  # type: ignore[arg-type]
 
@@ -85,11 +85,11 @@ def make() -> object:
 Make = Callable[..., World]
 
 
-def request(*shape: int, kind: Kind = Kind.ALLREDUCE, **more: object) -> Request:
-    return Request(kind, (shape,), (torch.float32,))._replace(**more)  # type: ignore[arg-type]
+def request(*shape: int, kind: Kind = Kind.ALLREDUCE, **more: object) -> NamedRequest:
+    return NamedRequest(kind, (shape,), (torch.float32,))._replace(**more)  # type: ignore[arg-type]
 
 
-def names(outcome: Outcome) -> list[str]:
+def names(outcome: RoundOutcome) -> list[str]:
     assert not [each.error for each in outcome.responses if each.error]
     return [each.name for each in outcome.responses]
 

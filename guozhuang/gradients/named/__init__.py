@@ -1,19 +1,19 @@
-"""Collectives that ranks submit in any order and that are matched by name: see ``Engine``."""
+"""Collectives that ranks submit in any order and that are matched by name: see ``NamedEngine``."""
 
-from .channel import Channel
-from .engine import Engine
+from .channel import NamedChannel
+from .engine import NamedEngine
 from .settings import Autotune, Knobs, Settings, Tuner
 from .submission import DTYPES, DuplicateNameError, Handle, Kind, NegotiationError, Reduction, Submission
 
 __all__ = [
     "DTYPES",
     "Autotune",
-    "Channel",
     "DuplicateNameError",
-    "Engine",
     "Handle",
     "Kind",
     "Knobs",
+    "NamedChannel",
+    "NamedEngine",
     "NegotiationError",
     "Reduction",
     "Settings",

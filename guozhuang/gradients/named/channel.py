@@ -31,7 +31,7 @@ from ...groups.allocation import zeros_for
 from .control import Carriers
 from .execution import Executor, batches
 from .requests import Response, request_of
-from .rounds import Outcome, Rounds
+from .rounds import RoundOutcome, Rounds
 from .settings import Knobs, Settings, Tuner
 from .submission import JOIN_NAME, DuplicateNameError, Handle, Kind, NegotiationError, Submission
 from .tracing import Tracing
@@ -127,13 +127,13 @@ class Surroundings:
     settings: Settings
     tracing: Tracing
     touch: Callable[[], object]
-    broke: Callable[[Channel, BaseException], object]
-    left: Callable[[Channel, str], object]
+    broke: Callable[[NamedChannel, BaseException], object]
+    left: Callable[[NamedChannel, str], object]
     tuner: Tuner | None = None
 
 
-class Channel:
-    """Ranks that negotiate with each other. An ``Engine`` makes it, on every rank of its group.
+class NamedChannel:
+    """Ranks that negotiate with each other. A ``NamedEngine`` makes it, on every rank of its group.
 
     Args:
         number: of the channel, the same on all ranks.
@@ -143,9 +143,7 @@ class Channel:
         around: what the engine gives.
 
     Attributes:
-        number: as above.
-        ranks: as above.
-        rank: this process in the channel; None: no member.
+        number, ranks: as above. rank: this process in the channel; None: no member.
         size: number of ranks.
         group: what carries the data; None where this process is no member, and after the end.
     """
@@ -358,7 +356,7 @@ class Channel:
             self._part(outcome.leaving, leaves)
         return not outcome.leaving
 
-    def _carry_out(self, outcome: Outcome, handles: Mapping[str, Handle]) -> None:
+    def _carry_out(self, outcome: RoundOutcome, handles: Mapping[str, Handle]) -> None:
         if outcome.knobs is not None:
             self._threshold_bytes = outcome.knobs.fusion_threshold_bytes
             self._pace.cycle_time_ms = outcome.knobs.cycle_time_ms
@@ -417,7 +415,6 @@ class Channel:
 
     def _trace_negotiated(self, responses: Sequence[Response], handles: Mapping[str, Handle]) -> None:
         now = time.monotonic()
-        for response in responses:
-            handle = handles.get(response.name)
-            since = now if handle is None else handle.since
-            self._around.tracing.negotiated(response.request.kind, [(response.name, since)], now)
+        for each in responses:
+            since = handles[each.name].since if each.name in handles else now
+            self._around.tracing.negotiated(each.request.kind, [(each.name, since)], now)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ...errors import PeerLost, UsageError, explain
 from ...groups.agreement import agree, store_of
 from ...groups.subgroups import timeout_s
-from .channel import Channel, Surroundings
+from .channel import NamedChannel, Surroundings
 from .collectives import CarrierError
 from .control import Carriers
 from .settings import Settings, Tuner
@@ -31,7 +31,7 @@ _LEAST_STOP_S: Final = 30 * 60.0
 _FIX: Final = "look at that rank's own error, or in the system's log if it was killed"
 
 
-class Engine:
+class NamedEngine:
     """Collectives that are matched by name. Every rank of the group must construct it.
 
     [Note: failing together] After a rank is lost no collective can end, in any channel. So the first thread that meets an error
@@ -61,7 +61,7 @@ class Engine:
         self._process = os.getpid()
         self._lock = threading.RLock()  # over failure, channels and closing
         self._closed = False
-        self._channels: list[Channel] = []
+        self._channels: list[NamedChannel] = []
         self._num_made = 0
         whole = store_of(group)
         turn = whole.add(f"guozhuang/negotiated/turns/{self._rank}", 1)
@@ -77,7 +77,7 @@ class Engine:
             self._words.close()
             raise
 
-    def add(self, ranks: Sequence[int], called: str = "channel") -> Channel:
+    def add(self, ranks: Sequence[int], called: str = "channel") -> NamedChannel:
         """Make a channel of some ranks. Every rank of the engine's group must call it, with the same ranks.
 
         Args:
@@ -99,7 +99,7 @@ class Engine:
         self._agree(f"the ranks of a new {called}", [f"ranks {wanted}"], fix)
         return self._make(wanted)
 
-    def remove(self, channel: Channel) -> None:
+    def remove(self, channel: NamedChannel) -> None:
         """End a channel. Every rank of the engine's group must call it; what is under way in it fails.
 
         Raises:
@@ -160,7 +160,7 @@ class Engine:
 
     # How channels begin and end.
 
-    def _begin(self, settings: Settings) -> Channel:
+    def _begin(self, settings: Settings) -> NamedChannel:
         tuner = refusal = None
         try:
             tuner = _tuner(settings, decides=self._rank == 0)
@@ -188,14 +188,14 @@ class Engine:
             self._stop(NegotiationError(lost))
             self._raise_failure()
 
-    def _make(self, members: Sequence[int], tuner: Tuner | None = None) -> Channel:
+    def _make(self, members: Sequence[int], tuner: Tuner | None = None) -> NamedChannel:
         number = self._num_made
         self._num_made += 1
         rank = list(members).index(self._rank) if self._rank in members else None
         store = dist.PrefixStore(f"channel/{number}", self._store)
         carriers = self._connect(members, store) if rank is not None else None
         around = Surroundings(self._settings, self._tracing, self._watch.touch, self._broke, self._left, tuner)
-        channel = Channel(number, members, rank, carriers, around)
+        channel = NamedChannel(number, members, rank, carriers, around)
         with self._lock:
             self._channels = [*self._channels, channel]
             stands_still = self.failure is not None or self._closed
@@ -217,7 +217,7 @@ class Engine:
             self._raise_failure()
             raise failure from error
 
-    def _end(self, channels: Sequence[Channel]) -> None:
+    def _end(self, channels: Sequence[NamedChannel]) -> None:
         """Leave channels, together with their other ranks if those come in time."""
         for channel in channels:
             channel.leave()
@@ -238,7 +238,7 @@ class Engine:
 
     # How it fails. See [Note: failing together].
 
-    def _broke(self, channel: Channel, error: BaseException) -> None:
+    def _broke(self, channel: NamedChannel, error: BaseException) -> None:
         with self._lock:
             if self._closed or channel not in self._channels:
                 return  # it was broken on purpose, and is about to be stopped
@@ -255,7 +255,7 @@ class Engine:
             text = explain(f"negotiated collectives cannot go on: {error}", rank=self._rank)
         self._fail(text, error)
 
-    def _left(self, channel: Channel, text: str) -> None:
+    def _left(self, channel: NamedChannel, text: str) -> None:
         """Without a rank the world is not whole; other channels end by themselves."""
         if channel is self.world:
             self._stop(NegotiationError(text))
@@ -280,7 +280,7 @@ class Engine:
             for channel in self._channels:
                 channel.stop(failure)
 
-    def _why(self, channel: Channel, error: BaseException) -> str:
+    def _why(self, channel: NamedChannel, error: BaseException) -> str:
         """Say what ended the engine, and name the lost rank where that can be found out."""
         if not isinstance(error, CarrierError):  # not what a lost peer leads to; see [Note: whose error]
             what = f"negotiated collectives ended after {type(error).__name__}: {error}"

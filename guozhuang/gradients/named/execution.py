@@ -25,7 +25,7 @@ from torch import Tensor
 from . import collectives
 from .movements import all_gather, all_to_all, broadcast, reduce_scatter
 from .reductions import adaptive_sum, combine, scale
-from .requests import Request, Response
+from .requests import NamedRequest, Response
 from .submission import Handle, Kind, Reduction, Submission
 
 # Larger ones go alone: packing pays only where a message costs more than copying its bytes.
@@ -226,7 +226,7 @@ class Executor:
             if together:
                 self._reduce(together, batch[0].request, device, group)
 
-    def _reduce(self, parts: Sequence[_Part], request: Request, device: torch.device, group: Any) -> None:
+    def _reduce(self, parts: Sequence[_Part], request: NamedRequest, device: torch.device, group: Any) -> None:
         """Reduce tensors of one dtype as one. See [Note: in place and packed]."""
         flat = _stretch(parts)
         if flat is not None:
@@ -248,7 +248,7 @@ class Executor:
         if taken:
             torch._foreach_copy_([each for each, _ in taken], [piece for _, piece in taken])
 
-    def _reduce_flat(self, flat: Tensor, parts: Sequence[_Part], request: Request, group: Any) -> None:
+    def _reduce_flat(self, flat: Tensor, parts: Sequence[_Part], request: NamedRequest, group: Any) -> None:
         if request.reduction == Reduction.ADASUM:
             scale(flat, request.prescale)
             adaptive_sum(flat, [part.num_elements for part in parts], group)

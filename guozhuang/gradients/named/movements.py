@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import collectives
 from .reductions import combine
-from .requests import Request
+from .requests import NamedRequest
 
 
 def all_gather(given: Tensor, rows: Sequence[int], group: dist.ProcessGroup) -> Tensor:
@@ -97,7 +97,7 @@ def all_to_all(
     return output, takes
 
 
-def reduce_scatter(given: Tensor, request: Request, rank: int, averages: bool, group: dist.ProcessGroup) -> Tensor:
+def reduce_scatter(given: Tensor, request: NamedRequest, rank: int, averages: bool, group: dist.ProcessGroup) -> Tensor:
     """Reduce a tensor of all ranks and return this rank's rows; the first ranks get one more where they do not divide.
 
     Args:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...exchange.adasum import factors
 from . import collectives
-from .requests import Request
+from .requests import NamedRequest
 from .submission import Reduction
 
 _NUM_COLUMNS: Final = 1 << 18  # of an adaptive sum, that are seen as float64 at a time
@@ -29,7 +29,7 @@ _OPS: Final = MappingProxyType(
 
 
 def combine(
-    given: Tensor, request: Request, size: int, averages: bool, collective: Callable[[Tensor, Any], Tensor]
+    given: Tensor, request: NamedRequest, size: int, averages: bool, collective: Callable[[Tensor, Any], Tensor]
 ) -> Tensor:
     """Reduce a tensor as a request wants it; return the result.
 

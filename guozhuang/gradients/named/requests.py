@@ -25,7 +25,7 @@ _NO_TENSORS: Final = (Kind.BARRIER, Kind.JOIN)
 _NEEDS_ROWS: Final = (Kind.ALLGATHER, Kind.REDUCESCATTER, Kind.ALLTOALL)
 
 
-class Request(NamedTuple):
+class NamedRequest(NamedTuple):
     """What one rank asks for under a name. Two are equal if nothing about them could change what is done.
 
     Attributes:
@@ -62,11 +62,11 @@ class Response(NamedTuple):
     """
 
     name: str
-    requests: Mapping[int, Request]
+    requests: Mapping[int, NamedRequest]
     error: str | None = None
 
     @property
-    def request(self) -> Request:
+    def request(self) -> NamedRequest:
         """The request of some rank: what must be equal is read from it."""
         return next(iter(self.requests.values()))
 
@@ -81,7 +81,7 @@ class Message:
         knobs: new settings (threshold in bytes, cycle in ms, cache), from rank 0.
     """
 
-    requests: Sequence[tuple[str, Request]] = ()
+    requests: Sequence[tuple[str, NamedRequest]] = ()
     leaves: bool = False
     knobs: tuple[int, float | None, bool] | None = None
 
@@ -118,8 +118,8 @@ def _request(
     postscale: float,
     root: Any,
     splits: Any,
-) -> Request:
-    return Request(
+) -> NamedRequest:
+    return NamedRequest(
         Kind(kind),
         tuple(tuple(shape) for shape in shapes),
         tuple(_DTYPE_OF[name] for name in dtypes),
@@ -135,7 +135,7 @@ def _request(
 # Made of a submission.
 
 
-def request_of(submission: Submission, size: int) -> Request:
+def request_of(submission: Submission, size: int) -> NamedRequest:
     """Return what other ranks must know of a submission.
 
     Args:
@@ -151,7 +151,7 @@ def request_of(submission: Submission, size: int) -> Request:
             _refuse(submission, f"a {kind.value} takes no tensors", len(tensors))
         if (kind is Kind.JOIN) != (submission.name == JOIN_NAME):
             _refuse(submission, f"a join, and no barrier, is called {JOIN_NAME!r}", submission.name)
-        return Request(kind)
+        return NamedRequest(kind)
     if not tensors:
         _refuse(submission, f"{kind.value} needs a tensor", 0)
     device = tensors[0].device
@@ -170,7 +170,7 @@ def request_of(submission: Submission, size: int) -> Request:
         splits = _splits(submission, size)
     elif submission.reduction not in (Reduction.SUM, Reduction.AVERAGE):
         _check_reduction(submission)
-    return Request(
+    return NamedRequest(
         kind,
         tuple([tuple(tensor.shape) for tensor in tensors]),
         tuple([tensor.dtype for tensor in tensors]),
@@ -237,7 +237,7 @@ def _refuse(submission: Submission, what: str, value: object, fix: str = "") -> 
 # Compared between ranks.
 
 
-def difference(name: str, requests: Mapping[int, Request], ranks: Sequence[int]) -> str | None:
+def difference(name: str, requests: Mapping[int, NamedRequest], ranks: Sequence[int]) -> str | None:
     """Say in what the requests differ, or why they cannot be done; None if nothing stands against them.
 
     Args:
@@ -266,7 +266,7 @@ def joined_difference(kind: Kind, name: str, joined: Collection[int], ranks: Seq
     return f"{kind.value.capitalize()} is not supported with Join at this time. {who} joined before {name!r}"
 
 
-_Aspect = tuple[str, Callable[[Request], object], Callable[[Request], str]]
+_Aspect = tuple[str, Callable[[NamedRequest], object], Callable[[NamedRequest], str]]
 
 
 def _aspects(kind: Kind, ranks: Sequence[int]) -> list[_Aspect]:
@@ -298,6 +298,6 @@ def _dtypes(dtypes: Sequence[torch.dtype]) -> str:
     return ", ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes)) or "no tensor"
 
 
-def _shapes(request: Request) -> str:
+def _shapes(request: NamedRequest) -> str:
     shapes = [list(shape) for shape in request.shapes]
     return f"shape {shapes[0]}" if len(shapes) == 1 else f"shapes {shapes}"

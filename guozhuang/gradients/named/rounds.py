@@ -29,15 +29,18 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .requests import Message, Request, Response, difference, joined_difference
+from .requests import Message, NamedRequest, Response, difference, joined_difference
 from .settings import Knobs
 from .submission import JOIN_NAME, Kind
+
+if TYPE_CHECKING:
+    from .control import Words
 
 _OUT_OF_DATE, _NOT_HERE, _READY = 0, 1, 2
 _ASKED, _QUIET = 1, 2  # in the last round of a join
@@ -108,20 +111,8 @@ class ResponseCache:
         return sorted(self._held)
 
 
-class Words(Protocol):
-    """What a round is held with; see ``control.Control``."""
-
-    def least(self, vector: Tensor) -> None:
-        """Make each byte the least of all ranks, in place."""
-        ...
-
-    def exchange(self, message: bytes) -> list[bytes]:
-        """Return the messages of all ranks."""
-        ...
-
-
 @dataclass
-class Outcome:
+class RoundOutcome:
     """What a round decided, equal on all ranks.
 
     Attributes:
@@ -156,13 +147,13 @@ class Rounds:
         self._words, self._rank, self._ranks, self._capacity = words, rank, ranks, cache_capacity
         self._cache = ResponseCache(cache_capacity)
         self._asked: dict[
-            str, dict[int, Request]
+            str, dict[int, NamedRequest]
         ] = {}  # names that not all ranks asked for, by rank; the same on every rank
-        self._counted: dict[int, tuple[str, Request]] = {}  # pending on this rank and in the cache, by slot
-        self._unsent: list[tuple[str, Request]] = []  # pending on this rank, and not in the table yet
+        self._counted: dict[int, tuple[str, NamedRequest]] = {}  # pending on this rank and in the cache, by slot
+        self._unsent: list[tuple[str, NamedRequest]] = []  # pending on this rank, and not in the table yet
         self._mine = np.full(64, _NOT_HERE, dtype=np.uint8)  # by slot
         self._seen: dict[str, None] = {}  # names that came and have no slot; the oldest first
-        self._joins: dict[int, Request] = {}
+        self._joins: dict[int, NamedRequest] = {}
         self.joined: list[int] = []
         self.num_rounds = self.num_full_rounds = 0
 
@@ -171,7 +162,9 @@ class Rounds:
         """Whether this rank has."""
         return self._rank in self.joined
 
-    def hold(self, fresh: Sequence[tuple[str, Request]], leaves: bool = False, knobs: Knobs | None = None) -> Outcome:
+    def hold(
+        self, fresh: Sequence[tuple[str, NamedRequest]], leaves: bool = False, knobs: Knobs | None = None
+    ) -> RoundOutcome:
         """Hold a round. Every rank of the channel must come.
 
         Args:
@@ -191,7 +184,7 @@ class Rounds:
             self._cache.evict(slot)
             self._forget(slot)
         ready = np.flatnonzero(told[1:] == (_ASKED if ends_join else _READY)).tolist()
-        outcome = Outcome([self._from_slot(slot) for slot in ready])
+        outcome = RoundOutcome([self._from_slot(slot) for slot in ready])
         if told[0] == 0:
             self._exchange(leaves, knobs, outcome)
         if ends_join:
@@ -201,7 +194,7 @@ class Rounds:
             self._joins.clear()
         return outcome
 
-    def _sort(self, fresh: Sequence[tuple[str, Request]]) -> list[int]:
+    def _sort(self, fresh: Sequence[tuple[str, NamedRequest]]) -> list[int]:
         """Find the slots that stand for new requests; return those that the new requests show to be out of date."""
         out_of_date = []
         for name, request in fresh:
@@ -247,7 +240,7 @@ class Rounds:
         if found is not None:
             self._unsent.append(found)
 
-    def _exchange(self, leaves: bool, knobs: Knobs | None, outcome: Outcome) -> None:
+    def _exchange(self, leaves: bool, knobs: Knobs | None, outcome: RoundOutcome) -> None:
         own = None if knobs is None else (knobs.fusion_threshold_bytes, knobs.cycle_time_ms, knobs.use_cache)
         message = Message(self._unsent, leaves, own)
         self._unsent = []
@@ -274,7 +267,7 @@ class Rounds:
         for name in complete:  # in the order in which each was first asked for
             outcome.responses.append(self._answer(name, self._asked.pop(name)))
 
-    def _answer(self, name: str, requests: dict[int, Request]) -> Response:
+    def _answer(self, name: str, requests: dict[int, NamedRequest]) -> Response:
         one = next(iter(requests.values()))
         error = difference(name, requests, self._ranks) or self._joined_error(name, one)
         response = Response(name, requests, error)
@@ -295,7 +288,7 @@ class Rounds:
         self._seen[name] = None
         return False
 
-    def _joined_error(self, name: str, request: Request) -> str | None:
+    def _joined_error(self, name: str, request: NamedRequest) -> str | None:
         if not self.joined:
             return None
         return joined_difference(request.kind, name, self.joined, self._ranks)

@@ -25,7 +25,7 @@ from .settings import Settings
 from .submission import JOIN_NAME, NegotiationError
 
 if TYPE_CHECKING:
-    from .channel import Channel
+    from .channel import NamedChannel
 
 _STORE_S: Final = 1.0  # for one answer of a store whose keeper may be what was lost
 _LOOK_S: Final = 0.02
@@ -155,7 +155,7 @@ class StallWatch:
         rank: int,
         settings: Settings,
         stop_s: float,
-        channels: Callable[[], Sequence[Channel]],
+        channels: Callable[[], Sequence[NamedChannel]],
         stop: Callable[[NegotiationError], object],
         tick_s: float = 1.0,
     ) -> None:

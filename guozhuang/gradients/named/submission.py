@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .requests import Request
+    from .requests import NamedRequest
 
 JOIN_NAME: Final = "join"  # of every submission of that kind
 DTYPES: Final = frozenset(
@@ -112,7 +112,7 @@ class Handle:
     def __init__(
         self,
         submission: Submission,
-        request: Request,
+        request: NamedRequest,
         hurry: Callable[[Handle], None],
         since: float = 0.0,
         ready: torch.Event | None = None,

@@ -15,7 +15,7 @@ from guozhuang.compat.horovod.common import elastic_variables
 from guozhuang.compat.horovod.common import variables as horovod_variables
 from guozhuang.compat.horovod.common.variables import HorovodVariables
 from guozhuang.errors import UsageError, explain
-from guozhuang.gradients.named import Engine, Kind, NegotiationError, Reduction, Settings, Submission
+from guozhuang.gradients.named import Kind, NamedEngine, NegotiationError, Reduction, Settings, Submission
 from guozhuang.groups import subgroups
 from guozhuang.world import World
 
@@ -30,7 +30,7 @@ from .process_sets import (
     ranks_of,
     register_all,
 )
-from .state import State, compare_worlds, place_of, required, set_state, state
+from .state import HorovodState, compare_worlds, place_of, required, set_state, state
 
 if TYPE_CHECKING:
     from guozhuang.compat.horovod.runner.elastic.worker import Membership
@@ -264,7 +264,7 @@ def _entered(
     membership: Membership | None,
     *,
     made_world: bool,
-) -> State:
+) -> HorovodState:
     """Start the engine among the ranks that ``comm`` chooses. Every process of the world must call."""
     group, made_group = dist.group.WORLD, None
     assert group is not None, "guozhuang.world.init made or found it"
@@ -291,7 +291,7 @@ def _entered(
         _end(made_group)
         raise
     place = place_of(rank, told)
-    here = State(
+    here = HorovodState(
         engine=engine,
         world=world,
         variables=variables,
@@ -312,7 +312,7 @@ def _entered(
     return here
 
 
-def _start_timeline(here: State, path: str) -> None:
+def _start_timeline(here: HorovodState, path: str) -> None:
     try:
         here.engine.start_timeline(path, bool(here.variables.timeline_mark_cycles))
     except OSError as error:
@@ -332,20 +332,20 @@ def _chosen(comm: Any, size: int) -> tuple[int, ...]:
     return chosen
 
 
-def _check_same(comm: Any, here: State) -> None:
+def _check_same(comm: Any, here: HorovodState) -> None:
     if comm is not None and _chosen(comm, here.world.size) != here.world_ranks:
         what = f"hvd.init was called before, for the ranks {list(here.world_ranks)}"
         raise ValueError(explain(what, value=comm, rank=here.rank, fix="call hvd.shutdown() first"))
 
 
-def _engine(group: dist.ProcessGroup, settings: Settings) -> Engine:
+def _engine(group: dist.ProcessGroup, settings: Settings) -> NamedEngine:
     try:
-        return Engine(group, settings)
+        return NamedEngine(group, settings)
     except NegotiationError as error:
         raise HorovodInternalError(str(error)) from error
 
 
-def _told(engine: Engine, world: World) -> list[tuple[int, int]]:
+def _told(engine: NamedEngine, world: World) -> list[tuple[int, int]]:
     """Return of every rank its node, and its place there by the launcher's word."""
     mine = torch.tensor([[world.node_rank, world.local_rank]])
     try:
@@ -355,7 +355,7 @@ def _told(engine: Engine, world: World) -> list[tuple[int, int]]:
     return [(node, place) for node, place in found.tolist()]
 
 
-def _is_current(here: State) -> bool:
+def _is_current(here: HorovodState) -> bool:
     """Whether the processes of a Horovod world are still connected: its world may have been left, or its groups destroyed."""
     return here.world is gz_world.current()
 

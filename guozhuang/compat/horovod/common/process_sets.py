@@ -15,7 +15,7 @@ from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.gradients.named import NegotiationError
 
 from .exceptions import HorovodInternalError
-from .state import Member, State, required
+from .state import HorovodState, SetMember, required
 
 _NOT_DYNAMIC = (
     "process sets can be added and removed after hvd.init() only where that was allowed before. "
@@ -119,7 +119,7 @@ class ProcessSet:
         member = self._member()
         return None if member is None else required().rank in member.ranks
 
-    def _member(self) -> Member | None:
+    def _member(self) -> SetMember | None:
         return None if self.process_set_id is None else required().sets.get(self.process_set_id)
 
     def __str__(self) -> str:
@@ -186,18 +186,18 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     return True
 
 
-def register(process_set: ProcessSet, ranks: tuple[int, ...], here: State) -> None:
+def register(process_set: ProcessSet, ranks: tuple[int, ...], here: HorovodState) -> None:
     """Make the channel of a process set and give it the next id. Every rank of the world must call."""
     try:
         channel = here.engine.add(ranks, called="process set")
     except (NegotiationError, WorldError) as error:
         raise HorovodInternalError(str(error)) from error
     number, here.next_set = here.next_set, here.next_set + 1
-    here.sets[number] = Member(channel, ranks, [process_set])
+    here.sets[number] = SetMember(channel, ranks, [process_set])
     process_set.process_set_id, process_set.ranks = number, list(ranks)
 
 
-def register_all(process_sets: Sequence[ProcessSet], here: State) -> None:
+def register_all(process_sets: Sequence[ProcessSet], here: HorovodState) -> None:
     """Register those that were given to ``hvd.init``. Every rank of the world must call with the same ones.
 
     Raises:
@@ -217,7 +217,7 @@ def register_all(process_sets: Sequence[ProcessSet], here: State) -> None:
         register(each, ranks, here)
 
 
-def find_again(process_sets: Sequence[ProcessSet], here: State) -> None:
+def find_again(process_sets: Sequence[ProcessSet], here: HorovodState) -> None:
     """Give process sets that come to a second ``hvd.init`` the ids that sets of their ranks have.
 
     Raises:
@@ -234,13 +234,13 @@ def find_again(process_sets: Sequence[ProcessSet], here: State) -> None:
             here.sets[number].objects.append(each)
 
 
-def enter_global(here: State) -> None:
+def enter_global(here: HorovodState) -> None:
     """Let the global process set stand for all ranks of a new world."""
     global_process_set.ranks = list(range(here.size))
-    here.sets[0] = Member(here.engine.world, tuple(range(here.size)))
+    here.sets[0] = SetMember(here.engine.world, tuple(range(here.size)))
 
 
-def leave_all(here: State) -> None:
+def leave_all(here: HorovodState) -> None:
     """Take their ids from all process sets but the global one, which exists in every world."""
     for member in here.sets.values():
         for each in member.objects:
@@ -248,7 +248,7 @@ def leave_all(here: State) -> None:
     global_process_set.ranks = []
 
 
-def ranks_in(process_set: ProcessSet, here: State) -> tuple[int, ...]:
+def ranks_in(process_set: ProcessSet, here: HorovodState) -> tuple[int, ...]:
     """Return the ranks of a process set, rising, as ranks of the Horovod world.
 
     Raises:
@@ -267,7 +267,7 @@ def ranks_in(process_set: ProcessSet, here: State) -> tuple[int, ...]:
     return tuple(sorted(checked(ranks or (), here.size, "a process set")))
 
 
-def member_of(process_set: ProcessSet) -> Member:
+def member_of(process_set: ProcessSet) -> SetMember:
     """Return what the engine knows of a process set that this process can use.
 
     Raises:
@@ -288,5 +288,5 @@ def member_of(process_set: ProcessSet) -> Member:
     return member
 
 
-def _id_of(ranks: tuple[int, ...], here: State) -> int | None:
+def _id_of(ranks: tuple[int, ...], here: HorovodState) -> int | None:
     return next((number for number, member in here.sets.items() if member.ranks == ranks), None)

@@ -22,14 +22,14 @@ import torch.distributed as dist
 
 from guozhuang.compat.horovod.common.variables import HorovodVariables
 from guozhuang.errors import WorldError, explain
-from guozhuang.gradients.named import Channel, Engine
+from guozhuang.gradients.named import NamedChannel, NamedEngine
 from guozhuang.groups.agreement import StepNotices
 from guozhuang.groups.subgroups import timeout_s
 from guozhuang.world import World
 
 
 @dataclass(eq=False)
-class Member:
+class SetMember:
     """A process set as the engine knows it.
 
     Attributes:
@@ -38,7 +38,7 @@ class Member:
         objects: the ``ProcessSet`` objects that hold its id.
     """
 
-    channel: Channel
+    channel: NamedChannel
     ranks: tuple[int, ...]
     objects: list[Any] = field(default_factory=list)
     _counts: dict[str, int] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class Member:
 
 
 @dataclass(eq=False)
-class State:
+class HorovodState:
     """What ``hvd.init()`` found and made.
 
     Attributes:
@@ -86,7 +86,7 @@ class State:
         next_set: the id of the next process set.
     """
 
-    engine: Engine
+    engine: NamedEngine
     world: World
     variables: HorovodVariables
     rank: int
@@ -99,25 +99,25 @@ class State:
     world_ranks: tuple[int, ...]
     made_world: bool
     dynamic: bool
-    sets: dict[int, Member]
+    sets: dict[int, SetMember]
     made_group: dist.ProcessGroup | None = None
     next_set: int = 1
 
 
 @dataclass
-class _Holder:
-    state: State | None = None
+class _Current:
+    state: HorovodState | None = None
 
 
-_current = _Holder()
+_current = _Current()
 
 
-def state() -> State | None:
+def state() -> HorovodState | None:
     """The world this process is in; None before ``hvd.init()`` and after ``hvd.shutdown()``."""
     return _current.state
 
 
-def required() -> State:
+def required() -> HorovodState:
     """As ``state()``.
 
     Raises:
@@ -128,7 +128,7 @@ def required() -> State:
     return _current.state
 
 
-def set_state(new: State | None) -> None:
+def set_state(new: HorovodState | None) -> None:
     """Enter a world, or leave it; ``basics`` calls this, nobody else."""
     _current.state = new
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from guozhuang.compat.horovod.common.exceptions import HorovodInternalError
 from guozhuang.compat.horovod.common.process_sets import ProcessSet, member_of
 from guozhuang.errors import explain
-from guozhuang.gradients.named import Channel, NegotiationError
+from guozhuang.gradients.named import NamedChannel, NegotiationError
 from guozhuang.gradients.passes import weakly
 
 
@@ -104,7 +104,7 @@ class BackwardPasses(ABC):
         self._num_left = 0  # units that were not completed by a gradient in this step
         self._asleep: list[Tensor] = []  # do not require a gradient so far
         self._hooks: list[Any] = []
-        self._channel: Channel | None = None
+        self._channel: NamedChannel | None = None
         self._forms: list[Any] = []  # dtype, device, shape and strides of each parameter when its gradient was laid out
         self._lock = threading.RLock()  # a model on several devices has a backward thread per device
         self._warned = False
@@ -294,13 +294,13 @@ class BackwardPasses(ABC):
 
     # ---- to be implemented ------------------------------------------------------------------------------------------------
 
-    def _begin(self, channel: Channel) -> None:  # noqa: B027 - there may be nothing to forget
+    def _begin(self, channel: NamedChannel) -> None:  # noqa: B027 - there may be nothing to forget
         """Forget the last layout: parameters have changed, or the channel, as after the world was left and entered."""
 
-    def _lay_out(self, some: Sequence[HookedParameter], channel: Channel) -> None:  # noqa: B027
+    def _lay_out(self, some: Sequence[HookedParameter], channel: NamedChannel) -> None:  # noqa: B027
         """Lay out the gradients of some parameters."""
 
-    def _opened(self, channel: Channel) -> None:  # noqa: B027
+    def _opened(self, channel: NamedChannel) -> None:  # noqa: B027
         """Do what has to be done at the beginning of a step."""
 
     def _closed(self) -> None:  # noqa: B027

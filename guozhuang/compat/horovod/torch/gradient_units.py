@@ -51,7 +51,7 @@ from guozhuang.gradients.buckets import (
     assign,
     gradient_dtype,
 )
-from guozhuang.gradients.named import Channel, Handle, Kind, NegotiationError, Reduction, Submission
+from guozhuang.gradients.named import Handle, Kind, NamedChannel, NegotiationError, Reduction, Submission
 from guozhuang.gradients.views import GradientViews
 
 from .backward_passes import BackwardPasses, HookedParameter, Pending, Unit, form_of
@@ -156,7 +156,7 @@ class GradientUnits(BackwardPasses):
     # ---- the layout ---------------------------------------------------------------------------------------------------
 
     @override
-    def _begin(self, channel: Channel) -> None:
+    def _begin(self, channel: NamedChannel) -> None:
         factor = self._options.predivide_factor
         if not self._is_elementwise:  # a compressor may make integers, whose mean is the engine's business
             self._prescale, self._postscale = 1.0 / factor, factor
@@ -170,7 +170,7 @@ class GradientUnits(BackwardPasses):
             self._num_left = len(self.units)
 
     @override
-    def _lay_out(self, some: Sequence[HookedParameter], channel: Channel) -> None:
+    def _lay_out(self, some: Sequence[HookedParameter], channel: NamedChannel) -> None:
         self._is_agreed = False
         parts, caps = [list(reversed(some))], _CAPS
         if self._is_grouped:
@@ -184,7 +184,7 @@ class GradientUnits(BackwardPasses):
                 self._places.update({one: (flat, i) for i, one in enumerate(members)})
 
     @override
-    def _opened(self, channel: Channel) -> None:
+    def _opened(self, channel: NamedChannel) -> None:
         if self._is_agreed or self._is_grouped or not self._is_elementwise or not self.hooked:
             return
         told = [
@@ -291,7 +291,7 @@ class GradientUnits(BackwardPasses):
 
     # ---- sparse gradients -------------------------------------------------------------------------------------------------
 
-    def _send_sparse(self, unit: Unit, channel: Channel) -> None:
+    def _send_sparse(self, unit: Unit, channel: NamedChannel) -> None:
         if len(unit.members) > 1 and not unit.is_bucket:
             name = next(one.name for one in unit.members if one.sparse_dims)
             what = f"parameter {name!r} has a sparse gradient, and a group travels as dense tensors"
