@@ -3,7 +3,6 @@
 import contextlib
 import datetime
 import gc
-import logging
 import os
 import threading
 import time
@@ -15,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from guozhuang.errors import UsageError
-from guozhuang.groups.shared_memory import SharedMemoryGroup, engine
-from guozhuang.groups.turns import Turns
+from guozhuang.groups.shared_memory import SharedMemoryGroup
 from tests.processes.shm_ranks import held, run_shm_ranks
 
 # Elements: nothing, one, not a multiple of anything, one shot, just more than one shot, several chunks.
@@ -491,23 +489,6 @@ def test_processes_and_threads(case) -> None:
     run_shm_ranks(case, 2)
 
 
-@pytest.mark.parametrize("inline", [False, True])
-def test_a_job_that_waits_for_itself_raises(inline: bool) -> None:
-    turns = Turns("guozhuang-test", 0)
-
-    def job() -> None:
-        with pytest.raises(UsageError, match="inside another"):
-            turns.later(lambda: None, [], "all_reduce").wait()
-        with pytest.raises(UsageError, match="inside another"):
-            turns.now(lambda: None, [], "barrier")
-
-    if inline:
-        turns.now(job, [], "outer")
-    else:
-        turns.later(job, [], "outer").wait(datetime.timedelta(seconds=10))
-    assert turns.close(RuntimeError("closed"), 5.0)
-
-
 def test_names_and_refusals() -> None:
     run_shm_ranks(names, 2)
 
@@ -515,27 +496,3 @@ def test_names_and_refusals() -> None:
 def test_a_group_of_one() -> None:
     run_shm_ranks(gathers_and_scatters, 1)
     run_shm_ranks(names, 1)
-
-
-def without_the_c_part(rank: int, n: int) -> None:
-    """Where the C part was built on some ranks only, all of them use gloo, and the log says so once."""
-    built = engine._engine
-    engine._engine = None if rank == 1 else built
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("guozhuang").addHandler(handler)
-    try:
-        group = dist.new_group(backend="shm")
-    finally:
-        engine._engine = built
-        logging.getLogger("guozhuang").removeHandler(handler)
-    assert built is not None and not isinstance(group, SharedMemoryGroup)
-    assert [("[1]" in text, "gloo" in text) for text in said] == ([(True, True)] if rank == 0 else [])
-    value = torch.ones(3)
-    dist.all_reduce(value, group=group)
-    assert value.tolist() == [n] * 3
-
-
-def test_ranks_without_the_c_part_use_gloo() -> None:
-    run_shm_ranks(without_the_c_part, 2, name="gloo")

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import datetime
 import gc
+import logging
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from guozhuang.groups.shared_memory import SharedMemoryGroup, engine
 from tests.processes.shm_ranks import held, run_shm_ranks
 
 
@@ -255,3 +257,27 @@ def test_stock_calls(case, num_ranks: int) -> None:
 def test_a_backend_for_each_device() -> None:
     """Without CUDA too: what is for CUDA is made when the first CUDA tensor comes."""
     run_shm_ranks(several_devices, 2, name="cpu:shm,cuda:nccl")
+
+
+def without_the_c_part(rank: int, n: int) -> None:
+    """Where the C part was built on some ranks only, all of them use gloo, and the log says so once."""
+    built = engine._engine
+    engine._engine = None if rank == 1 else built
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("guozhuang").addHandler(handler)
+    try:
+        group = dist.new_group(backend="shm")
+    finally:
+        engine._engine = built
+        logging.getLogger("guozhuang").removeHandler(handler)
+    assert built is not None and not isinstance(group, SharedMemoryGroup)
+    assert [("[1]" in text, "gloo" in text) for text in said] == ([(True, True)] if rank == 0 else [])
+    value = torch.ones(3)
+    dist.all_reduce(value, group=group)
+    assert value.tolist() == [n] * 3
+
+
+def test_ranks_without_the_c_part_use_gloo() -> None:
+    run_shm_ranks(without_the_c_part, 2, name="gloo")

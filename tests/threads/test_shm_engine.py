@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import datetime
 import mmap
 import os
 import random
@@ -18,6 +19,7 @@ from typing import TypeVar
 import pytest
 import torch
 
+from guozhuang.errors import UsageError
 from guozhuang.groups.shared_memory.engine import (
     ARRIVED_OFFSET,
     CONTROL_BYTES,
@@ -38,6 +40,7 @@ from guozhuang.groups.shared_memory.program import (
     Status,
     StreamKind,
 )
+from guozhuang.groups.turns import Turns
 
 T = TypeVar("T")
 
@@ -360,3 +363,20 @@ def test_more_ranks_than_cores_wake_each_other() -> None:
         outcomes = world.each(lambda _, e: [e.run(Program(num_rounds=num_barriers), None, b"", LIMIT_S, 1)])
         assert outcomes == [[OK]] * 8
         assert time.monotonic() - begin < num_barriers * 0.01
+
+
+@pytest.mark.parametrize("inline", [False, True])
+def test_a_job_that_waits_for_itself_raises(inline: bool) -> None:
+    turns = Turns("guozhuang-test", 0)
+
+    def job() -> None:
+        with pytest.raises(UsageError, match="inside another"):
+            turns.later(lambda: None, [], "all_reduce").wait()
+        with pytest.raises(UsageError, match="inside another"):
+            turns.now(lambda: None, [], "barrier")
+
+    if inline:
+        turns.now(job, [], "outer")
+    else:
+        turns.later(job, [], "outer").wait(datetime.timedelta(seconds=10))
+    assert turns.close(RuntimeError("closed"), 5.0)
