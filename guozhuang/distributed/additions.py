@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -13,11 +13,12 @@ from torch.nn.modules.module import (
 )
 
 from ..errors import UsageError, explain
-from ..gradients.passes import weakly
 
 
 class Additions:
     """Finds added parameters without looking at the module in each step: PyTorch tells whenever any module gets something.
+
+    Only what was registered counts: ``torch.func.functional_call`` puts other tensors in the place of parameters for a while.
 
     Args:
         known: the parameters that the wrapper averages, by name.
@@ -25,32 +26,45 @@ class Additions:
 
     def __init__(self, known: Sequence[tuple[str, nn.Parameter]]) -> None:
         self._known = [p for _, p in known]
-        self._may_be_more = False
-        self._frozen: list[tuple[str, nn.Parameter]] = []  # added, and not trained so far
-        hook = weakly(self._note)
+        self._changed: weakref.WeakSet[nn.Module] = (
+            weakref.WeakSet()
+        )  # were given a parameter or a part; not ours alone
+        self._added: list[tuple[str, nn.Parameter]] = []
+        changed = weakref.ref(self._changed)
+
+        def note(owner: nn.Module, name: str, value: Any) -> None:
+            if (modules := changed()) is not None:
+                modules.add(owner)
+
         for register in (register_module_parameter_registration_hook, register_module_module_registration_hook):
-            weakref.finalize(self, register(hook).remove)
+            weakref.finalize(self, register(note).remove)
 
-    def _note(self, *_: Any) -> None:
-        self._may_be_more = True
-
-    def refuse(self, parameters: Callable[[], Sequence[tuple[str, nn.Parameter]]], rank: int) -> None:
+    def refuse(self, module: nn.Module, ignored: frozenset[str], rank: int) -> None:
         """Raise if there are trained parameters that are not averaged.
 
         Args:
-            parameters: returns those that the module has now, by name.
+            module: the bare module.
+            ignored: names that are left alone.
             rank: of this process, for the error.
 
         Raises:
             UsageError: there are; the text names them.
         """
-        if self._may_be_more:
-            known = {id(p) for p in self._known}
-            self._frozen = [(name, p) for name, p in parameters() if id(p) not in known]
-            self._may_be_more = False
-        added = [name for name, p in self._frozen if p.requires_grad]
-        if added:
-            shown = ", ".join(added[:5]) + (f" and {len(added) - 5} more" if len(added) > 5 else "")
+        if self._changed:
+            parts = set(module.modules())
+            given = {id(p) for part in self._changed if part in parts for p in part.parameters()}
+            given -= {id(p) for p in self._known} | {id(p) for _, p in self._added}
+            self._changed.clear()
+            self._added += [
+                (name, p) for name, p in module.named_parameters() if id(p) in given and name not in ignored
+            ]
+        trained = [name for name, p in self._added if p.requires_grad]
+        if trained:
+            held = {id(p) for p in module.parameters()}  # some may be gone again
+            self._added = [(name, p) for name, p in self._added if id(p) in held]
+            trained = [name for name, p in self._added if p.requires_grad]
+        if trained:
+            shown = ", ".join(trained[:5]) + (f" and {len(trained) - 5} more" if len(trained) > 5 else "")
             what = "parameters were added to the module after it was wrapped; their gradients would not be averaged"
             fix = "add them first and wrap then (wrap the module anew), or switch their requires_grad off"
             raise UsageError(explain(what, value=shown, rank=rank, fix=fix))

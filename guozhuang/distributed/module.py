@@ -185,9 +185,11 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
     def _connect(self) -> None:
         """Make what holds communication state: the reducer, the delayed gradients."""
         self._reducer: Reducer | None = None
-        named = self._averaged_parameters()
-        self._needs_reducer = any(p.requires_grad for _, p in named)
-        self._additions = Additions(named)
+        ignored = self.ignored
+        self._averaged = [(name, p) for name, p in self.module.named_parameters() if name not in ignored]
+        self._sparse = sparse_names(self.module)
+        self._needs_reducer = any(p.requires_grad for _, p in self._averaged)
+        self._additions = Additions(self._averaged)
 
     @property
     def reducer(self) -> Reducer | None:
@@ -196,7 +198,7 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
         None where gradients stay local: everything was frozen at construction, or a weight exchange needs none.
         """
         if self._reducer is None and self._needs_reducer:
-            named = self._averaged_parameters()
+            named = self._averaged
             options = Options(
                 find_unused=self.find_unused_parameters,
                 static_graph=self.static_graph,
@@ -207,8 +209,7 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
                 delayed=frozenset(self._delayed_names),
                 trigger=next((name for name, p in named if p is self._trigger[0]), None),
             )
-            sparse = sparse_names(self.module)
-            self._reducer = Reducer(named, sparse, self.process_group, self.exchange, self._caps, options)
+            self._reducer = Reducer(named, self._sparse, self.process_group, self.exchange, self._caps, options)
         return self._reducer
 
     def leave_gradients_local(self) -> None:
@@ -216,10 +217,6 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
         if self._reducer is not None:
             self._reducer.close()
         self._reducer, self._needs_reducer = None, False
-
-    def _averaged_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        ignored = self.ignored
-        return [(name, p) for name, p in self.module.named_parameters() if name not in ignored]
 
     def __getstate__(self) -> dict[str, Any]:
         if not dist.is_initialized() or self.process_group is not dist.group.WORLD:
@@ -231,7 +228,7 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
             )
         if self.around is not None:
             raise RuntimeError(explain("a weight exchange in use cannot be pickled", fix="pickle the module's .module"))
-        left_out = {"process_group", "_reducer", "_additions"}
+        left_out = {"process_group", "_reducer", "_averaged", "_additions"}
         return {key: value for key, value in self.__dict__.items() if key not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -267,7 +264,7 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if torch.is_grad_enabled():
-            self._additions.refuse(self._averaged_parameters, self.process_group.rank())
+            self._additions.refuse(self.module, self.ignored, self.process_group.rank())
         if torch.is_grad_enabled() and self.around is not None:
             self.around.note_forward(self.require_backward_grad_sync)
         if torch.is_grad_enabled() and self.reducer is not None:

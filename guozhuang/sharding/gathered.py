@@ -14,17 +14,20 @@ A parameter without a gradient holds its bucket back until the end of the backwa
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import UsageError, explain
+from ..exchange.base import GradientExchange, Work
 from ..gradients.views import HandedOut
 from ..groups.allocation import zeros_for
 from ..world.versions import all_gather_single, reduce_scatter_single
 from .arriving import Gathering, can_wait_in_readers, reads_past_python
 from .carrier import Arrival, check_gradient, check_nothing_came
+from .exchanged import ExchangedMeans
 from .parts import Block, Layout, in_flat
 
 #: For how many steps buckets stay until the step, after gradients were changed that had left already.
@@ -58,6 +61,10 @@ class GatheredCarrier:
         layout: of the parameters.
         group: the ranks.
         overlap_gather: let new weights arrive while the program goes on; whoever reads one waits (:mod:`.arriving`).
+        exchange: what averages gradients, at the step; None: a reduce-scatter, which may begin while backward runs.
+
+    Attributes:
+        exchanged: the buckets of ``exchange``, if one is given.
     """
 
     def __init__(
@@ -68,6 +75,7 @@ class GatheredCarrier:
         layout: Layout,
         group: dist.ProcessGroup,
         overlap_gather: bool = True,
+        exchange: GradientExchange[Any] | None = None,
     ) -> None:
         self.layout, self.parameters, self.group = layout, parameters, group
         self._model, self._names, self._overlap_gather = model, names, overlap_gather
@@ -87,6 +95,10 @@ class GatheredCarrier:
             self._views.append(in_flat(self._gradients[bucket], offset, parameter))
             self._place(i)
         self._handed = HandedOut(self._views)
+        self.exchanged: ExchangedMeans | None = None
+        if exchange is not None:
+            self.exchanged = ExchangedMeans(exchange, layout, names, parameters, self._views, group)
+            self._may_leave_early = False  # what an exchange keeps of a bucket must not count twice
         self._separate: frozenset[int] = frozenset()
         self._make_blocks()
         self._gatherings: list[Gathering] = []
@@ -128,6 +140,8 @@ class GatheredCarrier:
         self._take_up_moved()
         left_early = self._next > 0
         self._launch_rest()
+        if self.exchanged is not None:
+            self.exchanged.step += 1
         used = self._agree(left_early)
         self._unused = frozenset(i for i, is_used in enumerate(used) if not is_used)
         if self._unused - self._separate:
@@ -141,9 +155,12 @@ class GatheredCarrier:
         work = self._works[bucket]
         assert work is not None
         work.wait()
-        if bucket in self._again:
-            reduce_scatter_single(self._means[bucket], self._gradients[bucket], group=self.group)
-        self._means[bucket].mul_(1.0 / self._size)
+        if self.exchanged is not None:
+            self.exchanged.write_part(bucket, self._means[bucket])
+        else:
+            if bucket in self._again:
+                reduce_scatter_single(self._means[bucket], self._gradients[bucket], group=self.group)
+            self._means[bucket].mul_(1.0 / self._size)
         for block, weight, mean, held in zip(self.blocks, self.weights, self._block_means, self._held, strict=True):
             if block.bucket == bucket:
                 weight.grad = None if held <= self._unused else mean
@@ -246,10 +263,13 @@ class GatheredCarrier:
 
     def _launch(self, bucket: int) -> None:
         assert bucket == self._next
-        self._sums[bucket] = _bit_sum(self._gradients[bucket])
-        self._works[bucket] = reduce_scatter_single(
-            self._means[bucket], self._gradients[bucket], group=self.group, async_op=True
-        )
+        if self.exchanged is not None:
+            self._works[bucket] = self.exchanged.start(bucket)
+        else:
+            self._sums[bucket] = _bit_sum(self._gradients[bucket])
+            self._works[bucket] = reduce_scatter_single(
+                self._means[bucket], self._gradients[bucket], group=self.group, async_op=True
+            )
         self._next += 1
 
     def _launch_rest(self) -> None:
@@ -294,7 +314,7 @@ class GatheredCarrier:
         self._start_over()
 
     def _start_over(self) -> None:
-        self._works: list[dist.Work | None] = [None] * len(self.layout.buckets)
+        self._works: list[Work | None] = [None] * len(self.layout.buckets)
         self._next = 0
         self._num_missing = [len(b.parameters) for b in self.layout.buckets]
         self._versions: list[int | None] = [None] * len(self.parameters)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -244,6 +244,31 @@ class ShardedOptimizer(Optimizer):
         self._kinds_checked = False
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def exchange_state_dict(self) -> dict[str, Any]:
+        """Return what an exchange given to ``shard`` needs to go on exactly from a checkpoint; empty without one.
+
+        Every rank must call; each saves its own.
+        """
+        exchanged = getattr(self.carrier, "exchanged", None)
+        return {} if exchanged is None else exchanged.state_dict()
+
+    def load_exchange_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on where :meth:`exchange_state_dict` was called on this rank. Every rank must call.
+
+        Raises:
+            UsageError: it was saved with another exchange, or for other parameters.
+        """
+        exchanged = getattr(self.carrier, "exchanged", None)
+        if (exchanged is None) != (not saved):
+            what = (
+                "the checkpoint was saved " + ("with" if exchanged is None else "without") + " an exchange of gradients"
+            )
+            raise UsageError(
+                explain(what, rank=self.group.rank(), fix="give shard() the exchange that it was saved with")
+            )
+        if exchanged is not None:
+            exchanged.load_state_dict(saved)
 
     # ---- the two views -----------------------------------------------------------------------------------------------------
 

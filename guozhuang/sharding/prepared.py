@@ -13,6 +13,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from ..errors import UsageError, explain
+from ..exchange.base import GradientExchange
 from ..sync_batch_norm import use_on_cpu
 from ..weights.equal_start import broadcast_tensors, describe, sparse_names, state_of, verify_equal_layout
 from .carrier import Carrier, arrival_of
@@ -30,6 +31,7 @@ def shard(
     *,
     share_weights: bool = True,
     overlap_gather: bool = True,
+    exchange: GradientExchange[Any] | None = None,
 ) -> tuple[nn.Module, ShardedOptimizer]:
     """Let each rank of a group step its part of the weights with the user's own optimizer. Every rank must call it.
 
@@ -43,13 +45,15 @@ def shard(
         share_weights: False: each rank keeps all weights also where they could exist once.
         overlap_gather: let new weights travel on while the program goes on; who reads one waits for it
             (:mod:`guozhuang.sharding.arriving`). Of no meaning in shared memory.
+        exchange: averages gradients in place of an exact sum, for example ``Compressed(MinMax8())``; equal on all ranks. Each
+            rank then keeps all weights, and gradients leave at the step.
 
     Returns:
         The model itself (with SyncBatchNorm parts that work on CPU), and the optimizer to step in place of the user's.
 
     Raises:
-        UsageError: the optimizer does not act element by element, parameters that cannot be divided (complex, sparse
-            gradients, several devices), or parameters that are divided already.
+        UsageError: ``exchange`` is no exchange of gradients, the optimizer does not act element by element, parameters that
+            cannot be divided (complex, sparse gradients, several devices), or parameters that are divided already.
         MismatchError: ranks hold different models or optimizers.
     """
     group = dist.group.WORLD if group is None else group
@@ -58,6 +62,9 @@ def shard(
     if isinstance(optimizer, ShardedOptimizer):
         what = "the model and its optimizer are prepared already"
         raise UsageError(explain(what, value=type(optimizer).__name__, fix="hand over the user's own optimizer, once"))
+    if exchange is not None and not isinstance(exchange, GradientExchange):
+        fix = "give an object such as Compressed(MinMax8()); exchanges of weights do not go together with sharded"
+        raise UsageError(explain("exchange takes a GradientExchange", value=exchange, fix=fix))
     check_elementwise(optimizer)
     _check_parameters(model, optimizer)
     warn_of_forgotten(model, optimizer)
@@ -68,12 +75,17 @@ def shard(
     ranks = group
 
     def make_carrier(names: Sequence[str], parameters: Sequence[nn.Parameter], layout: Layout) -> Carrier:
-        if share_weights and sys.platform == "linux" and all(p.device.type == "cpu" for p in parameters):
+        if (
+            share_weights
+            and exchange is None
+            and sys.platform == "linux"
+            and all(p.device.type == "cpu" for p in parameters)
+        ):
             from .shared import SharedCarrier, can_share
 
             if can_share(ranks, parameters):
                 return SharedCarrier(model, names, parameters, layout, ranks)
-        return GatheredCarrier(model, names, parameters, layout, ranks, overlap_gather)
+        return GatheredCarrier(model, names, parameters, layout, ranks, overlap_gather, exchange)
 
     return model, ShardedOptimizer(model, optimizer, group, make_carrier)
 

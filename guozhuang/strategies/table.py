@@ -138,8 +138,17 @@ _TABLE: dict[str, Strategy] = {
             exact=True,
             trains=True,
             one_process=False,
-            prepare=ways.sharded,
+            prepare=ways.Sharded(),
             source=papers.RAJBHANDARI_2020,
+        ),
+        Strategy(
+            "sharded-quantize8",
+            "sharded, with gradients averaged in 8 bits as under quantize8",
+            exact=False,
+            trains=True,
+            one_process=False,
+            prepare=ways.Sharded(_QUANTIZE8),
+            source=f"{papers.RAJBHANDARI_2020}; {papers.GAN_2021}",
         ),
         Strategy(
             "sharded-gradients",

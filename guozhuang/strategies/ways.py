@@ -202,11 +202,21 @@ def torch_ddp(model: nn.Module, optimizer: Optimizer, setup: Setup) -> tuple[nn.
     return wrapped, optimizer
 
 
-def sharded(model: nn.Module, optimizer: Optimizer, setup: Setup) -> tuple[nn.Module, Optimizer]:
-    """Divide the optimizer's work, and its state, between the ranks."""
-    from guozhuang.sharding import shard
+@dataclass(frozen=True)
+class Sharded:
+    """Divides the optimizer's work, and its state, between the ranks.
 
-    return shard(model, optimizer)
+    Attributes:
+        exchange: makes the exchange that averages gradients; None for an exact sum.
+    """
+
+    exchange: Lazy | None = None
+
+    def __call__(self, model: nn.Module, optimizer: Optimizer, setup: Setup) -> tuple[nn.Module, Optimizer]:
+        """Prepare a model."""
+        from guozhuang.sharding import shard
+
+        return shard(model, optimizer, exchange=None if self.exchange is None else self.exchange())
 
 
 def sharded_gradients(model: nn.Module, optimizer: Optimizer, setup: Setup) -> tuple[nn.Module, Optimizer]:

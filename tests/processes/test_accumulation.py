@@ -277,6 +277,8 @@ def case_parameters_added_after_wrapping_are_found(rank, world_size):
     local_loss(ddp, rank, 3).backward()
     mean_loss(check, world_size, 3).backward()
     assert_same_grads(ddp, check)
+    other = mlp()  # registrations of other modules, and other parameters for one call, are no additions
+    torch.func.functional_call(ddp, {f"module.{n}": p for n, p in other.named_parameters()}, (batch(rank),))
 
 
 def case_two_forwards_one_backward(rank, world_size):

@@ -19,6 +19,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
 
 from guozhuang.errors import UsageError
+from guozhuang.exchange.allreduce import AllReduce
+from guozhuang.exchange.codecs.dithering import Dithering
+from guozhuang.exchange.codecs.quantize8 import MinMax8
+from guozhuang.exchange.compressed import Compressed
+from guozhuang.exchange.local_sgd import LocalSGD
 from guozhuang.sharding import ShardedOptimizer, clip_grad_norm_, shard
 from tests.processes.cases import (
     assert_equal_across_ranks,
@@ -119,6 +124,35 @@ def case_gradients_are_given_other_memory(rank: int, world_size: int) -> None:
             halve_in_other_memory(model)
         both.update(set_to_none=step % 3 == 0)
         both.check()
+
+
+def case_exchanges_of_gradients_average_what_a_rank_updates(rank: int, world_size: int) -> None:
+    """An exact one equals one process, a code is off by its error, and feedback goes on from a checkpoint."""
+    both = Both(momentum, exchange=AllReduce())
+    for step in range(STEPS):
+        both.step(step)
+        both.check()
+    both = Both(momentum, exchange=Compressed(MinMax8()))
+    for step in range(STEPS):
+        both.step(step)
+    both.check(atol=0.02)
+    assert any(not torch.equal(p, q) for p, q in zip(both.model.parameters(), both.twin.parameters(), strict=True))
+    first, again = (Both(momentum, exchange=Compressed(Dithering(bits=4), error_feedback=True)) for _ in range(2))
+    for step in range(3):
+        first.step(step)
+    again.model.load_state_dict(copy.deepcopy(first.model.state_dict()))
+    again.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
+    feedback = copy.deepcopy(first.optimizer.exchange_state_dict())
+    again.optimizer.load_exchange_state_dict(feedback)
+    for step in range(3, 5):
+        for each in (first, again):
+            each.step(step)
+    for p, q in zip(first.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(p, q)
+    with pytest.raises(UsageError, match="saved with an exchange"):
+        Both().optimizer.load_exchange_state_dict(feedback)
+    with pytest.raises(UsageError, match="takes a GradientExchange"):
+        Both(exchange=LocalSGD(2))
 
 
 def case_every_optimizer_equals_one_process(rank: int, world_size: int) -> None:
