@@ -20,8 +20,8 @@ from .carrier import Carrier, arrival_of
 from .elementwise import check_elementwise
 from .gathered import GatheredCarrier
 from .optimizer import ShardedOptimizer, warn_of_forgotten
-from .output_hooks import NoHook
 from .parts import Layout
+from .shared.output_hooks import NoHook
 
 
 def shard(
@@ -81,7 +81,7 @@ def shard(
             and sys.platform == "linux"
             and all(p.device.type == "cpu" for p in parameters)
         ):
-            from .shared import SharedCarrier, can_share
+            from .shared.carrier import SharedCarrier, can_share
 
             if can_share(ranks, parameters):
                 return SharedCarrier(model, names, parameters, layout, ranks)

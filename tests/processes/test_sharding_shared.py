@@ -24,10 +24,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from guozhuang.errors import MismatchError, PeerLost, UsageError
-from guozhuang.sharding import clip_grad_norm_, linear_gradients, shard
+from guozhuang.sharding import clip_grad_norm_, shard
 from guozhuang.sharding.carrier import arrival_of
-from guozhuang.sharding.linear_gradients import PlacingHook, _Product
-from guozhuang.sharding.shared import SharedCarrier
+from guozhuang.sharding.shared import linear_gradients
+from guozhuang.sharding.shared.carrier import SharedCarrier
+from guozhuang.sharding.shared.linear_gradients import PlacingHook, _Product
 from tests.processes.cases import (
     assert_equal_across_ranks,
     batch,
@@ -578,7 +579,7 @@ def case_accumulation_clipping_and_kept_graphs(rank: int, world_size: int) -> No
 
 
 def case_stretches_are_as_one(rank: int, world_size: int) -> None:
-    import guozhuang.sharding.shared as shared
+    import guozhuang.sharding.shared.carrier as shared
 
     whole, shared.STRETCH_BYTES = shared.STRETCH_BYTES, 4096
     try:

@@ -1,6 +1,6 @@
 """Ranks of one node: the weights exist once, gradients are read where they lie, and nothing is gathered.
 
-A step is two meetings (see [Note: one copy of the weights] in shared_weights.py). Between them each rank sums its
+A step is two meetings (see [Note: one copy of the weights] in weights.py). Between them each rank sums its
 part of all ranks' gradients and steps it, a stretch at a time, so that the sum is still in the cache when the
 optimizer reads it.
 """
@@ -15,16 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import MismatchError, explain, rank_table
-from ..groups.shared_memory import SharedMemoryGroup
-from ..groups.shared_memory.program import DTYPE_OF
-from ..groups.shared_memory.segments import SharedSegments
-from .carrier import Arrival, check_nothing_came
+from ...errors import MismatchError, explain, rank_table
+from ...groups.shared_memory import SharedMemoryGroup
+from ...groups.shared_memory.program import DTYPE_OF
+from ...groups.shared_memory.segments import SharedSegments
+from ..carrier import Arrival, check_nothing_came
+from ..parts import Block, Layout
 from .embedding_rows import LendingHook, embeddings_of
+from .gradients import Run, SharedGradients
 from .linear_gradients import PlacingHook, linear_layers_of
-from .parts import Block, Layout
-from .shared_gradients import Run, SharedGradients
-from .shared_weights import Places, SharedWeights
+from .weights import Places, SharedWeights
 
 #: How much is summed before it is stepped. Larger stretches leave the cache, smaller ones cost more calls of the optimizer.
 STRETCH_BYTES: Final = 4 << 20

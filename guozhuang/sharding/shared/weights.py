@@ -37,9 +37,9 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from ..errors import UsageError, explain
-from ..groups.shared_memory.segments import PrivateView, Segment, SharedSegments
-from .parts import Layout, dense_stride
+from ...errors import UsageError, explain
+from ...groups.shared_memory.segments import PrivateView, Segment, SharedSegments
+from ..parts import Layout, dense_stride
 
 ALIGN_BYTES: Final = 1 << 16  # every bucket begins at a page, also where pages are large
 _FULL_LOOKS: Final = 3  # steps in which all pages are looked at; the habits of a program show in the first ones

@@ -12,7 +12,7 @@ shared buffer (linear_gradients.py). The others go to the buffer in one of three
    which shows what is mostly zeros. Ranks may differ in it. Nothing is assumed of the gradient before the step, so it does
    not matter how or when it was changed.
 A gradient may be read by peers from the first meeting of a step to the second ([Note: one copy of the weights] in
-shared_weights.py); nothing writes to the buffer then.
+weights.py); nothing writes to the buffer then.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..gradients.views import HandedOut
-from ..groups.shared_memory.program import DTYPE_OF
-from ..groups.shared_memory.segments import Segment, SharedSegments
-from ..groups.shared_memory.sparse import PAGE_BYTES, Piece, add, num_pages, take
-from .carrier import check_gradient
+from ...gradients.views import HandedOut
+from ...groups.shared_memory.program import DTYPE_OF
+from ...groups.shared_memory.segments import Segment, SharedSegments
+from ...groups.shared_memory.sparse import PAGE_BYTES, Piece, add, num_pages, take
+from ..carrier import check_gradient
+from ..parts import Block, Layout
 from .embedding_rows import LentGradient, RowPlace
 from .linear_gradients import GradientPlace
-from .parts import Block, Layout
-from .shared_weights import ALIGN_BYTES, Places, shaped
+from .weights import ALIGN_BYTES, Places, shaped
 
 EAGER_BYTES: Final = 1 << 16  # below this, a hook that copies costs more than it saves
 _MOSTLY: Final = 0.5  # share of pages with anything in them above which zeros are not looked for
