@@ -1,4 +1,4 @@
-"""``guozhuang run``: start the ranks of a training script on this node, by torch elastic."""
+"""``guozhuang run``: start the ranks of a training script, on this node or on several hosts."""
 
 from guozhuang.launch.agent import main
 

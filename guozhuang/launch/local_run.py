@@ -325,7 +325,7 @@ class LocalRun:
         return found
 
     def _record(self, outcome: Outcome) -> None:
-        """Record the end as an event of torch elastic's, for ``--event-log-handler``."""
+        """Record the end, as torch elastic's agent does, for ``--event-log-handler``."""
         metadata: dict[str, events.EventMetadataValue] = {
             "run_id": self._config.run_id,
             "role": self._config.role,

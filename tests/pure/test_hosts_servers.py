@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from guozhuang.errors import UsageError
 from guozhuang.launch.hosts import failure as hosts_failure
 from guozhuang.launch.hosts import placement as hosts
-from guozhuang.launch.hosts import servers as hosts_servers
 from guozhuang.launch.hosts.link import Link
 from guozhuang.launch.hosts.run import Run
 from guozhuang.launch.options import plan as options
@@ -56,7 +55,7 @@ def test_the_agents_hear_nothing_of_servers_and_the_script_keeps_its_own_options
 
 @given(number=st.integers(0, 40), num_hosts=st.integers(1, 9))
 def test_every_server_has_one_host_and_none_has_two_more_than_another(number: int, num_hosts: int) -> None:
-    found = hosts_servers.place(number, [], [f"h{host}" for host in range(num_hosts)])
+    found = hosts.place_servers(number, [], [f"h{host}" for host in range(num_hosts)])
     assert [each for _, numbers in found for each in numbers] == list(range(number))
     shares = [len(numbers) for _, numbers in found] + [0] * (num_hosts - len(found))
     assert max(shares) - min(shares) <= 1

@@ -1,17 +1,17 @@
 """What the ranks of a node print, and when each of them ends: one thread that reads their pipes and watches their processes.
 
-[Note: pipes] Each rank writes into a named pipe of the agent's temporary folder, which torch elastic opens as its log file
-would be. Files that are followed by polling, as torch's own ``--tee`` does, fill a disk over weeks, show a line a tenth of a
-second late, and lose their order between ranks. Rank 0 gets a pseudo terminal where it is shown on one (streams.py). Nothing
-that was printed is lost at the end: what a process wrote stays in the pipe when it ends, also by SIGKILL; the thread stops
-only after every process of the run has ended (guard.py) and each pipe has been read until it was empty. Both streams of a
-rank share a pipe where both of the agent's go to the same place, so their order is kept.
+[Note: pipes] Each rank writes into a named pipe of the agent's temporary folder. Files that are followed by polling, as
+torch's own ``--tee`` does, fill a disk over weeks, show a line a tenth of a second late, and lose their order between ranks.
+Rank 0 gets a pseudo terminal where it is shown on one (streams.py). Nothing that was printed is lost at the end: what a process
+wrote stays in the pipe when it ends, also by SIGKILL; the thread stops only after every process of the run has ended (guard.py)
+and each pipe has been read until it was empty. Both streams of a rank share a pipe where both of the agent's go to the same
+place, so their order is kept.
 With ``--log-dir`` a rank writes into its file by itself (rank.py), which then needs nobody to be whole. The thread reads it
 too, so that it knows when a rank began to print its traceback.
 
-[Note: who was first] Torch elastic looks ten times a second who has ended and notes the second. A failure spreads over a
-world in a few milliseconds. So the thread notes when each process ended (a pidfd becomes readable) and when each line came:
-a rank that begins to print a traceback has failed, though it may take long to end.
+[Note: who was first] A failure spreads over a world in a few milliseconds. So the thread notes when each process ended (a
+pidfd becomes readable) and when each line came: a rank that begins to print a traceback has failed, though it may take long
+to end.
 
 [Note: a reader that takes nothing] A terminal or a pager may take nothing for as long as it likes, and then the ranks wait, as
 a single process would. The agent must not: it has other nodes to tell, and may itself be told to end. So only the thread ever
@@ -29,7 +29,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -37,7 +37,7 @@ from typing import Any
 from guozhuang.launch.console.log_files import LogFile
 from guozhuang.launch.console.say import WHO, say
 from guozhuang.launch.console.screen import mark
-from guozhuang.launch.console.streams import PATIENCE_S, NamedPipe, OwnTerminal, Stream, Trace
+from guozhuang.launch.console.streams import NamedPipe, OwnTerminal, Stream, Trace
 from guozhuang.launch.console.target import Target, is_same
 from guozhuang.watch.processes import pidfd_open
 
@@ -56,7 +56,7 @@ class Places:
     """Where a rank is to write.
 
     Attributes:
-        stdout, stderr: paths for torch elastic to open; empty: where the agent writes, unless ``variables`` say more.
+        stdout, stderr: paths to open; empty: where the agent writes, unless ``variables`` say more.
         variables: for the rank's environment; rank.py reads some of them.
     """
 
@@ -70,7 +70,6 @@ class Output:
 
     Args:
         colour: whether marks are coloured; None: on a terminal, unless NO_COLOR is set.
-        on_signal: called in the thread with the number of each signal that the agent gets.
         terminals: for each of the two streams, whether it ends on a terminal and is coloured, where its descriptor leads to
             somebody who passes it on; None: as the descriptors say.
         timestamps: put the time before each line.
@@ -79,12 +78,11 @@ class Output:
     def __init__(
         self,
         colour: bool | None = None,
-        on_signal: Callable[[int], None] = lambda number: None,
         terminals: Sequence[tuple[bool, bool]] | None = None,
         timestamps: bool = False,
     ) -> None:
         self.traces: dict[int, Trace] = {}
-        self._on_signal, self._timestamps = on_signal, timestamps
+        self._timestamps = timestamps
         same = is_same(1, 2)
         (out_ends_on, out_colour), (err_ends_on, err_colour) = terminals or ((None, colour), (None, colour))
         out = Target(1, out_colour, out_ends_on, self._wait_for_room, is_queued=True)
@@ -99,7 +97,6 @@ class Output:
         self._streams: list[Stream] = []
         self._files: list[tuple[LogFile, Trace]] = []
         self._handlers: dict[int, Any] = {}  # of signals: what was there before ours
-        self._later: list[tuple[float, Callable[[], None]]] = []
         self._ending = self._is_closed = False
         self._has_ended = threading.Event()
         self._signals_before: int | None = None
@@ -212,7 +209,7 @@ class Output:
             try:
                 handle = pidfd_open(pid)
             except OSError:
-                continue  # torch elastic's dates must do
+                continue  # the moment at which the agent looks must do
 
             def ended(handle: int = handle, trace: Trace = trace) -> None:
                 trace.ended = time.monotonic()
@@ -221,10 +218,6 @@ class Output:
 
             with self._lock:
                 self._selector.register(handle, selectors.EVENT_READ, ended)
-
-    def later(self, delay_s: float, what: Callable[[], None]) -> None:
-        """Call something in the thread after so many seconds; to be called in the thread."""
-        self._later.append((time.monotonic() + delay_s, what))
 
     def close(self, limit_s: float | None = None) -> None:
         """Show what is still in the pipes, and end the thread. All processes of the run have ended. Once is enough.
@@ -289,7 +282,6 @@ class Output:
             with self._lock:
                 waits = [stream.patience_s / 2 for stream in self._streams if stream.is_waiting]
                 waits += [_LOOK_S] if self._files else []
-            waits += [PATIENCE_S / 2] if self._later else []
             for key, _ in self._selector.select(min(waits) if waits else None):
                 with self._lock:
                     key.data()
@@ -300,15 +292,9 @@ class Output:
                         stream.show_what_waits()
                     self._look()
                 self._flush()
-            self._call_what_is_due()
         with self._lock:
             self._drain()
         self._flush()
-
-    def _call_what_is_due(self) -> None:
-        for timer in [timer for timer in self._later if timer[0] <= time.monotonic()]:
-            self._later.remove(timer)
-            timer[1]()
 
     def _flush(self) -> None:
         """Write what was drawn; in the thread only. See [Note: a reader that takes nothing]."""
@@ -316,16 +302,15 @@ class Output:
             pass  # while it waited more may have come, and the word of it was taken
 
     def _wait_for_room(self, descriptor: int) -> bool:
-        """Until something can be written there; signals and timers get what is theirs meanwhile."""
+        """Until something can be written there; a change of the terminal's size is heard meanwhile."""
         poll = select.poll()
         poll.register(descriptor, select.POLLOUT)
         poll.register(self._woken, select.POLLIN)
         while True:
-            ready = [found for found, _ in poll.poll(PATIENCE_S / 2 * 1000 if self._later else None)]
+            ready = [found for found, _ in poll.poll()]
             if self._woken.fileno() in ready:
                 with self._lock:
                     self._on_wake()
-            self._call_what_is_due()
             if descriptor in ready:
                 return True
 
@@ -360,8 +345,6 @@ class Output:
                 if number == signal.SIGWINCH:
                     for stream in self._streams:
                         stream.resize()
-                elif number:
-                    self._on_signal(number)
 
 
 def _keep(trace: Trace, lines: Sequence[str]) -> None:

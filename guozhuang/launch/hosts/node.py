@@ -2,7 +2,7 @@
 
 ``python -m guozhuang.launch.hosts.node IN OUT``, where IN and OUT are descriptors for lines of JSON from and to the
 launcher. The first line says what this node is; it answers "ready" and does what it is told until it is told "go". Where
-it is to run parameter servers it watches those then (node_servers.py), and there is no agent.
+it is to run parameter servers it watches those then, and there is no agent.
 
 [Note: the meeting point] The first host opens a store on loopback and a door (``world.door``) on each address that others
 might reach it by, each at a port that the kernel gave; the others knock at all of them. The launcher takes the first door
@@ -23,7 +23,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -31,7 +31,6 @@ import torch.distributed as dist
 from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.launch import agent
 from guozhuang.launch.console.say import say
-from guozhuang.launch.hosts import node_servers
 from guozhuang.launch.request import Extension, Request
 from guozhuang.launch.servers import VARIABLE as SERVERS
 from guozhuang.launch.servers import Servers
@@ -43,6 +42,7 @@ from guozhuang.watch.processes import node_identity
 _KNOCK_S = 5.0
 _STORE_S = 300.0
 _ORPHAN_S = 5.0
+_LOOK_AT_SERVERS_S = 0.05
 # What the environment may say about how nodes meet, which is settled here: torchrun's options, and a secret of an outer run.
 _SETTLED = (
     "PET_NNODES", "PET_NODE_RANK", "PET_NPROC", "PET_MASTER", "PET_RDZV", "PET_STANDALONE", "PET_LOCAL_ADDR", "PET_MAX_RES",
@@ -98,7 +98,7 @@ class Node:
     def _serve(self, port: int) -> int:
         servers = Servers(self._serves, self._num_servers, say)
         with contextlib.closing(servers), self._channel.watched():
-            self._channel.say({"server": node_servers.run(servers, f"127.0.0.1:{port}", self._is_store_there)})
+            self._channel.say({"server": _follow_servers(servers, f"127.0.0.1:{port}", self._is_store_there)})
         return 1
 
     def _is_store_there(self) -> bool:
@@ -142,7 +142,7 @@ class Node:
     def _listen(self, candidates: Sequence[str], port: int) -> dict[str, Any]:
         listener = socket.create_server(("127.0.0.1", 0))
         self._store_port = int(listener.getsockname()[1])
-        # Torch elastic asks for a store at this port, and gets this one, because both say multi_tenant.
+        # The agent that follows in this process asks for a store at this port, and gets this one: both say multi_tenant.
         self._store = serve(listener, _STORE_S, is_shared=True)
         refused = {}
         for host in candidates:
@@ -231,6 +231,36 @@ class Channel:
 
         threading.Thread(target=watch, name="guozhuang supervisor watch", daemon=True).start()
         yield
+
+
+def _follow_servers(servers: Servers, address: str, is_store_there: Callable[[], bool]) -> str:
+    """Start servers and watch them until this process is told to end (SIGTERM), or one has ended. The caller closes them.
+
+    Args:
+        servers: those of this host.
+        address: of the store of the run, ``host:port``.
+        is_store_there: whether it can still be reached.
+
+    Returns:
+        Who ended too early, and how; or that this process was told to end, which it is at the end of a run, too.
+    """
+    told: list[int] = []
+    # A list, not an event: the handler runs in the thread that would hold the event's lock.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda number, _: told.append(number))
+    is_over = False
+    servers.start(address)
+    while not told:
+        time.sleep(_LOOK_AT_SERVERS_S)
+        ended = None if is_over else servers.ended()
+        if ended is None or told:
+            continue
+        if is_store_there():
+            return ended
+        # The run is over, or the first host is lost. The launcher learns both by itself, however late: it may be stopped
+        # (Ctrl-Z) or stand before a pager, and a run that has ended well must not fail for it.
+        is_over = True
+    return f"its servers were told to end by {signal.Signals(told[0]).name}"
 
 
 def _kill_everything() -> None:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from guozhuang.errors import UsageError, explain
 from guozhuang.launch.console.say import say
 from guozhuang.launch.hosts import options as hosts_options
-from guozhuang.launch.hosts import servers as hosts_servers
 from guozhuang.launch.hosts import ssh
 from guozhuang.launch.hosts.options import DEFAULT_START_TIMEOUT_S as DEFAULT_START_TIMEOUT_S
 from guozhuang.launch.hosts.options import add_arguments as add_arguments
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from guozhuang.launch.options.plan import Plan
 
 _SECRET_BYTES = 32
+_MAX_SERVERS = 64  # of a host: more are a slip, mostly the port of ssh
 _MAX_RANKS = 1024  # of a host: more are a slip, mostly the port of ssh
 _log = logging.getLogger("guozhuang")
 
@@ -190,9 +190,7 @@ def plan(arguments: Sequence[str], script: Sequence[str], environ: Mapping[str, 
         shutdown_timeout_s=found.shutdown_timeout,
         signals=found.signals,
         arguments=[*rest, *script],
-        servers=hosts_servers.place(
-            found.servers, [(host.name, host.slots) for host in spare], [name for name, _ in placed]
-        ),
+        servers=place_servers(found.servers, [(host.name, host.slots) for host in spare], [name for name, _ in placed]),
     )
 
 
@@ -289,6 +287,65 @@ def place(hosts: Sequence[Host], num_ranks: int | None, per_host: str | None) ->
             _check_ranks(name, here)
             placed.append((name, str(here)))
     return placed
+
+
+def place_servers(
+    number: int | None, spare: Sequence[tuple[str, int | None]], rank_hosts: Sequence[str]
+) -> list[tuple[str, Sequence[int]]]:
+    """The numbers of the servers of each host that gets any.
+
+    Args:
+        number: ``--servers``; None where it was not given.
+        spare: ``--server-hosts``: hosts for servers alone, and how many each gets (None: 1).
+        rank_hosts: hosts that get ranks. Without spare ones the servers are spread over these, as evenly as may be.
+
+    Raises:
+        UsageError: a host that is named twice or has ranks, a number that makes no sense, or numbers that do not agree.
+    """
+    if number is not None and number < 0:
+        fix = "give 0 or more"
+        raise UsageError(explain("--servers is a count of parameter servers, at least 0", value=number, fix=fix))
+    if spare:
+        shares = _shares_of_spare(spare, rank_hosts)
+        total = sum(share for _, share in shares)
+        if number is not None and number != total:
+            there = ",".join(f"{name}:{share}" for name, share in shares)
+            what = f"--servers and --server-hosts do not agree: {there} are {total} servers"
+            raise UsageError(explain(what, value=number, fix="leave --servers out: the hosts say how many there are"))
+    else:
+        each, more = divmod(number or 0, len(rank_hosts))
+        shares = [(name, each + (place < more)) for place, name in enumerate(rank_hosts)]
+    placed: list[tuple[str, Sequence[int]]] = []
+    begin = 0
+    for name, share in shares:
+        if share > _MAX_SERVERS:
+            what = f"{name} is to start more than {_MAX_SERVERS} parameter servers"
+            raise UsageError(
+                explain(what, value=share, fix="host:N means N servers; the port of ssh goes to --ssh-port")
+            )
+        if share:
+            placed.append((name, range(begin, begin + share)))
+        begin += share
+    return placed
+
+
+def _shares_of_spare(spare: Sequence[tuple[str, int | None]], rank_hosts: Sequence[str]) -> list[tuple[str, int]]:
+    taken = {_without_user(name) for name in rank_hosts}
+    seen: set[str] = set()
+    for name, _ in spare:
+        if _without_user(name) in taken:
+            what = f"--server-hosts are hosts for servers alone, and {name} has ranks"
+            fix = "name it in one of -H and --server-hosts; --servers K without --server-hosts starts servers beside the ranks"
+            raise UsageError(explain(what, value=name, fix=fix))
+        if _without_user(name) in seen:
+            what = "--server-hosts names a host twice"
+            raise UsageError(explain(what, value=name, fix=f"name it once, as in {name}:2"))
+        seen.add(_without_user(name))
+    return [(name, 1 if share is None else share) for name, share in spare]
+
+
+def _without_user(name: str) -> str:
+    return name.rpartition("@")[2]
 
 
 def _host(text: str, where: str) -> Host:

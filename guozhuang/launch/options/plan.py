@@ -34,7 +34,7 @@ class Plan:
     Attributes:
         elastic: torchrun's options, as parsed.
         num_local_ranks: how many ranks this node gets.
-        variables: what the ranks find in their environment besides what torch elastic puts there.
+        variables: what the ranks find in their environment besides their places.
         timeline: where the timeline of all ranks goes; None without one.
         log_folder: where each rank writes a file; None: its output is shown.
         pass_local_rank: the option by which the script is told its local rank ("--local-rank"); None: it is not.

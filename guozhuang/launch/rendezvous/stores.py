@@ -1,6 +1,6 @@
 """The stores that agents and ranks find each other by: where they listen, and how others come to them.
 
-[Note: stores] Torch elastic's own handlers let a store listen on every interface, also where all ranks are on one node;
+[Note: stores] Torchrun's own ways to meet let a store listen on every interface, also where all ranks are on one node;
 choose a port by asking for a free one and letting it go again; keep one store for all attempts, so that ranks that were
 started anew read what their predecessors left; and, where a node joins later, wait for an address that nobody writes.
 So here the agent of node 0 keeps the store; its socket is bound first and handed over (``master_listen_fd``). Each attempt
