@@ -48,6 +48,9 @@ for _number in (signal.SIGINT, signal.SIGHUP):
 
 
 def _settles(is_clean: Callable[[], bool]) -> bool:
+    if is_clean():
+        return True
+    gc.collect()  # a thread may end with the last reference to an object that is part of a cycle
     deadline = time.monotonic() + SETTLE_S
     while not is_clean():
         if time.monotonic() > deadline:

@@ -29,18 +29,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from ..errors import UsageError, explain
 from ..gradients.buckets import Bucket
 from ..groups.serial import Lane, SerialWork
 from ..world import versions
 from .allreduce import AllReduce
-from .base import Done, GradientExchange, Work
+from .around import AroundGradients
+from .base import Done, GradientExchange, Work, check_saved
 from .cast import Cast
 from .compressed import Compressed
 from .node_groups import NodeGroups, find_nodes, make_groups, make_up_for, num_groups
 from .numbers import in_float32, is_finite, numbers, where_not_finite
-from .parts import Part, cut, cut_values, whole_values
+from .parts import Part, cut, cut_values, uncut, whole_values
 from .warmup import Warmup
 
 _log = logging.getLogger("guozhuang")
@@ -75,7 +77,7 @@ class HierarchicalState:
         groups: None where one of the two exchanges serves alone.
         lanes: the one of the way in and the one of the way out.
         factor: what sums inside a node are multiplied by, before ``outer``.
-        parts: by index of the bucket, in the scheme of parts.
+        parts: by index of the bucket; in the scheme of leaders the whole bucket is the leader's part.
         outer: the state of ``outer``, or of ``inner`` on one node; None on ranks that do not cross.
     """
 
@@ -89,7 +91,7 @@ class HierarchicalState:
 
 
 @dataclass(frozen=True)
-class Hierarchical(GradientExchange[HierarchicalState]):
+class Hierarchical(AroundGradients[HierarchicalState], inner="outer"):
     """``inner`` inside a node, ``outer`` between nodes.
 
     Args:
@@ -114,30 +116,16 @@ class Hierarchical(GradientExchange[HierarchicalState]):
             fix = "give an exchange such as Compressed(MinMax8()); WeightHierarchical(AllReduce(), ...) is for weights"
             raise UsageError(explain("outer is an exchange of gradients", value=self.outer, fix=fix))
 
-    @property
-    def one_round(self) -> bool:
-        """As ``outer``: its collectives have a group of their own, those inside nodes lanes of their own."""
-        return self.outer.one_round
-
-    @property
-    def averages(self) -> bool:
-        """As ``outer``."""
-        return self.outer.averages
-
-    def input_scale(self, world_size: int) -> float:
-        """As ``outer``."""
-        return self.outer.input_scale(world_size)
+    @override
+    def inner_state(self, state: HierarchicalState) -> Any:
+        return state.outer
 
     # ---- making the state
 
+    @override
     def prepare(
         self, buckets: Sequence[Bucket], group: dist.ProcessGroup, before: HierarchicalState | None = None
     ) -> HierarchicalState:
-        """Make the groups of this rank, and prepare ``outer`` for what crosses. Every rank must call.
-
-        Raises:
-            UsageError: not one identity per rank, or what ``outer`` raises.
-        """
         size = group.size()
         if before is not None:
             kept = self._kept(before) if before.scheme == "parts" else {}
@@ -161,34 +149,29 @@ class Hierarchical(GradientExchange[HierarchicalState]):
             only = self.inner if state.scheme == "inner" else self.outer
             state.outer = only.prepare(buckets, group, was)
             return state
-        if state.scheme == "parts":
-            state.parts = {bucket.index: self._cut(bucket, state.groups) for bucket in buckets}
-            state.outer = self.outer.prepare(
-                [p.part for p in state.parts.values() if p.part is not None], state.groups.across, was
-            )
-            if kept:
-                self.outer.load_state_dict(state.outer, cut_values(kept, state.parts.values()))
-            return state
+        for bucket in buckets:
+            wire_dtype, nodes = self._wire_dtype(numbers(bucket).dtype), state.groups.nodes
+            if state.scheme == "parts":
+                state.parts[bucket.index] = cut(bucket, nodes.local_rank, len(nodes.here), wire_dtype)
+            else:
+                state.parts[bucket.index] = uncut(bucket, state.groups.leads, wire_dtype)
         num_before = num_groups()
-        if state.groups.leads:
-            state.outer = self.outer.prepare(buckets, state.groups.across, was)
-        if buckets:
+        if state.scheme == "parts" or state.groups.leads:
+            crossing = [p.part for p in state.parts.values() if p.part is not None]
+            state.outer = self.outer.prepare(crossing, state.groups.across, was)
+        if kept:
+            self.outer.load_state_dict(state.outer, cut_values(kept, state.parts.values()))
+        if state.scheme == "leaders" and buckets:
             make_up_for(state.groups, num_groups() - num_before, buckets[0].flat.device)
         return state
 
-    def _cut(self, bucket: Bucket, groups: NodeGroups) -> Part:
-        dtype = self._wire_dtype(numbers(bucket).dtype)
-        return cut(bucket, groups.nodes.local_rank, len(groups.nodes.here), dtype)
-
     def _wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        if not isinstance(self.inner, Cast) or not dtype.is_floating_point:
-            return dtype
-        return self.inner.dtype if dtype.itemsize > self.inner.dtype.itemsize else dtype
+        return self.inner.wire_dtype(dtype) if isinstance(self.inner, Cast) else dtype
 
     # ---- a step
 
+    @override
     def start(self, bucket: Bucket, state: HierarchicalState, step: int) -> Work:
-        """Hand the bucket to the lanes; on one node to ``inner``, with one rank per node to ``outer``."""
         if state.scheme == "outer":
             return self.outer.start(bucket, state.outer, step)
         if state.scheme == "inner":
@@ -196,83 +179,49 @@ class Hierarchical(GradientExchange[HierarchicalState]):
                 bucket.flat.mul_(state.factor)
             return self.inner.start(bucket, state.outer, step)
         assert state.lanes is not None
-        (entering, leaving), passage = state.lanes, _Passage()
-        by_parts = state.scheme == "parts"
+        (entering, leaving), passage, devices = state.lanes, _Passage(), [bucket.flat.device]
 
         def enter() -> None:
             self._say_what_is_not_finite(bucket, state, step)
-            if by_parts:
-                part = self._enter_part(bucket, state, entering.group, step)
-                passage.leaving = leaving.run(
-                    lambda: self._leave_part(bucket, state, leaving.group, part), [bucket.flat.device]
-                )
-            else:
-                whole = self._enter_whole(bucket, state, entering.group, step)
-                passage.leaving = leaving.run(
-                    lambda: self._leave_whole(bucket, state, leaving.group, whole), [bucket.flat.device]
-                )
+            work = self._enter(bucket, state, entering.group, step)
+            passage.leaving = leaving.run(lambda: self._leave(bucket, state, leaving.group, work), devices)
 
-        passage.entering = entering.run(enter, [bucket.flat.device])
+        passage.entering = entering.run(enter, devices)
         return passage
 
-    def _enter_part(self, bucket: Bucket, state: HierarchicalState, group: dist.ProcessGroup, step: int) -> Work:
+    def _enter(self, bucket: Bucket, state: HierarchicalState, group: dist.ProcessGroup, step: int) -> Work:
+        """Sum inside the node, and start ``outer`` with this rank's part."""
         held, flat = state.parts[bucket.index], numbers(bucket)
         wire = flat if held.wire is None else held.wire
         late = self._scale_into(wire, flat, state.factor)
-        versions.reduce_scatter_single(held.own, wire, group=group)
+        if held.own is not None:
+            versions.reduce_scatter_single(held.own, wire, group=group)
+        elif group.size() > 1:
+            dist.reduce(wire, group_dst=0, group=group)
         if held.part is None:
             return Done()
-        part = held.part.flat
-        if held.own is not part:
-            part.copy_(held.own[: part.numel()])
+        own, part = wire if held.own is None else held.own, numbers(held.part)
+        if own.data_ptr() != part.data_ptr():
+            part.copy_(own[: part.numel()])
         if late != 1.0:
             part.mul_(late)
         return self.outer.start(held.part, state.outer, step)
 
-    def _leave_part(self, bucket: Bucket, state: HierarchicalState, group: dist.ProcessGroup, work: Work) -> None:
+    def _leave(self, bucket: Bucket, state: HierarchicalState, group: dist.ProcessGroup, work: Work) -> None:
+        """Wait for ``outer``, and hand its result to all ranks of the node."""
         held, flat = state.parts[bucket.index], numbers(bucket)
-        work.wait()
-        if held.part is not None and held.own is not held.part.flat:
-            held.own[: held.part.flat.numel()].copy_(held.part.flat)
         wire = flat if held.wire is None else held.wire
-        versions.all_gather_single(wire, held.own, group=group)
-        if wire is not flat:
-            flat.copy_(wire[: flat.numel()])
-
-    def _enter_whole(
-        self, bucket: Bucket, state: HierarchicalState, group: dist.ProcessGroup, step: int
-    ) -> Work | None:
-        flat = numbers(bucket)
-        wire = self._wire_for(flat)
-        late = self._scale_into(wire, flat, state.factor)
-        if group.size() > 1:
-            dist.reduce(wire, group_dst=0, group=group)
-        assert state.groups is not None
-        if not state.groups.leads:
-            return None
-        if wire is not flat:
-            flat.copy_(wire)
-        if late != 1.0:
-            flat.mul_(late)
-        return self.outer.start(bucket, state.outer, step)
-
-    def _leave_whole(
-        self, bucket: Bucket, state: HierarchicalState, group: dist.ProcessGroup, work: Work | None
-    ) -> None:
-        flat = numbers(bucket)
-        wire = self._wire_for(flat)
-        if work is not None:
-            work.wait()
-            if wire is not flat:
-                wire.copy_(flat)  # a rank that is alone on its node rounds as all others
-        if group.size() > 1:
+        work.wait()
+        if held.part is not None:
+            own, part = wire if held.own is None else held.own, numbers(held.part)
+            if own.data_ptr() != part.data_ptr():  # a rank that is alone on its node rounds as all others
+                own[: part.numel()].copy_(part)
+        if held.own is not None:
+            versions.all_gather_single(wire, held.own, group=group)
+        elif group.size() > 1:
             dist.broadcast(wire, group_src=0, group=group)
         if wire is not flat:
-            flat.copy_(wire)
-
-    def _wire_for(self, flat: Tensor) -> Tensor:
-        dtype = self._wire_dtype(flat.dtype)
-        return flat if dtype == flat.dtype else torch.empty_like(flat, dtype=dtype)
+            flat.copy_(wire[: flat.numel()])
 
     def _scale_into(self, wire: Tensor, flat: Tensor, factor: float) -> float:
         """Lay ``flat`` into ``wire``; return the factor that is left for after the sum, which is over fewer numbers.
@@ -296,8 +245,9 @@ class Hierarchical(GradientExchange[HierarchicalState]):
 
     # ---- checkpoints
 
+    @override
     def state_dict(self, state: HierarchicalState) -> dict[str, Any]:
-        """Return "nodes", the ranks of each, and "outer", what that keeps for this rank's node. Every rank must call."""
+        """Return "nodes", the ranks of each, and "outer", its state for this rank's node."""
         kept: Any = {}
         if state.scheme == "parts":
             kept = self._kept(state)
@@ -305,15 +255,9 @@ class Hierarchical(GradientExchange[HierarchicalState]):
             kept = self.outer.state_dict(state.outer)
         return {"nodes": state.members, "scheme": state.scheme, "outer": kept}
 
+    @override
     def load_state_dict(self, state: HierarchicalState, saved: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` returned.
-
-        Raises:
-            UsageError: it was saved with another exchange, or with ranks on other nodes.
-        """
-        if not {"nodes", "scheme", "outer"} <= saved.keys():
-            what = "the checkpoint holds no state of Hierarchical"
-            raise UsageError(explain(what, value=sorted(saved), fix="choose the exchange that it was saved with"))
+        check_saved(saved, {"nodes", "scheme", "outer"}, "Hierarchical")
         if is_plain(self.outer) or state.scheme == saved["scheme"] == "inner":
             return
         if (saved["nodes"], saved["scheme"]) != (state.members, state.scheme):
@@ -330,6 +274,7 @@ class Hierarchical(GradientExchange[HierarchicalState]):
         assert state.groups is not None
         return whole_values(self.outer.state_dict(state.outer), state.parts.values(), state.groups.inside)
 
+    @override
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> int | None:
         """Return the bytes where ``identities`` say that the nodes are even and the bucket is cut; else only counting tells.
 

@@ -34,14 +34,15 @@ class Part:
         part: itself, as a bucket of real numbers; None where the whole has too few numbers for all ranks.
         pieces: what it is made of, in order.
         wire: where the whole travels if it cannot do so as it lies: padded, or in another dtype.
-        own: where the part arrives, as long as all parts; ``part.flat`` if that is of this length and dtype.
+        own: where the part arrives, as long as all parts; ``part.flat`` if that is of this length and dtype. None for a bucket
+            that was not cut.
     """
 
     bucket: Bucket
     part: Bucket | None
     pieces: list[ParameterSlice]
     wire: Tensor | None
-    own: Tensor
+    own: Tensor | None
 
 
 def cut(bucket: Bucket, place: int, size: int, wire_dtype: torch.dtype) -> Part:
@@ -76,6 +77,13 @@ def cut(bucket: Bucket, place: int, size: int, wire_dtype: torch.dtype) -> Part:
     return Part(bucket, part, pieces, wire, torch.zeros(length, dtype=wire_dtype, device=flat.device))
 
 
+def uncut(bucket: Bucket, leads: bool, wire_dtype: torch.dtype) -> Part:
+    """Return the whole of a bucket as the part of the rank that leads, and no part for the others; arguments as for ``cut``."""
+    flat = numbers(bucket)
+    wire = None if wire_dtype == flat.dtype else torch.empty_like(flat, dtype=wire_dtype)
+    return Part(bucket, bucket if leads else None, [], wire, None)
+
+
 def whole_values(kept: Any, parts: Iterable[Part], group: dist.ProcessGroup) -> Any:
     """Bring together what ranks keep of their pieces: the same, by parameter. Every rank must call.
 
@@ -88,7 +96,7 @@ def whole_values(kept: Any, parts: Iterable[Part], group: dist.ProcessGroup) -> 
     found = list(_by_piece(kept, {piece.name for part in parts for piece in part.pieces}))
     # A rank without any piece cannot tell what is kept by piece; the first one has some.
     told: list[Any] = [[(path, next(iter(values.values())).dtype) for path, values in found]]
-    device = parts[0].own.device if parts else None
+    device = parts[0].bucket.flat.device if parts else None
     dist.broadcast_object_list(told, group=group, group_src=0, device=device)
     mine = dict(found)
     for path, dtype in told[0]:
@@ -136,6 +144,7 @@ def _replaced(kept: Any, path: tuple[str, ...], value: Any) -> Any:
 
 def _gather(part: Part, kept: Mapping[str, Tensor], dtype: torch.dtype, group: dist.ProcessGroup) -> dict[str, Tensor]:
     """Bring together what ranks keep of one bucket."""
+    assert part.own is not None
     own = torch.zeros(part.own.numel(), dtype=dtype, device=part.own.device)
     if part.pieces:
         values = torch.cat([kept[piece.name] for piece in part.pieces])

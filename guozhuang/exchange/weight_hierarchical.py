@@ -33,13 +33,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from ..errors import UsageError, WorldError, explain
 from ..gradients.buckets import Bucket
 from ..groups.subgroups import end_together
 from ..weights.flat import FlatWeights, Named
 from .allreduce import AllReduce
-from .base import Done, GradientExchange, Work
+from .around import AroundWeights
+from .base import Done, GradientExchange, Work, check_saved
 from .hierarchical import is_plain
 from .node_groups import NodeGroups, find_nodes, groups_alone, inside_of, make_groups, make_up_for, num_groups
 from .warmup import after_warmups
@@ -83,19 +85,20 @@ class InsideNodes(GradientExchange[InsideNodesState]):
         return self.outer.gradients() or AllReduce()
 
     @property
+    @override
     def one_round(self) -> bool:
-        """True if both are."""
         return self.inner.one_round and self._everywhere.one_round
 
     @property
+    @override
     def averages(self) -> bool:
         """False: how many ranks still have data is counted over all, and says nothing about one node."""
         return False
 
+    @override
     def prepare(
         self, buckets: Sequence[Bucket], group: dist.ProcessGroup, before: InsideNodesState | None = None
     ) -> InsideNodesState:
-        """Make a group of each node's ranks, and prepare both. Every rank must call."""
         if before is None:
             nodes = find_nodes(group, self.identities)
             node, inner, everywhere = None if nodes.is_flat else inside_of(group, nodes), None, None
@@ -105,8 +108,8 @@ class InsideNodes(GradientExchange[InsideNodesState]):
             inner = self.inner.prepare(buckets, node, inner)
         return InsideNodesState(node, group.size(), inner, self._everywhere.prepare(buckets, group, everywhere))
 
+    @override
     def start(self, bucket: Bucket, state: InsideNodesState, step: int) -> Work:
-        """Start the one whose turn it is."""
         if self.outer.averages_gradients(step):
             chosen, its_state, size = self._everywhere, state.everywhere, state.num_ranks
         else:
@@ -118,18 +121,20 @@ class InsideNodes(GradientExchange[InsideNodesState]):
             bucket.flat.mul_(scale)
         return chosen.start(bucket, its_state, step)
 
+    @override
     def state_dict(self, state: InsideNodesState) -> dict[str, Any]:
         """Return what the exchange over all ranks keeps; the one inside nodes is plain."""
         kept = self._everywhere.state_dict(state.everywhere)
         return {"everywhere": kept} if kept else {}
 
+    @override
     def load_state_dict(self, state: InsideNodesState, saved: Mapping[str, Any]) -> None:
-        """Hand it back."""
         if saved.keys() - {"everywhere"}:
             what = "the checkpoint was saved with another exchange of gradients"
             raise UsageError(explain(what, value=sorted(saved), fix="choose the exchange that it was saved with"))
         self._everywhere.load_state_dict(state.everywhere, saved.get("everywhere", {}))
 
+    @override
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> int | None:
         """Return the bytes inside a node where ``identities`` say that all have equally many ranks, else None."""
         counts = _num_on_each(self.identities, world_size)
@@ -177,7 +182,7 @@ class WeightHierarchicalState:
 
 
 @dataclass(frozen=True)
-class WeightHierarchical(WeightExchange[WeightHierarchicalState]):
+class WeightHierarchical(AroundWeights[WeightHierarchicalState], inner="outer"):
     """Gradients through ``inner`` inside a node in every step, weights through ``outer`` between nodes.
 
     With one rank per node it is ``outer`` alone, bit for bit; on one node ``inner`` alone, with an ``outer`` of one member.
@@ -215,20 +220,25 @@ class WeightHierarchical(WeightExchange[WeightHierarchicalState]):
             fix = "use it without WeightHierarchical, or take one in step that hides its traffic: DiLoCo(overlap_steps=...)"
             raise UsageError(explain(what, value=self.outer, fix=fix))
 
+    @override
+    def inner_state(self, state: WeightHierarchicalState) -> Any:
+        return state.outer
+
+    @override
+    def inner_acts(self, state: WeightHierarchicalState) -> bool:
+        return state.acts
+
+    @override
     def averages_gradients(self, step: int) -> bool:
-        """True: inside nodes, or over all ranks where ``outer`` has it so."""
-        return True
+        return True  # inside nodes, or over all ranks where ``outer`` has it so
 
-    def averages_over_all(self, step: int) -> bool:
-        """As ``outer``."""
-        return self.outer.averages_over_all(step)
-
+    @override
     def gradients(self) -> GradientExchange[Any]:
-        """Return the exchange of gradients inside nodes."""
         return InsideNodes(self.inner, self.outer, self.identities)
 
     # ---- making the state
 
+    @override
     def prepare(self, parameters: Named, group: dist.ProcessGroup) -> WeightHierarchicalState:
         """Make the groups, and prepare ``outer`` on the first rank of each node. Every rank must call, with equal weights.
 
@@ -253,12 +263,12 @@ class WeightHierarchical(WeightExchange[WeightHierarchicalState]):
 
     # ---- a step
 
+    @override
     def miss_step(self, state: WeightHierarchicalState, step: int) -> None:
-        """Remember that this rank makes no step."""
-        if state.acts:
-            self.outer.miss_step(state.outer, step)
+        super().miss_step(state, step)
         state.num_missed += 1
 
+    @override
     def before_step(self, state: WeightHierarchicalState, step: int) -> None:
         """Let ``outer`` act, and find out who in this node misses the step."""
         if state.groups is None:
@@ -275,6 +285,7 @@ class WeightHierarchical(WeightExchange[WeightHierarchicalState]):
         if most_changed:
             _follow(state, 0)
 
+    @override
     def after_step(self, state: WeightHierarchicalState, step: int) -> None:
         """Bring those that missed the step up to the rest of their node; let ``outer`` act."""
         if state.groups is None:
@@ -289,42 +300,31 @@ class WeightHierarchical(WeightExchange[WeightHierarchicalState]):
         if most_changed:
             _follow(state, 0)
 
+    @override
     def agree(self, state: WeightHierarchicalState) -> None:
-        """Let ``outer`` agree; the others get their leader's weights in any case."""
-        if state.acts:
-            self.outer.agree(state.outer)
+        super().agree(state)
         if state.groups is not None:
             _follow(state, 0)
 
-    def close(self, state: WeightHierarchicalState) -> None:
-        """Close ``outer``."""
-        if state.acts:
-            self.outer.close(state.outer)
-
+    @override
     def end(self, state: WeightHierarchicalState) -> None:
-        """End ``outer``, then the groups. Every rank must call."""
-        if state.acts:
-            self.outer.end(state.outer)
+        super().end(state)
         if state.made:
             end_together(state.made, state.group)
 
     # ---- checkpoints
 
+    @override
     def state_dict(self, state: WeightHierarchicalState) -> dict[str, Any]:
         """Return "nodes", the ranks of each, "keeps", whether ``outer`` keeps something, and that: "outer", on leaders."""
-        kept = self.outer.state_dict(state.outer) if state.acts else {}
+        kept = super().state_dict(state)
         keeps = bool(kept) if state.groups is None else bool(_greatest(state, bool(kept))[0])
         return {"nodes": state.members, "keeps": keeps, "outer": kept}
 
+    @override
     def load_state_dict(self, state: WeightHierarchicalState, saved: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` returned. With an ``outer`` that keeps nothing the nodes may be others.
-
-        Raises:
-            UsageError: it was saved with another exchange, or with ranks on other nodes.
-        """
-        if saved.keys() != {"nodes", "keeps", "outer"}:
-            what = "the checkpoint holds no state of WeightHierarchical"
-            raise UsageError(explain(what, value=sorted(saved), fix="choose the exchange that it was saved with"))
+        """Take a saved state over. With an ``outer`` that keeps nothing the ranks may be on other nodes than then."""
+        check_saved(saved, {"nodes", "keeps", "outer"}, "WeightHierarchical")
         if saved["keeps"] and saved["nodes"] != state.members:
             what = f"the checkpoint was saved with the ranks on other nodes than {state.members}"
             fix = "start as many ranks on each node as then, in that order"
@@ -339,6 +339,7 @@ class WeightHierarchical(WeightExchange[WeightHierarchicalState]):
         finally:  # also where it raised: the others of the node wait for this
             state.made += make_up_for(state.groups, num_groups() - before, state.flags.device)
 
+    @override
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> float | None:
         """Return that of ``outer`` where ``identities`` say that every rank is alone on its node; else only counting tells.
 

@@ -260,7 +260,7 @@ def case_other_dtypes(rank: int, size: int) -> None:
     for layout in LAYOUTS[size]:
         for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.complex64):
             [bucket] = buckets_of([[(41,)]])
-            bucket.parameters = tuple(p.to(dtype) for p in bucket.parameters)
+            bucket.parameters = tuple(p.detach().to(dtype) for p in bucket.parameters)
             bucket.renew()
             for outer in (AllReduce(), Compressed(MinMax8())):
                 exchange = ours(layout, outer)
