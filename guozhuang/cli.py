@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_closed() -> None:
-    """Where a standard stream was closed (``2>&-``) the next file or socket would take its number, and get what is printed."""
+    """Open standard streams that were closed (``2>&-``): a file or socket would take their number, and get printed text."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)

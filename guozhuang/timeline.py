@@ -40,7 +40,7 @@ class Instant:
 
 
 class Timeline:
-    """What one rank did, and when.
+    """The spans and instants of one rank.
 
     Appending is safe from several threads (a list append is one step under the interpreter's lock).
 

@@ -1,4 +1,4 @@
-"""How numbers, ranks and names are written for people: one form per kind, the same in the terminal and in the report."""
+"""Writes numbers, ranks and names for people: one form per kind, the same in the terminal and in the report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank tells of itself: host, versions, network, resources. Asks the system only; waits for nobody."""
+"""Collects the facts about one rank: host, versions, network, resources. Asks the system only; waits for nobody."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PACKAGES = ("torch", "guozhuang", "numpy")
 
 
 def collect(identity: Identity) -> Facts:
-    """The facts of this process. Takes up to a few seconds where names do not resolve; never longer."""
+    """Return the facts about this process. Takes up to a few seconds where names do not resolve; never longer."""
     num_cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device, device_name = _device(identity, num_cuda)
     return Facts(
@@ -65,7 +65,7 @@ def meeting_host(identity: Identity) -> str:
 
 
 def versions() -> dict[str, str]:
-    """What must be the same everywhere. The source has a digest, because a checkout may be stale unnoticed."""
+    """Return the versions that must be the same everywhere. The source has a digest: a checkout may be stale unnoticed."""
     found = {"Python": platform.python_version()}
     for name in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -85,7 +85,7 @@ def versions() -> dict[str, str]:
 
 
 def network(meeting_host: str) -> Network:
-    """How this process reaches others, and the host where they meet."""
+    """Return the network of this process, and the way to the host where ranks meet."""
     interfaces = _interfaces()
     met, meeting_error = _resolve(meeting_host) if meeting_host else ((), "")
     named, name_error = _resolve(socket.gethostname())
@@ -118,7 +118,7 @@ def address_on(here: Network, name: str | None) -> str:
 
 
 def resources() -> Resources:
-    """What this process may use of its node."""
+    """Return the resources of the node that this process may use."""
     memory = psutil.virtual_memory()
     shm = shm_free = None
     with contextlib.suppress(OSError):
@@ -142,7 +142,7 @@ def resources() -> Resources:
 
 
 def _device(identity: Identity, num_cuda: int) -> tuple[str, str]:
-    """Where gz.init would put this rank, and the model. Which local rank it is may be known only after the meeting."""
+    """Return the device that gz.init would choose, and its model. The local rank may be known only after the meeting."""
     if not num_cuda:
         return "cpu", machine.processor_name()
     local_rank = identity.local_rank or 0
@@ -185,7 +185,7 @@ def _interfaces() -> tuple[NetworkInterface, ...]:
 
 
 def _resolve(host: str) -> tuple[tuple[str, ...], str]:
-    """The addresses of a host, IPv4 first, or why there are none."""
+    """Return the addresses of a host, IPv4 first, or the reason why there are none."""
     nothing: tuple[str, ...] = ()
 
     def ask() -> tuple[tuple[str, ...], str]:
@@ -202,7 +202,7 @@ def _resolve(host: str) -> tuple[tuple[str, ...], str]:
 
 
 def _interface_to(address: str, interfaces: Sequence[NetworkInterface]) -> str | None:
-    """The interface that the system would use to reach an address. Sends nothing."""
+    """Return the interface that the system would use to reach an address. Sends nothing."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))

@@ -25,7 +25,7 @@ _FIX = "test that cable, switch port and card (`ethtool`), what else uses it, an
 
 
 def broken(results: CheckResults) -> Iterator[Finding]:
-    """Pairs that could not be measured although both ranks were there; one sentence per pair of nodes."""
+    """Find pairs that could not be measured although both ranks were there; one sentence per pair of nodes."""
     lost = {each.rank for each in results.absences}
     wrong = [each for each in results.links if each.failure and not {each.a, each.b} & lost]
     by_nodes: dict[tuple[str, str], list[MeasuredLink]] = {}
@@ -45,7 +45,7 @@ def broken(results: CheckResults) -> Iterator[Finding]:
 
 
 def reductions(results: CheckResults) -> Iterator[Finding]:
-    """An all_reduce that failed although nobody is missing."""
+    """Find an all_reduce that failed although no rank is missing."""
     if any(each.rank is not None for each in results.absences):
         return
     for each in results.reductions:
@@ -55,7 +55,7 @@ def reductions(results: CheckResults) -> Iterator[Finding]:
 
 
 def slow_nodes_and_links(results: CheckResults) -> Iterator[Finding]:
-    """What is slow against the median of its like."""
+    """Find nodes and links that are slow against the median of their kind."""
     best, slow_nodes = _nodes_by_best_link(results)
     median = statistics.median(best.values()) if best else 0.0
     for node in sorted(slow_nodes, key=lambda each: best[each]):
@@ -71,7 +71,7 @@ def slow_nodes_and_links(results: CheckResults) -> Iterator[Finding]:
 
 
 def _nodes_by_best_link(results: CheckResults) -> tuple[dict[str, float], set[str]]:
-    """The bandwidth of each node's best link, and the nodes that are slow against the others.
+    """Return the bandwidth of each node's best link, and the nodes that are slow against the others.
 
     With three nodes, one of them slow, two of three links are slow, and their median says nothing. So nodes are compared
     before links, by the best that each has.
@@ -89,7 +89,7 @@ def _nodes_by_best_link(results: CheckResults) -> tuple[dict[str, float], set[st
 
 
 def _not_of(results: CheckResults, nodes: set[str]) -> list[MeasuredLink]:
-    """The measured links between nodes but those of ``nodes``."""
+    """Return the measured links between nodes, without those of ``nodes``."""
     node_of = {each.rank: each.node for each in results.facts}
     known = [each for each in results.links if each.between_nodes and each.slower_bytes_per_s]
     return [each for each in known if not {node_of[each.a], node_of[each.b]} & nodes]
@@ -114,7 +114,7 @@ def _slow_pairs(results: CheckResults, links: list[MeasuredLink], kind: str) -> 
 
 
 def below_floors(results: CheckResults) -> Iterator[Finding]:
-    """All links of a kind are slow, so that none stands out."""
+    """Find kinds of links that are slow altogether, so that none stands out."""
     between_nodes = _not_of(results, _nodes_by_best_link(results)[1])
     inside_nodes = [each for each in results.links if not each.between_nodes and each.slower_bytes_per_s]
     for links, floor, kind in (
@@ -140,7 +140,7 @@ def below_floors(results: CheckResults) -> Iterator[Finding]:
 
 
 def below_card(results: CheckResults) -> Iterator[Finding]:
-    """The usual link carries far less than what the slower of its two cards says of itself."""
+    """Find a usual link that carries far less than the slower of its two cards promises."""
     by_rank = {each.rank: each.network for each in results.facts}
     links = sorted(
         _not_of(results, _nodes_by_best_link(results)[1]), key=lambda each: each.slower_bytes_per_s or 0.0, reverse=True
@@ -164,7 +164,7 @@ def below_card(results: CheckResults) -> Iterator[Finding]:
 
 
 def latencies(results: CheckResults) -> Iterator[Finding]:
-    """Messages that take long, against the others or in themselves."""
+    """Find small messages that take long, against the others or in absolute time."""
     known = [each for each in results.links if each.between_nodes and each.latency_s is not None]
     if not known:
         return
@@ -191,7 +191,7 @@ def _hosts(results: CheckResults, link: MeasuredLink) -> str:
 
 
 def _direction(link: MeasuredLink) -> str:
-    """Which way is slow, where one is far slower than the other."""
+    """Name the slow direction, where one is far slower than the other."""
     to, fro = link.forward_bytes_per_s, link.backward_bytes_per_s
     if to is None or fro is None or min(to, fro) > 0.6 * max(to, fro):
         return ""

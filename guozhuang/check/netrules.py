@@ -10,7 +10,7 @@ from guozhuang.units import listed
 
 
 def interfaces(results: CheckResults) -> Iterator[Finding]:
-    """What only matters where ranks are on several nodes, or should be."""
+    """Find wrong interfaces and addresses; they matter only where ranks are, or should be, on several nodes."""
     if len(results.nodes) > 1:
         where: dict[tuple[str, str, str, str], list[Facts]] = {}
         for ranks in results.nodes.values():
@@ -56,7 +56,7 @@ def _interface(first: Facts) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _of_nccl(first: Facts) -> Iterator[tuple[str, str, str, str]]:
-    """As ``_interface``, for NCCL_SOCKET_IFNAME, where there are devices that NCCL serves."""
+    """Check NCCL_SOCKET_IFNAME on a node with devices that NCCL serves; returns the same as ``_interface``."""
     here = first.network
     if not first.num_devices or not here.nccl_requested:
         return
@@ -100,7 +100,7 @@ def _is_for_this_host_alone(interface: NetworkInterface) -> bool:
 
 
 def mtu(results: CheckResults) -> Iterator[Finding]:
-    """Nodes whose interfaces have packets of different sizes."""
+    """Find nodes whose interfaces have packets of different sizes."""
     if len(results.nodes) < 2:
         return
     sizes: dict[int, list[str]] = {}
@@ -115,7 +115,7 @@ def mtu(results: CheckResults) -> Iterator[Finding]:
 
 
 def names(results: CheckResults) -> Iterator[Finding]:
-    """Own names that do not resolve, or to loopback: gloo and others listen where the host's own name leads."""
+    """Find host names that do not resolve, or resolve to loopback: gloo and others listen where the host's own name leads."""
     if len(results.nodes) < 2:
         return
     wrong, looped = [], []

@@ -32,7 +32,7 @@ class _Problem:
 
 
 def all_of_them(results: CheckResults) -> Iterator[Finding]:
-    """All rules but those for devices."""
+    """Apply all rules but those for devices."""
     where: dict[_Problem, list[list[Facts]]] = {}
     for rule in _RULES:
         for ranks in results.nodes.values():
@@ -45,7 +45,7 @@ def all_of_them(results: CheckResults) -> Iterator[Finding]:
 
 
 def devices(results: CheckResults) -> Iterator[Finding]:
-    """Ranks without a device of their own, or with another kind than the others."""
+    """Find ranks without a device of their own, or with another kind than the others."""
     absent = [each for each in results.facts if each.device.endswith("(not there)")]
     if absent:
         ranks = tuple(each.rank for each in absent)

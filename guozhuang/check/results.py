@@ -1,4 +1,4 @@
-"""What a check finds out, as records; their JSON form and back. Units stand in the names."""
+"""The records of a check; their JSON form and back. Units stand in the names."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class NetworkInterface:
 
 @dataclass(frozen=True)
 class Network:
-    """How a rank reaches others.
+    """The network of a rank: addresses, interfaces, and the way to the others.
 
     Attributes:
         meeting_host: the name or address where ranks meet (MASTER_ADDR); "" in a world of one.
@@ -82,7 +82,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a rank may use of its node. None: not limited, or not told by this system.
+    """The resources of a node that a rank may use. None: not limited, or not told by this system.
 
     Attributes:
         cores: those that this process may run on.
@@ -113,7 +113,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class Facts:
-    """What one rank tells of itself.
+    """The facts about one rank.
 
     Attributes:
         rank: its rank.
@@ -150,7 +150,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """How far the clock of a node is ahead of rank 0's, by the quickest of several exchanges (as NTP does).
+    """The lead of a node's clock over rank 0's, by the quickest of several exchanges (as NTP does).
 
     Attributes:
         rank: who answered; one rank per node.
@@ -264,7 +264,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class CheckResults:
-    """Everything a check found out.
+    """The result of a check.
 
     Attributes:
         num_ranks: how many ranks there should be.

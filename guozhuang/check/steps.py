@@ -99,7 +99,7 @@ class StoreClient:
 
 @dataclass
 class CheckState:
-    """What a rank knows so far; the result of rank 0 is made of it, whenever the check ends.
+    """The knowledge of a rank so far; the result of rank 0 is made of it, whenever the check ends.
 
     Attributes:
         step: the step that is going on, in words.
@@ -359,7 +359,7 @@ class Steps:
         return found
 
     def lose(self, rank: int) -> None:
-        """See [Note: who is lost]."""
+        """Note that a rank is lost, and how; see [Note: who is lost]."""
         if self._state.present.pop(rank, None) is None:
             return
         ended_by = self.ended_by(rank)

@@ -1,4 +1,4 @@
-"""What is wrong, in plain sentences, worst first. Pure: rules over facts and figures, no system is asked.
+"""Finds what is wrong and says it in plain sentences, worst first. Pure: rules over facts and figures, no system is asked.
 
 Each rule is one function from the results to findings; those about links are in ``linkrules``, those about what leads from
 node to node in ``netrules``, those about single nodes in ``noderules``.
@@ -135,7 +135,7 @@ def differing(results: CheckResults) -> dict[str, dict[str, str]]:
 
 
 def _where(there: Sequence[Facts], results: CheckResults) -> str:
-    """Hosts where all ranks of a node agree, else ranks."""
+    """Name hosts where all ranks of a node agree, else ranks."""
     own = {each.rank for each in there}
     nodes = dict.fromkeys(each.node for each in there)
     whole = all({one.rank for one in results.nodes[node]} <= own for node in nodes)

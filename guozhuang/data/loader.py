@@ -1,4 +1,4 @@
-"""How do a rank's samples become batches? ``loader``: torch's DataLoader over a rank's share, resumable mid-epoch."""
+"""Makes batches of a rank's samples. ``loader``: torch's DataLoader over a rank's share, resumable mid-epoch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WORKER_TIMEOUT_S = 1800.0
 
 
 class _Ranked(Protocol):
-    """What is needed of a ``World``."""
+    """The part of a ``World`` that is needed here."""
 
     @property
     def rank(self) -> int: ...
@@ -213,7 +213,7 @@ class Loader:
         self.sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training stands in the epoch: a few plain values, equal on all ranks that made as many steps.
+        """Return the position in the epoch: a few plain values, equal on all ranks that made as many steps.
 
         Save it after a step, from rank 0 or every rank; with ``ends="uneven"`` from rank 0. Batch size, number of
         ranks, number of workers and ``ends`` may differ when it is loaded.

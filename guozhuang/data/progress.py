@@ -1,4 +1,4 @@
-"""How far is the epoch? The one place that decides which epoch comes next and what a saved state says.
+"""Keeps the position in an epoch. The one place that decides which epoch comes next and what a saved state says.
 
 [Note: consumed is a prefix]
 In each epoch the samples stand in one order that every rank knows. With n ranks, rank r takes the places

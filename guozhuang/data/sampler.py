@@ -143,7 +143,7 @@ class DistributedSampler(Sampler[int]):
         return _walk(mine)
 
     def state_dict(self, *, num_taken: int | None = None) -> dict[str, Any]:
-        """Where the epoch stands: six plain values that fit JSON and any checkpoint; equal on ranks that are in step.
+        """Return the position in the epoch: six plain values that fit JSON and any checkpoint; equal on ranks that are in step.
 
         With ``ends="uneven"`` save the state of rank 0: in the last step the ranks without a sample do not know of it.
 

@@ -88,7 +88,7 @@ class StridedStream(IterableDataset[Any]):
         self.progress.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the epoch stands: plain values, equal on ranks that are in step; of "uneven" ends save rank 0's."""
+        """Return the position in the epoch: plain values, equal on ranks that are in step; of "uneven" ends save rank 0's."""
         return {
             "epoch": self.progress.epoch,
             "consumed": self.progress.consumed(),

@@ -33,7 +33,7 @@ class MisplacedModuleError(UsageError, RuntimeError):
 
 @dataclass(frozen=True)
 class Imbalance:
-    """Where the forwards of a ``DataParallel`` spent their time.
+    """The time that the forwards of a ``DataParallel`` spent on each device and on one alone.
 
     All times are seconds of host time, summed over ``num_forwards``. Accelerators are not synchronized for it, so on
     them a time is what it took to hand the work over. The backward is not in it.
@@ -230,7 +230,7 @@ class DataParallel(Module, Generic[_T]):
         return _scatter_gather.gather(outputs, _device(output_device), self.dim)
 
     def imbalance(self, *, reset: bool = False) -> Imbalance:
-        """How the forwards so far divided their time between all devices and the main one alone.
+        """Return the time that the forwards so far spent on all devices, and on the main one alone.
 
         Args:
             reset: count from zero afterwards.

@@ -212,7 +212,7 @@ def _enrol(idents: set[int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _CallerState:
-    """What torch keeps per thread and a replica's thread must take over from the thread that called forward."""
+    """The settings that torch keeps per thread; a replica's thread takes them over from the thread that called forward."""
 
     grad: bool
     inference: bool

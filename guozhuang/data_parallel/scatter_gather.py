@@ -1,4 +1,4 @@
-"""How nested inputs are cut into one share per device, and how nested outputs of several replicas are joined again.
+"""Cuts nested inputs into one share per device, and joins the nested outputs of several replicas.
 
 Containers are tuples (named ones too), lists, mappings (``dict`` and what behaves like it: ``OrderedDict``, the outputs
 and encodings of ``transformers``) and dataclasses. Inside them tensors are cut or joined along one dimension; anything

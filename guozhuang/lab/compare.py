@@ -85,7 +85,7 @@ def run(namespace: argparse.Namespace) -> int:
 
 @dataclass
 class _Found:
-    """What the runs have given so far, by strategy."""
+    """The outcome of the runs so far, by strategy."""
 
     rounds: dict[str, list[MeasuredRound]]
     failures: dict[str, RunFailure] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Where a comparison ran, in words for the report."""
+"""Describes the machine of a comparison for the report."""
 
 from __future__ import annotations
 

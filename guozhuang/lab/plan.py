@@ -1,4 +1,4 @@
-"""What a comparison is to do: the command line, checked before anything starts."""
+"""The plan of a comparison: the command line, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ComparisonPlan:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the rows are called."""
+        """The names of the rows."""
         return tuple(one.name for one in self.contenders)
 
 

@@ -1,4 +1,4 @@
-"""What a comparison shows while it runs: a live bar on a terminal, else a plain line per run."""
+"""Shows the progress of a comparison: a live bar on a terminal, else a plain line per run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a comparison found: the numbers, how they are summed up, and their form as ``results.json``."""
+"""The records of a comparison, their summaries, and their form as ``results.json``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PHASES = ("data", "forward", "backward", "exchange", "optimizer")
 
 @dataclass(frozen=True)
 class Phases:
-    """How one step divides, in seconds; the parts add up to the step.
+    """The parts of one step, in seconds; they add up to the step.
 
     Attributes:
         data_s: fetching the batch and bringing it to the device.
@@ -49,7 +49,7 @@ class Phases:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank measured in one run; times in seconds, sizes in bytes.
+    """The measurements of one rank in one run; times in seconds, sizes in bytes.
 
     Attributes:
         rank: whose record it is.
@@ -114,7 +114,7 @@ class MeasuredRound:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far the weights are from those of ``single`` after the same samples.
+    """The distance of the weights from those of ``single`` after the same samples.
 
     Attributes:
         largest: the largest difference of any weight.
@@ -140,7 +140,7 @@ class RunFailure:
 
 @dataclass(frozen=True)
 class StrategyRow:
-    """All that was found about one strategy.
+    """The outcome of one strategy.
 
     Attributes:
         name: what it is called in this comparison: the strategy's name, or ``strategy@backend``.
@@ -172,7 +172,7 @@ class StrategyRow:
 
     @property
     def backend(self) -> str:
-        """What carried the collectives; empty without any."""
+        """The backend of the collectives; empty without any."""
         return self.rounds[0].ranks[0].backend
 
     @property
@@ -255,7 +255,7 @@ class StrategyRow:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where it ran."""
+    """The machine of a comparison, and its software."""
 
     cpu: str
     num_cores: int
@@ -269,7 +269,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class ComparisonSettings:
-    """What was asked for.
+    """The settings of a comparison, as they were asked for or chosen.
 
     Attributes:
         num_ranks: the ranks of strategies of several processes; the global batch is for this number everywhere.

@@ -1,4 +1,4 @@
-"""What to conclude from a comparison, in words: which strategy to take, why, and how to use it.
+"""Draws the conclusion of a comparison, in words: which strategy to take, why, and how to use it.
 
 The rules, all on results alone:
 
@@ -306,7 +306,7 @@ def _drifted(row: StrategyRow) -> bool:
 
 
 def _diverged(row: StrategyRow) -> bool:
-    """See rule 1; a training that begins with a loss of exactly 0 diverged where it ends above :data:`DIVERGED`."""
+    """Apply the end of rule 1; a training that begins with a loss of 0 diverged where it ends above :data:`DIVERGED`."""
     first, last = row.losses[0], row.final_loss
     return not math.isfinite(last) or last - first > DIVERGED * (abs(first) or 1.0)
 

@@ -40,7 +40,7 @@ PURPOSES = ("first", "timing", "timeline")
 
 @dataclass(frozen=True)
 class RunSpec:
-    """What a run is to do; the same for each of its ranks.
+    """The task of a run, the same for each of its ranks.
 
     Attributes:
         name: what the row is called, for the names of files.
@@ -82,7 +82,7 @@ class RunSpec:
 
 @dataclass
 class _Recording:
-    """What the steps leave behind; marks are the clock's, turned into seconds at the end."""
+    """The marks and losses of the steps; marks are the clock's, turned into seconds at the end."""
 
     marks: list[tuple[Any, Any, Any, Any, Any, Any]] = field(default_factory=list)
     losses: list[torch.Tensor] = field(default_factory=list)

@@ -17,7 +17,7 @@ from guozhuang.workloads.vocabulary import missing
 
 @dataclass(frozen=True)
 class BertSize:
-    """How large a BERT is; the inner width of its feed-forward layers is 4 times ``hidden``.
+    """The size of a BERT; the inner width of its feed-forward layers is 4 times ``hidden``.
 
     Attributes:
         layers: number of transformer layers.
@@ -81,7 +81,7 @@ def default_lr(model: BertSize | Path, optimizer: str) -> float:
 
 
 def num_parameters(size: BertSize, vocabulary_size: int, num_classes: int) -> int:
-    """How many parameters ``build`` gives a model of this size: embeddings, layers, pooler and classifier."""
+    """Count the parameters that ``build`` gives a model of this size: embeddings, layers, pooler and classifier."""
     h = size.hidden
     embeddings = (vocabulary_size + MAX_POSITIONS + 2) * h + 2 * h
     attention = 4 * (h * h + h) + 2 * h
@@ -152,7 +152,7 @@ def checkpoint_config(folder: Path, num_classes: int, dropout: float, max_length
 
 
 def count_checkpoint_parameters(folder: Path, num_classes: int, max_length: int, vocabulary_size: int) -> int:
-    """How many parameters a checkpoint's model has, without reading its weights.
+    """Count the parameters of a checkpoint's model without reading its weights.
 
     Raises:
         UsageError: see ``checkpoint_config``; or its tokenizer has more entries than the model has embeddings.

@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def options_from(name: str, namespace: argparse.Namespace) -> dict[str, Any]:
-    """What a parsed command line says for one workload, as ``load`` takes it; JSON can hold it.
+    """Return the options of one workload in a parsed command line, as ``load`` takes them; JSON can hold them.
 
     Raises:
         UsageError: a value that does not fit, or an option that only another workload has.

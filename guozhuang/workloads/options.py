@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from guozhuang.errors import UsageError, explain
 
 OptionValue = str | int | float | bool | list[str] | None
-"""What an option may hold; all of it survives JSON, so a dict of options can be sent to every rank."""
+"""The values that an option may hold; all of them survive JSON, so a dict of options can be sent to every rank."""
 
 Options = TypeVar("Options")
 
@@ -75,7 +75,7 @@ def add_arguments(options: type, parser: argparse._ActionsContainer) -> None:
 
 
 def told(options: type, namespace: argparse.Namespace) -> dict[str, OptionValue]:
-    """What a parsed command line says about the fields of an options dataclass; what it leaves open is left out.
+    """Return the fields of an options dataclass that a parsed command line sets; the others are left out.
 
     Raises:
         UsageError: for a value that does not fit.

@@ -133,7 +133,7 @@ def _called(names: Sequence[str] | None, at: int) -> str:
 def _header(
     table: Table, header: str, told: Sequence[str], label: str | None
 ) -> tuple[Sequence[str] | None, list[TableRow], str]:
-    """The names of the columns, the rows without the header, and what to say about it."""
+    """Return the names of the columns, the rows without the header, and a remark on the header."""
     if table.names is not None:
         if header != "auto":
             raise UsageError(
@@ -231,7 +231,7 @@ def _choose_columns(
 
 
 def _sample(row: TableRow, label_at: int, text_at: Sequence[int], label_until: str | None) -> tuple[str, str, str]:
-    """What is wrong with a row (empty: nothing), its label, its text."""
+    """Return the problem of a row (empty: none), its label, its text."""
     raw = row.cells[label_at]
     if isinstance(raw, list | dict | bytes):
         return f"its label is a {type(raw).__name__}", "", ""

@@ -25,7 +25,7 @@ _PAD_ID = 0
 
 @dataclass(frozen=True)
 class SyntheticOptions(TrainingOptions):
-    """What the command line says about the random tokens, beside model and optimizer."""
+    """The options of the random tokens, beside model and optimizer."""
 
     seq_len: int = option(64, int, "tokens of every sample (default 64)", low=1)
     num_classes: int = option(4, int, "number of classes (default 4)", low=2)
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
 
 
 def options_from(namespace: argparse.Namespace) -> dict[str, OptionValue]:
-    """What a command line says for this workload; JSON can hold it. UsageError where a value does not fit.
+    """Return the options of this workload in a command line; JSON can hold them. UsageError where a value does not fit.
 
     Paths come out absolute.
     """

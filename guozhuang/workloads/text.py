@@ -32,7 +32,7 @@ _OF_FILES = ("data_format", "delimiter", "quoting", "encoding", "header", "label
 
 @dataclass(frozen=True)
 class TextOptions(TrainingOptions):
-    """What the command line says about the texts, beside model and optimizer."""
+    """The options of the texts, beside model and optimizer."""
 
     data: str | None = option(
         None, str, "file to train on: csv, tsv, jsonl, parquet, txt; .gz of each (default: Python's own docstrings)"
@@ -72,7 +72,7 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
 
 
 def options_from(namespace: argparse.Namespace) -> dict[str, OptionValue]:
-    """What a command line says for this workload; JSON can hold it. UsageError where a value does not fit.
+    """Return the options of this workload in a command line; JSON can hold them. UsageError where a value does not fit.
 
     Paths come out absolute.
     """

@@ -18,7 +18,7 @@ from guozhuang.workloads.options import option
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """What ``--model``, ``--optimizer`` and their like say; the fields' help texts describe them."""
+    """The options of model and optimizer; the fields' help texts describe them."""
 
     model: str = option(
         "bert-tiny",

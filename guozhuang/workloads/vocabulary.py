@@ -131,7 +131,7 @@ def checkpoint_tokenizer(folder: Path) -> Any:
 
 
 def encode_with_checkpoint(tokenizer: Any, texts: Sequence[str], max_length: int) -> Ragged:
-    """As ``encode``, for a checkpoint's own tokenizer."""
+    """Encode with a checkpoint's own tokenizer; the same result as ``encode``."""
     return ragged(tokenizer(list(texts), truncation=True, max_length=max_length, padding=False)["input_ids"])
 
 
