@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from guozhuang.errors import UsageError, WorldError, explain
+from guozhuang.net.store import innermost
 from guozhuang.watch.processes import open_descriptors
 from guozhuang.world import requested_gloo_interface
 
@@ -122,8 +123,7 @@ def _devices(address: str) -> list[dist.ProcessGroupGloo.Device]:
 
 
 def _host_of(store: dist.Store) -> str:
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
+    store = innermost(store)
     return str(store.host) if isinstance(store, dist.TCPStore) else ""
 
 

@@ -254,7 +254,7 @@ class _RollCall:
 
     def _only_here(self) -> str:
         """Name a likely cause, where there is one: rank 0 listens on loopback, where other hosts cannot come."""
-        store = _without_prefix(self._store)
+        store = stores.innermost(self._store)
         if not store.check([_ONLY_HERE]):
             return ""
         where = store.get(_ONLY_HERE).decode()
@@ -280,15 +280,9 @@ def _missing(store: dist.Store, ranks: Sequence[int]) -> list[int]:
     return _missing(store, ranks[:half]) + _missing(store, ranks[half:])
 
 
-def _without_prefix(store: dist.Store) -> dist.Store:
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return store
-
-
 def _address(store: dist.Store) -> str:
     """The address of the store, for a text; "" on loopback, which may be the near end of a passage only."""
-    store = _without_prefix(store)
+    store = stores.innermost(store)
     if not isinstance(store, dist.TCPStore) or stores.loopback_address(store.host) is not None:
         return ""
     return f" at {store.host}:{store.port}"

@@ -76,6 +76,13 @@ def listen(point: MeetingPoint) -> socket.socket:
         raise UsageError(explain(what, rank=0, fix=fix)) from error
 
 
+def innermost(store: dist.Store) -> dist.Store:
+    """The store around which prefixes were put."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
 def serve(listener: socket.socket, timeout_s: float, *, is_shared: bool = False) -> dist.TCPStore:
     """A store of this process that listens there and nowhere else.
 

@@ -4,7 +4,7 @@
 launcher. The first line says what this node is; it answers "ready" and does what it is told until it is told "go". Where
 it is to run parameter servers it watches those then, and there is no agent.
 
-[Note: the meeting point] The first host opens a store on loopback and a door (``world.door``) on each address that others
+[Note: the meeting point] The first host opens a store on loopback and a door (``net.door``) on each address that others
 might reach it by, each at a port that the kernel gave; the others knock at all of them. The launcher takes the first door
 that let everybody in, so neither address nor port is guessed and nothing is released in between. Every other host then
 opens a passage to that door on its own loopback. So on each host MASTER_ADDR is 127.0.0.1, and scripts that know nothing of

@@ -6,7 +6,7 @@ started anew read what their predecessors left; and, where a node joins later, w
 So here the agent of node 0 keeps the store; its socket is bound first and handed over (``master_listen_fd``). Each attempt
 finds it new: on one node and in an elastic run it is another one, between a fixed number of nodes it is emptied. On one node
 it listens on loopback. Between nodes it listens at the one address that the others were told, or, where there is a secret,
-on loopback behind a door (world/door.py) at that address. The ranks come as clients (TORCHELASTIC_USE_AGENT_STORE).
+on loopback behind a door (``net.door``) at that address. The ranks come as clients (TORCHELASTIC_USE_AGENT_STORE).
 """
 
 from __future__ import annotations

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import os
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch.torch_version import TorchVersion
 
 from guozhuang.errors import explain
-from guozhuang.world.temporary_variables import temporary_variables as env
 
 from .basics import HorovodBasics
 
@@ -155,3 +156,26 @@ def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[int | 
         return int(reduce_ops.Average if average else reduce_ops.Sum)
 
     return chosen
+
+
+@contextlib.contextmanager
+def env(**wanted: str | None) -> Iterator[None]:
+    """Inside of it the environment of this process has these variables; None removes one. Not for several threads at once.
+
+    Raises:
+        TypeError: a value is no text; nothing is changed then.
+    """
+    before = {name: os.environ.get(name) for name in wanted}
+    try:
+        _put(wanted)
+        yield
+    finally:
+        _put(before)
+
+
+def _put(values: dict[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
