@@ -17,7 +17,7 @@ from guozhuang.compat.horovod.common.state import HorovodState, set_state
 from guozhuang.compat.horovod.common.variables import HorovodVariables
 from guozhuang.compat.horovod.torch.optimizer import DistributedOptimizer
 from guozhuang.gradients.buckets import in_process_memory
-from guozhuang.gradients.named import Kind, NamedEngine, NegotiationError, Reduction, Submission
+from guozhuang.gradients.named import Kind, NamedEngine, NegotiationError, Reduction, Settings, Submission
 from guozhuang.world import World
 
 
@@ -50,6 +50,7 @@ class MirrorChannel:
 
     def __init__(self, size: int) -> None:
         self.size, self.rank, self.ranks = size, 0, tuple(range(size))
+        self.settings = Settings()
         self.names: list[str] = []
         self.hurried: list[str] = []
         self.last: dict[str, Submission] = {}

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from guozhuang.compat.horovod.common.autotune import AutotuneSettings
 from guozhuang.compat.horovod.common.process_sets import ProcessSet
 from guozhuang.compat.horovod.torch.compression import Compression, Compressor
 from guozhuang.compat.horovod.torch.mpi_ops import Adasum, Average, Max, Sum
-from guozhuang.gradients.named import Kind, Reduction
+from guozhuang.gradients.named import Kind, Reduction, Settings
 
 from .horovod_alone import (
     MAKERS,
@@ -206,6 +207,26 @@ def test_ranks_that_have_the_same_parameters_send_whole_buckets_from_the_second_
     ours.last(ours.first(torch.randn(3, 4, dtype=torch.float64)).float()).sum().backward()
     made.step()
     assert sorted(sent(channel)) == sorted(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("settings", "second"),
+    [
+        (Settings(fusion_threshold_bytes=0), NAMES),
+        (Settings(autotune=AutotuneSettings()), NAMES),
+        (Settings(fusion_threshold_bytes=100), ["first.weight", "last.bias and 2 more", "second.weight and 1 more"]),
+    ],
+)
+def test_the_threshold_bounds_buckets_and_a_tuner_sees_each_gradient(
+    channel: MirrorChannel, settings: Settings, second: list[str]
+) -> None:
+    channel.agrees, channel.settings = True, settings
+    net = net_of_three()
+    made = distributed(net)
+    train(net, made, 1)
+    channel.names.clear()
+    train(net, made, 1)
+    assert sorted(sent(channel)) == sorted(second)
 
 
 def test_a_sparse_gradient_splits_the_bucket_it_is_in(channel: MirrorChannel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,7 +143,7 @@ class NamedChannel:
         around: what the engine gives.
 
     Attributes:
-        number, ranks: as above. rank: this process in the channel; None: no member.
+        number, ranks: as above. rank: this process in the channel; None: no member. settings: of the engine.
         size: number of ranks.
         group: what carries the data; None where this process is no member, and after the end.
     """
@@ -152,7 +152,7 @@ class NamedChannel:
         self, number: int, ranks: Sequence[int], rank: int | None, carriers: Carriers | None, around: Surroundings
     ) -> None:
         self.number, self.ranks, self.rank, self.size = number, tuple(ranks), rank, len(ranks)
-        self._around, self._carriers, self._process = around, carriers, os.getpid()
+        self._around, self.settings, self._carriers, self._process = around, around.settings, carriers, os.getpid()
         self.group: dist.ProcessGroup | None = None
         self._changed = threading.Condition(threading.Lock())
         self._fresh: list[Handle] = []
@@ -368,7 +368,7 @@ class NamedChannel:
                 kinds = {request.kind for request in response.requests.values()}
                 self._settle([response.name], NegotiationError(response.error, is_of_kinds=len(kinds) > 1))
         num_bytes, moved = 0, []
-        for batch in batches(good, self._threshold_bytes, self._around.settings.fuse_groups):
+        for batch in batches(good, self._threshold_bytes, self.settings.fuse_groups):
             began = time.monotonic()
             names = [each.name for each in batch]
             self._executor.carry_out(batch, {name: handles[name] for name in names if name in handles})

@@ -58,7 +58,7 @@ from .backward_passes import BackwardPasses, HookedParameter, Pending, Unit, for
 from .compression import Compression
 from .mpi_ops import sparse_allreduce_async
 
-_CAPS: Final = Caps((4 << 20, DEFAULT_CAP_BYTES))
+_FIRST_CAP_BYTES: Final = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,8 @@ class GradientUnits(BackwardPasses):
     @override
     def _lay_out(self, some: Sequence[HookedParameter], channel: NamedChannel) -> None:
         self._is_agreed = False
-        parts, caps = [list(reversed(some))], _CAPS
+        limit = channel.settings.fusion_threshold_bytes or DEFAULT_CAP_BYTES
+        parts, caps = [list(reversed(some))], Caps((min(_FIRST_CAP_BYTES, limit), min(DEFAULT_CAP_BYTES, limit)))
         if self._is_grouped:
             parts, caps = [list(unit.members) for unit in dict.fromkeys(one.unit for one in some)], Caps((sys.maxsize,))
         for part in parts:
@@ -185,7 +186,10 @@ class GradientUnits(BackwardPasses):
 
     @override
     def _opened(self, channel: NamedChannel) -> None:
-        if self._is_agreed or self._is_grouped or not self._is_elementwise or not self.hooked:
+        fuses = (
+            channel.settings.fusion_threshold_bytes > 0 and channel.settings.autotune is None
+        )  # a tuner sees each name
+        if self._is_agreed or self._is_grouped or not (self._is_elementwise and self.hooked and fuses):
             return
         told = [
             (one.name, str(one.parameter.dtype), one.parameter.device.type, *form_of(one)[2:]) for one in self.hooked
