@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from guozhuang.groups.shared_memory import collectives
-from guozhuang.groups.shared_memory.collectives import Combining, Span, Window
+from guozhuang.groups.shared_memory.collectives import Combining, MemoryRange, Window
 from guozhuang.groups.shared_memory.endpoint import REMEMBERED_BYTES, Endpoint, size_of
 from guozhuang.groups.shared_memory.program import DTYPE_OF, ChunkPlace, Op, Program
 from tests.pure import program_in_python
@@ -90,8 +90,8 @@ def values(num_elements: int, dtype: torch.dtype, rank: int) -> Tensor:
     return torch.randint(-50, 50, (num_elements,), generator=generator).to(dtype)
 
 
-def piece(tensor: Tensor) -> Span:
-    return Span(tensor.data_ptr(), tensor.numel() * tensor.itemsize)
+def piece(tensor: Tensor) -> MemoryRange:
+    return MemoryRange(tensor.data_ptr(), tensor.numel() * tensor.itemsize)
 
 
 def combined(tensors: Sequence[Tensor], op: Op, scale: float) -> Tensor:
@@ -289,7 +289,7 @@ def test_remembered_programs_are_bounded_by_what_they_take(num_ranks: int) -> No
         bases = [10**14 + rank * 10**9 for rank in range(num_ranks)]
         window = collectives.ring_window(bases, 32 << 20, num_ranks, 1 << 20, False)
         return collectives.reduce_staged(
-            window, 0, Span(10**13 + i * 10**8, num_ranks << 20), Combining(0, 0, 1.0), None
+            window, 0, MemoryRange(10**13 + i * 10**8, num_ranks << 20), Combining(0, 0, 1.0), None
         )
 
     tracemalloc.start()

@@ -45,7 +45,7 @@ class _Refused(Exception):
     """The arguments of a call were refused; the cause says why. The group goes on."""
 
 
-class Prepared(NamedTuple):
+class PreparedSteps(NamedTuple):
     """A call whose arguments were checked.
 
     Attributes:
@@ -61,7 +61,7 @@ class Prepared(NamedTuple):
     writes: bool = True
 
 
-Prepare = Callable[..., Prepared]
+Prepare = Callable[..., PreparedSteps]
 
 
 def collective(options: Callable[[], Any]) -> Callable[[Prepare], Callable[..., dist.Work]]:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
-from guozhuang.groups.hierarchical.calls import Calls, Prepared, collective
+from guozhuang.groups.hierarchical.calls import Calls, PreparedSteps, collective
 from guozhuang.groups.hierarchical.tensors import Flat, listed, words
 
 
@@ -51,22 +51,22 @@ class HierarchicalGroup(Calls):
     # ---- in two steps
 
     @collective(dist.AllreduceOptions)
-    def allreduce(self, tensors: Sequence[Tensor] | Tensor, opts: Any) -> Prepared:
+    def allreduce(self, tensors: Sequence[Tensor] | Tensor, opts: Any) -> PreparedSteps:
         """Combine a tensor of all ranks, in place on every rank."""
         return self._reduction("all_reduce", listed(tensors), opts.reduceOp)
 
     @collective(dist.AllreduceCoalescedOptions)
-    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any) -> Prepared:
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any) -> PreparedSteps:
         """Combine several tensors of all ranks, in place on every rank."""
         return self._reduction("all_reduce", listed(tensors), opts.reduceOp)
 
     @collective(dist.ReduceOptions)
-    def reduce(self, tensors: Sequence[Tensor] | Tensor, opts: Any) -> Prepared:
+    def reduce(self, tensors: Sequence[Tensor] | Tensor, opts: Any) -> PreparedSteps:
         """Combine a tensor of all ranks into that of rank ``opts.rootRank``; the others' is used up."""
         return self._reduction("reduce", listed(tensors), opts.reduceOp, opts.rootRank)
 
     @collective(dist.BroadcastOptions)
-    def broadcast(self, tensors: Sequence[Tensor] | Tensor, opts: Any) -> Prepared:
+    def broadcast(self, tensors: Sequence[Tensor] | Tensor, opts: Any) -> PreparedSteps:
         """Copy a tensor of rank ``opts.rootRank`` to all ranks."""
         tensors, writes = listed(tensors), opts.rootRank != self._rank
 
@@ -76,44 +76,48 @@ class HierarchicalGroup(Calls):
                     self._collectives.broadcast(flat.view(torch.uint8), opts.rootRank)
 
         what = words("broadcast", tensors, root=opts.rootRank)
-        return Prepared(tensors, what, job if self._moves(tensors) else None, writes)
+        return PreparedSteps(tensors, what, job if self._moves(tensors) else None, writes)
 
     @collective(AllgatherOptions)
-    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any) -> Prepared:
+    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any) -> PreparedSteps:
         """Lay the tensors of all ranks into one, in rank order."""
         return self._gathering([output], [given])
 
     @collective(AllgatherOptions)
-    def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Prepared:
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
+    ) -> PreparedSteps:
         """``all_gather_single`` of several pairs."""
         return self._gathering(outputs, inputs)
 
     @collective(AllgatherOptions)
-    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> Prepared:
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> PreparedSteps:
         """Copy the tensor of every rank into a list of tensors, in rank order."""
         return self._gathering_lists(outputs, inputs)
 
     @collective(AllgatherOptions)
-    def allgather_coalesced(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> Prepared:
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
+    ) -> PreparedSteps:
         """``allgather`` of several tensors; ``outputs`` has a list per rank, each with one tensor per input."""
         if all(len(each) == len(inputs) for each in outputs):
             outputs = [list(each) for each in zip(*outputs, strict=True)]
         return self._gathering_lists(outputs, inputs)
 
     @collective(dist.ReduceScatterOptions)
-    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any) -> Prepared:
+    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any) -> PreparedSteps:
         """Combine the tensors of all ranks, whose r-th part is for rank r."""
         return self._scattering([output], [given], opts.reduceOp)
 
     @collective(dist.ReduceScatterOptions)
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
-    ) -> Prepared:
+    ) -> PreparedSteps:
         """``reduce_scatter_single`` of several pairs."""
         return self._scattering(outputs, inputs, opts.reduceOp)
 
     @collective(dist.ReduceScatterOptions)
-    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> Prepared:
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> PreparedSteps:
         """Combine lists of tensors of all ranks, whose r-th tensor is for rank r."""
         given, pairs = [tensor for each in inputs for tensor in each], list(zip(outputs, inputs, strict=True))
         fits = all(len(each) == self._size and all(t.numel() == output.numel() for t in each) for output, each in pairs)
@@ -123,7 +127,7 @@ class HierarchicalGroup(Calls):
             for output, each in pairs:
                 self._reduce_scatter(output, torch.cat([tensor.detach().reshape(-1) for tensor in each]), opts.reduceOp)
 
-        return Prepared(outputs, words("reduce_scatter", given, opts.reduceOp), job if fits else None)
+        return PreparedSteps(outputs, words("reduce_scatter", given, opts.reduceOp), job if fits else None)
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Return when all ranks have come."""
@@ -133,28 +137,30 @@ class HierarchicalGroup(Calls):
     # ---- through gloo alone
 
     @collective(dist.GatherOptions)
-    def gather(self, outputs: Any, inputs: Sequence[Tensor], opts: Any) -> Prepared:
+    def gather(self, outputs: Any, inputs: Sequence[Tensor], opts: Any) -> PreparedSteps:
         """Collect the tensors of all ranks at one."""
-        return Prepared([tensor for each in outputs for tensor in each], words("gather", inputs, root=opts.rootRank))
+        return PreparedSteps(
+            [tensor for each in outputs for tensor in each], words("gather", inputs, root=opts.rootRank)
+        )
 
     @collective(dist.ScatterOptions)
-    def scatter(self, outputs: Sequence[Tensor], inputs: Any, opts: Any) -> Prepared:
+    def scatter(self, outputs: Sequence[Tensor], inputs: Any, opts: Any) -> PreparedSteps:
         """Hand the tensors of one rank out to all."""
-        return Prepared(outputs, words("scatter", outputs, root=opts.rootRank))
+        return PreparedSteps(outputs, words("scatter", outputs, root=opts.rootRank))
 
     # Sizes may differ, also between two ranks' views of what one gives the other: gloo's to find out.
 
     @collective(dist.AllToAllOptions)
-    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Prepared:
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> PreparedSteps:
         """Exchange a tensor with every rank."""
-        return Prepared(outputs, "all_to_all")
+        return PreparedSteps(outputs, "all_to_all")
 
     @collective(dist.AllToAllOptions)
     def all_to_all_single(
         self, output: Tensor, given: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any
-    ) -> Prepared:
+    ) -> PreparedSteps:
         """Exchange a part of a tensor with every rank."""
-        return Prepared([output], "all_to_all")
+        return PreparedSteps([output], "all_to_all")
 
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
         """A barrier that names the ranks that did not come."""
@@ -177,7 +183,7 @@ class HierarchicalGroup(Calls):
 
     # ---- how a call is prepared
 
-    def _reduction(self, name: str, tensors: Sequence[Tensor], op: Any, root: int | None = None) -> Prepared:
+    def _reduction(self, name: str, tensors: Sequence[Tensor], op: Any, root: int | None = None) -> PreparedSteps:
         def job() -> None:
             for tensor in tensors:
                 with Flat(tensor) as flat:
@@ -186,16 +192,16 @@ class HierarchicalGroup(Calls):
                     else:
                         self._collectives.reduce(flat, op, root)
 
-        return Prepared(tensors, words(name, tensors, op, root), job if self._reduces(tensors, op) else None)
+        return PreparedSteps(tensors, words(name, tensors, op, root), job if self._reduces(tensors, op) else None)
 
-    def _gathering(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Prepared:
+    def _gathering(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> PreparedSteps:
         def job() -> None:
             for output, given in zip(outputs, inputs, strict=True):
                 self._all_gather(output, given)
 
-        return Prepared(outputs, words("all_gather", inputs), job if self._gathers(outputs, inputs) else None)
+        return PreparedSteps(outputs, words("all_gather", inputs), job if self._gathers(outputs, inputs) else None)
 
-    def _gathering_lists(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor]) -> Prepared:
+    def _gathering_lists(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor]) -> PreparedSteps:
         """Prepare an all_gather of each input into the list at its place: in two steps where all in a list are like it."""
         held, num_ranks = [tensor for each in outputs for tensor in each], self._size
         fits = self.nodes.is_even and self._moves([*inputs, *held]) and len(outputs) == len(inputs)
@@ -211,15 +217,15 @@ class HierarchicalGroup(Calls):
                 for tensor, row in zip(each, gathered, strict=True):
                     tensor.detach().copy_(row.view(tensor.shape))
 
-        return Prepared(held, words("all_gather", inputs), job if fits else None)
+        return PreparedSteps(held, words("all_gather", inputs), job if fits else None)
 
-    def _scattering(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], op: Any) -> Prepared:
+    def _scattering(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], op: Any) -> PreparedSteps:
         def job() -> None:
             for output, given in zip(outputs, inputs, strict=True):
                 self._reduce_scatter(output, given, op)
 
         fits = self._gathers(inputs, outputs) and self._reduces(inputs, op)
-        return Prepared(outputs, words("reduce_scatter", inputs, op), job if fits else None)
+        return PreparedSteps(outputs, words("reduce_scatter", inputs, op), job if fits else None)
 
     def _all_gather(self, output: Tensor, given: Tensor) -> None:
         with Flat(output) as gathered, Flat(given, writes=False) as flat:

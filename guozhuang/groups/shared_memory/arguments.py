@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .collectives import Combining, Span
+from .collectives import Combining, MemoryRange
 from .endpoint import refuse
 from .program import DTYPE_OF, Op
 
@@ -145,12 +145,12 @@ class Bytes:
             return tensor
         return self._copy(tensor)
 
-    def apart(self, tensor: Tensor, others: Sequence[Span], own: int | None = None) -> Tensor:
+    def apart(self, tensor: Tensor, others: Sequence[MemoryRange], own: int | None = None) -> Tensor:
         """As ``plain``; a copy also where it overlaps what is written, ``others``, but for just being their ``own``-th."""
         plain = self.plain(tensor)
         return self._copy(plain) if is_mixed(piece(plain), others, own) else plain
 
-    def target_apart(self, tensor: Tensor, others: Sequence[Span], own: int) -> Tensor:
+    def target_apart(self, tensor: Tensor, others: Sequence[MemoryRange], own: int) -> Tensor:
         """As ``target``; another one also where it overlaps what is read, ``others``, but for just being their ``own``-th."""
         plain = self.target(tensor)
         if not is_mixed(piece(plain), others, own):
@@ -170,11 +170,11 @@ class Bytes:
             self._back.append((tensor, plain))
         return plain
 
-    def give(self, tensor: Tensor) -> Span:
+    def give(self, tensor: Tensor) -> MemoryRange:
         """Where the values are read."""
         return piece(self.plain(tensor))
 
-    def take(self, tensor: Tensor) -> Span:
+    def take(self, tensor: Tensor) -> MemoryRange:
         """Where the result is written."""
         return piece(self.target(tensor))
 
@@ -190,7 +190,7 @@ def is_plain(tensor: Tensor) -> bool:
     return is_aligned and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
-def is_mixed(one: Span, others: Sequence[Span], own: int | None) -> bool:
+def is_mixed(one: MemoryRange, others: Sequence[MemoryRange], own: int | None) -> bool:
     """Whether a piece overlaps one of others without being the ``own``-th of them."""
     if own is not None and one == others[own]:
         others = [other for rank, other in enumerate(others) if rank != own]
@@ -200,15 +200,15 @@ def is_mixed(one: Span, others: Sequence[Span], own: int | None) -> bool:
     )
 
 
-def piece(tensor: Tensor) -> Span:
+def piece(tensor: Tensor) -> MemoryRange:
     """The bytes of a contiguous tensor."""
-    return Span(tensor.data_ptr(), tensor.numel() * tensor.itemsize)
+    return MemoryRange(tensor.data_ptr(), tensor.numel() * tensor.itemsize)
 
 
-def cut(whole: Span, sizes_bytes: Sequence[int]) -> list[Span]:
+def cut(whole: MemoryRange, sizes_bytes: Sequence[int]) -> list[MemoryRange]:
     """Cut a piece into pieces that lie one after the other."""
     address, pieces = whole.address, []
     for num_bytes in sizes_bytes:
-        pieces.append(Span(address, num_bytes))
+        pieces.append(MemoryRange(address, num_bytes))
         address += num_bytes
     return pieces

@@ -25,7 +25,7 @@ CHUNK_BYTES: Final = 512 * 1024
 CROWDED_CHUNK_BYTES: Final = 1024 * 1024  # when ranks outnumber cores: a barrier costs a change of process
 
 
-class Span(NamedTuple):
+class MemoryRange(NamedTuple):
     """Bytes of this rank's own memory."""
 
     address: int
@@ -115,9 +115,9 @@ def parts_of(num_bytes: int, num_parts: int) -> list[tuple[int, int]]:
 def exchange(
     window: Window,
     rank: int,
-    sent: Sequence[tuple[int, Span]],
-    taken: Sequence[tuple[int, int, Span]],
-    kept: Sequence[tuple[int, Span]],
+    sent: Sequence[tuple[int, MemoryRange]],
+    taken: Sequence[tuple[int, int, MemoryRange]],
+    kept: Sequence[tuple[int, MemoryRange]],
     longest_bytes: int,
 ) -> Program:
     """Move pieces between ranks: broadcast, gather, scatter, all_gather and all_to_all are choices of pieces.
@@ -150,13 +150,13 @@ def exchange(
     return Program(tuple(streams), window.num_chunks(longest_bytes) + 1)
 
 
-def fetch(taken: Sequence[tuple[int, Span]]) -> Program:
+def fetch(taken: Sequence[tuple[int, MemoryRange]]) -> Program:
     """Copy straight out of the peers' memory: ``(address, piece)``. The barrier at the end lets them change it again."""
     streams = [_copy(piece.address, source, piece.num_bytes) for source, piece in taken if piece.num_bytes]
     return Program(tuple(streams), 1, trailing_barrier=True)
 
 
-def reduce_one_shot(window: Window, rank: int, piece: Span, how: Combining, root: int | None) -> Program:
+def reduce_one_shot(window: Window, rank: int, piece: MemoryRange, how: Combining, root: int | None) -> Program:
     """Combine small tensors: everybody (or only ``root``) combines what all ranks put into their windows (1 lane)."""
     whole, num_bytes = (ChunkPlace(piece.address),), piece.num_bytes
     if not num_bytes:
@@ -168,7 +168,7 @@ def reduce_one_shot(window: Window, rank: int, piece: Span, how: Combining, root
     return Program(tuple(streams), 2)
 
 
-def reduce_staged(window: Window, rank: int, piece: Span, how: Combining, root: int | None) -> Program:
+def reduce_staged(window: Window, rank: int, piece: MemoryRange, how: Combining, root: int | None) -> Program:
     """Combine large tensors of equal size: rank r combines part r of all; all ranks (or only ``root``) collect the parts.
 
     The window has a lane per rank. A rank's own part never travels to it: in round j it puts chunk j of the other parts into
@@ -176,7 +176,9 @@ def reduce_staged(window: Window, rank: int, piece: Span, how: Combining, root: 
     takes chunk j of the other parts. Without ``root`` the result replaces the tensor; with it only the root's changes.
     """
     ranks, chunk = range(len(window.bases)), window.lane_bytes
-    parts = [Span(piece.address + offset, num_bytes) for offset, num_bytes in parts_of(piece.num_bytes, len(ranks))]
+    parts = [
+        MemoryRange(piece.address + offset, num_bytes) for offset, num_bytes in parts_of(piece.num_bytes, len(ranks))
+    ]
     others = [(peer, parts[peer]) for peer in ranks if peer != rank and parts[peer].num_bytes]
     mine, collects = parts[rank], root is None or root == rank
     streams = []
@@ -211,7 +213,7 @@ def reduce_in_place(addresses: Sequence[int], rank: int, num_bytes: int, how: Co
 
 
 def reduce_scatter(
-    window: Window, rank: int, inputs: Sequence[Span], output: int, how: Combining, longest_bytes: int
+    window: Window, rank: int, inputs: Sequence[MemoryRange], output: int, how: Combining, longest_bytes: int
 ) -> Program:
     """Combine piece r of all ranks on rank r. The window has a lane per rank; ``output`` is an address."""
     chunk = window.lane_bytes

@@ -15,12 +15,12 @@ from torch import Tensor
 from guozhuang.errors import MismatchError, explain, rank_table
 
 from . import collectives
-from .collectives import Combining, Span, Window
+from .collectives import Combining, MemoryRange, Window
 from .endpoint import MEETING, Endpoint, Terms, cut, refuse
 from .engine import DESCRIPTOR_BYTES, ONE_SHOT_BYTES
 from .program import Program
 
-NO_PIECE: Final = Span(0, 0)
+NO_PIECE: Final = MemoryRange(0, 0)
 _NUM_KEPT_PLANS: Final = 1024
 
 
@@ -77,7 +77,7 @@ class Operations:
     def _one_shot(self, plan: _ReductionPlan, address: int, root: int | None) -> Program:
         window = collectives.one_shot_window(self._link.one_shot, ONE_SHOT_BYTES, 1, plan.num_bytes)
         assert window is not None
-        return collectives.reduce_one_shot(window, self._rank, Span(address, plan.num_bytes), plan.how, root)
+        return collectives.reduce_one_shot(window, self._rank, MemoryRange(address, plan.num_bytes), plan.how, root)
 
     def _large(self, plan: _ReductionPlan, address: int, root: int | None, places: Sequence[bytes]) -> Program:
         seen = self._seen(places)
@@ -86,9 +86,9 @@ class Operations:
             return collectives.reduce_in_place(own, self._rank, plan.num_bytes, plan.how, root)
         longest = collectives.parts_of(plan.num_bytes, self._size)[0][1]
         window = self._ring(self._size, longest)
-        return collectives.reduce_staged(window, self._rank, Span(address, plan.num_bytes), plan.how, root)
+        return collectives.reduce_staged(window, self._rank, MemoryRange(address, plan.num_bytes), plan.how, root)
 
-    def broadcast(self, piece: Span, tensor: Tensor, root: int, terms: Terms) -> None:
+    def broadcast(self, piece: MemoryRange, tensor: Tensor, root: int, terms: Terms) -> None:
         """Copy the root's bytes to all ranks. ``tensor`` is what the piece lies in; the root's may be seen by the peers."""
         what = describe(f"broadcast from rank {root}", [tensor.numel()], tensor.dtype)
         sent = [(0, piece)] if root == self._rank else []
@@ -104,7 +104,7 @@ class Operations:
         else:
             self._staged(1, sent, taken, [], piece.num_bytes)
 
-    def all_gather(self, given: Span, tensor: Tensor, outputs: Sequence[Span], terms: Terms) -> None:
+    def all_gather(self, given: MemoryRange, tensor: Tensor, outputs: Sequence[MemoryRange], terms: Terms) -> None:
         """Copy every rank's bytes to all ranks; ``outputs`` by rank. ``tensor`` is what the given piece lies in."""
         counts, itemsize = _counts(outputs, tensor), tensor.itemsize
         what = describe("all_gather", counts, tensor.dtype)
@@ -126,7 +126,13 @@ class Operations:
         link.go_on(collectives.fetch(list(zip(own, outputs, strict=True))))
 
     def reduce_scatter(
-        self, output: Span, inputs: Sequence[Span], whole: Tensor, is_whole: bool, how: Combining, terms: Terms
+        self,
+        output: MemoryRange,
+        inputs: Sequence[MemoryRange],
+        whole: Tensor,
+        is_whole: bool,
+        how: Combining,
+        terms: Terms,
     ) -> None:
         """Combine piece r of all ranks on rank r.
 
@@ -158,7 +164,9 @@ class Operations:
         sources = [mine.address if rank == self._rank else there + offset for rank, there in enumerate(seen)]
         link.go_on(collectives.reduce_scatter_in_place(sources, output.address, output.num_bytes, how))
 
-    def all_to_all(self, outputs: Sequence[Span], inputs: Sequence[Span], dtype: torch.dtype, terms: Terms) -> None:
+    def all_to_all(
+        self, outputs: Sequence[MemoryRange], inputs: Sequence[MemoryRange], dtype: torch.dtype, terms: Terms
+    ) -> None:
         """Copy input r of every rank to rank r; sizes may all differ, as long as both ends of a pair agree."""
         link, size = self._link, self._size
         what = describe("all_to_all", [], dtype)
@@ -180,7 +188,9 @@ class Operations:
         kept = [(inputs[self._rank].address, outputs[self._rank])]
         self._staged(size, sent, taken, kept, longest)
 
-    def gather(self, given: Span, tensor: Tensor, outputs: Sequence[Span], root: int, terms: Terms) -> None:
+    def gather(
+        self, given: MemoryRange, tensor: Tensor, outputs: Sequence[MemoryRange], root: int, terms: Terms
+    ) -> None:
         """Copy every rank's bytes (the same number on all) to the root; ``outputs`` by rank, empty elsewhere."""
         what = describe(f"gather to rank {root}", [tensor.numel()], tensor.dtype)
         if any(piece.num_bytes != given.num_bytes for piece in outputs):
@@ -190,7 +200,9 @@ class Operations:
         kept = [(given.address, outputs[root])] if self._rank == root else []
         self._move(what, terms, 1, sent, taken, kept, given.num_bytes)
 
-    def scatter(self, output: Span, tensor: Tensor, inputs: Sequence[Span], root: int, terms: Terms) -> None:
+    def scatter(
+        self, output: MemoryRange, tensor: Tensor, inputs: Sequence[MemoryRange], root: int, terms: Terms
+    ) -> None:
         """Copy the root's piece r to rank r (the same number of bytes for all); ``inputs`` by rank, empty elsewhere."""
         what = describe(f"scatter from rank {root}", [tensor.numel()], tensor.dtype)
         if any(piece.num_bytes != output.num_bytes for piece in inputs):
@@ -214,9 +226,9 @@ class Operations:
         what: bytes,
         terms: Terms,
         num_lanes: int,
-        sent: Sequence[tuple[int, Span]],
-        taken: Sequence[tuple[int, int, Span]],
-        kept: Sequence[tuple[int, Span]],
+        sent: Sequence[tuple[int, MemoryRange]],
+        taken: Sequence[tuple[int, int, MemoryRange]],
+        kept: Sequence[tuple[int, MemoryRange]],
         longest: int,
     ) -> None:
         """Move pieces the small way or the large way."""
@@ -231,9 +243,9 @@ class Operations:
         what: bytes,
         terms: Terms,
         num_lanes: int,
-        sent: Sequence[tuple[int, Span]],
-        taken: Sequence[tuple[int, int, Span]],
-        kept: Sequence[tuple[int, Span]],
+        sent: Sequence[tuple[int, MemoryRange]],
+        taken: Sequence[tuple[int, int, MemoryRange]],
+        kept: Sequence[tuple[int, MemoryRange]],
         longest: int,
     ) -> None:
         window = collectives.one_shot_window(self._link.one_shot, ONE_SHOT_BYTES, num_lanes, longest)
@@ -243,9 +255,9 @@ class Operations:
     def _staged(
         self,
         num_lanes: int,
-        sent: Sequence[tuple[int, Span]],
-        taken: Sequence[tuple[int, int, Span]],
-        kept: Sequence[tuple[int, Span]],
+        sent: Sequence[tuple[int, MemoryRange]],
+        taken: Sequence[tuple[int, int, MemoryRange]],
+        kept: Sequence[tuple[int, MemoryRange]],
         longest: int,
     ) -> None:
         window = self._ring(num_lanes, longest)
@@ -282,7 +294,7 @@ def describe(name: str, counts: Sequence[int], dtype: torch.dtype, how: Combinin
     return cut(text.encode())
 
 
-def _counts(pieces: Sequence[Span], tensor: Tensor) -> list[int]:
+def _counts(pieces: Sequence[MemoryRange], tensor: Tensor) -> list[int]:
     return [piece.num_bytes // tensor.itemsize for piece in pieces]
 
 
