@@ -20,7 +20,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.utils import _to_kwargs
 
 from ..errors import UsageError, WorldError, explain
-from ..gradients.passes import Options
+from ..gradients.passes import ReducerOptions
 from ..gradients.reducer import Reducer
 from ..sync_batch_norm import use_on_cpu
 from ..timeline import Timeline
@@ -199,7 +199,7 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
         """
         if self._reducer is None and self._needs_reducer:
             named = self._averaged
-            options = Options(
+            options = ReducerOptions(
                 find_unused=self.find_unused_parameters,
                 static_graph=self.static_graph,
                 skip_unused=self.skip_all_reduce_unused_params,

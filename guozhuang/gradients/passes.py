@@ -27,7 +27,7 @@ from .buckets import Bucket
 
 
 @dataclass(frozen=True)
-class Options:
+class ReducerOptions:
     """How a reducer treats gradients.
 
     Args:
@@ -75,7 +75,7 @@ class Pass:
     watchers: list[threading.Thread] = field(default_factory=list)  # for the timeline
 
 
-def late_gradient(name: str, options: Options, rank: int) -> RuntimeError:
+def late_gradient(name: str, options: ReducerOptions, rank: int) -> RuntimeError:
     """Compose the error for a gradient that came after its bucket had left. See [Note: nested backward]."""
     promise, other = "", ", or static_graph=True if steps are alike"
     if options.static_graph:

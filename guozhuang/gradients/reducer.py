@@ -29,7 +29,7 @@ from ..groups.allocation import zeros_for
 from ..timeline import Timeline
 from .buckets import Bucket, Caps
 from .forwards import Forwards, current_number
-from .passes import Options, Pass, late_gradient, record_ends, record_start, weakly
+from .passes import Pass, ReducerOptions, late_gradient, record_ends, record_start, weakly
 from .selection import Selection
 from .unused import UnusedReport, UsedAnywhere
 
@@ -45,7 +45,7 @@ class Reducer:
         group: the ranks.
         exchange: what is done with a full bucket.
         caps: bounds of the buckets.
-        options: see :class:`Options`.
+        options: see :class:`ReducerOptions`.
 
     Attributes:
         step: number of passes so far.
@@ -61,7 +61,7 @@ class Reducer:
         group: dist.ProcessGroup,
         exchange: GradientExchange[Any],
         caps: Caps,
-        options: Options,
+        options: ReducerOptions,
     ) -> None:
         self.group, self.exchange, self.caps, self.options = group, exchange, caps, options
         self._candidates = list(named_parameters)
@@ -211,8 +211,7 @@ class Reducer:
             output.register_hook(hook)
 
     def _begin(self, shadow: bool = False) -> Pass:
-        selection = self._selection
-        size = self.group.size()
+        selection, size = self._selection, self.group.size()
         num_active = self.num_active_ranks if self.exchange.averages else size
         selection.views.begin(self.exchange.input_scale(size) * size / num_active)
         fired, task = [0] * len(selection.names), torch._C._current_graph_task_id()
@@ -245,7 +244,7 @@ class Reducer:
         with self._lock:
             selection = self._selection
             current = self._pass
-            if current is None and self._forwards.made_what_runs(self.names[index], self.group.rank()):
+            if current is None and self._forwards.made_what_runs(selection.names[index], self.group.rank()):
                 current = self._open()
             selection.came(index, current is not None)
             if current is None:
@@ -308,9 +307,8 @@ class Reducer:
         if bucket.sparse or (self.options.skip_unused and not any(self._is_used(current, i) for i in members)):
             current.works.append(None)  # sparse buckets follow when backward has ended
             return
-        timeline = self.timeline
+        timeline, step = self.timeline, self.step if self.exchange_step is None else self.exchange_step()
         start_ns = 0 if timeline is None else timeline.now()
-        step = self.step if self.exchange_step is None else self.exchange_step()
         work = self.exchange.start(bucket, self._state, step)
         current.works.append(work)
         if timeline is not None:
@@ -407,8 +405,8 @@ class Reducer:
         """Take from the first pass what later ones rely on; the order of buckets is the one that rank 0 saw."""
         selection = self._selection
         if selection.learning:
-            order = torch.tensor(selection.propose_order(current.order), dtype=torch.int64)
-            order = order.to(self.buckets[0].flat.device)
+            proposed, device = selection.propose_order(current.order), self.buckets[0].flat.device
+            order = torch.tensor(proposed, dtype=torch.int64, device=device)
             if self.group.size() > 1:
                 work = dist.broadcast(order, group_src=0, group=self.group, async_op=True)
                 current.others.append(work)

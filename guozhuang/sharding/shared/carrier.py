@@ -22,9 +22,9 @@ from ...groups.shared_memory.segments import SharedSegments
 from ..carrier import Arrival, check_nothing_came
 from ..parts import Block, Layout
 from .embedding_rows import LendingHook, embeddings_of
-from .gradients import Run, SharedGradients
+from .gradients import SharedGradients, Stretch
 from .linear_gradients import PlacingHook, linear_layers_of
-from .weights import Places, SharedWeights
+from .weights import SegmentPlaces, SharedWeights
 
 #: How much is summed before it is stepped. Larger stretches leave the cache, smaller ones cost more calls of the optimizer.
 STRETCH_BYTES: Final = 4 << 20
@@ -97,7 +97,7 @@ class SharedCarrier:
         self._names = names
         self._segments = SharedSegments(found)
         self._rank, self._size = self._segments.rank, self._segments.size
-        where = Places(layout)
+        where = SegmentPlaces(layout)
         self._weights = SharedWeights(self._segments, names, parameters, layout, where)
         self.gradients = SharedGradients(self._segments, names, parameters, layout, where)
         self._separate: frozenset[int] = frozenset()
@@ -204,7 +204,7 @@ class SharedCarrier:
         for weight in self.weights:
             weight.grad = None
 
-    def _sum(self, run: Run, into: Tensor) -> None:
+    def _sum(self, run: Stretch, into: Tensor) -> None:
         """Sum a run, and hand its blocks their gradients."""
         wanted = [i for i in run.blocks if not self._unused or not self._held[i] <= self._unused]
         if wanted:

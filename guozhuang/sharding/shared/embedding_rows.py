@@ -146,11 +146,11 @@ class LendingHook(OutputHook):
         if type(output.grad_fn).__name__ != "EmbeddingBackward0" or len(args) != 1 or not _is_plain(module):
             return None
         apply: Any = _Rows.apply
-        result: Tensor = apply(module.weight, args[0], _Holder(output, self._lent, module.padding_idx))
+        result: Tensor = apply(module.weight, args[0], _Unseen(output, self._lent, module.padding_idx))
         return result
 
 
-class _Holder:
+class _Unseen:
     """What autograd is to carry along without looking at it."""
 
     def __init__(self, output: Tensor, lent: LentGradient, padding_idx: int | None) -> None:
@@ -159,7 +159,7 @@ class _Holder:
 
 class _Rows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, indices: Tensor, holder: _Holder) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, indices: Tensor, holder: _Unseen) -> Tensor:
         ctx.save_for_backward(indices)
         ctx.lent, ctx.padding_idx = holder.lent, holder.padding_idx
         ctx.num_rows = weight.shape[0]

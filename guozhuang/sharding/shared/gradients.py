@@ -31,13 +31,13 @@ from ..carrier import check_gradient
 from ..parts import Block, Layout
 from .embedding_rows import LentGradient, RowPlace
 from .linear_gradients import GradientPlace
-from .weights import ALIGN_BYTES, Places, shaped
+from .weights import ALIGN_BYTES, SegmentPlaces, shaped
 
 EAGER_BYTES: Final = 1 << 16  # below this, a hook that copies costs more than it saves
 _MOSTLY: Final = 0.5  # share of pages with anything in them above which zeros are not looked for
 
 
-class Run(NamedTuple):
+class Stretch(NamedTuple):
     """A stretch of a bucket that is summed at once.
 
     Attributes:
@@ -68,7 +68,7 @@ class SharedGradients:
         names: Sequence[str],
         parameters: Sequence[nn.Parameter],
         layout: Layout,
-        where: Places,
+        where: SegmentPlaces,
     ) -> None:
         self._names, self._parameters, self._layout, self._where = names, parameters, layout, where
         self._rank, self._scale = segments.rank, 1.0 / segments.size
@@ -200,12 +200,12 @@ class SharedGradients:
         """For each parameter, whether any rank has a gradient."""
         return [bool(flag) for flag in torch.stack(self._used).amax(0).tolist()] if self._used[0].numel() else []
 
-    def runs(self, blocks: Sequence[Block], cap_bytes: int) -> list[Run]:
+    def runs(self, blocks: Sequence[Block], cap_bytes: int) -> list[Stretch]:
         """Put neighbouring blocks together up to a size, so that a sum is still in the cache when it is stepped.
 
         The last come first: their gradients came last, and are warm.
         """
-        found: list[Run] = []
+        found: list[Stretch] = []
         for i, block in enumerate(blocks):
             itemsize = self._layout.buckets[block.bucket].dtype.itemsize
             start = self._where.bucket_starts[block.bucket] + block.start * itemsize
@@ -217,12 +217,12 @@ class SharedGradients:
                 and last.num_bytes + num_bytes <= cap_bytes
                 and blocks[last.blocks[-1]].bucket == block.bucket
             ):
-                found[-1] = Run(last.start, last.num_bytes + num_bytes, last.dtype, (*last.blocks, i))
+                found[-1] = Stretch(last.start, last.num_bytes + num_bytes, last.dtype, (*last.blocks, i))
             else:
-                found.append(Run(start, num_bytes, self._layout.buckets[block.bucket].dtype, (i,)))
+                found.append(Stretch(start, num_bytes, self._layout.buckets[block.bucket].dtype, (i,)))
         return found[::-1]
 
-    def sum_into(self, run: Run, into: Tensor) -> None:
+    def sum_into(self, run: Stretch, into: Tensor) -> None:
         """Write the mean over ranks of a run's gradients to a 1-d tensor of its size and dtype."""
         srcs = tuple(segment.address + run.start for segment in self._segments)
         page = self._marks_start + run.start // PAGE_BYTES

@@ -46,7 +46,7 @@ _FULL_LOOKS: Final = 3  # steps in which all pages are looked at; the habits of 
 _LOOK_SHARE: Final = 32  # after that, one part of so many per step
 
 
-class Places:
+class SegmentPlaces:
     """Where buckets and parameters lie in a segment, in bytes.
 
     Attributes:
@@ -85,7 +85,7 @@ class SharedWeights:
         names: Sequence[str],
         parameters: Sequence[nn.Parameter],
         layout: Layout,
-        where: Places,
+        where: SegmentPlaces,
     ) -> None:
         self._names, self._parameters, self._layout, self._where = names, parameters, layout, where
         self._rank = segments.rank
