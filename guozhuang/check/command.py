@@ -127,7 +127,7 @@ def _over_hosts(options: argparse.Namespace) -> CheckResults:
             raise UsageError(explain("-H and --hostfile exclude each other", fix="leave one out"))
         named = hosts.read_hostfile(options.hostfile)
     placed = hosts.place(named, options.np, None)
-    how = ssh.Options(options.ssh_port, options.ssh_identity, options.ssh_config)
+    how = ssh.SshOptions(options.ssh_port, options.ssh_identity, options.ssh_config)
     remote = [name for name, _ in placed if not ssh.is_this_machine(name, how)]
     if remote:
         ssh.check_installed()

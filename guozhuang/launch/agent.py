@@ -15,7 +15,7 @@ from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.launch.console.say import say
 from guozhuang.launch.options.plan import Plan, plan
 from guozhuang.launch.rendezvous.signs import OtherNodeError
-from guozhuang.launch.request import Report, Request, with_folders
+from guozhuang.launch.request import Request, RunReport, with_folders
 
 _log = logging.getLogger("guozhuang")
 _ERROR_LEVEL = 2  # of torch's C++ log
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str], request: Request | None = None) -> int:
             return placement.start(ours, arguments, request)
         report = _run(ours, request)
     except WorldError as error:
-        report = Report(str(error), code=getattr(error, "code", 1), is_cause=not isinstance(error, OtherNodeError))
+        report = RunReport(str(error), code=getattr(error, "code", 1), is_cause=not isinstance(error, OtherNodeError))
     if request.report is not None:
         request.report(report)
     elif report.text:
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str], request: Request | None = None) -> int:
     return report.code
 
 
-def _run(ours: Plan, request: Request) -> Report:
+def _run(ours: Plan, request: Request) -> RunReport:
     for decision in ours.chosen:
         _log.info("chosen: %s", decision)
     for note in ours.notes:
@@ -67,14 +67,14 @@ def _run(ours: Plan, request: Request) -> Report:
     except SignalledError as error:
         text = f"{error}; the ranks of this node were ended"
         if request.report is not None:
-            return Report(text, code=128 + error.number)
+            return RunReport(text, code=128 + error.number)
         say(text, within_s=_READ_S)
-        return Report(code=128 + error.number)
+        return RunReport(code=128 + error.number)
     finally:
         _join_timelines(ours)
 
 
-def _run_here(ours: Plan, request: Request) -> Report:
+def _run_here(ours: Plan, request: Request) -> RunReport:
     if ours.is_torchruns:
         from guozhuang.launch import torchrun
 

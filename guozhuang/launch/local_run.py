@@ -24,7 +24,7 @@ from guozhuang.launch.options.plan import Plan
 from guozhuang.launch.rank_files import RankFiles, Shown
 from guozhuang.launch.rendezvous.endpoint import open_fixed
 from guozhuang.launch.rendezvous.fixed import Attempt, FixedRendezvous, NodeShare
-from guozhuang.launch.request import Report, Request
+from guozhuang.launch.request import Request, RunReport
 from guozhuang.launch.servers import ServersError, ServersOfANode
 from guozhuang.launch.signals import SignalledError, Signals
 from guozhuang.launch.torchrun_logs import TorchrunLogs
@@ -94,7 +94,7 @@ class LocalRun:
         is_plain = plan.copy_folder is None and not plan.timestamps and ranks is None
         return Shown(plan.log_folder, not (is_alone and is_plain), ranks, plan.copy_folder)
 
-    def run(self) -> Report:
+    def run(self) -> RunReport:
         """Meet the other nodes, start the ranks, and wait for their end; how the run ended.
 
         Raises:
@@ -125,7 +125,7 @@ class LocalRun:
         if self._rendezvous is not None:
             self._rendezvous.give_up(text, code, False)
 
-    def _attempts(self, rendezvous: FixedRendezvous) -> Report:
+    def _attempts(self, rendezvous: FixedRendezvous) -> RunReport:
         share = NodeShare(self._plan.num_local_ranks, self._plan.num_servers, self._config.role)
         while True:
             self._attempt = rendezvous.meet(share)
@@ -273,13 +273,13 @@ class LocalRun:
 
     # How it ended.
 
-    def _conclude(self, outcome: Outcome, rendezvous: FixedRendezvous) -> Report:
+    def _conclude(self, outcome: Outcome, rendezvous: FixedRendezvous) -> RunReport:
         self._clean_up()
         host = socket.gethostname()
         self._record(outcome)
         if outcome is Outcome.SUCCEEDED:
             self._output.close()
-            return Report(host=host)
+            return RunReport(host=host)
         if outcome is Outcome.HELD:
             ranks = ", ".join(f"rank {rank} (process {self._pids[rank]})" for rank in self._job.held)
             why = (
@@ -288,7 +288,7 @@ class LocalRun:
             )
             self._give_up(why, 1)
             self._output.close()
-            return Report(why, host=host, code=1)
+            return RunReport(why, host=host, code=1)
         failures = self._failures(self._job.failed)
         rank = first(failures)
         failure = failures[rank]
@@ -302,8 +302,8 @@ class LocalRun:
         text, rank = describe(failures, host, num_nodes), first(failures)
         if elsewhere is not None:
             text = f"the first failure was on {elsewhere}\nhere, then:\n{text}"
-            return Report(text, host=host, code=elsewhere.code, is_cause=False)
-        return Report(text, f"rank {rank}", host, exit_code(failures[rank].code), num_nodes == 1 or not is_reaction)
+            return RunReport(text, host=host, code=elsewhere.code, is_cause=False)
+        return RunReport(text, f"rank {rank}", host, exit_code(failures[rank].code), num_nodes == 1 or not is_reaction)
 
     def _first_failure(self) -> str:
         failures = self._failures(self._job.failed)

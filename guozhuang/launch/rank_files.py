@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from guozhuang.errors import UsageError, explain
-from guozhuang.launch.console.output import Output, Places
+from guozhuang.launch.console.output import Output, RankPlaces
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class RankFiles(LogsSpecs):
             number += 1
             folder = os.path.join(self._folder, str(self._attempt), f"{rank}.{number}")
         os.makedirs(folder)
-        places = Places("", "", {})
+        places = RankPlaces("", "", {})
         if shown.piped and shown.log_folder is None:
             is_shown = shown.local_ranks is None or local_rank in shown.local_ranks
             places = self._output.pipes(rank, folder, is_shown, self._copies(rank, int(environ["WORLD_SIZE"])))

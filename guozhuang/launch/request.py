@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Report:
+class RunReport:
     """How the run of a node, or of all hosts, ended. The launcher of several hosts receives it as JSON.
 
     Attributes:
@@ -90,7 +90,7 @@ class Request:
     extension: Extension = NO_EXTENSION
     host: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
-    report: Callable[[Report], None] | None = None
+    report: Callable[[RunReport], None] | None = None
     is_here: Callable[[str], bool] | None = None
     attempt: int = 0
     max_restarts: int | None = None

@@ -32,7 +32,7 @@ from guozhuang.launch.options.plan import Plan
 from guozhuang.launch.rank_files import RankFiles, Shown
 from guozhuang.launch.rendezvous.endpoint import open_for_torch
 from guozhuang.launch.rendezvous.stores import Kept
-from guozhuang.launch.request import Report, Request
+from guozhuang.launch.request import Request, RunReport
 from guozhuang.launch.signals import SignalledError, Signals
 
 _OUTPUT_S = 5.0
@@ -51,7 +51,7 @@ _SILENT = (
 )
 
 
-def run(plan: Plan, request: Request) -> Report:
+def run(plan: Plan, request: Request) -> RunReport:
     """Run torch elastic's agent to its end; how the run ended.
 
     Raises:
@@ -63,7 +63,7 @@ def run(plan: Plan, request: Request) -> Report:
         return _run(plan, request)
 
 
-def _run(plan: Plan, request: Request) -> Report:
+def _run(plan: Plan, request: Request) -> RunReport:
     options, folder = plan.elastic, tempfile.mkdtemp(prefix="guozhuang-run-")
     run_name = os.urandom(8).hex()
     os.environ[guard.VARIABLE] = run_name
@@ -107,7 +107,7 @@ def _of_a_rank(plan: Plan, words: list[str]) -> list[str]:
     ]
 
 
-def _launch(config: LaunchConfig, words: list[str], output: Output) -> Report:
+def _launch(config: LaunchConfig, words: list[str], output: Output) -> RunReport:
     host = socket.gethostname()
     try:
         elastic_launch(config, words[0])(*words[1:])
@@ -116,8 +116,8 @@ def _launch(config: LaunchConfig, words: list[str], output: Output) -> Report:
         failures = {rank: _failure(rank, found, output) for rank, found in error.failures.items()}
         rank = first(failures)
         text = describe(failures, host, config.max_nodes)
-        return Report(text, f"rank {rank}", host, exit_code(failures[rank].code))
-    return Report(host=host)
+        return RunReport(text, f"rank {rank}", host, exit_code(failures[rank].code))
+    return RunReport(host=host)
 
 
 def _failure(rank: int, found: Any, output: Output) -> Failure:

@@ -18,7 +18,7 @@ import pytest
 from guozhuang.compat.horovod.runner.elastic.crew import Ended, Event, LocalWorkers, Lost, Printed, Reached, Started
 from guozhuang.compat.horovod.runner.elastic.discovery import DiscoveryError, HostDiscoveryScript, Watch
 from guozhuang.compat.horovod.runner.elastic.doors import Doors
-from guozhuang.compat.horovod.runner.elastic.remote_crew import RemoteCrew, Told
+from guozhuang.compat.horovod.runner.elastic.remote_crew import HostConfig, RemoteCrew
 from guozhuang.compat.horovod.runner.elastic.writing import Room
 from guozhuang.launch.hosts import ssh
 from guozhuang.watch.processes import node_identity
@@ -77,7 +77,7 @@ def test_workers_of_another_host_wait_too(monkeypatch: pytest.MonkeyPatch) -> No
     events: queue.Queue[Event] = queue.Queue()
     room, num_bytes = Room(most_bytes=1 << 18), 20_000_000
     with socket.create_server(("127.0.0.1", 0)) as store, closing(Doors(store.getsockname()[1], [])) as doors:
-        told = Told(doors.open(), doors.secret, node_identity(), 600.0, 60.0, {}, ssh.Options())
+        told = HostConfig(doors.open(), doors.secret, node_identity(), 600.0, 60.0, {}, ssh.SshOptions())
         with closing(RemoteCrew("localhost", told, events, room)) as crew:
             crew.start(0, ["/bin/sh", "-c", f"head -c {num_bytes} /dev/zero; exit 3"], 1)
             assert of_kind(events, Reached).address == "127.0.0.1"

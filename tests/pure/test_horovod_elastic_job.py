@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from guozhuang.compat.horovod.runner.elastic.assignment import choose, places
 from guozhuang.compat.horovod.runner.elastic.blacklist import Blacklist
 from guozhuang.compat.horovod.runner.elastic.discovery import DiscoveryError, merged, parse
-from guozhuang.compat.horovod.runner.elastic.job import ElasticJob, Limits, Orders, Worker
+from guozhuang.compat.horovod.runner.elastic.job import ElasticJob, ElasticLimits, Orders, Worker
 
 HOSTS = st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 4), max_size=5)
 
@@ -85,7 +85,7 @@ class Run:
             "start_timeout_s": 30.0,
         }
         wanted |= {"reset_limit": None} | limits
-        self.job, self.now = ElasticJob(Limits(**wanted), Blacklist(cooldown)), 0.0  # type: ignore[arg-type]
+        self.job, self.now = ElasticJob(ElasticLimits(**wanted), Blacklist(cooldown)), 0.0  # type: ignore[arg-type]
         self.job.found(hosts)
 
     def turn(self, after_s: float = 0.1) -> Orders:

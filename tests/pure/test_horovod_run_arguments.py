@@ -265,12 +265,12 @@ def test_a_port_of_ssh_is_that_of_the_other_hosts(monkeypatch: pytest.MonkeyPatc
         def run(self) -> int:
             return 0
 
-    monkeypatch.setattr(hosts_run, "Run", Run)
+    monkeypatch.setattr(hosts_run, "HostsRun", Run)
     monkeypatch.setattr(ssh, "check_installed", lambda: None)
     line = "-np 3 -H localhost:1,127.0.0.1:1,192.0.2.9:1 -p 2222"
     assert static_run.run(arguments.parse([*line.split(), "true"]), lambda text: None) == 0
     assert started == [[True, True, False]]
-    elastic: Any = types.SimpleNamespace(_is_local={}, _ssh=ssh.Options(2222))
+    elastic: Any = types.SimpleNamespace(_is_local={}, _ssh=ssh.SshOptions(2222))
     assert [driver._Driver._here(elastic, name) for name in ("localhost", "127.0.0.1", "192.0.2.9")] == started[0]
 
 

@@ -16,7 +16,7 @@ import setuptools
 from guozhuang.compat.horovod.common import extension
 from guozhuang.compat.horovod.runner import mailbox
 from guozhuang.errors import UsageError, WorldError
-from guozhuang.launch.console.output import Places
+from guozhuang.launch.console.output import RankPlaces
 from guozhuang.launch.console.streams import NamedPipe, Stream, Trace
 from guozhuang.launch.hosts import ssh
 from guozhuang.launch.options import plan as options
@@ -100,9 +100,9 @@ class FakeOutput:
     def begin(self, ranks: list[int]) -> None:
         pass
 
-    def pipes(self, rank: int, folder: str, shown: bool, copies: str | None) -> Places:
+    def pipes(self, rank: int, folder: str, shown: bool, copies: str | None) -> RankPlaces:
         self.copies.append(copies)
-        return Places("", "", {})
+        return RankPlaces("", "", {})
 
     def say(self, text: str) -> None:
         self.said.append(text)

@@ -106,7 +106,7 @@ def test_the_rest_of_the_command_line_goes_to_the_agents() -> None:
     ]
     found = plan([*head, *SCRIPT], SCRIPT, {})
     assert found.arguments == ["--strategy", "ddp", "-m", *SCRIPT]
-    assert (found.ssh, found.environment, found.timeline) == (ssh.Options(7), {"A": "1"}, "t.json")
+    assert (found.ssh, found.environment, found.timeline) == (ssh.SshOptions(7), {"A": "1"}, "t.json")
     assert (found.interface, found.master, found.port, found.start_timeout_s) == (None, None, 0, 60.0)
 
 
@@ -197,7 +197,7 @@ def test_options_for_hosts_need_hosts() -> None:
 def test_the_remote_shell_gets_each_word_as_it_is(program: str) -> None:
     before, sys.executable = sys.executable, program
     try:
-        words = ssh.command("me@host", ssh.Options(2222, "/k y", "/c"), 7, "token")
+        words = ssh.command("me@host", ssh.SshOptions(2222, "/k y", "/c"), 7, "token")
     finally:
         sys.executable = before
     assert shlex.split(words[-1]) == ["exec", program, "-c", ssh._BOOTSTRAP, "token"]
@@ -207,7 +207,7 @@ def test_the_remote_shell_gets_each_word_as_it_is(program: str) -> None:
 
 
 def test_nothing_secret_is_on_a_command_line() -> None:
-    assert "secret" not in " ".join(ssh.command("h", ssh.Options(), 5, "token")).lower()
+    assert "secret" not in " ".join(ssh.command("h", ssh.SshOptions(), 5, "token")).lower()
 
 
 def test_what_of_the_environment_is_carried() -> None:

@@ -12,8 +12,8 @@ import pytest
 from guozhuang.launch.hosts import failure as hosts_failure
 from guozhuang.launch.hosts.link import Link
 from guozhuang.launch.hosts.placement import plan
-from guozhuang.launch.hosts.run import Run
-from guozhuang.launch.request import Report
+from guozhuang.launch.hosts.run import HostsRun
+from guozhuang.launch.request import RunReport
 
 
 class MadeUp(Link):
@@ -26,23 +26,23 @@ class MadeUp(Link):
 
 
 @pytest.fixture
-def run() -> Iterator[Run]:
-    found = Run(plan(["-H", "a,b", "t.py"], ["t.py"], {}), [False, False], b"")
+def run() -> Iterator[HostsRun]:
+    found = HostsRun(plan(["-H", "a,b", "t.py"], ["t.py"], {}), [False, False], b"")
     found._links = [MadeUp("a", 0, False, {"agent": 1}), MadeUp("b", 1, False, {"agent": 1, "finished": True})]
     yield found
     found._selector.close()
 
 
-def told(run: Run) -> list[Any]:
+def told(run: HostsRun) -> list[Any]:
     return [link.told for link in run._links]  # type: ignore[attr-defined]
 
 
-def test_a_host_whose_ranks_have_finished_gets_little_time(run: Run) -> None:
+def test_a_host_whose_ranks_have_finished_gets_little_time(run: HostsRun) -> None:
     run._end(10.0)
     assert told(run) == [{"end": 10.0}, {"end": 2.0}]
 
 
-def test_only_signals_of_an_own_meaning_are_handed_on(run: Run) -> None:
+def test_only_signals_of_an_own_meaning_are_handed_on(run: HostsRun) -> None:
     run._end(30.0, signal.SIGUSR1)
     assert [each["signal"] for each in told(run)] == [signal.SIGUSR1] * 2
     for link in run._links:
@@ -51,7 +51,7 @@ def test_only_signals_of_an_own_meaning_are_handed_on(run: Run) -> None:
     assert told(run) == [{"end": 30.0}, {"end": 2.0}]
 
 
-def test_ranks_get_as_long_as_the_user_gave_them(run: Run) -> None:
+def test_ranks_get_as_long_as_the_user_gave_them(run: HostsRun) -> None:
     assert run._grace_s(30.0) == 30.0
     run._wanted = dataclasses.replace(run._wanted, shutdown_timeout_s=120)
     assert run._grace_s(30.0) == run._grace_s(10.0) == 125.0
@@ -60,8 +60,8 @@ def test_ranks_get_as_long_as_the_user_gave_them(run: Run) -> None:
 
 
 def test_a_host_is_the_cause_unless_its_agent_says_otherwise() -> None:
-    def found(**report: object) -> hosts_failure.Failure:
-        messages = {"supervisor": 1} | ({"report": dataclasses.asdict(Report(**report))} if report else {})  # type: ignore[arg-type]
+    def found(**report: object) -> hosts_failure.HostFailure:
+        messages = {"supervisor": 1} | ({"report": dataclasses.asdict(RunReport(**report))} if report else {})  # type: ignore[arg-type]
         return hosts_failure.of(Link("a", 0, False, messages, code=3))
 
     assert found().is_cause and found(who="rank 2", code=3).is_cause

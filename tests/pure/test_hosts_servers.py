@@ -14,13 +14,13 @@ from guozhuang.errors import UsageError
 from guozhuang.launch.hosts import failure as hosts_failure
 from guozhuang.launch.hosts import placement as hosts
 from guozhuang.launch.hosts.link import Link
-from guozhuang.launch.hosts.run import Run
+from guozhuang.launch.hosts.run import HostsRun
 from guozhuang.launch.options import plan as options
 
 SCRIPT = ["train.py", "--servers", "9"]
 
 
-def plan(*words: str) -> hosts.Hosts:
+def plan(*words: str) -> hosts.HostsPlan:
     return hosts.plan([*words, *SCRIPT], SCRIPT, {})
 
 
@@ -113,7 +113,7 @@ class MadeUp(Link):
         self.is_closed, self.code = True, 0
 
 
-def made_up(run: Run, links: Sequence[Link]) -> list[str]:
+def made_up(run: HostsRun, links: Sequence[Link]) -> list[str]:
     order: list[str] = []
     for link in links:
         link.order = order  # type: ignore[attr-defined]
@@ -122,7 +122,7 @@ def made_up(run: Run, links: Sequence[Link]) -> list[str]:
 
 
 def test_servers_are_ended_after_the_ranks() -> None:
-    run = Run(plan("-H", "a", "--server-hosts", "s:3"), [False, False], b"")
+    run = HostsRun(plan("-H", "a", "--server-hosts", "s:3"), [False, False], b"")
     assert [link.title for link in run._links] == ["host a", "host s (parameter servers 0 to 2)"]
     agent = {"agent": 1}
     order = made_up(run, [MadeUp("a", 0, False, dict(agent)), MadeUp("s", 1, False, dict(agent), serves=[0, 1, 2])])

@@ -52,7 +52,7 @@ _TERMINALS = {1: "GUOZHUANG_STDOUT", 2: "GUOZHUANG_STDERR"}
 
 
 @dataclass(frozen=True)
-class Places:
+class RankPlaces:
     """Where a rank is to write.
 
     Attributes:
@@ -119,7 +119,7 @@ class Output:
         """Another process is this rank from now on; what the last one printed does not explain its end."""
         self.traces[rank] = Trace()
 
-    def pipes(self, rank: int, folder: str, shown: bool = True, copies: str | None = None) -> Places:
+    def pipes(self, rank: int, folder: str, shown: bool = True, copies: str | None = None) -> RankPlaces:
         """Ways for what a rank writes to come here.
 
         Args:
@@ -152,7 +152,7 @@ class Output:
             with self._lock:
                 self._streams.append(stream)
                 self._selector.register(stream.source, selectors.EVENT_READ, stream.read)
-        return Places(paths[1], paths[2], variables)
+        return RankPlaces(paths[1], paths[2], variables)
 
     def _own_terminal(self, target: Target) -> OwnTerminal | None:
         if not os.isatty(target.descriptor):

@@ -41,7 +41,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Hosts:
+class HostsPlan:
     """What ``-H`` and its companions ask for.
 
     Attributes:
@@ -62,7 +62,7 @@ class Hosts:
     """
 
     placed: Sequence[tuple[str, str]]
-    ssh: ssh.Options
+    ssh: ssh.SshOptions
     environment: Mapping[str, str]
     start_timeout_s: float
     interface: str | None
@@ -117,7 +117,7 @@ def start(ours: Plan, arguments: Sequence[str], request: Request) -> int:
     Raises:
         UsageError: the command line cannot work; no host was started.
     """
-    from guozhuang.launch.hosts.run import Run
+    from guozhuang.launch.hosts.run import HostsRun
 
     script = [ours.elastic.training_script, *ours.elastic.training_script_args]
     wanted = plan(arguments, script, os.environ)
@@ -134,7 +134,7 @@ def start(ours: Plan, arguments: Sequence[str], request: Request) -> int:
         where = ", ".join(f"{name} ({len(numbers)})" for name, numbers in wanted.servers)
         _log.info("%d hosts, with their parameter servers: %s", len(wanted.servers), where)
     for attempt in range(wanted.max_restarts + 1):
-        run = Run(wanted, is_local, secrets.token_bytes(_SECRET_BYTES), attempt)
+        run = HostsRun(wanted, is_local, secrets.token_bytes(_SECRET_BYTES), attempt)
         code = run.run()
         if code == 0 or not run.may_try_again:
             break
@@ -145,7 +145,7 @@ def start(ours: Plan, arguments: Sequence[str], request: Request) -> int:
     return code
 
 
-def plan(arguments: Sequence[str], script: Sequence[str], environ: Mapping[str, str]) -> Hosts:
+def plan(arguments: Sequence[str], script: Sequence[str], environ: Mapping[str, str]) -> HostsPlan:
     """Read what the command line says about hosts.
 
     Args:
@@ -177,9 +177,9 @@ def plan(arguments: Sequence[str], script: Sequence[str], environ: Mapping[str, 
             )
     spare = [host for text in found.server_hosts or () for host in parse_hosts(text, "--server-hosts")]
     placed = place(hosts, found.num_ranks, found.per_host)
-    return Hosts(
+    return HostsPlan(
         placed=placed,
-        ssh=ssh.Options(found.ssh_port, found.ssh_identity, found.ssh_config),
+        ssh=ssh.SshOptions(found.ssh_port, found.ssh_identity, found.ssh_config),
         environment=ssh.asked_for(found.exported or (), environ),
         start_timeout_s=timeout_s,
         interface=found.interface,

@@ -26,13 +26,13 @@ from typing import TYPE_CHECKING, Any
 from guozhuang.launch.console.display import Display
 from guozhuang.launch.hosts import failure as hosts_failure
 from guozhuang.launch.hosts import ssh
-from guozhuang.launch.hosts.failure import LOST, Failure, said
+from guozhuang.launch.hosts.failure import LOST, HostFailure, said
 from guozhuang.launch.hosts.link import Link
 from guozhuang.launch.hosts.meeting import candidates, choose
-from guozhuang.launch.request import Report
+from guozhuang.launch.request import RunReport
 
 if TYPE_CHECKING:
-    from guozhuang.launch.hosts.placement import Hosts
+    from guozhuang.launch.hosts.placement import HostsPlan
 
 _PING_S = 2.0
 # A host that hears nothing from the launcher for so long ends its ranks; an interrupted network may come back before.
@@ -64,7 +64,7 @@ class _Stopped(Exception):
     """The launcher got a signal."""
 
 
-class Run:
+class HostsRun:
     """One run over several hosts.
 
     Args:
@@ -74,7 +74,7 @@ class Run:
         attempt: how many runs of the same command line were before this one.
     """
 
-    def __init__(self, wanted: Hosts, is_local: Sequence[bool], secret: bytes, attempt: int = 0) -> None:
+    def __init__(self, wanted: HostsPlan, is_local: Sequence[bool], secret: bytes, attempt: int = 0) -> None:
         self._wanted, self._secret, self._attempt = wanted, secret, attempt
         self._links = [
             Link(name, node_rank, local)
@@ -84,14 +84,14 @@ class Run:
             link.serves = numbers
         self._selector = selectors.DefaultSelector()
         self._display = Display(is_over=lambda: bool(self._signals))
-        self._failures: list[Failure] = []
+        self._failures: list[HostFailure] = []
         self._told_to_end: set[int] = set()
         self._signals: list[int] = []
         self._wants_pause = False
         self._rings = threading.Event()
         self._has_met = False
         self.may_try_again = False
-        self.failed: Report | None = None
+        self.failed: RunReport | None = None
 
     def run(self) -> int:
         """Do all of it; see ``hosts.start``."""
@@ -197,7 +197,7 @@ class Run:
         names = [link.name for link in self._links]
         chosen = choose(names, doors, listening["refused"], [link.messages["knocked"] for link in others if doors])
         if isinstance(chosen, str):
-            self._failures.append(Failure(first, 1, chosen))
+            self._failures.append(HostFailure(first, 1, chosen))
             raise _Failed
         for link in self._links:
             link.say({"go": chosen})
@@ -212,7 +212,7 @@ class Run:
                 if word not in link.messages:
                     doing = f"was reached, but was not {word}" if link.messages else "could not be reached"
                     text = f"{doing} within {self._wanted.start_timeout_s:g} s (--start-timeout){said(link)}"
-                    self._failures.append(Failure(link, LOST, text))
+                    self._failures.append(HostFailure(link, LOST, text))
             raise _Failed from None
 
     def _follow(self, is_done: Callable[[], bool], deadline: float = float("inf")) -> None:

@@ -52,7 +52,7 @@ _BOOTSTRAP = r'import os;exec(b"".join(iter(lambda:os.read(0,1)or os._exit(1),b"
 
 
 @dataclass(frozen=True)
-class Options:
+class SshOptions:
     """How ssh is to connect: its own port, key and configuration file; None: as ssh decides."""
 
     port: int | None = None
@@ -78,7 +78,7 @@ def local_command(token: str) -> list[str]:
     return [sys.executable, "-c", _BOOTSTRAP, token]
 
 
-def command(host: str, options: Options, timeout_s: float, token: str) -> list[str]:
+def command(host: str, options: SshOptions, timeout_s: float, token: str) -> list[str]:
     """The command that runs the supervisor on ``host`` over ssh.
 
     Nothing of the user's but the path of the interpreter is on it: the rest goes through stdin.
@@ -115,7 +115,7 @@ def check_installed() -> None:
         raise UsageError(explain("-H starts hosts over ssh, and there is no command ssh on this machine", fix=fix))
 
 
-def is_this_machine(host: str, options: Options) -> bool:
+def is_this_machine(host: str, options: SshOptions) -> bool:
     """Whether ``host`` stands for this machine, so that no ssh is needed.
 
     Not where ssh would go to another port than its usual one: that is a container, or a forward to somewhere else.
@@ -138,10 +138,10 @@ def is_this_machine(host: str, options: Options) -> bool:
 
 def is_here(host: str) -> bool:
     """The same for a launcher whose port of ssh is that of the other hosts alone: "localhost" is always this machine."""
-    return host == "localhost" or is_this_machine(host, Options())
+    return host == "localhost" or is_this_machine(host, SshOptions())
 
 
-def _as_ssh_sees(name: str, options: Options) -> tuple[str, str]:
+def _as_ssh_sees(name: str, options: SshOptions) -> tuple[str, str]:
     """(host name, port) after ssh's configuration; the name as it is where there is no ssh."""
     plain = str(options.port or _SSH_PORT)
     if shutil.which("ssh") is None:

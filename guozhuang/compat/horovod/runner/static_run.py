@@ -17,7 +17,7 @@ from guozhuang.launch.console.say import say
 from guozhuang.launch.hosts import placement, ssh
 from guozhuang.launch.hosts.placement import Host
 from guozhuang.launch.options import nodes
-from guozhuang.launch.request import Report, Request
+from guozhuang.launch.request import Request, RunReport
 
 _HERE = "localhost"
 _log = logging.getLogger("guozhuang")
@@ -42,7 +42,7 @@ def run(found: argparse.Namespace, failed: Callable[[str], None], more: Mapping[
     _log.info("guozhuang run %s", shlex.join(words))
     variables = {**of_the_job, **variables_for(found), **(more or {})}
 
-    def report(found: Report) -> None:
+    def report(found: RunReport) -> None:
         if found.text:
             say(found.text)
         if found.code and found.host:

@@ -13,7 +13,7 @@ from guozhuang.compat.horovod.common.elastic_variables import Place
 
 
 @dataclass(frozen=True)
-class Slot:
+class HostSlot:
     """Room for one worker.
 
     Attributes:
@@ -25,7 +25,7 @@ class Slot:
     index: int
 
 
-def choose(hosts: Mapping[str, int], living: Sequence[Slot], max_np: int | None) -> list[Slot]:
+def choose(hosts: Mapping[str, int], living: Sequence[HostSlot], max_np: int | None) -> list[HostSlot]:
     """The slots that shall have workers, in the order of their ranks.
 
     Args:
@@ -37,12 +37,12 @@ def choose(hosts: Mapping[str, int], living: Sequence[Slot], max_np: int | None)
     kept = [slot for slot in living if slot.index < hosts.get(slot.host, 0)][:limit]
     order = list(dict.fromkeys([*(slot.host for slot in kept), *hosts]))
     taken = set(kept)
-    free = [slot for host in order for index in range(hosts[host]) if (slot := Slot(host, index)) not in taken]
+    free = [slot for host in order for index in range(hosts[host]) if (slot := HostSlot(host, index)) not in taken]
     free = free[: limit - len(kept)]
     return [slot for host in order for slot in (*kept, *free) if slot.host == host]
 
 
-def places(slots: Sequence[Slot]) -> list[Place]:
+def places(slots: Sequence[HostSlot]) -> list[Place]:
     """The place of each of these slots, which stand in the order of their ranks, those of a host together."""
     hosts = list(dict.fromkeys(slot.host for slot in slots))
     sizes = {host: sum(slot.host == host for slot in slots) for host in hosts}

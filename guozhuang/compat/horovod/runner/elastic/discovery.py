@@ -22,7 +22,7 @@ class DiscoveryError(RuntimeError):
     """The script failed; the text says how."""
 
 
-class Hosts(Protocol):
+class HostSource(Protocol):
     """Where hosts are found."""
 
     def find(self) -> dict[str, int]:
@@ -144,7 +144,7 @@ class Watch:
         say: called, in that thread, when asking begins to fail, and when it works again.
     """
 
-    def __init__(self, source: Hosts, say: Callable[[str], None]) -> None:
+    def __init__(self, source: HostSource, say: Callable[[str], None]) -> None:
         self._source, self._say = source, say
         self._over = threading.Event()
         self._newest = source.find()

@@ -36,9 +36,9 @@ from guozhuang.compat.horovod.runner.elastic.discovery import (
     Watch,
 )
 from guozhuang.compat.horovod.runner.elastic.doors import Doors
-from guozhuang.compat.horovod.runner.elastic.job import ElasticJob, Limits, Orders, Worker
+from guozhuang.compat.horovod.runner.elastic.job import ElasticJob, ElasticLimits, Orders, Worker
 from guozhuang.compat.horovod.runner.elastic.printing import Printing
-from guozhuang.compat.horovod.runner.elastic.remote_crew import RemoteCrew, Told
+from guozhuang.compat.horovod.runner.elastic.remote_crew import HostConfig, RemoteCrew
 from guozhuang.compat.horovod.runner.elastic.writing import Room
 from guozhuang.compat.horovod.runner.settings import ElasticSettings
 from guozhuang.errors import UsageError, explain
@@ -111,7 +111,7 @@ def _check(settings: ElasticSettings) -> None:
 class _Driver:
     def __init__(self, settings: ElasticSettings, messages: queue.SimpleQueue[str]) -> None:
         self._settings, self._messages = settings, messages
-        limits = Limits(
+        limits = ElasticLimits(
             num_proc=settings.num_proc,
             min_np=settings.min_np,
             max_np=settings.max_np,
@@ -133,7 +133,7 @@ class _Driver:
         listener = socket.create_server((_LOOPBACK, 0))
         self._port = int(listener.getsockname()[1])
         self._board = DriverBoard(serve(listener, _STORE_S))
-        self._ssh = ssh.Options(settings.ssh_port, settings.ssh_identity_file)
+        self._ssh = ssh.SshOptions(settings.ssh_port, settings.ssh_identity_file)
         self._doors = Doors(self._port, settings.network_interfaces)
         self._run_name = secrets.token_hex(8)
         self._guard = guard.Guard(self._run_name, "")
@@ -258,11 +258,11 @@ class _Driver:
             remote = self._remote[host] = RemoteCrew(host, self._told(), self._events, self._room)
         remote.start(worker.number, command, num_local)
 
-    def _told(self) -> Told:
+    def _told(self) -> HostConfig:
         ssh.check_installed()
         environment = ssh.of_the_job(self._environment, EXTENSION) | ssh.carried(self._environment, EXTENSION)
         environment |= self._settings.env
-        return Told(
+        return HostConfig(
             doors=self._doors.open(),
             secret=self._doors.secret,
             same=node_identity(),

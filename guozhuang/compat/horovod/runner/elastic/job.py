@@ -18,7 +18,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from guozhuang.compat.horovod.runner.elastic.assignment import Slot, choose
+from guozhuang.compat.horovod.runner.elastic.assignment import HostSlot, choose
 from guozhuang.compat.horovod.runner.elastic.blacklist import Blacklist
 from guozhuang.launch.failures import how
 
@@ -51,7 +51,7 @@ class Worker:
     """
 
     number: int
-    slot: Slot
+    slot: HostSlot
     started: float
     round: int = 0
     rank: int | None = None
@@ -80,7 +80,7 @@ class Worker:
 
 
 @dataclass(frozen=True)
-class Limits:
+class ElasticLimits:
     """See ``settings.ElasticSettings``."""
 
     num_proc: int
@@ -124,7 +124,7 @@ class ElasticJob:
         blacklist: its hosts that are left alone.
     """
 
-    def __init__(self, limits: Limits, blacklist: Blacklist) -> None:
+    def __init__(self, limits: ElasticLimits, blacklist: Blacklist) -> None:
         self._limits, self._blacklist = limits, blacklist
         self._hosts: dict[str, int] = {}
         self.workers: list[Worker] = []
@@ -284,7 +284,7 @@ class ElasticJob:
         orders.over = 1
         return True
 
-    def _is_short(self, wanted: list[Slot], kept: list[Worker], now: float, orders: Orders) -> bool:
+    def _is_short(self, wanted: list[HostSlot], kept: list[Worker], now: float, orders: Orders) -> bool:
         """Whether there is too little to go on with; over if that has been so for too long. What runs goes on meanwhile."""
         least = self._limits.min_np if self._has_started else self._limits.num_proc
         timeout_s = self._limits.elastic_timeout_s
@@ -312,7 +312,9 @@ class ElasticJob:
         failed = f"; a worker failed on {held}" if held else ""
         return f"{number} slot{'' if number == 1 else 's'} can be used (found: {there}{failed})"
 
-    def _start(self, wanted: list[Slot], running: list[Worker], kept: list[Worker], now: float, orders: Orders) -> None:
+    def _start(
+        self, wanted: list[HostSlot], running: list[Worker], kept: list[Worker], now: float, orders: Orders
+    ) -> None:
         self._has_started = True
         # One that leaves keeps its slot until it is gone.
         busy = {worker.slot for worker in running}
@@ -323,7 +325,9 @@ class ElasticJob:
                 kept.append(worker)
                 orders.start.append(worker)
 
-    def _form(self, wanted: list[Slot], kept: list[Worker], going: list[Worker], now: float, orders: Orders) -> None:
+    def _form(
+        self, wanted: list[HostSlot], kept: list[Worker], going: list[Worker], now: float, orders: Orders
+    ) -> None:
         """See [Note: rounds] in the package."""
         members = [worker for worker in kept if worker.round]
         ready = [worker for worker in kept if not worker.round and worker.is_waiting]
@@ -384,7 +388,7 @@ class ElasticJob:
         return bool(silent)
 
     def _announce(
-        self, wanted: list[Slot], coming: list[Worker], going: list[Worker], now: float, orders: Orders
+        self, wanted: list[HostSlot], coming: list[Worker], going: list[Worker], now: float, orders: Orders
     ) -> None:
         # Not everybody who is wanted has come: ranks follow the order of those who have.
         at = {worker.slot: worker for worker in coming}

@@ -22,7 +22,7 @@ _JOIN_S = 2.0
 _log = logging.getLogger("guozhuang")
 
 
-class Told(Protocol):
+class LossBoard(Protocol):
     """What the driver says; a ``WorkerBoard``."""
 
     def lost(self, number: int) -> str:
@@ -37,7 +37,7 @@ class LostPeers:
         look_every_s: how long to pause between looks, in seconds.
     """
 
-    def __init__(self, board: Told, look_every_s: float = _LOOK_S) -> None:
+    def __init__(self, board: LossBoard, look_every_s: float = _LOOK_S) -> None:
         self._board, self._look_every_s = board, look_every_s
         self._lock = threading.Lock()  # for the three that follow
         self._round = 0

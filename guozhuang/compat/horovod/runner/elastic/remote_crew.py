@@ -31,7 +31,7 @@ _CLOSE_S = 10.0
 
 
 @dataclass(frozen=True)
-class Told:
+class HostConfig:
     """What every host is told.
 
     Attributes:
@@ -50,7 +50,7 @@ class Told:
     timeout_s: float
     start_timeout_s: float
     environment: Mapping[str, str]
-    ssh: ssh.Options
+    ssh: ssh.SshOptions
 
 
 class RemoteCrew:
@@ -67,7 +67,7 @@ class RemoteCrew:
         is_lost: nothing can be started there by this object any more.
     """
 
-    def __init__(self, host: str, told: Told, events: queue.Queue[Event], room: Room) -> None:
+    def __init__(self, host: str, told: HostConfig, events: queue.Queue[Event], room: Room) -> None:
         self.host, self._told, self._events, self._room = host, told, events, room
         self._link = Link(host, 0, False)
         self._lock = threading.Lock()  # for the two that follow

@@ -166,13 +166,13 @@ class Membership:
 
 
 @dataclass
-class _Holder:
+class _Membership:
     """What this process is; the driver knows it by one number for as long as it lives."""
 
     membership: Membership | None = None
 
 
-_here = _Holder()
+_here = _Membership()
 
 
 def membership() -> Membership | None:
