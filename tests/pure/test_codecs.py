@@ -258,18 +258,13 @@ KERNELS: dict[str, Callable[[int], Codec]] = {
 
 def encode_by_torch(codec: Codec, rows: Tensor, codes: Tensor, random: torch.Generator) -> None:
     if isinstance(codec, MinMax8):
-        quantize8.encode_by_torch(rows, codes)
+        codec.encode_by_torch(rows, codes)
     elif isinstance(codec, Dithering):
         first, second = torch.randint(2**32, (2,), generator=random).tolist()
         codec.encode_by_torch(rows, codes, (first, second))
     else:
         assert isinstance(codec, OneBit)
         codec.encode_by_torch(rows, codes)
-
-
-def decode_by_torch(codec: Codec, codes: Tensor, rows: Tensor) -> None:
-    by_torch = quantize8.decode_by_torch if isinstance(codec, MinMax8) else codec.decode_by_torch  # type: ignore[attr-defined]
-    by_torch(codes, rows)
 
 
 def test_the_kernels_were_built() -> None:
@@ -310,12 +305,12 @@ def test_a_kernel_gives_the_bits_of_torch(case: tuple[int, int, int, float], nam
     codec.encode_with_feedback(rows.clone(), ours[:, 8:-8], torch.Generator().manual_seed(case[2]), lost)
     rows = rows + before
     encode_by_torch(codec, rows, theirs[:, 8:-8], torch.Generator().manual_seed(case[2]))
-    decode_by_torch(codec, theirs[:, 8:-8], kept)
+    codec.decode_by_torch(theirs[:, 8:-8], kept)
     assert torch.equal(ours, theirs)
     torch.testing.assert_close(lost, rows - kept, rtol=0, atol=0, equal_nan=True)  # a sum of huge ones may be infinite
     decoded, expected = torch.full_like(rows, torch.nan), torch.full_like(rows, torch.nan)
     codec.decode(ours[:, 8:-8], decoded)
-    decode_by_torch(codec, theirs[:, 8:-8], expected)
+    codec.decode_by_torch(theirs[:, 8:-8], expected)
     assert torch.equal(decoded.view(torch.int32), expected.view(torch.int32))
     mean, expected = torch.full_like(rows[:1], torch.nan), decoded[0].clone()
     codec.decode_mean(ours[:, 8:-8], mean)

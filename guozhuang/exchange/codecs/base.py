@@ -6,8 +6,11 @@ from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ...errors import UsageError, explain
+from .. import kernels
+from ..kernels import CodeKind, Task
 
 
 def aligned(num_bytes: int) -> int:
@@ -76,22 +79,65 @@ class Codec(ABC):
         mean /= codes.shape[0]
 
 
-class BlockCodec(Codec):
+class KernelCodec(Codec):
+    """A code that a C kernel computes in one pass over memory where it can, and torch operations elsewhere, to the same bits.
+
+    Attributes:
+        bits: of an element.
+        block: elements that share a scale.
+    """
+
+    bits: int = 8
+    block: int = 8
+
+    @property
+    @abstractmethod
+    def kernel(self) -> CodeKind | None:
+        """The kernel that encodes; None where there is none for these settings."""
+
+    @property
+    def kernel_to_decode(self) -> CodeKind | None:
+        """The kernel that decodes."""
+        return self.kernel
+
+    def run(
+        self, task: Task, rows: Tensor, codes: Tensor, seeds: tuple[int, int] = (0, 0), lost: Tensor | None = None
+    ) -> bool:
+        """Do a task by the kernel, if that can; tell whether it was done. For the arguments see ``kernels.run``."""
+        kind = self.kernel if task is Task.ENCODE else self.kernel_to_decode
+        if kind is None or not kernels.serves(rows, codes):
+            return False
+        kernels.run(kind, task, rows, codes, self.bits, self.block, seeds, lost)
+        return True
+
+    @abstractmethod
+    def decode_by_torch(self, codes: Tensor, rows: Tensor) -> None:
+        """Decode by torch operations; as ``decode``."""
+
+    @override
+    def decode(self, codes: Tensor, rows: Tensor) -> None:
+        if not self.run(Task.DECODE, rows, codes):
+            self.decode_by_torch(codes, rows)
+
+    @override
+    def decode_mean(self, codes: Tensor, mean: Tensor) -> None:
+        if not self.run(Task.MEAN, mean, codes):
+            super().decode_mean(codes, mean)
+
+
+class BlockCodec(KernelCodec):
     """A code of a few bits an element, in which the elements of a block share a scale.
 
     In memory: a float32 for each block of a row, then the elements' levels, packed into bytes. A subclass is a dataclass with
     the field ``block``.
     """
 
-    block: int
-    bits: int
-
     def __post_init__(self) -> None:
         if self.block < 8 or self.block % 8:
             raise UsageError(explain("block must be a multiple of 8 elements", value=self.block))
 
+    @override
     def row_bytes(self, num_elements: int) -> int:
-        """Return the bits of whole blocks, and 4 bytes a block."""
         blocks = -(-num_elements // self.block)
         return aligned(4 * blocks) + aligned(blocks * self.block * self.bits // 8)
 

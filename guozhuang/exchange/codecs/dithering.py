@@ -19,6 +19,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ...errors import UsageError, explain
 from .. import kernels
@@ -67,35 +68,31 @@ class Dithering(BlockCodec):
         return int(2 ** (self.bits - 1)) - 1
 
     @property
-    def _has_kernel(self) -> bool:
-        return self.normalize == "max"
-
-    @property
-    def _kind(self) -> CodeKind:
+    @override
+    def kernel(self) -> CodeKind | None:
+        if self.normalize != "max":
+            return None
         return CodeKind.DITHERING if self.partition == "linear" else CodeKind.NATURAL_DITHERING
 
+    @override
     def encode(self, rows: Tensor, codes: Tensor, random: torch.Generator) -> None:
-        """See the formula above."""
-        if not self._has_kernel or rows.device.type != "cpu":
+        if self.kernel is None or rows.device.type != "cpu":
             shape = rows.shape[0], -(-rows.shape[1] // self.block), self.block
             self._encode(rows, codes, torch.rand(shape, generator=random, device=rows.device))
             return
         seeds = _seeds(random)
-        if kernels.serves(rows, codes):
-            kernels.run(self._kind, Task.ENCODE, rows, codes, self.bits, self.block, seeds)
-        else:
+        if not self.run(Task.ENCODE, rows, codes, seeds):
             self.encode_by_torch(rows, codes, seeds)
 
+    @override
     def encode_with_feedback(self, rows: Tensor, codes: Tensor, random: torch.Generator, lost: Tensor) -> None:
-        """In one pass, where that is possible."""
-        if self._has_kernel and kernels.serves(rows, codes):
-            seeds = _seeds(random)
-            kernels.run(self._kind, Task.ENCODE, rows, codes, self.bits, self.block, seeds, lost)
+        if self.kernel is not None and kernels.serves(rows, codes):
+            self.run(Task.ENCODE, rows, codes, _seeds(random), lost)
         else:
             super().encode_with_feedback(rows, codes, random, lost)
 
     def encode_by_torch(self, rows: Tensor, codes: Tensor, seeds: tuple[int, int]) -> None:
-        """The kernel's bits by torch operations."""
+        """Encode by torch operations, to the kernel's bits."""
         shape = rows.shape[0], -(-rows.shape[1] // self.block), self.block
         self._encode(rows, codes, chances(math.prod(shape), *seeds).view(shape))
 
@@ -116,22 +113,8 @@ class Dithering(BlockCodec):
         levels.clamp_(-level, level)  # a quotient may be rounded up past 1
         self.pack(levels.add_(level + 1).to(torch.uint8), packed)
 
-    def decode(self, codes: Tensor, rows: Tensor) -> None:
-        """See the formula above."""
-        if self._has_kernel and kernels.serves(rows, codes):
-            kernels.run(self._kind, Task.DECODE, rows, codes, self.bits, self.block)
-        else:
-            self.decode_by_torch(codes, rows)
-
-    def decode_mean(self, codes: Tensor, mean: Tensor) -> None:
-        """In one pass, where that is possible."""
-        if self._has_kernel and kernels.serves(mean, codes):
-            kernels.run(self._kind, Task.MEAN, mean, codes, self.bits, self.block)
-        else:
-            super().decode_mean(codes, mean)
-
+    @override
     def decode_by_torch(self, codes: Tensor, rows: Tensor) -> None:
-        """The same bits by torch operations."""
         scales, packed = self.parts(codes, rows.shape[1])
         levels = self.unpack(packed).sub_(self.num_levels + 1)
         if self.partition == "linear":

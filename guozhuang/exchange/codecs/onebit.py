@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from .. import kernels
 from ..kernels import CodeKind, Task
 from .base import BlockCodec
 
@@ -38,40 +38,28 @@ class OneBit(BlockCodec):
 
     bits = 1
 
-    def encode(self, rows: Tensor, codes: Tensor, random: torch.Generator) -> None:
-        """See the formula above."""
-        if kernels.serves(rows, codes):
-            kernels.run(self._kind, Task.ENCODE, rows, codes, self.bits, self.block)
-        else:
-            self.encode_by_torch(rows, codes)
-
-    def encode_with_feedback(self, rows: Tensor, codes: Tensor, random: torch.Generator, lost: Tensor) -> None:
-        """In one pass, where that is possible."""
-        if kernels.serves(rows, codes):
-            kernels.run(self._kind, Task.ENCODE, rows, codes, self.bits, self.block, lost=lost)
-        else:
-            super().encode_with_feedback(rows, codes, random, lost)
-
     @property
-    def _kind(self) -> CodeKind:
+    @override
+    def kernel(self) -> CodeKind:
         return CodeKind.SIGNS if self.scaling else CodeKind.SIGNS_ALONE
 
-    def decode(self, codes: Tensor, rows: Tensor) -> None:
-        """See the formula above."""
-        if kernels.serves(rows, codes):
-            kernels.run(CodeKind.SIGNS, Task.DECODE, rows, codes, self.bits, self.block)
-        else:
-            self.decode_by_torch(codes, rows)
+    @property
+    @override
+    def kernel_to_decode(self) -> CodeKind:
+        return CodeKind.SIGNS
 
-    def decode_mean(self, codes: Tensor, mean: Tensor) -> None:
-        """In one pass, where that is possible."""
-        if kernels.serves(mean, codes):
-            kernels.run(CodeKind.SIGNS, Task.MEAN, mean, codes, self.bits, self.block)
-        else:
-            super().decode_mean(codes, mean)
+    @override
+    def encode(self, rows: Tensor, codes: Tensor, random: torch.Generator) -> None:
+        if not self.run(Task.ENCODE, rows, codes):
+            self.encode_by_torch(rows, codes)
+
+    @override
+    def encode_with_feedback(self, rows: Tensor, codes: Tensor, random: torch.Generator, lost: Tensor) -> None:
+        if not self.run(Task.ENCODE, rows, codes, lost=lost):
+            super().encode_with_feedback(rows, codes, random, lost)
 
     def encode_by_torch(self, rows: Tensor, codes: Tensor) -> None:
-        """The same bits by torch operations."""
+        """Encode by torch operations; see the formula above."""
         scales, packed = self.parts(codes, rows.shape[1])
         values = self.blocks_of(rows)
         if self.scaling:
@@ -86,8 +74,8 @@ class OneBit(BlockCodec):
             scales.fill_(1.0)
         self.pack((values < 0).to(torch.uint8), packed)
 
+    @override
     def decode_by_torch(self, codes: Tensor, rows: Tensor) -> None:
-        """The same bits by torch operations."""
         scales, packed = self.parts(codes, rows.shape[1])
         signs = self.unpack(packed).mul_(-2).add_(1)
         signs *= scales.unsqueeze(2)

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from .. import kernels
 from ..kernels import CodeKind, Task
-from .base import Codec, aligned
+from .base import KernelCodec, aligned
 
 _EPSILON = 1e-7
 _LARGE = 1e38  # of float32
@@ -26,54 +26,41 @@ _LEVELS = 255.0
 
 
 @dataclass(frozen=True)
-class MinMax8(Codec):
-    """A byte an element, between the least and the greatest of the row."""
+class MinMax8(KernelCodec):
+    """A byte an element, between the least and the greatest of the row, which stand before the bytes in float32."""
 
+    @property
+    @override
+    def kernel(self) -> CodeKind:
+        return CodeKind.MIN_MAX_8
+
+    @override
     def row_bytes(self, num_elements: int) -> int:
-        """Return a byte an element, after the least and the greatest in float32."""
         return 8 + aligned(num_elements)
 
+    @override
     def encode(self, rows: Tensor, codes: Tensor, random: torch.Generator) -> None:
-        """See the formula above."""
-        if kernels.serves(rows, codes):
-            kernels.run(CodeKind.MIN_MAX_8, Task.ENCODE, rows, codes)
-        else:
-            encode_by_torch(rows, codes)
+        if not self.run(Task.ENCODE, rows, codes):
+            self.encode_by_torch(rows, codes)
 
-    def decode(self, codes: Tensor, rows: Tensor) -> None:
-        """See the formula above."""
-        if kernels.serves(rows, codes):
-            kernels.run(CodeKind.MIN_MAX_8, Task.DECODE, rows, codes)
-        else:
-            decode_by_torch(codes, rows)
+    def encode_by_torch(self, rows: Tensor, codes: Tensor) -> None:
+        """Encode by torch operations; see the formula above."""
+        low, high = torch.aminmax(rows, dim=1, keepdim=True)
+        bounds = codes[:, :8].view(torch.float32)
+        bounds[:, :1], bounds[:, 1:] = low + 0.0, high + 0.0  # no zero with a minus
+        scale, upper = _scale_and_upper(bounds)
+        levels = torch.mul(rows, scale).round_()
+        torch.minimum(levels, upper, out=levels)
+        levels -= upper - _LEVELS
+        levels.clamp_(0.0, _LEVELS)  # roundings of large numbers may leave it
+        codes[:, 8 : 8 + rows.shape[1]] = levels
 
-    def decode_mean(self, codes: Tensor, mean: Tensor) -> None:
-        """In one pass, where that is possible."""
-        if kernels.serves(mean, codes):
-            kernels.run(CodeKind.MIN_MAX_8, Task.MEAN, mean, codes)
-        else:
-            super().decode_mean(codes, mean)
-
-
-def encode_by_torch(rows: Tensor, codes: Tensor) -> None:
-    """The same bits by torch operations."""
-    low, high = torch.aminmax(rows, dim=1, keepdim=True)
-    bounds = codes[:, :8].view(torch.float32)
-    bounds[:, :1], bounds[:, 1:] = low + 0.0, high + 0.0  # no zero with a minus
-    scale, upper = _scale_and_upper(bounds)
-    levels = torch.mul(rows, scale).round_()
-    torch.minimum(levels, upper, out=levels)
-    levels -= upper - _LEVELS
-    levels.clamp_(0.0, _LEVELS)  # roundings of large numbers may leave it
-    codes[:, 8 : 8 + rows.shape[1]] = levels
-
-
-def decode_by_torch(codes: Tensor, rows: Tensor) -> None:
-    """The same bits by torch operations."""
-    scale, upper = _scale_and_upper(codes[:, :8].view(torch.float32))
-    rows.copy_(codes[:, 8 : 8 + rows.shape[1]])
-    rows += upper - _LEVELS
-    rows /= scale
+    @override
+    def decode_by_torch(self, codes: Tensor, rows: Tensor) -> None:
+        scale, upper = _scale_and_upper(codes[:, :8].view(torch.float32))
+        rows.copy_(codes[:, 8 : 8 + rows.shape[1]])
+        rows += upper - _LEVELS
+        rows /= scale
 
 
 def _scale_and_upper(bounds: Tensor) -> tuple[Tensor, Tensor]:
