@@ -165,6 +165,31 @@ def train(net: nn.Module, optimizer: Any, steps: int = 4, *args: Any) -> list[Te
     return [p.detach().clone() for p in net.parameters()]
 
 
+def beside(
+    channel: MirrorChannel,
+    program: Callable[[Any, Any, int], object],
+    steps: int = 3,
+    make: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+    **options: Any,
+) -> None:
+    """Run ``program(net, optimizer, step)`` with a DistributedOptimizer and with the optimizer itself: they train alike.
+
+    Once each gradient travels by itself, and once, from the second step on, in a bucket.
+    """
+    for channel.agrees in (False, True):
+        ours, theirs = net_of_three(), net_of_three()
+        made, plain = distributed(ours, (make or sgd)(ours), **options), (make or sgd)(theirs)
+        for step in range(steps):
+            program(ours, made, step)
+            program(theirs, plain, step)
+        assert_equal(list(ours.parameters()), list(theirs.parameters()))
+        assert not channel.under_way
+
+
+def is_distributed(optimizer: Any) -> bool:
+    return hasattr(optimizer, "synchronize")
+
+
 def assert_equal(found: list[Tensor], expected: list[Tensor], **tolerance: float) -> None:
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, **tolerance)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,9 @@ from .horovod_alone import (
     NAMES,
     MirrorChannel,
     assert_equal,
+    beside,
     distributed,
+    is_distributed,
     loss_of,
     mirror_world,
     net_of_three,
@@ -95,23 +98,24 @@ def test_loading_gives_up_what_is_under_way(channel: MirrorChannel) -> None:
 
 
 def test_a_scaler_of_gradients_steps_after_synchronize(channel: MirrorChannel) -> None:
-    ours, theirs = net_of_three(), net_of_three()
-    made, plain = distributed(ours), sgd(theirs)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for step in range(3):
-        made.zero_grad()
-        scaler.scale(loss_of(ours, step)).backward()
-        made.synchronize()
-        scaler.unscale_(made)
-        nn.utils.clip_grad_norm_(ours.parameters(), 1.0)
-        with made.skip_synchronize():
-            scaler.step(made)
+
+    def program(net: nn.Module, optimizer: Any, step: int) -> None:
+        optimizer.zero_grad()
+        if not is_distributed(optimizer):
+            loss_of(net, step).backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+            return
+        scaler.scale(loss_of(net, step)).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
         scaler.update()
-        plain.zero_grad()
-        loss_of(theirs, step).backward()
-        nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
-        plain.step()
-    assert_equal(list(ours.parameters()), list(theirs.parameters()))
+
+    beside(channel, program)
 
 
 @pytest.mark.parametrize(("size", "elastic", "hooked"), [(1, False, False), (1, True, True), (3, False, True)])

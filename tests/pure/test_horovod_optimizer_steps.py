@@ -21,7 +21,9 @@ from .horovod_alone import (
     NAMES,
     MirrorChannel,
     assert_equal,
+    beside,
     distributed,
+    is_distributed,
     loss_of,
     net_of_three,
     sent,
@@ -33,21 +35,18 @@ from .horovod_alone import (
 
 
 def test_gradients_can_be_clipped_between_synchronize_and_step(channel: MirrorChannel) -> None:
-    ours, theirs = net_of_three(), net_of_three()
-    made, plain = distributed(ours), sgd(theirs)
+    def program(net: nn.Module, optimizer: Any, step: int) -> None:
+        optimizer.zero_grad()
+        loss_of(net, step).backward()
+        if is_distributed(optimizer):
+            optimizer.synchronize()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+        with optimizer.skip_synchronize() if is_distributed(optimizer) else nullcontext():
+            optimizer.step()
+
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for step in range(3):
-            for net, optimizer in ((ours, made), (theirs, plain)):
-                optimizer.zero_grad()
-                loss_of(net, step).backward()
-                if optimizer is made:
-                    made.synchronize()
-                nn.utils.clip_grad_norm_(net.parameters(), 0.01)
-            with made.skip_synchronize():
-                made.step()
-            plain.step()
-    assert_equal(list(ours.parameters()), list(theirs.parameters()))
+        beside(channel, program)
 
 
 def test_a_step_that_synchronizes_again_warns_once(channel: MirrorChannel) -> None:
@@ -86,20 +85,17 @@ def test_a_gradient_changed_on_its_way_is_told_once(channel: MirrorChannel) -> N
 
 
 def test_gradients_of_a_closure_are_exchanged(channel: MirrorChannel) -> None:
-    ours, theirs = net_of_three(), net_of_three()
-    made, plain = distributed(ours), sgd(theirs)
-    for step in range(3):
-        for net, optimizer in ((ours, made), (theirs, plain)):
+    def program(net: nn.Module, optimizer: Any, step: int) -> None:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(net, step)
+            loss.backward()
+            return loss
 
-            def closure(net: nn.Module = net, optimizer: Any = optimizer, step: int = step) -> Tensor:
-                optimizer.zero_grad()
-                loss = loss_of(net, step)
-                loss.backward()
-                return loss
+        assert optimizer.step(closure) is not None
 
-            assert optimizer.step(closure) is not None
-    assert len(channel.names) == 3 * len(NAMES)
-    assert_equal(list(ours.parameters()), list(theirs.parameters()))
+    beside(channel, program)
+    assert len(channel.names) == 3 * len(NAMES) + len(NAMES) + 2  # the latter with two steps of one bucket
 
 
 @pytest.mark.parametrize("skip", [True, False])
@@ -129,22 +125,17 @@ def test_a_closure_may_synchronize_itself(channel: MirrorChannel, skip: bool) ->
 
 
 def test_what_a_program_does_to_gradients_after_synchronize_counts(channel: MirrorChannel) -> None:
-    ours, theirs = net_of_three(), net_of_three()
-    made, plain = distributed(ours), sgd(theirs)
-    for step in range(3):
-        for net, optimizer in ((ours, made), (theirs, plain)):
-            loss_of(net, step).backward()
-            if optimizer is made:
-                made.synchronize()
-            assert net.first.weight.grad is not None
-            net.first.weight.grad = net.first.weight.grad * 2
-            net.second.weight.grad = None
-        with made.skip_synchronize():
-            made.step()
-        plain.step()
-        made.zero_grad()
-        plain.zero_grad()
-    assert_equal(list(ours.parameters()), list(theirs.parameters()))
+    def program(net: Any, optimizer: Any, step: int) -> None:
+        loss_of(net, step).backward()
+        if is_distributed(optimizer):
+            optimizer.synchronize()
+        net.first.weight.grad = net.first.weight.grad * 2
+        net.second.weight.grad = None
+        with optimizer.skip_synchronize() if is_distributed(optimizer) else nullcontext():
+            optimizer.step()
+        optimizer.zero_grad()
+
+    beside(channel, program)
 
 
 def test_a_gradient_that_is_kept_stays_as_it_was(channel: MirrorChannel) -> None:
@@ -160,33 +151,29 @@ def test_a_gradient_that_is_kept_stays_as_it_was(channel: MirrorChannel) -> None
 
 
 def test_what_shares_memory_with_a_gradient_that_is_gone_stays_as_it_was(channel: MirrorChannel) -> None:
-    ours, theirs = net_of_three(), net_of_three()
-    made, plain = distributed(ours), sgd(theirs)
-    kept = []
-    for step in range(4):
-        for net, optimizer in ((ours, made), (theirs, plain)):
-            optimizer.zero_grad()
-            loss_of(net, step).backward()
-            optimizer.step()
-            if step < 2:
-                assert net.second.weight.grad is not None
-                kept.append(net.second.weight.grad.detach())
-    assert_equal(list(ours.parameters()), list(theirs.parameters()))
-    assert_equal(kept[::2], kept[1::2])
+    kept: dict[bool, list[Tensor]] = {True: [], False: []}
+
+    def program(net: Any, optimizer: Any, step: int) -> None:
+        optimizer.zero_grad()
+        loss_of(net, step).backward()
+        optimizer.step()
+        if step < 2:
+            kept[is_distributed(optimizer)].append(net.second.weight.grad.detach())
+
+    beside(channel, program, steps=4)
+    assert_equal(kept[True], kept[False])
 
 
 def test_a_gradient_may_be_given_other_memory(channel: MirrorChannel) -> None:
-    ours, theirs = net_of_three(), net_of_three()
-    made, plain = distributed(ours), sgd(theirs)
-    for step in range(6):
-        for net, optimizer in ((ours, made), (theirs, plain)):
-            optimizer.zero_grad(set_to_none=step in (2, 3))
-            loss_of(net, step).backward()
-            optimizer.step()
-            for parameter in net.parameters():
-                assert parameter.grad is not None
-                parameter.grad.data = parameter.grad.data.clone()
-    assert_equal(list(ours.parameters()), list(theirs.parameters()))
+    def program(net: nn.Module, optimizer: Any, step: int) -> None:
+        optimizer.zero_grad(set_to_none=step in (2, 3))
+        loss_of(net, step).backward()
+        optimizer.step()
+        for parameter in net.parameters():
+            assert parameter.grad is not None
+            parameter.grad.data = parameter.grad.data.clone()
+
+    beside(channel, program, steps=6)
 
 
 def test_what_nobody_keeps_is_not_copied(channel: MirrorChannel) -> None:
@@ -199,14 +186,14 @@ def test_what_nobody_keeps_is_not_copied(channel: MirrorChannel) -> None:
 
 
 def test_a_graph_that_is_kept_can_be_gone_through_again(channel: MirrorChannel) -> None:
-    ours, theirs = net_of_three(), net_of_three()
-    made, plain = distributed(ours, backward_passes_per_step=2), sgd(theirs)
-    for net, optimizer in ((ours, made), (theirs, plain)):
+    def program(net: nn.Module, optimizer: Any, step: int) -> None:
+        optimizer.zero_grad()
         loss = loss_of(net)
         loss.backward(retain_graph=True)
         loss.backward()
         optimizer.step()
-    assert_equal(list(ours.parameters()), list(theirs.parameters()))
+
+    beside(channel, program, backward_passes_per_step=2)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
@@ -227,17 +214,14 @@ def test_a_gradient_penalty_works_and_gradients_with_graphs_are_refused(channel:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activations_may_be_computed_again(channel: MirrorChannel, reentrant: bool) -> None:
-    ours, theirs = net_of_three(), net_of_three()
-    made, plain = distributed(ours), sgd(theirs)
-    for step in range(3):
-        for net, optimizer in ((ours, made), (theirs, plain)):
-            torch.manual_seed(step)
-            optimizer.zero_grad()
-            x = checkpoint(net.first, torch.randn(5, 4, requires_grad=True), use_reentrant=reentrant)
-            net.last(checkpoint(net.second, x, use_reentrant=reentrant)).square().mean().backward()
-            optimizer.step()
-    assert len(channel.names) == 3 * len(NAMES)
-    assert_equal(list(ours.parameters()), list(theirs.parameters()))
+    def program(net: Any, optimizer: Any, step: int) -> None:
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        x = checkpoint(net.first, torch.randn(5, 4, requires_grad=True), use_reentrant=reentrant)
+        net.last(checkpoint(net.second, x, use_reentrant=reentrant)).square().mean().backward()
+        optimizer.step()
+
+    beside(channel, program)
 
 
 def test_copies_of_the_model_have_no_part_in_it(channel: MirrorChannel) -> None:
@@ -325,25 +309,20 @@ def test_parameters_may_differ_in_dtype_and_their_gradients_from_them(channel: M
 
 @pytest.mark.parametrize("op", [Average, Adasum])
 def test_a_parameter_may_change_its_shape_or_format(channel: MirrorChannel, op: int) -> None:
-    def grow(net: nn.Module, step: int) -> None:
-        if step == 1:
-            net.first.weight.data = net.first.weight.data.t().contiguous().t()
+    def program(net: Any, optimizer: Any, step: int) -> None:
+        optimizer.zero_grad()
         if step == 2:
+            net.first.weight.data = net.first.weight.data.t().contiguous().t()
+        if step == 3:
             net.first.weight.data = torch.cat([net.first.weight.data] * 2, 1)
+        torch.manual_seed(step)
+        net(torch.randn(5, net.first.weight.shape[1])).square().mean().backward()
+        optimizer.step()
 
-    ours, theirs = net_of_three(), net_of_three()
-    made, plain = distributed(ours, sgd(ours, momentum=0.0), op=op), sgd(theirs, momentum=0.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a result that does not fit its output is one
-        for step in range(4):
-            for net, optimizer in ((ours, made), (theirs, plain)):
-                optimizer.zero_grad()
-                grow(net, step)
-                torch.manual_seed(step)
-                net(torch.randn(5, net.first.weight.shape[1])).square().mean().backward()
-                optimizer.step()
+        beside(channel, program, steps=6, make=lambda net: sgd(net, momentum=0.0), op=op)
     assert channel.last["allreduce.first.weight"].tensors[0].numel() == 32
-    assert_equal(list(ours.parameters()), list(theirs.parameters()))
 
 
 def test_a_shared_weight_is_sent_once(channel: MirrorChannel) -> None:
