@@ -29,7 +29,6 @@ from .endpoint import Terms, refuse
 from .engine import ONE_SHOT_BYTES
 from .operations import Operations, describe
 
-Run = Callable[[Terms], object]
 # How long a wait looks before it sleeps, in microseconds: less on the group's own thread, beside which others compute.
 SYNC_SPIN_US: Final = 50
 ASYNC_SPIN_US: Final = 20
@@ -46,7 +45,7 @@ class _PreparedCall(NamedTuple):
         writes: whether this rank's ``tensors`` are written to.
     """
 
-    run: Run
+    run: Callable[[Terms], object]
     tensors: Sequence[Tensor]
     what: str
     opts: Any
@@ -54,18 +53,15 @@ class _PreparedCall(NamedTuple):
 
 
 _Call = _PreparedCall | Callable[[], dist.Work]  # the latter begins the call on another group
-_Prepare = Callable[..., _Call]
 
 
-def _collective(name: str, options: Callable[[], Any]) -> Callable[[_Prepare], Callable[..., dist.Work]]:
+def _collective(name: str, options: Callable[[], Any]) -> Callable[[Callable[..., _Call]], Callable[..., dist.Work]]:
     """Make a call of a method that checks arguments: start what it prepared; tell the peers if the check fails.
 
-    Args:
-        name: of the collective, for errors.
-        options: makes the options of a call that brings none; they are the last argument.
+    ``options`` makes the options, the last argument, of a call that brings none.
     """
 
-    def decorate(prepare: _Prepare) -> Callable[..., dist.Work]:
+    def decorate(prepare: Callable[..., _Call]) -> Callable[..., dist.Work]:
         native, num_arguments = versions.name_of(prepare.__name__), prepare.__code__.co_argcount - 1
 
         @functools.wraps(prepare)
@@ -144,9 +140,7 @@ class CollectiveCalls(PythonGroup):
     def allreduce(self, tensors: list[Tensor] | Tensor, opts: Any) -> _Call:
         """Combine a tensor of all ranks, on all ranks: each gets the same bits."""
         tensor = tensors[0] if len(tensors) == 1 else arguments.one(tensors, "all_reduce", self._rank)
-        if tensor.layout != torch.strided:
-            return self._sparse(tensor, opts)
-        return self._reduce(tensor, None, opts)
+        return self._sparse(tensor, opts) if tensor.layout != torch.strided else self._reduce(tensor, None, opts)
 
     @_collective("all_reduce", dist.AllreduceCoalescedOptions)
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> _Call:

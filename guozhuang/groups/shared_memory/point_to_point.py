@@ -40,25 +40,12 @@ from torch import Tensor
 
 from guozhuang.errors import UsageError, WorldError, explain
 
+from . import transfers
 from .arguments import Bytes
 from .engine import DOING_BYTES, DOING_OFFSET, STATE_OFFSET, RankState
 from .peers import ENDED, ended_events
 from .rendezvous import Peers
-from .transfers import (
-    ALONG_BYTES,
-    ASK,
-    CHUNK,
-    DIFFERS,
-    DONE,
-    GIVEN_UP,
-    MESSAGE,
-    OFFER,
-    TAGS,
-    Offer,
-    Transfer,
-    UnderWay,
-    pack,
-)
+from .transfers import Offer, Transfer, UnderWay
 
 _CHUNK_BYTES: Final = 190 << 10  # what fits into a socket's buffer of the usual size
 _FEWEST_CHUNK_BYTES: Final = 4 << 10
@@ -68,6 +55,7 @@ _LOOK_S: Final = 0.2  # between two looks, while transfers wait, whether a rank 
 _LONGEST_SLEEP_S: Final = 3600.0
 _FAREWELL_S: Final = 1.0  # for messages that are still to go out when the group is destroyed
 _JOIN_S: Final = 5.0
+_DESTROYED: Final = ("this group was destroyed; it sends and receives no more", "make a new group")
 
 
 class PointToPoint:
@@ -93,7 +81,7 @@ class PointToPoint:
         self._failure: BaseException | None = None  # of the thread
         # What follows belongs to the thread. See [Note: one thread owns the state].
         self._poller = select.poll()
-        self._header = bytearray(MESSAGE.size)
+        self._header = bytearray(transfers.MESSAGE.size)
         self._under_way = UnderWay(self._rank, self._size)
         self._numbers = itertools.count(1)
         self._streams: list[deque[Transfer]] = [deque() for _ in pages]  # per receiver: sends that were asked for
@@ -140,7 +128,7 @@ class PointToPoint:
         if peer is not None and (not 0 <= peer < self._size or peer == self._rank):
             what = "a rank sends to another rank of the group" if is_send else "a rank receives from another rank"
             raise UsageError(explain(what, value=peer, rank=self._rank, fix=f"name one of 0 to {self._size - 1}"))
-        if not isinstance(tag, int) or tag not in TAGS:
+        if not isinstance(tag, int) or tag not in transfers.TAGS:
             fix = "use a whole number from -2**63 to 2**63 - 1"
             raise UsageError(explain("a tag is a 64-bit number", value=tag, rank=self._rank, fix=fix))
         limit_s = self._timeout_s if timeout_s is None else timeout_s
@@ -148,15 +136,12 @@ class PointToPoint:
         transfer = Transfer(tensor, plain, self._rank, peer, tag, is_send=is_send, limit_s=limit_s)
         with self._closing:
             if self._is_closed:
-                raise copy.copy(self._failure) or self._destroyed()
+                raise copy.copy(self._failure) or self._world_error(*_DESTROYED)
             if self._states[self._rank].value == RankState.BROKEN:
                 raise self._broken()
             self._new.append(transfer)
             os.eventfd_write(self._wake_fd, 1)
         return transfer
-
-    def _destroyed(self) -> WorldError:
-        return self._world_error("this group was destroyed; it sends and receives no more", "make a new group")
 
     def _broken(self) -> BaseException:
         """What to raise once this rank's group is broken: afresh each time, as tracebacks keep tensors alive."""
@@ -170,7 +155,7 @@ class PointToPoint:
 
     def _serve(self) -> None:
         torch.set_grad_enabled(False)  # the mode is per thread; callbacks run here
-        error: BaseException = self._destroyed()
+        error: BaseException = self._world_error(*_DESTROYED)
         try:
             self._poller.register(self._wake_fd, select.POLLIN)
             for peer, channel in self._channels():
@@ -235,9 +220,9 @@ class PointToPoint:
                 return
             transfer.number = next(self._numbers)
             self._under_way.sends[transfer.number] = transfer
-            payload = bytes(transfer.payload) if transfer.num_bytes <= ALONG_BYTES else b""
+            payload = bytes(transfer.payload) if transfer.num_bytes <= transfers.ALONG_BYTES else b""
             numbers = (transfer.number, transfer.tag, transfer.num_elements)
-            self._say(transfer.peer, pack(OFFER, *numbers, dtype=transfer.dtype, payload=payload))
+            self._say(transfer.peer, transfers.pack(transfers.OFFER, *numbers, dtype=transfer.dtype, payload=payload))
         elif (offer := self._under_way.post(transfer)) is not None:
             self._match(transfer, offer)
         elif (lost := self._under_way.hopeless(transfer)) is not None:
@@ -247,17 +232,19 @@ class PointToPoint:
     def _match(self, receive: Transfer, offer: Offer) -> None:
         receive.sender = offer.source
         if (receive.dtype, receive.num_elements) != (offer.dtype, offer.num_elements):
-            self._say(offer.source, pack(DIFFERS, offer.number, receive.num_elements, dtype=receive.dtype))
+            self._say(
+                offer.source, transfers.pack(transfers.DIFFERS, offer.number, receive.num_elements, dtype=receive.dtype)
+            )
             receive.end(receive.differs(offer.source, offer.dtype, offer.num_elements))
         elif offer.is_here:
             if offer.payload:
                 receive.payload[:] = offer.payload
-            self._say(offer.source, pack(DONE, offer.number))
+            self._say(offer.source, transfers.pack(transfers.DONE, offer.number))
             receive.end()
         else:
             receive.number = offer.number
             self._under_way.receives[offer.source, offer.number] = receive
-            self._say(offer.source, pack(ASK, offer.number))
+            self._say(offer.source, transfers.pack(transfers.ASK, offer.number))
 
     # Messages.
 
@@ -280,7 +267,7 @@ class PointToPoint:
                     continue
                 streams.appendleft(send)
                 start, end = send.offset_bytes, min(send.offset_bytes + self._chunk_bytes, send.num_bytes)
-                header = pack(CHUNK, send.number, start)
+                header = transfers.pack(transfers.CHUNK, send.number, start)
                 channel.sendmsg((header, send.payload[start:end]), (), socket.MSG_NOSIGNAL)
                 send.offset_bytes = end
                 streams.rotate(-1) if end < send.num_bytes else streams.popleft()
@@ -304,12 +291,20 @@ class PointToPoint:
                 if not num_bytes:
                     self._lose(peer, f"rank {peer} (pid {self._peers.pids[peer]}) closed its end")
                     return
-                kind, name, number, second, third = MESSAGE.unpack(self._header)
-                if kind == CHUNK:
+                kind, name, number, second, third = transfers.MESSAGE.unpack(self._header)
+                if kind == transfers.CHUNK:
                     self._take_chunk(peer, channel, number, second)
                 else:
-                    message = channel.recv(MESSAGE.size + ALONG_BYTES)
-                    self._hear(peer, kind, name.rstrip(b"\0").decode(), number, second, third, message[MESSAGE.size :])
+                    message = channel.recv(transfers.MESSAGE.size + transfers.ALONG_BYTES)
+                    self._hear(
+                        peer,
+                        kind,
+                        name.rstrip(b"\0").decode(),
+                        number,
+                        second,
+                        third,
+                        message[transfers.MESSAGE.size :],
+                    )
             except BlockingIOError:
                 return
             except ConnectionResetError:
@@ -318,21 +313,21 @@ class PointToPoint:
                 return
 
     def _hear(self, peer: int, kind: bytes, dtype: str, number: int, second: int, third: int, payload: bytes) -> None:
-        if kind == OFFER:
+        if kind == transfers.OFFER:
             offer = Offer(peer, number, second, dtype, third, payload)
             receive = self._under_way.offer(offer)
             if receive is not None:
                 self._match(receive, offer)
-        elif kind == GIVEN_UP and second:
+        elif kind == transfers.GIVEN_UP and second:
             self._under_way.forget_offers(peer, unless=lambda offer: offer.number != number)
             if (receive := self._under_way.receives.pop((peer, number), None)) is not None:
                 receive.end(receive.given_up(peer, self._peers.pids[peer]))
-        elif kind == ASK and number in self._under_way.sends:
+        elif kind == transfers.ASK and number in self._under_way.sends:
             self._streams[peer].append(self._under_way.sends[number])
         elif (send := self._under_way.sends.pop(number, None)) is not None:
-            if kind == DONE:
+            if kind == transfers.DONE:
                 send.end()
-            elif kind == DIFFERS:
+            elif kind == transfers.DIFFERS:
                 send.end(send.differs(peer, dtype, second))
             else:
                 send.end(send.given_up(peer, self._peers.pids[peer]))
@@ -344,11 +339,11 @@ class PointToPoint:
             channel.recv(1)  # the rest of the message goes with it
             return
         assert offset_bytes == receive.offset_bytes, "a chunk is missing"
-        num_bytes = channel.recvmsg_into((self._header, receive.payload[offset_bytes:]))[0] - MESSAGE.size
+        num_bytes = channel.recvmsg_into((self._header, receive.payload[offset_bytes:]))[0] - transfers.MESSAGE.size
         receive.offset_bytes += num_bytes
         if receive.offset_bytes == receive.num_bytes:
             del self._under_way.receives[peer, number]
-            self._say(peer, pack(DONE, number))
+            self._say(peer, transfers.pack(transfers.DONE, number))
             receive.end()
 
     # Ends that are not good.
@@ -409,7 +404,7 @@ class PointToPoint:
             self._under_way.withdraw(transfer)
             other = None
         if other is not None:
-            self._say(other, pack(GIVEN_UP, transfer.number, int(transfer.is_send)))
+            self._say(other, transfers.pack(transfers.GIVEN_UP, transfer.number, int(transfer.is_send)))
             self._flush(other)
         transfer.end(error)
 
@@ -419,8 +414,7 @@ class PointToPoint:
         for streams in self._streams:
             streams.clear()
         while any(self._out) and time.monotonic() < deadline:
-            for peer in range(self._size):
-                if self._out[peer]:
-                    self._flush(peer)
+            for peer, _ in self._channels():
+                self._flush(peer)
             if any(self._out):
                 time.sleep(0.01)
