@@ -98,7 +98,7 @@ class OwnTime:
         self.inside = self.outside = 0.0
         self._depth = 0
         reducer: Any = model.reducer
-        for name in ("on_gradient", "_open", "_finish", "before_forward", "watch"):
+        for name in ("on_gradient", "_open", "_finish", "before_forward", "after_forward"):
             setattr(reducer, name, self._entering(getattr(reducer, name)))
         selection = reducer._selection
         selection.connect(lambda index: lambda *_: reducer.on_gradient(index))
