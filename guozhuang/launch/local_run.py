@@ -173,7 +173,7 @@ class LocalRun:
     def _environment(self, attempt: Attempt, local_rank: int) -> dict[str, str]:
         found = attempt.environment(local_rank)
         most = self._request.max_restarts
-        found["TORCHELASTIC_MAX_RESTARTS"] = str(self._config.max_restarts if most is None else most)
+        found["TORCHELASTIC_MAX_RESTARTS"] = str(max(self._config.max_restarts, most or 0))
         found["TORCHELASTIC_RUN_ID"] = self._config.run_id
         found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
         found["TORCHELASTIC_SIGNALS_TO_HANDLE"] = str(versions.field(self._config, "signals_to_handle") or "")

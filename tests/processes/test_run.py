@@ -306,6 +306,31 @@ def test_a_signal_is_named(here: Callable[..., int], script: Path, capfd: pytest
     assert set(psutil.Process().children(recursive=True)) <= before, "no rank is left"
 
 
+def test_one_rank_is_replaced_while_the_others_go_on(tmp_path: Path) -> None:
+    """Rank 0 stays the same process; rank 1 comes back in its old place, and only once more than it may."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "rank, come = os.environ['RANK'], len([name for name in os.listdir() if name.startswith('came')])\n"
+        "if rank == '1':\n"
+        "    open(f'came{come}', 'w').close()\n"
+        "    sys.exit(7 if come < int(sys.argv[1]) else 0)\n"
+        "limit = time.monotonic() + 30\n"
+        "while len([name for name in os.listdir() if name.startswith('came')]) < 3 and time.monotonic() < limit:\n"
+        "    time.sleep(0.01)\n"
+        "time.sleep(0.2)\n"
+        "print('the same', os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+    )
+    options = ("run", "-np", 2, "--max-restarts", 2, "--on-failure", "keep-survivors", script)
+    done = launching.guozhuang(*options, 2, folder=tmp_path)
+    assert done.returncode == 0 and done.stdout == "[0] the same 0\n", done
+    assert done.stderr.count("and the others go on") == 2 and "(2 of at most 2 times)" in done.stderr
+    for name in tmp_path.glob("came*"):
+        name.unlink()
+    done = launching.guozhuang(*options, 3, folder=tmp_path)
+    assert done.returncode == 7 and "rank 1 failed first: exit code 7" in done.stderr, done
+
+
 def test_stopping_the_launcher_stops_the_ranks(script: Path, tmp_path: Path) -> None:
     launcher = subprocess.Popen(
         [sys.executable, "-m", "guozhuang", "run", "-np", "2", str(script), "sleep"],
@@ -378,6 +403,7 @@ def test_a_timeline_that_nobody_wrote_is_said(
         (["run", "--rdzv-backend", "nosuch", "train.py"], "--rdzv-backend nosuch cannot be used"),
         (["run", "--rdzv-backend", "etcd", "--nnodes", "2", "train.py"], "--rdzv-backend etcd cannot be used"),
         (["run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:70000", "train.py"], "'localhost:70000'"),
+        (["run", "--on-failure", "keep-survivors", "train.py"], "no restart is allowed"),
         (["run", "--timeline", "no/such/folder/t.json", "train.py"], "timeline cannot be written"),
         (["run", "--no-python", "nosuch-program"], "there is no such program"),
         (["run", "-m", "--no-python", "x"], "exclude each other"),

@@ -263,3 +263,13 @@ def test_the_door_that_lets_everybody_in_is_chosen() -> None:
     assert "from c: not 10.0.0.1 port 5 (Connection refused), not 10.0.0.2 port 6 (nobody answered)" in text
     assert "from b" not in text
     assert "10.0.0.9: in use" in str(meeting.choose(names, [], {"10.0.0.9": "in use"}, []))
+
+
+def test_agents_replace_ranks_and_the_launcher_restarts_all() -> None:
+    words = ["-H", "a,b", "--max-restarts", "3"]
+    found = plan([*words, "t.py"], ["t.py"], {})
+    assert (found.max_restarts, list(found.arguments)) == (3, ["t.py"])
+    found = plan([*words, "--on-failure", "keep-survivors", "t.py"], ["t.py"], {})
+    assert (found.max_restarts, list(found.arguments)) == (
+        0, ["--on-failure=keep-survivors", "--max-restarts=3", "t.py"]
+    )  # fmt: skip

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from guozhuang.errors import UsageError, explain
+from guozhuang.launch.job import Policy
 
 DEFAULT_START_TIMEOUT_S = 60.0
 # Options that say how nodes meet, which is what -H finds out by itself.
@@ -98,6 +99,9 @@ def read(head: Sequence[str], environ: Mapping[str, str]) -> tuple[argparse.Name
     _take_variables(found, environ)
     if found.max_restarts < 0:
         raise UsageError(explain("--max-restarts cannot be negative", value=found.max_restarts, fix="leave it out"))
+    if found.on_failure == Policy.KEEP_SURVIVORS.value:  # each agent replaces its own ranks, up to so many times
+        rest += [f"--on-failure={found.on_failure}", f"--max-restarts={found.max_restarts}"]
+        found.max_restarts = 0
     if found.shutdown_timeout is not None:
         rest.append(f"--shutdown-timeout={found.shutdown_timeout}")
     found.signals = _signals(found.signals_to_handle or "")
@@ -116,6 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-restarts", "--max_restarts", type=int
     )  # the launcher restarts all, not each host its own
+    parser.add_argument("--on-failure", "--on_failure")
     parser.add_argument("--shutdown-timeout", "--shutdown_timeout", type=int)
     parser.add_argument("--signals-to-handle", "--signals_to_handle")
     parser.add_argument("--timeline")

@@ -207,6 +207,9 @@ def plan(arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
     else:
         variables |= _loopback(environ)
     policy = Policy(found.on_failure)
+    if policy is Policy.KEEP_SURVIVORS and found.max_restarts == 0:
+        what = "--on-failure keep-survivors says what is restarted, and no restart is allowed"
+        raise UsageError(explain(what, fix="give --max-restarts N, at least 1"))
     if is_torchruns and policy is not Policy.RESTART_ALL:
         what = "--on-failure keep-survivors is for nodes whose number is fixed: torch elastic restarts all ranks"
         raise UsageError(explain(what, value=found.rdzv_backend, fix="leave it out, or --rdzv-backend"))
