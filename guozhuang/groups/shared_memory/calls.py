@@ -81,7 +81,7 @@ def _collective(name: str, options: Callable[[], Any]) -> Callable[[Callable[...
                     prepared: _Call = partial(getattr(self._others.group_on(tensor.device), native), *args)
                 else:
                     prepared = prepare(self, *args)
-                if isinstance(prepared, _PreparedCall) and prepared.writes:
+                if type(prepared) is _PreparedCall and prepared.writes:
                     for each in prepared.tensors:
                         if not each.is_contiguous():
                             arguments.check_written(each, name, self._rank)
@@ -89,7 +89,7 @@ def _collective(name: str, options: Callable[[], Any]) -> Callable[[Callable[...
                 why = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
                 self._refuse(name, why, args[-1])
                 raise
-            return self._start(prepared) if isinstance(prepared, _PreparedCall) else prepared()
+            return self._start(prepared) if type(prepared) is _PreparedCall else prepared()  # type: ignore[operator]
 
         return call
 
@@ -337,11 +337,9 @@ class CollectiveCalls(PythonGroup):
 
     def _reduce(self, tensor: Tensor, root: int | None, opts: Any) -> _PreparedCall:
         how = arguments.combining(opts.reduceOp, tensor.dtype, self._size, self._rank)
-        reduce = self._operations.reduce if arguments.is_plain(tensor) else self._reduce_now
-        run = partial(reduce, tensor, how, root)
-        return _PreparedCall(
-            run, [tensor], "all_reduce" if root is None else "reduce", opts, root in (None, self._rank)
-        )
+        is_plain, name = arguments.is_plain(tensor), "all_reduce" if root is None else "reduce"
+        run = partial(self._operations.reduce if is_plain else self._reduce_now, tensor, how, root)
+        return _PreparedCall(run, [tensor], name, opts, not is_plain and root in (None, self._rank))
 
     def _reduce_now(self, tensor: Tensor, how: Combining, root: int | None, terms: Terms, among: bytes = b"") -> None:
         held = Bytes()
