@@ -17,13 +17,30 @@ from ..exchange.weights import WeightExchange
 from ..groups import agree as meet
 from ..groups.subgroups import timeout_s
 from .equal_start import broadcast_tensors, kept, ordinary_tensors, take_mean
-from .hook_of import HookOf
 from .steps import StepsBehind
 
 _log = logging.getLogger("guozhuang")
 _EVERYBODY = "call model.eval(), model.state_dict() or model.agree() on every rank, not on one alone"
 _EVERY_STEP = "look for the rank that left out optimizer.step(): every rank makes every step"
 _NO_SYNC = "run all forwards of a step but the last one in no_sync()"
+
+
+class HookOf:
+    """Calls a method when it is called with a certain object first, while both are there; a copy of it calls nothing."""
+
+    def __init__(self, whose: object = None, method: Callable[[object], object] | None = None) -> None:
+        self._whose = None if whose is None else weakref.ref(whose)
+        self._method = None if method is None else weakref.WeakMethod(method)
+
+    def __call__(self, caller: object, *_: object) -> None:
+        """Call the method with the caller, if it is the one."""
+        if self._whose is not None and self._method is not None and caller is self._whose():
+            method = self._method()
+            if method is not None:
+                method(caller)
+
+    def __reduce__(self) -> tuple[type[HookOf], tuple[()]]:
+        return HookOf, ()
 
 
 class AroundSteps:
