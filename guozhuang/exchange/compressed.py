@@ -28,6 +28,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from ..errors import UsageError, explain
 from ..gradients.buckets import Bucket
@@ -36,8 +37,7 @@ from ..world import versions
 from .base import Done, GradientExchange, Work
 from .codecs.base import Codec
 from .codecs.topk import Sparsifier
-from .numbers import is_finite, num_numbers, numbers, some_of, where_not_finite
-from .residuals import Residuals
+from .numbers import check_floating_point, is_finite, num_numbers, numbers, some_of, where_not_finite
 
 _NUM_LANES = 2  # one computes while the other sends
 # Before each row's code two float32: 0.0, or NaN for a row that holds what no code can express; and 0.0, or 1.0 for a row of a
@@ -68,6 +68,85 @@ class Around(Protocol):
             share: how many of all ranks did.
         """
         ...
+
+
+class Residuals:
+    """Errors of a lossy code, or momentum, kept by parameter so that it outlives a change of the buckets.
+
+    One float32 number for each number of the buckets, padded to equal rows for all ranks.
+
+    Args:
+        buckets: the layout.
+        group: the ranks.
+        owned: this rank keeps its own row of each bucket only; else it keeps all rows, which are its own errors.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], group: dist.ProcessGroup, owned: bool) -> None:
+        self._group, self._owned = group, owned
+        self._spans: dict[str, tuple[int, int, int]] = {}
+        self._kept: dict[int, Tensor] = {}
+        self._padding: dict[int, Tensor] = {}
+        self._first: dict[int, int] = {}  # which number of a bucket is the first of those that are kept
+        size = group.size()
+        for bucket in buckets:
+            length = -(-num_numbers(bucket) // size)
+            self._kept[bucket.index] = torch.zeros(1 if owned else size, length, device=bucket.flat.device)
+            begin = 0
+            for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
+                count = parameter.numel() * (2 if parameter.is_complex() else 1)
+                self._spans[name] = (bucket.index, begin, begin + count)
+                begin += count
+            self._first[bucket.index] = first = group.rank() * length if owned else 0
+            self._padding[bucket.index] = self._kept[bucket.index].view(-1)[max(0, num_numbers(bucket) - first) :]
+
+    def clear_padding(self, index: int) -> None:
+        """Forget what was lost of the padding: it belongs to no parameter, and would be lost in a checkpoint."""
+        self._padding[index].zero_()
+
+    def rows(self, index: int) -> Tensor:
+        """Return what is kept for a bucket, to be changed in place: (ranks, row) or, where only the own is kept, (1, row).
+
+        Whoever writes there calls :meth:`clear_padding`.
+        """
+        return self._kept[index]
+
+    def forget_not_finite(self, index: int) -> list[str]:
+        """Zero the rows of a bucket that hold NaN or infinity; return the names of the parameters that did."""
+        kept = self._kept[index]
+        if is_finite(kept):
+            return []
+        broken, first = ~kept.isfinite(), self._first[index]
+        places = broken.view(-1)
+        names = [
+            name
+            for name, (of, begin, end) in self._spans.items()
+            if of == index and bool(places[max(0, begin - first) : max(0, end - first)].any())
+        ]
+        kept[broken.any(dim=1)] = 0.0
+        return names
+
+    def by_name(self) -> dict[str, Tensor]:
+        """Return copies by parameter, each 1-dimensional. Every rank must call it where ranks own rows: they are gathered."""
+        whole = {index: self._gathered(kept) for index, kept in self._kept.items()}
+        return {name: whole[index][begin:end].clone() for name, (index, begin, end) in self._spans.items()}
+
+    def _gathered(self, kept: Tensor) -> Tensor:
+        if not self._owned or self._group.size() == 1:
+            return kept.view(-1)
+        whole = kept.new_empty(self._group.size() * kept.numel())
+        versions.all_gather_single(whole, kept.view(-1), group=self._group)
+        return whole
+
+    def load(self, values: Mapping[str, Tensor]) -> None:
+        """Take over what ``by_name`` returned, also of another layout; parameters that are not in it keep zeros."""
+        size, rank = self._group.size(), self._group.rank()
+        for index, kept in self._kept.items():
+            whole = kept.new_zeros(size * kept.shape[1])
+            for name, (of, begin, end) in self._spans.items():
+                if of == index and name in values:
+                    whole[begin:end] = values[name].to(whole.device)
+            rows = whole.view(size, -1)
+            kept.copy_(rows[rank : rank + 1] if self._owned else rows)
 
 
 @dataclass
@@ -134,21 +213,13 @@ class Compressed(GradientExchange[CompressedState]):
         if self.nesterov and not self.momentum:
             raise UsageError(explain("nesterov asks for a momentum", value=self.momentum, fix="give momentum=0.9"))
 
+    @override
     def prepare(
         self, buckets: Sequence[Bucket], group: dist.ProcessGroup, before: CompressedState | None = None
     ) -> CompressedState:
-        """Allocate codes and feedback; feedback of an earlier layout is carried over by parameter. Every rank must call.
-
-        Raises:
-            UsageError: gradients that are no floating-point or complex numbers.
-        """
+        check_floating_point(buckets, type(self.codec).__name__)
         size = group.size()
-        memory = {}
-        for bucket in buckets:
-            if not (bucket.flat.is_floating_point() or bucket.flat.is_complex()):
-                what = f"{type(self.codec).__name__} codes floating-point gradients, not {bucket.flat.dtype}"
-                raise UsageError(explain(what, value=bucket.names[0], fix="exchange such a model with ddp"))
-            memory[bucket.index] = self._allocate(bucket, size)
+        memory = {bucket.index: self._allocate(bucket, size) for bucket in buckets}
         lanes = before.lanes if before is not None else [Lane(group) for _ in range(_NUM_LANES if size > 1 else 0)]
         keeps = self.error_feedback and size > 1
         feedback = [Residuals(buckets, group, owned) for owned in (False, True)] if keeps else []
@@ -159,20 +230,14 @@ class Compressed(GradientExchange[CompressedState]):
             momentum.load(before.momentum.by_name())
         return CompressedState(group, lanes, memory, feedback, momentum)
 
+    @override
     def state_dict(self, state: CompressedState) -> dict[str, Any]:
-        """Return what is kept, by parameter: feedback "sent" and "momentum" are this rank's own, "means" the same on all.
-
-        Every rank must call.
-        """
+        """Return by parameter: feedback "sent" and "momentum" are this rank's own, "means" the same on all."""
         saved = dict(zip(("sent", "means"), (each.by_name() for each in state.feedback), strict=False))
         return saved if state.momentum is None else {**saved, "momentum": state.momentum.by_name()}
 
+    @override
     def load_state_dict(self, state: CompressedState, saved: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` returned.
-
-        Raises:
-            UsageError: it was saved by another exchange, or with other settings.
-        """
         kept = dict(zip(("sent", "means"), state.feedback, strict=False))
         if state.momentum is not None:
             kept["momentum"] = state.momentum
@@ -199,8 +264,8 @@ class Compressed(GradientExchange[CompressedState]):
         random = torch.Generator(device)
         return _BucketMemory(rows, scratch, codes(size), codes(size), numbers(1), codes(1), random)
 
+    @override
     def start(self, bucket: Bucket, state: CompressedState, step: int) -> Work:
-        """Hand the bucket to a lane."""
         return self.start_around(bucket, state, step, None)
 
     def start_around(self, bucket: Bucket, state: CompressedState, step: int, around: Around | None) -> Work:
@@ -330,6 +395,7 @@ class Compressed(GradientExchange[CompressedState]):
             rows[broken] = math.nan
         return num_without
 
+    @override
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> int:
         """Return the bytes of one bucket of so many elements: n-1 codes of 1/n to others, and one code to each of them."""
         if world_size == 1:
