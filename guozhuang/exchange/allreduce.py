@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
+from typing_extensions import override
 
 from ..gradients.buckets import Bucket
 from .base import Done, GradientExchange, Work
@@ -21,14 +22,14 @@ from .base import Done, GradientExchange, Work
 class AllReduce(GradientExchange[dist.ProcessGroup]):
     """The exact exchange. Its state is the group."""
 
+    @override
     def input_scale(self, world_size: int) -> float:
-        """Return ``1 / world_size``."""
         return 1.0 / world_size
 
+    @override
     def prepare(
         self, buckets: Sequence[Bucket], group: dist.ProcessGroup, before: dist.ProcessGroup | None = None
     ) -> dist.ProcessGroup:
-        """Return the group; nothing else is remembered."""
         return group
 
     def start(self, bucket: Bucket, state: dist.ProcessGroup, step: int) -> Work:

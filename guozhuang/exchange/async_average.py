@@ -112,9 +112,6 @@ class AsyncModelAverage(WeightExchange[AsyncState]):
         notices = StepNotices(group, "async-average")
         return AsyncState(group, WeightLane(parameters, group, num_copies=2), Lane(group), notices, device, now_s)
 
-    def before_step(self, state: AsyncState, step: int) -> None:
-        """Nothing to do: the boundary of steps lies after the optimizer."""
-
     def after_step(self, state: AsyncState, step: int) -> None:
         """Move the weights by the round that has ended, and begin one if it is time. Waits for nobody.
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from ..weights.flat import FlatWeights, Named
 from .weight_lane import NotFinite, as_real, mean
@@ -57,16 +58,16 @@ class Average(WeightExchange[AverageState]):
         flats = [each.empty() for each in weights] if group.size() > 1 else []
         return AverageState(group, weights, flats, [NotFinite() for _ in weights])
 
+    @override
     def before_step(self, state: AverageState, step: int) -> None:
-        """Remember the step."""
         state.step = step
 
+    @override
     def after_step(self, state: AverageState, step: int) -> None:
-        """Average."""
         self.agree(state)
 
+    @override
     def agree(self, state: AverageState) -> None:
-        """Average."""
         if state.group.size() == 1:
             return
         for weights, flats, not_finite in zip(state.weights, state.flats, state.not_finite, strict=True):

@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from ..errors import UsageError, explain
 from ..weights.flat import Named
@@ -123,8 +124,8 @@ class Decentralized(WeightExchange[DecentralizedState]):
         if state.lane is not None:
             state.lane.agree()
 
+    @override
     def close(self, state: DecentralizedState) -> None:
-        """Let the thread end."""
         state.lane = None
 
     def end(self, state: DecentralizedState) -> None:

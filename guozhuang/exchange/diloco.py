@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from ..errors import UsageError, explain
 from ..gradients.buckets import Bucket
@@ -226,9 +227,6 @@ class DiLoCo(WeightExchange[DiLoCoState]):
         made += [lane.group for lane in getattr(exchange_state, "lanes", ())]
         return DiLoCoState(group, made, exchange, exchange_state, fragments, {name: p.shape for name, p in real})
 
-    def before_step(self, state: DiLoCoState, step: int) -> None:
-        """Nothing."""
-
     def after_step(self, state: DiLoCoState, step: int) -> None:
         """Take over the fragments whose time has come, and send the one whose turn it is."""
         state.num_steps += 1
@@ -320,8 +318,8 @@ class DiLoCo(WeightExchange[DiLoCoState]):
         end_together(state.made, state.group)
         self.close(state)
 
+    @override
     def close(self, state: DiLoCoState) -> None:
-        """Let go of what is under way."""
         for fragment in state.fragments:
             fragment.works = []
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
+from typing_extensions import override
 
 from ..errors import UsageError, explain
 from ..weights.flat import Named
@@ -43,8 +44,8 @@ class LocalSGD(WeightExchange[AverageState]):
         if self.start_step < 0:
             raise UsageError(explain("start_step is a count, at least 0", value=self.start_step))
 
+    @override
     def averages_gradients(self, step: int) -> bool:
-        """Tell whether it is one of the first ``start_step``."""
         return step < self.start_step
 
     def prepare(self, parameters: Named, group: dist.ProcessGroup) -> AverageState:
@@ -55,8 +56,8 @@ class LocalSGD(WeightExchange[AverageState]):
         """Remember that ranks part."""
         state.step, state.settled = step, False
 
+    @override
     def after_step(self, state: AverageState, step: int) -> None:
-        """Average, if it is time."""
         past = step + 1 - self.start_step
         if past > 0 and past % self.every == 0:
             self.agree(state)
@@ -67,8 +68,8 @@ class LocalSGD(WeightExchange[AverageState]):
             Average().agree(state)
             state.settled = True
 
+    @override
     def load_state_dict(self, state: AverageState, saved: Mapping[str, Any]) -> None:
-        """Nothing is kept; see the base class."""
         super().load_state_dict(state, saved)
         state.settled = True
 

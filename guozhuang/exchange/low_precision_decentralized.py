@@ -110,9 +110,6 @@ class LowPrecisionDecentralized(WeightExchange[RingState]):
         ring = twin(group) if group.size() > 1 else group
         return RingState(ring, group, flat, whole, replicas, memory, random)
 
-    def before_step(self, state: RingState, step: int) -> None:
-        """Nothing to do: the exchange stands after the optimizer."""
-
     @torch.no_grad()
     def after_step(self, state: RingState, step: int) -> None:
         """Send what is new in these weights, and put W in their place.

@@ -58,9 +58,8 @@ class WeightExchange(ABC, Generic[State]):
     def miss_step(self, state: State, step: int) -> None:
         """Note that this rank makes no optimizer step in the coming step, which it only shadows. Not collective."""
 
-    @abstractmethod
     def before_step(self, state: State, step: int) -> None:
-        """Act after backward and before the optimizer. ``step`` counts optimizer steps from 0."""
+        """Act after backward and before the optimizer; by default not at all. ``step`` counts optimizer steps from 0."""
 
     @abstractmethod
     def after_step(self, state: State, step: int) -> None:

@@ -107,10 +107,6 @@ class AsyncParameterServer(WeightExchange[AsyncServersState]):
         return state
 
     @override
-    def before_step(self, state: AsyncServersState, step: int) -> None:
-        pass  # the optimizer steps from the weights that were pulled last
-
-    @override
     def after_step(self, state: AsyncServersState, step: int) -> None:
         """Push what the optimizer changed; pull the servers' weights. May wait for slower workers, see the module."""
         if state.parts:
