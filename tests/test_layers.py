@@ -51,7 +51,6 @@ REMAINING: dict[str, dict[str, int]] = {
     "files": {"check": 6, "groups/shared_memory": 3},
     "classes": {"guozhuang": 3},
     "threading.Thread(": {"check": 4, "compat": 6, "gradients": 3, "weights": 1},
-    "Horovod": {"net": 1},
     "compat": {"compat": 35},
 }
 READS_ENVIRONMENT = {"world", "launch", "compat"}  # scripts of another library have variables of their own

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str], request: Request | None = None) -> int:
     """
     request = request or Request()
     try:
-        ours = plan(arguments, os.environ)
+        ours = plan(arguments, {**os.environ, **request.extension.defaults(os.environ)})
         if ours.hosts:
             from guozhuang.launch.hosts import placement
 
@@ -94,6 +94,7 @@ def _variables(ours: Plan, request: Request) -> Iterator[None]:
     before = dict(os.environ)
     for name in ("GUOZHUANG_LOCAL_RANK", *request.extension.of_a_process):
         os.environ.pop(name, None)  # of a run that this one is started in
+    os.environ.update(request.extension.defaults(os.environ))
     os.environ.update(ours.variables)
     os.environ.update(request.variables)
     os.environ.update(with_folders(os.environ.get("PYTHONPATH", ""), request.extension.python_path))

@@ -42,12 +42,19 @@ class Extension:
         carried: how the names of further variables begin that every host gets.
         rank_variables: variables of each rank, in which ``{rank}``, ``{size}``, ``{local_rank}``, ``{local_size}``,
             ``{cross_rank}`` (its node among those that have this local rank), ``{cross_size}`` and ``{host}`` are filled in.
+        other_names: variables, and how the other system calls them; that name counts where the variable is not set.
     """
 
     python_path: Sequence[str] = ()
     of_a_process: Sequence[str] = ()
     carried: Sequence[str] = ()
     rank_variables: Mapping[str, str] = field(default_factory=dict)
+    other_names: Mapping[str, str] = field(default_factory=dict)
+
+    def defaults(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """The variables that ``environ`` sets by their other names only."""
+        found = {name: environ.get(other, "").strip() for name, other in self.other_names.items()}
+        return {name: value for name, value in found.items() if value and not environ.get(name)}
 
 
 NO_EXTENSION = Extension()

@@ -17,8 +17,6 @@ from guozhuang.errors import UsageError, WorldError, explain
 
 # What the variables of gloo and of NCCL are called.
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-# Horovod's name for the first.
-_HOROVODS_GLOO = "HOROVOD_GLOO_IFACE"
 # Bridges that container and VM managers make within one node; br0 and its like may be the node's own way out.
 _LOCAL_BRIDGE = re.compile(r"docker\d+|virbr\d+|lxcbr\d+|lxdbr\d+|podman\d+|cni-podman\d+|br-[0-9a-f]{12}")
 # Any port does: connecting a datagram socket sends nothing, it only asks the kernel for a route.
@@ -135,14 +133,13 @@ def variables(interface: Interface, environ: Mapping[str, str], *, override: boo
     """The variables that make gloo and NCCL use this interface, without those that ``environ`` sets already.
 
     Args:
-        interface: the one to use; gloo uses that of HOROVOD_GLOO_IFACE instead, where it is set.
+        interface: the one to use.
         environ: the environment that the ranks would get.
         override: set them all the same, because the user named the interface on the command line.
     """
     # NCCL takes a bare name as a prefix; "=" makes it exact, and is needed only where another name begins with it.
     is_prefix = any(other != interface.name and other.startswith(interface.name) for other in _names())
-    gloos = "" if override else environ.get(_HOROVODS_GLOO, "").strip()
-    wanted = {GLOO: gloos or interface.name, NCCL: f"={interface.name}" if is_prefix else interface.name}
+    wanted = {GLOO: interface.name, NCCL: f"={interface.name}" if is_prefix else interface.name}
     return {key: value for key, value in wanted.items() if override or not environ.get(key)}
 
 

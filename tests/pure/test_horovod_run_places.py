@@ -14,15 +14,17 @@ import pytest
 import setuptools
 
 from guozhuang.compat.horovod.common import extension
+from guozhuang.compat.horovod.common.extension import EXTENSION, OF_HOROVODRUN
 from guozhuang.compat.horovod.runner import mailbox
 from guozhuang.errors import UsageError, WorldError
+from guozhuang.launch import agent
 from guozhuang.launch.console.output import RankPlaces
 from guozhuang.launch.console.streams import NamedPipe, Stream, Trace
 from guozhuang.launch.hosts import ssh
 from guozhuang.launch.options import plan as options
 from guozhuang.launch.rank_files import RankFiles, Shown, copies_of
 from guozhuang.launch.rendezvous.fixed import Attempt, NodeShare
-from guozhuang.launch.request import with_folders
+from guozhuang.launch.request import Request, RunReport, with_folders
 from guozhuang.net import interfaces
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -145,12 +147,24 @@ def test_a_copy_that_cannot_be_closed_is_said(tmp_path: Path, capfd: pytest.Capt
 
 
 def test_gloo_uses_the_interface_that_horovod_was_told() -> None:
+    told = {"HOROVOD_GLOO_IFACE": " eth7"}
+    assert EXTENSION.defaults(told) == OF_HOROVODRUN.defaults(told) == {interfaces.GLOO: "eth7"}
+    both = {**told, interfaces.GLOO: "eth8"}
+    assert EXTENSION.defaults(both) == {}, "gloo's own name counts more"
     loopback = interfaces.Interface("lo", "127.0.0.1")
-    assert interfaces.variables(loopback, {"HOROVOD_GLOO_IFACE": "eth7"})[interfaces.GLOO] == "eth7"
-    both = {"HOROVOD_GLOO_IFACE": "eth7", interfaces.GLOO: "eth8"}
-    assert interfaces.GLOO not in interfaces.variables(loopback, both)  # gloo's own name counts more
     assert interfaces.variables(loopback, both, override=True)[interfaces.GLOO] == "lo"
-    assert interfaces.variables(loopback, {"HOROVOD_GLOO_IFACE": ""})[interfaces.GLOO] == "lo"
+    assert EXTENSION.defaults({"HOROVOD_GLOO_IFACE": ""}) == {}
+
+
+def test_the_ranks_of_guozhuang_run_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_GLOO_IFACE", "eth7")
+    monkeypatch.delenv(interfaces.GLOO, raising=False)
+    found = {}
+    monkeypatch.setattr(agent, "_run_here", lambda ours, request: found.update(os.environ) or RunReport())
+    assert agent.main(["-np", "1", __file__], Request(EXTENSION)) == 0
+    assert found[interfaces.GLOO] == "eth7" and interfaces.GLOO not in os.environ
+    agent.main(["-np", "1", "--interface", "lo", __file__], Request(EXTENSION))
+    assert found[interfaces.GLOO] == "lo", "the command line counts more"
 
 
 @pytest.mark.parametrize(("answers", "is_in"), [((False, True), True), ((False, False), False)], ids=["late", "never"])

@@ -72,6 +72,7 @@ class Node:
             finished=lambda: channel.say({"finished": True}),
             report=lambda report: channel.say({"report": dataclasses.asdict(report)}),
         )
+        os.environ.update(self._request.extension.defaults(os.environ))
         self._store: dist.Store | None = None
         self._store_port = 0
         self._doors: dict[tuple[str, int], Door] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from guozhuang import world as gz_world
 from guozhuang.compat.horovod.common import elastic_variables
 from guozhuang.compat.horovod.common import variables as horovod_variables
+from guozhuang.compat.horovod.common.extension import EXTENSION
 from guozhuang.compat.horovod.common.variables import HorovodVariables
 from guozhuang.errors import UsageError, explain
 from guozhuang.gradients.named import Kind, NamedEngine, NegotiationError, Reduction, Settings, Submission
@@ -91,6 +93,7 @@ class HorovodBasics:
             horovod_variables.set_dynamic_process_sets()
         variables = horovod_variables.read()  # what is wrong is said before anybody is waited for
         horovod_variables.set_log_level(variables)
+        os.environ.update(EXTENSION.defaults(os.environ))
         settings = horovod_variables.settings_from(variables)
         if elastic_variables.driver() is None:
             self._enter(comm, listed, settings)

@@ -15,7 +15,12 @@ OF_A_PROCESS = tuple(
 )
 # A folder that holds the package `horovod` alone. Where Horovod itself is installed, that package steps aside for it.
 FOLDER = "compat/horovod/on_path"
-EXTENSION = Extension(python_path=(FOLDER,), of_a_process=(ELASTIC, *OF_A_PROCESS), carried=("HOROVOD_",))
+EXTENSION = Extension(
+    python_path=(FOLDER,),
+    of_a_process=(ELASTIC, *OF_A_PROCESS),
+    carried=("HOROVOD_",),
+    other_names={"GLOO_SOCKET_IFNAME": "HOROVOD_GLOO_IFACE"},
+)
 OF_HOROVODRUN = dataclasses.replace(
     EXTENSION,
     rank_variables={
