@@ -26,6 +26,7 @@ from guozhuang.records import build, write_text
 _GRACE_S = 5.0  # between asking processes to end and ending them
 _LOOK_S = 0.5  # between two looks at a running run: rare, because the looks take time from what is measured
 _CAUSE_CHARACTERS = 1500
+_RANK_LOGS = "ranks"  # a folder within a run's
 
 
 @contextlib.contextmanager
@@ -72,9 +73,9 @@ def execute(spec: RunSpec, log: Path, tick: Callable[[int], None]) -> tuple[Rank
             _end(process, spec_file)
     if in_time and process.returncode == 0:
         return _collect(spec)
-    return RunFailure(
-        first_cause(folder, log, None if not in_time else process.returncode, spec.timeout_s), str(log), 0
-    )
+    cause = first_cause(folder, log, None if not in_time else process.returncode, spec.timeout_s)
+    _append_ranks(log, folder)
+    return RunFailure(cause, str(log), 0)
 
 
 def command(spec: RunSpec, spec_file: Path) -> list[str]:
@@ -82,8 +83,8 @@ def command(spec: RunSpec, spec_file: Path) -> list[str]:
     worker = ["-m", "guozhuang.lab.worker", str(spec_file)]
     if strategies.get(spec.strategy).one_process:
         return [sys.executable, *worker]
-    # The launcher's own files go where they are removed with the run's.
-    options = ["--nproc-per-node", str(spec.num_ranks), "--log-dir", str(Path(spec.folder) / "launcher")]
+    # Ranks write to files by themselves, which takes no time of the launcher's.
+    options = ["--nproc-per-node", str(spec.num_ranks), "--log-dir", str(Path(spec.folder) / _RANK_LOGS)]
     options += ["--strategy", spec.strategy, "--groups", str(spec.num_groups)]
     options += ["--backend", spec.backend] if spec.backend is not None else []
     return [sys.executable, "-m", "guozhuang", "run", *options, *worker]
@@ -143,6 +144,13 @@ def _ask_for_stacks(folder: Path) -> None:
         with contextlib.suppress(ProcessLookupError, ValueError):
             psutil.Process(int(path.read_text())).send_signal(signal.SIGUSR1)
     time.sleep(2.0)  # they write at once, but on a busy machine at once takes a while
+
+
+def _append_ranks(log: Path, folder: Path) -> None:
+    """Append the output of each rank, which the ranks write to files of their own, to the log of a run that failed."""
+    with log.open("ab") as out:
+        for path in sorted((folder / _RANK_LOGS).glob("rank*.log")):
+            out.write(f"\n{path.stem}:\n".encode() + path.read_bytes())
 
 
 def _end(process: subprocess.Popen[bytes], spec_file: Path) -> None:
