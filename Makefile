@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable
 
-.PHONY: demo test test-all lint style install clean
+.PHONY: demo test test-all mutations lint style install clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-text
@@ -25,6 +25,10 @@ test: style
 
 test-all: style
 	@$(call PYTEST)
+
+# Plants known faults in a copy of the tree, and expects the tests to fail.
+mutations: $(VENV)/.installed-test
+	$(BIN)/python tests/mutate.py
 
 lint: style
 	$(BIN)/mypy

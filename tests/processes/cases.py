@@ -9,12 +9,15 @@ def test_cases(name, request): RESULTS(name)
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import importlib
+import logging
+import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -26,6 +29,7 @@ from guozhuang.exchange.weights import WeightExchange
 from guozhuang.lab.measure import tcp_sent_bytes
 from guozhuang.weights.flat import Named
 from tests.ranks import run_ranks
+from tests.threads.ranks import run_threads, this_rank
 
 
 def names_of_cases(namespace: Mapping[str, Any], prefix: str = "case_") -> list[str]:
@@ -78,6 +82,24 @@ def on_two_and_three_ranks(
     return on_two_ranks, on_three_ranks, the_rest_on_three_ranks
 
 
+def as_tests(
+    namespace: Mapping[str, Any], sizes: Sequence[int], slow: Sequence[int] = (), on: str = "processes"
+) -> Callable[..., None]:
+    """A test of each case of a module, ``case_*``, for each number of ranks; on "threads" where no case needs processes."""
+    names, module = names_of_cases(namespace), namespace["__name__"]
+    results = {size: results_of_cases(module, size, names) for size in (*sizes, *slow)}
+
+    @pytest.mark.parametrize("size", [*sizes, *(pytest.param(size, marks=pytest.mark.slow) for size in slow)])
+    @pytest.mark.parametrize("name", names)
+    def test_cases(name: str, size: int) -> None:
+        if on == "threads":
+            run_threads(namespace[name], size)
+        else:
+            results[size](name)
+
+    return test_cases
+
+
 def run_cases(rank: int, world_size: int, module_name: str, names: Sequence[str]) -> dict[str, str]:
     module, failures = importlib.import_module(module_name), {}
     for name in names:
@@ -97,14 +119,49 @@ def run_cases(rank: int, world_size: int, module_name: str, names: Sequence[str]
     return failures
 
 
+_GENERATOR = threading.Lock()
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Random numbers of torch's generator from this seed; ranks that are threads draw one after the other."""
+    with _GENERATOR:
+        torch.manual_seed(seed)
+        yield
+
+
+class OwnMessages(logging.Handler):
+    """What the package logs on this rank, also where ranks are threads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self._rank = this_rank()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if this_rank() is self._rank:
+            self.texts.append(record.getMessage())
+
+
+@contextlib.contextmanager
+def said() -> Iterator[list[str]]:
+    """What the package logs on this rank meanwhile."""
+    handler = OwnMessages()
+    logging.getLogger("guozhuang").addHandler(handler)
+    try:
+        yield handler.texts
+    finally:
+        logging.getLogger("guozhuang").removeHandler(handler)
+
+
 def batch(rank: int, step: int = 0, rows: int = 4, width: int = 6) -> Tensor:
     """The rows of one rank in one step; every rank can make those of all ranks."""
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(1000 * step + rank))
 
 
 def mlp(width: int = 6, seed: int = 1) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3))
+    with seeded(seed):
+        return nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
 def twin_of(module: nn.Module) -> nn.Module:

@@ -21,7 +21,7 @@ from guozhuang.exchange.allreduce import AllReduce
 from guozhuang.exchange.async_average import AsyncModelAverage, AsyncState
 from guozhuang.exchange.warmup import WeightWarmup
 from guozhuang.lab.measure import tcp_sent_bytes
-from tests.processes.cases import names_of_cases, results_of_cases
+from tests.processes.cases import OwnMessages, as_tests, seeded
 from tests.ranks import RankError, run_ranks
 
 SHAPES: dict[str, tuple[int, ...]] = {"scale": (), "bias": (3,), "weight": (40, 25)}
@@ -211,9 +211,8 @@ def case_narrow_dtypes(rank: int, size: int) -> None:
 def case_what_is_not_finite_is_said(rank: int, size: int) -> None:
     if size == 1:
         return
-    seen: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
+    handler = OwnMessages()
+    seen = handler.texts
     logging.getLogger("guozhuang").addHandler(handler)
     exchange, weights = AsyncModelAverage(interval_ms=0), initial()
     state = exchange.prepare(list(weights.items()), dist.group.WORLD)
@@ -267,8 +266,8 @@ def case_the_first_steps_begin_no_round(rank: int, size: int) -> None:
 
 
 def case_ddp_trains_with_it(rank: int, size: int) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 1))
+    with seeded(0):
+        model = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 1))
     test = torch.randn(256, 10, generator=torch.Generator().manual_seed(99_999))
 
     def run(ddp: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
@@ -316,16 +315,7 @@ def case_a_rank_whose_data_ends_while_gradients_are_averaged(rank: int, size: in
         assert_equal_bits(dict(ddp.module.named_parameters()), size)
 
 
-NAMES = names_of_cases(globals())
-RESULTS = {size: results_of_cases(__name__, size, NAMES) for size in (1, 2, 3, 4, 5)}
-
-
-@pytest.mark.parametrize(
-    "size", [size if size in (2, 3) else pytest.param(size, marks=pytest.mark.slow) for size in RESULTS]
-)
-@pytest.mark.parametrize("name", NAMES)
-def test_cases(name: str, size: int) -> None:
-    RESULTS[size](name)
+test_cases = as_tests(globals(), (2, 3), slow=(1, 4, 5, 8))
 
 
 def counted(rank: int, size: int) -> tuple[float, float]:
@@ -416,13 +406,3 @@ def test_closing_waits_for_nobody() -> None:
     began_s = time.monotonic()
     assert run_ranks(closes_with_a_round_under_way, 3, group_timeout_s=60.0, timeout_s=50.0) == [1, 0, 0]
     assert time.monotonic() - began_s < 40
-
-
-EIGHT = results_of_cases(__name__, 8, NAMES, timeout_s=200.0)
-
-
-@pytest.mark.timeout(230)  # the first waits for all of them
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_cases_with_eight_ranks(name: str) -> None:
-    EIGHT(name)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +28,7 @@ from guozhuang.exchange.codecs.topk import RandomK, TopK
 from guozhuang.exchange.compressed import Compressed
 from guozhuang.exchange.powersgd import PowerSGD
 from guozhuang.gradients.buckets import Bucket
-from tests.processes.cases import names_of_cases, results_of_cases
+from tests.processes.cases import OwnMessages, as_tests, batch, said, seeded
 from tests.pure.test_codecs import bagua_uint8
 from tests.ranks import RankError, run_ranks
 
@@ -222,8 +221,8 @@ def case_momentum_correction_is_the_formula(rank: int, size: int) -> None:
 
 def case_momentum_of_all_is_that_of_sgd(rank: int, size: int) -> None:
     """What loses nothing, with an optimizer without momentum, is SGD with momentum. Also alone in the world."""
-    torch.manual_seed(0)
-    bare = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+    with seeded(0):
+        bare = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
     for nesterov in (False, True):
         ours, theirs = (DistributedDataParallel(copy.deepcopy(bare), bucket_cap_mb=0.0001) for _ in range(2))
         everything = TopK(10**9)
@@ -276,18 +275,6 @@ def case_a_state_of_other_settings_is_refused(rank: int, size: int) -> None:
                 exchange.load_state_dict(state, found)
 
 
-@contextlib.contextmanager
-def said() -> Iterator[list[str]]:
-    seen: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("guozhuang").addHandler(handler)
-    try:
-        yield seen
-    finally:
-        logging.getLogger("guozhuang").removeHandler(handler)
-
-
 def case_what_is_not_finite_is_said_and_reaches_all(rank: int, size: int) -> None:
     buckets = buckets_of([[(6,), (50,)]])
     exchange = Compressed(MinMax8(), error_feedback=True)
@@ -295,9 +282,8 @@ def case_what_is_not_finite_is_said_and_reaches_all(rank: int, size: int) -> Non
     fill(buckets, rank, 0)
     exchange_all(exchange, buckets, state, 0)
     before = exchange.state_dict(state)["sent"]["p0.1"]
-    seen: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
+    handler = OwnMessages()
+    seen = handler.texts
     logging.getLogger("guozhuang").addHandler(handler)
     fill(buckets, rank, 1)
     if rank == size - 1:
@@ -374,8 +360,8 @@ class OtherOrder(nn.Module):
 
 
 def case_resume_is_exact_where_layers_are_used_in_another_order(rank: int, size: int) -> None:
-    torch.manual_seed(0)
-    bare = OtherOrder()
+    with seeded(0):
+        bare = OtherOrder()
 
     def begin(model: nn.Module) -> DistributedDataParallel:
         ddp = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.002)
@@ -458,8 +444,8 @@ def case_every_dtype_travels(rank: int, size: int) -> None:
 
 
 def case_ddp_trains_with_it(rank: int, size: int) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 1))
+    with seeded(0):
+        model = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 1))
     plain = DistributedDataParallel(copy.deepcopy(model))
     coded = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.0003)
     coded.use_exchange(Compressed(Dithering(), error_feedback=True))
@@ -492,21 +478,19 @@ def near(ours: nn.Module, theirs: nn.Module) -> None:
 
 
 def case_accumulation_and_uneven_inputs(rank: int, size: int) -> None:
-    torch.manual_seed(0)
-    bare = nn.Linear(8, 8)
+    with seeded(0):
+        bare = nn.Linear(8, 8)
     ours, theirs = coded(copy.deepcopy(bare)), DistributedDataParallel(copy.deepcopy(bare))
     for ddp in (ours, theirs):
-        torch.manual_seed(rank)
         with ddp.no_sync():
-            ddp(torch.randn(4, 8)).square().mean().backward()
-        ddp(torch.randn(4, 8)).square().mean().backward()
+            ddp(batch(rank, 0, width=8)).square().mean().backward()
+        ddp(batch(rank, 1, width=8)).square().mean().backward()
     near(ours, theirs)
     for ddp in (ours, theirs):
-        torch.manual_seed(rank)
         with ddp.join():
-            for _ in range(2 + rank):
+            for step in range(2 + rank):
                 ddp.zero_grad()
-                ddp(torch.randn(4, 8)).square().mean().backward()
+                ddp(batch(rank, step, width=8)).square().mean().backward()
     if rank == size - 1:
         near(ours, theirs)
 
@@ -527,41 +511,27 @@ class Parts(nn.Module):
 
 
 def case_dtypes_a_number_and_unused_parameters(rank: int, size: int) -> None:
-    torch.manual_seed(0)
-    bare = Parts()
+    with seeded(0):
+        bare = Parts()
     ours = coded(copy.deepcopy(bare), find_unused_parameters=True)
     theirs = DistributedDataParallel(copy.deepcopy(bare), find_unused_parameters=True)
     for ddp in (ours, theirs):
         for step in range(2):
             ddp.zero_grad()
-            torch.manual_seed(10 * step + rank)
-            ddp(torch.randn(4, 8), rank == 0).square().mean().backward()
+            ddp(batch(rank, step, width=8), rank == 0).square().mean().backward()
     near(ours, theirs)
 
 
-NAMES = names_of_cases(globals())
-RESULTS = {size: results_of_cases(__name__, size, NAMES) for size in (2, 3)}
+test_cases = as_tests(globals(), (2, 3))
 
 
-@pytest.mark.parametrize("size", RESULTS)
-@pytest.mark.parametrize("name", NAMES)
-def test_cases(name: str, size: int) -> None:
-    RESULTS[size](name)
+@pytest.mark.parametrize("size", [1, 4])
+def test_momentum_of_all_is_that_of_sgd(size: int) -> None:
+    run_ranks(case_momentum_of_all_is_that_of_sgd, size)
 
 
-OTHER_SIZES = [
-    (1, "case_momentum_of_all_is_that_of_sgd"),
-    (4, "case_momentum_correction_is_the_formula"),
-    (4, "case_momentum_of_all_is_that_of_sgd"),
-]
-RESULTS_OF_OTHERS = {
-    size: results_of_cases(__name__, size, [name for of, name in OTHER_SIZES if of == size]) for size in (1, 4)
-}
-
-
-@pytest.mark.parametrize(("size", "name"), OTHER_SIZES)
-def test_other_sizes(size: int, name: str) -> None:
-    RESULTS_OF_OTHERS[size](name)
+def test_momentum_correction_is_the_formula() -> None:
+    run_ranks(case_momentum_correction_is_the_formula, 4)
 
 
 def test_momentum_that_makes_no_sense_is_refused() -> None:

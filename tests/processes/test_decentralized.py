@@ -24,7 +24,7 @@ from guozhuang.exchange.decentralized import Decentralized, partner
 from guozhuang.exchange.low_precision_decentralized import LowPrecisionDecentralized, RingState
 from guozhuang.exchange.weights import WeightExchange
 from guozhuang.lab.measure import tcp_sent_bytes
-from tests.processes.cases import names_of_cases, results_of_cases
+from tests.processes.cases import OwnMessages, as_tests, seeded
 from tests.pure.test_codecs import bagua_uint8
 from tests.ranks import run_ranks
 
@@ -45,10 +45,10 @@ def update(name: str, rank: int, step: int) -> Tensor:
 
 
 def initial(dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> dict[str, nn.Parameter]:
-    torch.manual_seed(7)
-    named = {}
-    for i, (name, shape) in enumerate(SHAPES.items()):
-        named[name] = nn.Parameter(torch.randn(shape).to(dtypes[i % len(dtypes)]))
+    with seeded(7):
+        named = {}
+        for i, (name, shape) in enumerate(SHAPES.items()):
+            named[name] = nn.Parameter(torch.randn(shape).to(dtypes[i % len(dtypes)]))
     named["weight"].data = named["weight"].data.t().contiguous().t()  # not contiguous
     return named
 
@@ -309,9 +309,8 @@ def case_other_checkpoints_are_refused(rank: int, size: int) -> None:
 def case_what_is_not_finite_is_said_once_and_not_hidden(rank: int, size: int) -> None:
     if size == 1:
         return
-    seen: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
+    handler = OwnMessages()
+    seen = handler.texts
     for exchange in (Decentralized(), Decentralized("shift_one"), LowPrecisionDecentralized()):
         weights = initial()
         state = exchange.prepare(list(weights.items()), dist.group.WORLD)
@@ -339,9 +338,8 @@ def case_what_is_not_finite_is_said_once_and_not_hidden(rank: int, size: int) ->
 def case_what_is_not_finite_is_said_where_ranks_agree(rank: int, size: int) -> None:
     if size == 1:
         return
-    seen: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
+    handler = OwnMessages()
+    seen = handler.texts
     for exchange in (Decentralized(every=8), LowPrecisionDecentralized(every=8), AsyncModelAverage(interval_ms=1e7)):
         weights = initial()
         state = exchange.prepare(list(weights.items()), dist.group.WORLD)
@@ -418,8 +416,8 @@ def case_other_collectives_do_not_disturb(rank: int, size: int) -> None:
 
 def case_ddp_trains_with_it(rank: int, size: int) -> None:
     """Several parameter groups, accumulation and uneven inputs; about as good as with all gradients."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 1))
+    with seeded(0):
+        model = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 1))
     test = torch.randn(256, 10, generator=torch.Generator().manual_seed(99_999))
     for exchange in (None, Decentralized(), Decentralized("shift_one"), LowPrecisionDecentralized()):
         ddp = DistributedDataParallel(copy.deepcopy(model))
@@ -445,16 +443,7 @@ def case_ddp_trains_with_it(rank: int, size: int) -> None:
         assert_equal_bits(dict(ddp.module.named_parameters()), size)
 
 
-NAMES = names_of_cases(globals())
-RESULTS = {size: results_of_cases(__name__, size, NAMES) for size in (1, 2, 3, 4, 5)}
-
-
-@pytest.mark.parametrize(
-    "size", [size if size in (2, 3) else pytest.param(size, marks=pytest.mark.slow) for size in RESULTS]
-)
-@pytest.mark.parametrize("name", NAMES)
-def test_cases(name: str, size: int) -> None:
-    RESULTS[size](name)
+test_cases = as_tests(globals(), (1, 2, 3, 4), slow=(5, 8), on="threads")
 
 
 SENDING = (Decentralized(), Decentralized("shift_one"), LowPrecisionDecentralized(every=2))
@@ -519,13 +508,3 @@ def test_who_did_not_come_is_named() -> None:
     found = run_ranks(misses_one, 2, group_timeout_s=2.0)[0]
     for text, who in zip(found, ("other ranks (1)", "rank 1, whose turn", "rank 1, a neighbour"), strict=True):
         assert "[rank 0]" in text and who in text, text
-
-
-@pytest.mark.timeout(230)  # the first waits for all of them
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_cases_with_eight_ranks(name: str) -> None:
-    EIGHT(name)
-
-
-EIGHT = results_of_cases(__name__, 8, NAMES, timeout_s=200.0)

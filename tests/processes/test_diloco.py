@@ -21,7 +21,7 @@ from guozhuang.exchange.diloco import DiLoCo
 from guozhuang.exchange.fragments import cut
 from guozhuang.exchange.weight_lane import as_real
 from guozhuang.lab.measure import tcp_sent_bytes
-from tests.processes.cases import assert_equal_across_ranks, mlp, names_of_cases, results_of_cases, sent_per_step
+from tests.processes.cases import as_tests, assert_equal_across_ranks, mlp, sent_per_step
 from tests.processes.test_local_sgd import LR, Mixed, Ranks, assert_near, bits, loss_of, named, push, said, train
 from tests.ranks import run_ranks
 
@@ -353,7 +353,7 @@ def case_other_collectives_do_not_meet_it(rank: int, size: int) -> None:
         assert_equal_across_ranks(ours)
 
 
-def case_steps_go_on_while_a_fragment_travels(rank: int, size: int) -> None:
+def steps_go_on_while_a_fragment_travels(rank: int, size: int) -> None:
     """Rank 0 sends, and makes a step more, before the others come to send theirs."""
     for codec in (None, MinMax8()):
         exchange, ours = DiLoCo(3, overlap_steps=2, codec=codec), mlp()
@@ -388,14 +388,12 @@ def case_under_the_wrapper(rank: int, size: int) -> None:
     assert_equal_across_ranks(ddp.module)
 
 
-NAMES = names_of_cases(globals())
-RESULTS = {size: results_of_cases(__name__, size, NAMES) for size in (1, 2, 3, 4, 8)}
+test_cases = as_tests(globals(), (3,), slow=(1, 2, 4, 8))
 
 
-@pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 4, 8))])
-@pytest.mark.parametrize("name", NAMES)
-def test_cases(name: str, size: int) -> None:
-    RESULTS[size](name)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_steps_go_on_while_a_fragment_travels(num_ranks: int) -> None:
+    run_ranks(steps_go_on_while_a_fragment_travels, num_ranks)
 
 
 def counted(rank: int, size: int) -> list[tuple[float, float | None]]:

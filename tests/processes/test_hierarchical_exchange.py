@@ -27,7 +27,7 @@ from guozhuang.exchange.node_groups import num_groups
 from guozhuang.exchange.powersgd import PowerSGD
 from guozhuang.exchange.warmup import Warmup
 from guozhuang.groups.hierarchical.nodes import Nodes
-from tests.processes.cases import assert_equal_across_ranks, names_of_cases, results_of_cases
+from tests.processes.cases import OwnMessages, as_tests, assert_equal_across_ranks, seeded
 from tests.processes.test_compressed import Restless, buckets_of, bytegrad, exchange_all, fill, gradient
 from tests.processes.test_powersgd import Paper
 
@@ -238,9 +238,8 @@ def case_what_is_not_finite_is_said_by_the_rank_that_has_it(rank: int, size: int
     buckets = buckets_of([[(6,), (50,)]])
     exchange = ours(LAYOUTS[size][0], FEEDBACK)
     state = exchange.prepare(buckets, dist.group.WORLD)
-    seen: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
+    handler = OwnMessages()
+    seen = handler.texts
     logging.getLogger("guozhuang").addHandler(handler)
     fill(buckets, rank, 0)
     if rank == size - 1:
@@ -273,8 +272,8 @@ def case_other_dtypes(rank: int, size: int) -> None:
 
 
 def case_ddp_trains_with_it(rank: int, size: int) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 1))
+    with seeded(0):
+        model = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 1))
     losses = {}
     for name, exchange in {
         "plain": AllReduce(),
@@ -355,16 +354,7 @@ def case_part_of_the_world(rank: int, size: int) -> None:
         torch.testing.assert_close(bucket.flat, mean, rtol=0, atol=0.05 * size)
 
 
-NAMES = names_of_cases(globals())
-RESULTS = {size: results_of_cases(__name__, size, NAMES) for size in LAYOUTS}
-
-
-@pytest.mark.parametrize(
-    "size", [size if size == 4 else pytest.param(size, marks=pytest.mark.slow) for size in LAYOUTS]
-)
-@pytest.mark.parametrize("name", NAMES)
-def test_cases(name: str, size: int) -> None:
-    RESULTS[size](name)
+test_cases = as_tests(globals(), (4,), slow=sorted(LAYOUTS.keys() - {4}))
 
 
 @pytest.mark.parametrize("layout", [layout for each in LAYOUTS.values() for layout in each])

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import logging
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -24,7 +22,14 @@ from guozhuang.exchange.local_sgd import LocalSGD
 from guozhuang.exchange.warmup import WeightWarmup
 from guozhuang.exchange.weights import WeightExchange
 from guozhuang.lab.measure import tcp_sent_bytes
-from tests.processes.cases import assert_equal_across_ranks, mlp, names_of_cases, results_of_cases, sent_per_step
+from tests.processes.cases import (
+    as_tests,
+    assert_equal_across_ranks,
+    mlp,
+    said,
+    seeded,
+    sent_per_step,
+)
 from tests.ranks import run_ranks
 
 LR = 0.1
@@ -101,16 +106,6 @@ def assert_near(ours: nn.Module, theirs: nn.Module, atol: float = 1e-6) -> None:
 
 def bits(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-@contextmanager
-def said() -> Iterator[list[str]]:
-    texts: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("guozhuang").addHandler(handler)
-    yield texts
-    logging.getLogger("guozhuang").removeHandler(handler)
 
 
 def case_mean_every_three_steps(rank: int, size: int) -> None:
@@ -192,13 +187,13 @@ def case_uneven_steps(rank: int, size: int) -> None:
 class Mixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(3)
-        self.narrow = nn.Parameter(torch.randn(5, 7).to(torch.bfloat16))
-        self.plain = nn.Parameter(torch.randn(33, 3))
-        self.turned = nn.Parameter(torch.randn(8, 4).t())
-        self.precise = nn.Parameter(torch.randn(4, dtype=torch.float64))
-        self.pairs = nn.Parameter(torch.randn(3, dtype=torch.complex64))
-        self.number = nn.Parameter(torch.tensor(2.0))
+        with seeded(3):
+            self.narrow = nn.Parameter(torch.randn(5, 7).to(torch.bfloat16))
+            self.plain = nn.Parameter(torch.randn(33, 3))
+            self.turned = nn.Parameter(torch.randn(8, 4).t())
+            self.precise = nn.Parameter(torch.randn(4, dtype=torch.float64))
+            self.pairs = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+            self.number = nn.Parameter(torch.tensor(2.0))
         self.none = nn.Parameter(torch.empty(0, 3))
 
 
@@ -351,14 +346,7 @@ def case_weights_of_two_dtypes_that_are_not_finite_are_said_once_each(rank: int,
     assert len(texts) == 1 and "'a'" in texts[0], texts
 
 
-NAMES = names_of_cases(globals())
-RESULTS = {size: results_of_cases(__name__, size, NAMES) for size in (1, 2, 3, 4, 8)}
-
-
-@pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 4, 8))])
-@pytest.mark.parametrize("name", NAMES)
-def test_cases(name: str, size: int) -> None:
-    RESULTS[size](name)
+test_cases = as_tests(globals(), (3,), slow=(1, 2, 4, 8))
 
 
 def counted(rank: int, size: int) -> list[tuple[float, float | None]]:

@@ -17,7 +17,7 @@ from guozhuang.exchange import AllReduce
 from guozhuang.exchange.powersgd import PowerSGD
 from guozhuang.exchange.warmup import Warmup
 from guozhuang.gradients.buckets import Bucket
-from tests.processes.cases import names_of_cases, results_of_cases
+from tests.processes.cases import as_tests, seeded
 from tests.processes.test_compressed import buckets_of, exchange_all, fill, gradient
 
 SHAPES: list[list[tuple[int, ...]]] = [[(40, 30), (7,), (40, 30)], [(12, 3, 5, 2), (5, 4), (1,)]]
@@ -92,7 +92,8 @@ def case_all_ranks_hold_the_same_bits_and_nothing_is_lost(rank: int, size: int) 
 def case_low_rank_gradients_travel_exactly(rank: int, size: int) -> None:
     [bucket] = buckets_of([[(30, 20)]])
     state = POWER.prepare([bucket], dist.group.WORLD)
-    left, right = torch.randn(30, 2), torch.randn(2, 20)
+    with seeded(0):
+        left, right = torch.randn(30, 2), torch.randn(2, 20)
     for step in range(3):
         bucket.flat.copy_((left @ right).view(-1) * (rank + 1))
         exchange_all(POWER, [bucket], state, step)
@@ -115,7 +116,8 @@ def case_zeros_and_huge_numbers(rank: int, size: int) -> None:
 def case_huge_numbers_spoil_their_step_only(rank: int, size: int) -> None:
     [bucket] = buckets_of([[(30, 20)]])
     state = POWER.prepare([bucket], dist.group.WORLD)
-    signs = torch.randn(30, 20).sign().view(-1)
+    with seeded(0):
+        signs = torch.randn(30, 20).sign().view(-1)
     for step, scale in enumerate((1.0, 3e36, 1e37, 3e37, 1e38, 3e38, 3e38)):
         bucket.flat.copy_(signs * scale)
         exchange_all(POWER, [bucket], state, step)
@@ -130,7 +132,8 @@ def case_huge_numbers_spoil_their_step_only(rank: int, size: int) -> None:
 def case_the_rank_comes_back_after_a_step_of_lower_rank(rank: int, size: int) -> None:
     [bucket] = buckets_of([[(30, 20)]])
     state = POWER.prepare([bucket], dist.group.WORLD)
-    left, right = torch.randn(30, 2), torch.randn(2, 20)
+    with seeded(0):
+        left, right = torch.randn(30, 2), torch.randn(2, 20)
     for step in range(6):
         low = step < 2
         bucket.flat.copy_((left[:, :1] @ right[:1] if low else left @ right).view(-1))
@@ -186,8 +189,8 @@ def case_what_is_not_finite_reaches_all_and_leaves_no_trace(rank: int, size: int
 
 
 def case_ddp_trains_with_a_warm_up(rank: int, size: int) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(30, 40), nn.ReLU(), nn.Linear(40, 1))
+    with seeded(0):
+        model = nn.Sequential(nn.Linear(30, 40), nn.ReLU(), nn.Linear(40, 1))
     losses = {}
     for name, exchange in {"plain": None, "power": Warmup(5, AllReduce(), PowerSGD(2))}.items():
         ddp = DistributedDataParallel(copy.deepcopy(model))
@@ -207,14 +210,7 @@ def case_ddp_trains_with_a_warm_up(rank: int, size: int) -> None:
     assert losses["power"] < 1.3 * losses["plain"] + 0.05, losses
 
 
-NAMES = names_of_cases(globals())
-RESULTS = {size: results_of_cases(__name__, size, NAMES) for size in (2, 3)}
-
-
-@pytest.mark.parametrize("size", RESULTS)
-@pytest.mark.parametrize("name", NAMES)
-def test_cases(name: str, size: int) -> None:
-    RESULTS[size](name)
+test_cases = as_tests(globals(), (2, 3), on="threads")
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from guozhuang.exchange.codecs.quantize8 import MinMax8
 from guozhuang.exchange.compressed import Compressed
 from guozhuang.lab.measure import tcp_sent_bytes
 from guozhuang.optim import QAdam
-from tests.processes.cases import assert_equal_across_ranks, batch, mlp, names_of_cases, results_of_cases
+from tests.processes.cases import as_tests, assert_equal_across_ranks, batch, mlp, seeded
 from tests.processes.test_compressed import bytegrad
 from tests.ranks import run_ranks
 
@@ -266,8 +266,8 @@ class Sometimes(nn.Module):
 
 
 def case_unused_parameters_and_strangers(rank: int, size: int) -> None:
-    torch.manual_seed(3)
-    bare = Sometimes()
+    with seeded(3):
+        bare = Sometimes()
     ddp = DistributedDataParallel(bare, find_unused_parameters=True)
     own = [p for n, p in bare.named_parameters() if not n.startswith("strange")]
     optimizer = QAdam(own, lr=0.01, warmup_steps=WARMUP, codec=MinMax8())
@@ -426,8 +426,8 @@ def case_nan_reaches_all_and_is_over(rank: int, size: int) -> None:
 
 def case_half_precision_and_channels_last(rank: int, size: int) -> None:
     for dtype in (torch.bfloat16, torch.float64):
-        torch.manual_seed(1)
-        bare = nn.Conv2d(3, 4, 3, dtype=dtype).to(memory_format=torch.channels_last)
+        with seeded(1):
+            bare = nn.Conv2d(3, 4, 3, dtype=dtype).to(memory_format=torch.channels_last)
         results = []
         for codec in (None, Exact()):
             ddp = DistributedDataParallel(copy.deepcopy(bare))
@@ -443,25 +443,15 @@ def case_half_precision_and_channels_last(rank: int, size: int) -> None:
             torch.testing.assert_close(m, wanted, rtol=0.03, atol=1e-3 if dtype == torch.bfloat16 else 1e-6)
 
 
-NAMES = names_of_cases(globals())
-RESULTS = {size: results_of_cases(__name__, size, NAMES) for size in (2, 3)}
-
-
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", NAMES)
-def test_cases(name: str, size: int) -> None:
-    RESULTS[size](name)
-
-
-MORE = ["case_every_step_is_the_formula", "case_uneven_inputs", "case_the_warmup_is_adam_bit_for_bit"]
-RESULTS_OF_MORE = {size: results_of_cases(__name__, size, MORE) for size in (4, 8)}
+test_cases = as_tests(globals(), (2,), slow=(3,))
+MORE = (case_every_step_is_the_formula, case_uneven_inputs, case_the_warmup_is_adam_bit_for_bit)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [4, 8])
-@pytest.mark.parametrize("name", MORE)
-def test_more_ranks(name: str, size: int) -> None:
-    RESULTS_OF_MORE[size](name)
+@pytest.mark.parametrize("case", MORE)
+def test_more_ranks(case: Callable[..., None], size: int) -> None:
+    run_ranks(case, size)
 
 
 def test_other_optimizers_are_refused() -> None:

@@ -18,7 +18,7 @@ from guozhuang.exchange.codecs.quantize8 import MinMax8
 from guozhuang.exchange.compressed import Compressed
 from guozhuang.exchange.sparse_rows import SparseRows
 from guozhuang.world import versions
-from tests.processes.cases import names_of_cases, results_of_cases
+from tests.processes.cases import as_tests, seeded
 from tests.ranks import run_ranks
 
 WORDS, WIDTH = 4096, 32
@@ -29,10 +29,10 @@ class Model(nn.Module):
 
     def __init__(self, tied: bool = False, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(WIDTH, WIDTH, dtype=dtype)
-        self.words = nn.Embedding(WORDS, WIDTH, dtype=dtype)
-        self.second = nn.Linear(WIDTH, WIDTH, dtype=dtype)
+        with seeded(0):
+            self.first = nn.Linear(WIDTH, WIDTH, dtype=dtype)
+            self.words = nn.Embedding(WORDS, WIDTH, dtype=dtype)
+            self.second = nn.Linear(WIDTH, WIDTH, dtype=dtype)
         self.tied = tied
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ def case_accumulated_and_resumed_feedback(rank: int, size: int) -> None:
         assert torch.equal(gradient, gradients(second)[name]), name
 
 
-def case_few_bytes(rank: int, size: int) -> None:
+def few_bytes(rank: int, size: int) -> None:
     """What the collectives are given, counted: an embedding of 512 KiB, of which 20 to 40 rows are used."""
     sent = {"bytes": 0}
     gather, reduce = versions.all_gather_single, dist.all_reduce
@@ -192,18 +192,11 @@ def case_what_cannot_work(rank: int, size: int) -> None:
             SparseRows(wrong)  # type: ignore[arg-type]
 
 
-NAMES = names_of_cases(globals())
-ON_TWO, ON_THREE = results_of_cases(__name__, 2, NAMES), results_of_cases(__name__, 3, NAMES)
+test_cases = as_tests(globals(), (2, 3))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_on_two_ranks(name: str) -> None:
-    ON_TWO(name)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_on_three_ranks(name: str) -> None:
-    ON_THREE(name)
+def test_few_bytes() -> None:
+    run_ranks(few_bytes, 3)
 
 
 def alone(rank: int, size: int) -> bool:

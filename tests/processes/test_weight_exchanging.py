@@ -16,7 +16,7 @@ from guozhuang import DistributedDataParallel
 from guozhuang.errors import MismatchError, UsageError, WorldError
 from guozhuang.exchange.allreduce import AllReduce
 from guozhuang.weights.around import AroundSteps
-from tests.processes.cases import names_of_cases, on_two_and_three_ranks
+from tests.processes.cases import names_of_cases, on_two_and_three_ranks, seeded
 from tests.processes.mean_of_two import (
     MeanOfTwo,
     assert_equal_everywhere,
@@ -272,8 +272,8 @@ def case_constants_in_buffers_stay(rank: int, size: int) -> None:
 
 
 def case_sparse_gradients_stay_local(rank: int, size: int) -> None:
-    torch.manual_seed(0)
-    ddp = DistributedDataParallel(nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Linear(3, 1)))
+    with seeded(0):
+        ddp = DistributedDataParallel(nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Linear(3, 1)))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     ddp.use_weight_exchange(MeanOfTwo(), optimizer)
     ddp(torch.tensor([rank])).sum().backward()

@@ -30,7 +30,7 @@ from guozhuang.exchange.node_groups import num_groups
 from guozhuang.exchange.warmup import WeightWarmup
 from guozhuang.exchange.weight_hierarchical import InsideNodes, WeightHierarchical
 from guozhuang.exchange.weights import WeightExchange
-from tests.processes.cases import assert_equal_across_ranks, mlp, names_of_cases, results_of_cases, sent_per_step
+from tests.processes.cases import as_tests, assert_equal_across_ranks, mlp, sent_per_step
 from tests.processes.test_hierarchical_exchange import members
 from tests.processes.test_local_sgd import Mixed, assert_near, bits, loss_of, named, push
 from tests.ranks import run_ranks
@@ -471,17 +471,7 @@ def case_part_of_the_world(rank: int, size: int) -> None:
     assert bool((bits(model) == (1.5 if "b" in layout else 1.0)).all())
 
 
-NAMES = names_of_cases(globals())
-RESULTS = {size: results_of_cases(__name__, size, NAMES) for size in LAYOUTS}
-
-
-@pytest.mark.timeout(150)  # the first of a size waits for all of it
-@pytest.mark.parametrize(
-    "size", [size if size == 4 else pytest.param(size, marks=pytest.mark.slow) for size in LAYOUTS]
-)
-@pytest.mark.parametrize("name", NAMES)
-def test_cases(name: str, size: int) -> None:
-    RESULTS[size](name)
+test_cases = as_tests(globals(), (4,), slow=sorted(LAYOUTS.keys() - {4}))
 
 
 def counted(rank: int, size: int, layout: str, outer: WeightExchange[Any]) -> tuple[float, float]:

@@ -34,16 +34,21 @@ from torch.distributed import distributed_c10d as c10d
 from guozhuang.groups.base import PythonGroup
 
 NAME = "threads"
-LIMIT_S = 60.0
+LIMIT_S = 30.0
 _here = threading.local()
+
+
+def this_rank() -> object:
+    """Something that only the threads of one rank have; None where ranks are processes."""
+    return getattr(_here, "world", None)
 
 
 class _Ended(dist.Work):
     """A work that has ended when it is returned, or a message that is taken when it is waited for."""
 
-    def __init__(self, wait: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, results: list[Tensor], wait: Callable[[], object] | None = None) -> None:
         super().__init__()
-        self._wait: Callable[[], object] | None = wait
+        self._results, self._wait = results, wait
 
     def wait(self, timeout: object = None) -> bool:
         wait, self._wait = self._wait, None
@@ -57,8 +62,11 @@ class _Ended(dist.Work):
     def get_future(self) -> Any:
         self.wait()
         future: Any = torch.futures.Future()
-        future.set_result([])
+        future.set_result(self._results)
         return future
+
+    def result(self) -> list[Tensor]:
+        return self._results
 
 
 class _Meeting:
@@ -68,6 +76,10 @@ class _Meeting:
         self.size, self.run, self.changed = size, run, threading.Condition()
         self.calls: dict[int, dict[int, Any]] = collections.defaultdict(dict)
         self.mail: dict[tuple[int, int, int], queue.SimpleQueue[Tensor]] = collections.defaultdict(queue.SimpleQueue)
+
+    def queue(self, source: int, target: int, tag: int) -> queue.SimpleQueue[Tensor]:
+        with self.changed:
+            return self.mail[source, target, tag]
 
     def of_all(self, number: int, rank: int, given: Any) -> list[Any]:
         with self.changed:
@@ -87,8 +99,14 @@ class ThreadGroup(PythonGroup):
         super().__init__(rank, size, NAME)
         self._meeting, self._number, self._lock = meeting, 0, threading.Lock()
 
-    def _of_all(self, name: str, given: Any) -> list[Any]:
+    @staticmethod
+    def sent_by_this_rank() -> int:
+        """The bytes that the algorithms of all collectives so far send from this rank: a ring's for all-reduces."""
+        return int(_here.sent[0])
+
+    def _of_all(self, name: str, given: Any, num_bytes: float = 0) -> list[Any]:
         with self._lock:
+            _here.sent[0] += num_bytes
             self._number += 1
             number = self._number
         found = self._meeting.of_all(number, self.rank(), (name, given))
@@ -96,13 +114,15 @@ class ThreadGroup(PythonGroup):
         return [given for _, given in found]
 
     def _reduced(self, name: str, tensor: Tensor, op: Any) -> Tensor:
-        everyones = self._of_all(f"{name} {tuple(tensor.shape)} {tensor.dtype}", tensor.detach().clone())
+        num_bytes = (1 if name.startswith("reduce") else 2) * (self.size() - 1) * tensor.nbytes / self.size()
+        everyones = self._of_all(f"{name} {tuple(tensor.shape)} {tensor.dtype}", tensor.detach().clone(), num_bytes)
         return _combined(everyones, op)
 
     def allreduce(self, tensors: list[Tensor] | Tensor, opts: Any = None) -> dist.Work:
-        for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
+        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+        for tensor in tensors:
             tensor.detach().copy_(self._reduced("allreduce", tensor, opts.reduceOp if opts else dist.ReduceOp.SUM))
-        return _Ended()
+        return _Ended(tensors)
 
     allreduce_coalesced = allreduce
 
@@ -110,48 +130,48 @@ class ThreadGroup(PythonGroup):
         result = self._reduced("reduce", tensors[0], opts.reduceOp)
         if self.rank() == opts.rootRank:
             tensors[0].detach().copy_(result)
-        return _Ended()
+        return _Ended(tensors)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         found = self._of_all("broadcast", tensors[0].detach().clone())
         tensors[0].detach().copy_(found[opts.rootRank])
-        return _Ended()
+        return _Ended(tensors)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         found = self._of_all("allgather", inputs[0].detach().clone())
         for output, value in zip(outputs[0], found, strict=True):
             output.detach().copy_(value)
-        return _Ended()
+        return _Ended(outputs[0])
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> dist.Work:
-        found = self._of_all("all_gather_single", given.detach().clone())
+        found = self._of_all("all_gather_single", given.detach().clone(), (self.size() - 1) * given.nbytes)
         output.detach().view(-1).copy_(torch.cat([value.reshape(-1) for value in found]))
-        return _Ended()
+        return _Ended([output])
 
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any) -> dist.Work:
         whole = self._reduced("reduce_scatter_single", given, opts.reduceOp).reshape(self.size(), -1)
         output.detach().view(-1).copy_(whole[self.rank()])
-        return _Ended()
+        return _Ended([output])
 
     def all_to_all_single(
         self, output: Tensor, given: Tensor, out_splits: list[int], in_splits: list[int], opts: Any = None
     ) -> dist.Work:
         rows = given.detach().clone().split(list(in_splits) or given.shape[0] // self.size())
-        found = self._of_all("all_to_all_single", rows)
+        found = self._of_all("all_to_all_single", rows, given.nbytes * (self.size() - 1) / self.size())
         output.detach().copy_(torch.cat([parts[self.rank()] for parts in found]).view_as(output))
-        return _Ended()
+        return _Ended([output])
 
     def barrier(self, opts: Any = None) -> dist.Work:
         self._of_all("barrier", None)
-        return _Ended()
+        return _Ended([])
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> dist.Work:
-        self._meeting.mail[self.rank(), peer, tag].put(tensors[0].detach().clone())
-        return _Ended()
+        self._meeting.queue(self.rank(), peer, tag).put(tensors[0].detach().clone())
+        return _Ended(tensors)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> dist.Work:
-        mail = self._meeting.mail[peer, self.rank(), tag]
-        return _Ended(lambda: tensors[0].detach().copy_(mail.get(timeout=LIMIT_S)))
+        mail = self._meeting.queue(peer, self.rank(), tag)
+        return _Ended(tensors, lambda: tensors[0].detach().copy_(mail.get(timeout=LIMIT_S)))
 
 
 def _combined(everyones: list[Tensor], op: Any) -> Tensor:
@@ -247,7 +267,7 @@ def run_threads(fn: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]
     failures: dict[int, str] = {}
 
     def rank_of(rank: int) -> None:
-        _here.world, _here.run, _here.made = _empty_world(), run, collections.Counter()
+        _here.world, _here.run, _here.made, _here.sent = _empty_world(), run, collections.Counter(), [0.0]
         try:
             dist.init_process_group(NAME, store=store, rank=rank, world_size=num_ranks)
             try:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from guozhuang import DistributedDataParallel
 from guozhuang.errors import UsageError
-from tests.processes.cases import assert_equal_across_ranks, grads, names_of_cases
+from tests.processes.cases import OwnMessages, assert_equal_across_ranks, grads, names_of_cases
 from tests.processes.gradient_methods import METHODS, Method
 from tests.threads.ranks import run_threads
 
@@ -150,9 +150,8 @@ def case_one_number_and_a_huge_parameter(method: Method, rank: int, size: int) -
 
 def case_nan_is_said_and_goes_no_further_than_its_step(method: Method, rank: int, size: int) -> None:
     ddp = wrapped(method, size, Given(SHAPES))
-    seen: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
+    handler = OwnMessages()
+    seen = handler.texts
     logging.getLogger("guozhuang").addHandler(handler)
     try:
         for step in range(5):
