@@ -239,6 +239,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     tests, seconds, started = (collections.Counter[str]() for _ in range(3))
     for outcome in ("passed", "failed", "error", ""):
         for report in terminalreporter.stats.get(outcome, []):
+            if not isinstance(report, pytest.TestReport):
+                continue  # of a file that could not be collected
             tier = _tier(Path(report.nodeid.partition("::")[0]).parts)
             tests[tier] += report.when == "call"
             seconds[tier] += report.duration

@@ -13,7 +13,7 @@ import pytest
 from guozhuang import cli
 from guozhuang.launch.console.say import say
 
-SAY = Path(__file__).resolve().parents[2] / "guozhuang" / "launch" / "say.py"
+SAY = Path(say.__code__.co_filename)
 
 
 def test_it_goes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
