@@ -68,7 +68,10 @@ def test_strategies_side_by_side_and_one_that_fails(tmp_path: Path, capsys: pyte
         assert gradient_bytes == 4 * (8 * 2 + 2)
         assert torch_ddp.sent_bytes_per_step is not None
         assert torch_ddp.sent_bytes_per_step >= gradient_bytes  # 2 (n - 1) / n of it, and gloo's headers
-        assert (single.sent_bytes_per_step, none.sent_bytes_per_step) == (0, 0)
+        assert single.sent_bytes_per_step == 0
+        assert (
+            none.sent_bytes_per_step is not None and none.sent_bytes_per_step * 6 <= 1024
+        )  # a heartbeat may fall into it
 
     failed = next(row for row in results.rows if row.name == "ddp")
     assert failed.failure is not None

@@ -467,6 +467,7 @@ def counted(rank: int, size: int) -> list[tuple[float, float]]:
             exchange.before_step(state, step + 1)
         dist.barrier()
         after, said = tcp_sent_bytes(), exchange.traffic(weight.numel(), 4, size)
+        dist.barrier()  # nobody closes a socket before all have read
         assert before is not None and after is not None and said is not None
         found.append(((after - before) / num_steps, said))
     return found

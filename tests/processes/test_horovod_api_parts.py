@@ -126,7 +126,7 @@ def groups_of_parts(rank: int) -> None:
         assert hvd.size() == 1 and len(dist.distributed_c10d._world.pg_map) > len(before)
         hvd.shutdown()
         assert dist.distributed_c10d._world.pg_map == before
-    for name in ("Engine", "_told"):
+    for name in ("NamedEngine", "_told"):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="cannot be entered"):
             patch.setattr(basics, name, cannot)
             hvd.init(comm=[rank])

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -186,7 +187,9 @@ if __name__ == "__main__":
 
 def test_ranks_and_what_they_start_find_it(tmp_path: Path) -> None:
     """Processes that a rank spawns begin with a new Python, which has the path from its environment alone."""
-    done = guozhuang("run", "-np", 2, write(tmp_path, IN_RANKS), folder=tmp_path, timeout_s=100)
+    with tempfile.TemporaryDirectory(prefix="ranks-") as short:  # a socket's path has 107 bytes at most
+        script = write(tmp_path, IN_RANKS)
+        done = guozhuang("run", "-np", 2, script, folder=tmp_path, timeout_s=100, TMPDIR=short)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[0] 0 2 from a child", "[1] 1 2 from a child"]
 

@@ -28,6 +28,7 @@ def counted(rank: int, size: int) -> tuple[float, int]:
         ddp(batch).sum().backward()
     dist.barrier()
     after = tcp_sent_bytes()
+    dist.barrier()  # nobody closes a socket before all have read
     assert before is not None and after is not None and ddp.reducer is not None
     num_elements = sum(p.numel() for p in model.parameters())
     return (after - before) / STEPS, ddp.reducer.exchange.traffic(num_elements, 4, size)

@@ -292,7 +292,7 @@ def test_a_kernel_gives_the_bits_of_torch(case: tuple[int, int, int, float], nam
         rows.mul_(1e-6).add_(case[3])
     elif kind == "huge":
         if rows.any():  # zeros are none the larger for it, but NaN, which no codec is given
-            rows.mul_(2e37 / float(rows.abs().max()))
+            rows.div_(float(rows.abs().max())).mul_(2e37)  # the quotient of both may be too large for float32
     elif kind == "below zero":
         rows.abs_().neg_()
     length = codec.row_bytes(rows.shape[1])
