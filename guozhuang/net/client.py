@@ -1,11 +1,11 @@
-"""Asking a store, or another process, with a limit: signals get through meanwhile, and the error says who did not answer.
+"""Calls to a store, or to another process, with a time limit: signals are handled meanwhile, and errors name the silent side.
 
-[Note: waiting for a store] A client of torch's store waits inside C++, where Python handles no signal. Torch limits how long it
-waits for a key, and not how long for an answer: the keeper's process may be stopped, its host switched off or its cable cut,
-and the call does not come back for a quarter of an hour. So whatever talks to a store of another process does so in a thread,
-and who needs the answer waits for that thread in slices. Slices are counted, not the clock: while a process is stopped
-(SIGSTOP, a laptop that sleeps) the clock goes on, and the answer is there as soon as the process goes on itself. A thread
-that never gets its answer stays behind until the process ends, and does not keep it from ending.
+[Note: waiting for a store] A client of torch's store waits inside C++, where Python handles no signal. Torch limits the wait
+for a key to be set, but not the wait for the server's answer: if the server's process is stopped, its host is off or its cable
+is cut, the call blocks for a quarter of an hour. So every call to a store of another process is made in a thread, and the
+caller waits for that thread in short slices. The limit counts slices and not clock time: while this process is stopped
+(SIGSTOP, a laptop that sleeps) the clock runs on, but the answer is there as soon as the process continues. A thread
+that never gets its answer is abandoned; being a daemon, it does not keep the process from ending.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import torch.distributed as dist
 
 from guozhuang.errors import WorldError, explain
 
-ANSWER_S = 10.0  # a store that answers later than this is taken for lost
-# When a process that waits says so for the first time, and how long after that again.
+ANSWER_S = 10.0  # a store that has not answered by then counts as lost
+# A waiting process logs a first notice after 10 s, and further ones every 60 s.
 FIRST_NOTICE_S, NEXT_NOTICE_S = 10.0, 60.0
 LOOK_AT_THE_KEEPER = "look whether its process is there and not stopped, and whether its node can be reached"
 _SLICE_S = 0.1
 _HURRY_S = 2.0
-# Between two looks at a key that is waited for: a part of what was waited so far. Hundreds may wait for the same one.
+# The pause between two polls of a key: a fraction of the wait so far, within bounds. Hundreds of ranks may poll the same key.
 _SHORTEST_LOOK_S, _LONGEST_LOOK_S, _LOOK_PART = 0.02, 0.2, 0.05
-_KEY_S = 300.0  # as torch waits for a key that another process is to set
+_KEY_S = 300.0  # torch's default for waiting until another process sets a key
 _log = logging.getLogger("guozhuang")
 _T = TypeVar("_T")
 
@@ -40,7 +40,7 @@ class OverdueError(dist.DistNetworkError):
 
 
 class Notices:
-    """The times at which a process that waits says so: after 10 s, then once a minute."""
+    """The schedule of log messages of a process that waits: the first after 10 s, then one per minute."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()
@@ -48,11 +48,11 @@ class Notices:
         self.num = 0
 
     def left_s(self) -> float:
-        """Until the next one, in seconds."""
+        """Return the seconds until the next notice is due."""
         return max(self._next - time.monotonic(), 0.0)
 
     def are_due(self) -> bool:
-        """Whether one is; True once for each."""
+        """Return whether a notice is due; True once for each notice."""
         if time.monotonic() < self._next:
             return False
         self._next = time.monotonic() + NEXT_NOTICE_S
@@ -60,7 +60,7 @@ class Notices:
         return True
 
     def say(self, text: str) -> None:
-        """A line in the log, with how long it has been."""
+        """Log a warning with ``text`` and the time waited so far."""
         _log.warning("after %.0f s: %s", time.monotonic() - self._started, text)
 
 
@@ -74,22 +74,22 @@ class _Call:
     def make(self) -> None:
         try:
             self.result = self.function()
-        except BaseException as error:  # raised where it was asked for
+        except BaseException as error:  # Client.call raises it again in the calling thread
             self.error = error
         self.done.set()
 
 
 class Client:
-    """A thread that makes calls, one after the other, for others that wait. See [Note: waiting for a store].
+    """A thread that makes calls, one after the other, for threads that wait. See [Note: waiting for a store].
 
     Args:
         limit_s: how long an answer may take, in seconds; may be changed later.
-        retries: a late answer makes up for the silence before it; else who was silent once is lost for good. An error of
-            the connection ends it for good either way.
-        starts: start the thread at once, and not with the first call: an interpreter that ends starts none.
+        retries: allow new calls after a late answer; if False, one call without an answer in time ends the client for good.
+            A connection error ends it for good either way.
+        starts: start the thread now instead of at the first call: Python cannot start threads while the interpreter exits.
 
     Attributes:
-        lost: why there is no use in asking: "is gone", "has not answered for 10 s"; empty while there is.
+        lost: why further calls are useless: "is gone", "has not answered for 10 s"; empty while the client works.
     """
 
     def __init__(self, limit_s: float = ANSWER_S, *, retries: bool = False, starts: bool = False) -> None:
@@ -106,14 +106,14 @@ class Client:
         """Call ``function`` in the thread, and return its result.
 
         Args:
-            function: what to call. It should end by itself soon after the limit, where it can.
-            arguments: of it.
-            still: asked now and then, in the calling thread, what is waited for; a text goes into the log, "" does not.
+            function: the function to call. It should end by itself soon after the limit, where it can.
+            arguments: its arguments.
+            still: called now and then in the calling thread; returns a text for the log about the wait, or "" for none.
 
         Raises:
-            OverdueError: no answer came in time, or did not before; ``function`` goes on.
-            DistNetworkError: the connection is broken, or was before.
-            BaseException: what ``function`` raised.
+            OverdueError: no answer came in time, now or in an earlier call; ``function`` continues in the thread.
+            DistNetworkError: the connection is broken.
+            BaseException: the exception of ``function``.
         """
         if self._retries and self._unanswered is not None and self._unanswered.done.is_set():
             self.lost = "is gone" if isinstance(self._unanswered.error, dist.DistNetworkError) else ""
@@ -137,10 +137,10 @@ class Client:
             result: _T = asked.result
             return result
         finally:
-            del asked  # else the exception and this frame hold each other
+            del asked  # otherwise the exception and this frame would refer to each other
 
     def close(self) -> None:
-        """Let the thread go; where it is stuck, it is left behind."""
+        """End the thread; abandon it if it is stuck in a call."""
         self.lost = self.lost or "was closed"
         self._calls.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -155,24 +155,24 @@ class Client:
     def _run(self) -> None:
         while (asked := self._calls.get()) is not None:
             asked.make()
-            del asked  # it refers to the store, which is to end when nobody does
+            del asked  # it refers to the store, which must be freed once nothing else refers to it
 
 
 def look_s(waited_s: float) -> float:
-    """How long to sleep before the next look at a key, after that many seconds of waiting."""
+    """Return how long to sleep before the next poll of a key, after waiting ``waited_s`` seconds so far."""
     return min(_LONGEST_LOOK_S, max(_SHORTEST_LOOK_S, _LOOK_PART * waited_s))
 
 
 class PatientStore:
-    """A store whose calls a ``Client`` makes: each has a limit, and signals get through.
+    """A store whose calls are made by a ``Client``: each has a time limit, and signals are handled meanwhile.
 
     Args:
         store: the store itself, or a connection to it.
-        prefix: what all keys begin with.
-        client: who makes the calls; None: one of its own.
+        prefix: put in front of every key.
+        client: makes the calls; None: a new client for this store.
 
     Attributes:
-        while_waiting: called again and again while a key is waited for; what it raises ends the waiting.
+        while_waiting: called repeatedly while this store waits for a key; an exception from it ends the wait.
     """
 
     def __init__(self, store: dist.Store, prefix: str = "", client: Client | None = None) -> None:
@@ -181,21 +181,21 @@ class PatientStore:
         self.while_waiting: Callable[[], None] = lambda: None
 
     def within(self, prefix: str) -> PatientStore:
-        """The part of the store whose keys begin so."""
+        """Return the part of the store whose keys begin with ``prefix``."""
         return PatientStore(self._inner, f"{self._prefix}{prefix}/", self._client)
 
     @property
     def whole(self) -> PatientStore:
-        """The whole store, with its keys as they are."""
+        """The whole store, with keys without a prefix."""
         return PatientStore(self._inner, "", self._client)
 
     @property
     def lost(self) -> str:
-        """Why there is no use in asking any more: "is gone", "has not answered for 10 s"; empty while there is."""
+        """The reason why the store is unusable: "is gone", "has not answered for 10 s"; empty while it is usable."""
         return self._client.lost
 
     def hurry(self) -> None:
-        """From now on an answer has two seconds: this process is about to end."""
+        """Limit every further answer to two seconds, because this process is about to end."""
         self._client.limit_s = min(self._client.limit_s, _HURRY_S)
 
     def close(self) -> None:
@@ -207,17 +207,17 @@ class PatientStore:
         self._client.call(self._inner.set, self._prefix + key, value)
 
     def get(self, key: str) -> bytes:
-        """The value of a key, as soon as it is there."""
+        """Wait until a key exists, and return its value."""
         self.wait([key])
         return bytes(self._client.call(self._inner.get, self._prefix + key))
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """The values of several keys, as soon as all are there."""
+        """Wait until all of these keys exist, and return their values."""
         self.wait(keys)
         return list(self._client.call(self._inner.multi_get, [self._prefix + key for key in keys]))
 
     def append(self, key: str, value: str) -> None:
-        """Append to the value of a key; where there is none, set it."""
+        """Append to the value of a key; set it if the key does not exist."""
         self._client.call(self._inner.append, self._prefix + key, value)  # type: ignore[attr-defined]
 
     def add(self, key: str, value: int) -> int:
@@ -225,23 +225,23 @@ class PatientStore:
         return int(self._client.call(self._inner.add, self._prefix + key, value))
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all of these keys are there."""
+        """Return whether all of these keys exist."""
         return bool(self._client.call(self._inner.check, [self._prefix + key for key in keys]))
 
     def delete_key(self, key: str) -> bool:
-        """Remove a key; whether it was there."""
+        """Remove a key; return whether it existed."""
         return bool(self._client.call(self._inner.delete_key, self._prefix + key))
 
     def list_keys(self) -> list[str]:
-        """All keys of this part of the store."""
+        """Return all keys of this part of the store, without the prefix."""
         every = self._client.call(self._inner.list_keys)
         return [key.removeprefix(self._prefix) for key in every if key.startswith(self._prefix)]
 
     def wait(self, keys: list[str], timeout: Any = None) -> None:
-        """Return as soon as all of these keys are there.
+        """Wait until all of these keys exist.
 
         Raises:
-            DistStoreError: they did not come in time.
+            DistStoreError: a key was not set in time.
         """
         begin, limit_s = time.monotonic(), _KEY_S if timeout is None else timeout.total_seconds()
         while not self.check(keys):
@@ -253,11 +253,11 @@ class PatientStore:
 
 
 def attempt(limit_s: float, do: Callable[[], _T], still: Callable[[], str] = str) -> _T:
-    """Call ``do`` in a thread of its own, and wait for it; signals get through meanwhile. See ``Client.call``.
+    """Call ``do`` in a thread of its own, and wait for it; signals are handled meanwhile. See ``Client.call``.
 
     Raises:
-        OverdueError: ``do`` did not end in time; it goes on.
-        BaseException: what ``do`` raised.
+        OverdueError: ``do`` did not end in time; it continues in its thread.
+        BaseException: the exception of ``do``.
     """
     client = Client(limit_s)
     try:
@@ -269,18 +269,18 @@ def attempt(limit_s: float, do: Callable[[], _T], still: Callable[[], str] = str
 def within(
     limit_s: float, what: str, do: Callable[[], _T], *, rank: int | None = None, fix: str = LOOK_AT_THE_KEEPER
 ) -> _T:
-    """Call ``do``, which asks another process for something, and give up when that does not answer.
+    """Call ``do``, which sends a request to another process, and raise if that process does not answer in time.
 
     Args:
-        limit_s: for how long it is waited for, in seconds.
-        what: who is asked, for the error: "rank 0's store at 10.0.0.1:29500".
-        do: what to call; in a thread of its own.
+        limit_s: the time limit in seconds.
+        what: name of the process that must answer, for the error: "rank 0's store at 10.0.0.1:29500".
+        do: the function to call, in a thread of its own.
         rank: this rank, for the error.
         fix: the remedy, for the error.
 
     Raises:
-        WorldError: it did not end in time.
-        BaseException: what ``do`` raised.
+        WorldError: ``do`` did not end in time.
+        BaseException: the exception of ``do``.
     """
     try:
         return attempt(limit_s, do, lambda: f"{what} does not answer yet")
@@ -289,7 +289,7 @@ def within(
 
 
 def why_no_connection(error: OSError) -> str:
-    """In words, why no connection to a host came about."""
+    """Return a text that says why a connection to a host failed."""
     if isinstance(error, socket.gaierror):
         return f"the name cannot be resolved here ({error.strerror or error})"
     if isinstance(error, ConnectionRefusedError):

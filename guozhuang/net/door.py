@@ -1,17 +1,17 @@
 """A door in front of a store: it admits the ranks that know the secret of the run, and relays them to the store on loopback.
 
 PyTorch's ``TCPStore`` has no secret: a program that reaches its port can read and set every key. So a store that several nodes
-share listens on loopback only, and its node opens a ``Door`` on the network; the other nodes ``pass_through`` it.
+share listens on loopback only, and its node opens a ``Door`` on the network; ranks of other nodes call ``pass_through``.
 
 [Note: the handshake] The client and the door each send a magic word and 32 random bytes; then the client
-sends HMAC-SHA256(secret, "knock" + the door's bytes + its own), and the door, if that is right, the port of its store and
-HMAC-SHA256(secret, "door" + the same + the port). So each sees that the other knows the secret now, the secret is never
-sent, and no answer can be played back: not later, because the bytes are fresh, nor to its sender, because the words differ.
-What follows is relayed as it is, in clear.
+sends HMAC-SHA256(secret, "knock" + the door's bytes + its own). If that is right, the door sends the port of its store and
+HMAC-SHA256(secret, "door" + the same bytes + the port). So each side proves that it knows the secret, the secret is never
+sent, and no answer can be replayed: not later, because the bytes are fresh, nor back to its sender, because the words differ.
+All later bytes are relayed unchanged and unencrypted.
 
-[Note: strangers] A client that has not proved itself costs one connection and 72 bytes for at most ``HANDSHAKE_S``; of more
-than ``_MAX_STRANGERS`` at a time the oldest is dropped, because an honest one needs milliseconds. No client waits for another:
-one thread serves all connections of a door by asyncio, and reads no faster than the other side takes.
+[Note: strangers] A stranger is a client that has not proved yet that it knows the secret. It costs one connection and 72 bytes
+for at most ``HANDSHAKE_S``. When there are more than ``_MAX_STRANGERS``, the oldest is dropped: a real rank needs milliseconds.
+No client waits for another: one asyncio thread serves all connections of a door, and reads no faster than the receiver reads.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ _log = logging.getLogger("guozhuang")
 
 
 class NotOurDoorError(Exception):
-    """The program that listens there is no door that knows our secret; the text says what it did instead."""
+    """The program that listens at the address is not a door that knows our secret; the text says what it did instead."""
 
 
 class WrongSecretError(NotOurDoorError):
-    """There is a door, but of another run: it does not know our secret."""
+    """The door belongs to another run: it does not know our secret."""
 
 
 class Door:
-    """Admits clients that know the secret, and relays them to a store on loopback. It has its own thread; ``close`` ends it.
+    """A listener that relays clients that know the secret to a store on loopback, in its own thread, which ``close`` ends.
 
     Args:
-        listener: a bound and listening socket on the interface that others reach this node by; the door owns it from now on.
+        listener: a bound and listening socket on the interface that other nodes can reach; the door owns it from now on.
         store_port: the TCP port on which the store listens on 127.0.0.1.
-        secret: shared by all ranks of the run, at least one byte; 16 random bytes or more are worth the name.
+        secret: shared by all ranks of the run, at least one byte; safe from 16 random bytes up.
 
     Raises:
         UsageError: the secret is empty.
@@ -99,7 +99,7 @@ class Door:
         await relay_both_ways(reader, writer, inside)
 
     async def _examine(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
-        """The door's side of [Note: the handshake]; "" if the client knows the secret, else why it is refused."""
+        """Do the door's side of [Note: the handshake]; return "" if the client knows the secret, else why it is refused."""
         if await reader.readexactly(len(_MAGIC)) != _MAGIC:
             return "it does not knock as a rank does"
         theirs, ours = await reader.readexactly(_NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
@@ -114,7 +114,7 @@ class Door:
 
     def _log_once(self, writer: asyncio.StreamWriter, why: str) -> None:
         peer = str((writer.get_extra_info("peername") or ("an unknown address",))[0])
-        # By cause as well: a host may first have sent a scanner, and then ranks with a wrong secret.
+        # Once per address and cause: a port scanner may run on a host before ranks with a wrong secret do.
         if (peer, why) not in self._named and len(self._named) < _MAX_NAMED:
             self._named.add((peer, why))
             where = "{}:{}".format(*self.address)
@@ -122,7 +122,7 @@ class Door:
 
 
 class Passage(tuple[str, int]):
-    """``(host, port)`` on loopback of this node, which lead through a door. ``close`` ends the thread behind it."""
+    """A ``(host, port)`` on loopback of this node that is relayed through a door. ``close`` ends the relaying thread."""
 
     _relay: Relay
 
@@ -146,22 +146,22 @@ def pass_through(
 ) -> Passage:
     """Open a listener on loopback of this node whose connections are relayed through the door at ``host:port``.
 
-    The door need not be open yet: it is tried until the time is over. Each process may call for itself.
+    The door need not be open yet: this process retries until the time is over. Any number of processes may call this.
 
     Args:
         host: name or address of the node that has the door.
         port: the door's TCP port.
-        secret: the one the door was given.
-        timeout_s: limit in seconds for coming through the first time; each later connection has ``HANDSHAKE_S``.
-        rank: of this process, for the texts.
-        says: whether to log what this process waits for when it takes long.
+        secret: the secret of the run, the same as the door's.
+        timeout_s: limit in seconds for the first connection; the limit of each later one is ``HANDSHAKE_S``.
+        rank: of this process, for log and errors.
+        says: whether to log notices while the connection takes long.
 
     Returns:
-        Host and port for ``torch.distributed.TCPStore``; it has a ``close`` method, and lives until that is called.
+        Host and port for ``torch.distributed.TCPStore``, relayed until their ``close`` method is called.
 
     Raises:
         UsageError: the secret is empty.
-        WorldError: no door that knows the secret answered in time; at once where there is a door that refuses the secret.
+        WorldError: no door that knows the secret answered in time; raised at once where a door refuses the secret.
     """
     deadline, over = time.monotonic() + timeout_s, threading.Event()
     why = "the name is not resolved yet"
@@ -200,7 +200,7 @@ def pass_through(
 
 
 def passage_from(first: socket.socket, host: str, port: int, secret: bytes) -> Passage:
-    """A passage to the door at ``host:port`` through which ``knock`` came before.
+    """Return a passage to the door at ``host:port``, after a first successful ``knock``.
 
     Args:
         first: the connection that ``knock`` returned; the passage owns it from now on, and uses it for its first client.
@@ -242,28 +242,28 @@ def knock(host: str, port: int, secret: bytes, timeout_s: float) -> socket.socke
         host: name or address.
         port: TCP port.
         secret: the secret of the run.
-        timeout_s: limit for all of it, in seconds.
+        timeout_s: limit for connection and handshake together, in seconds.
 
     Returns:
-        The connection, which leads to the store.
+        The connection, which the door relays to the store.
 
     Raises:
-        OSError: nobody listens there, or cannot be reached.
-        WrongSecretError: a door, which does not know our secret.
-        NotOurDoorError: the program there is no door: it is silent, or says something else.
+        OSError: no program listens at the address, or the host cannot be reached.
+        WrongSecretError: the door does not know our secret.
+        NotOurDoorError: the program at the address is not a door: it is silent, or answers something else.
         UsageError: the secret is empty.
     """
     return enter(host, port, secret, timeout_s)[0]
 
 
 def enter(host: str, port: int, secret: bytes, timeout_s: float) -> tuple[socket.socket, int]:
-    """Do as ``knock``, and return the port of the store too, for processes on the door's own node, which need no door."""
+    """Connect as ``knock`` does; return also the store's port, which processes on the door's own node can use directly."""
     _check_secret(secret)
     deadline = time.monotonic() + timeout_s
     connection = socket.create_connection((host, port), timeout=timeout_s)
     try:
         if connection.getsockname() == connection.getpeername():
-            # A port below the ephemeral range cannot meet itself, any other can: TCP allows a connection to itself.
+            # TCP allows a socket to connect to itself, which happens by chance with ports of the ephemeral range.
             raise NotOurDoorError("nobody listens there")
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         ours = secrets.token_bytes(_NONCE_BYTES)
@@ -292,7 +292,7 @@ def enter(host: str, port: int, secret: bytes, timeout_s: float) -> tuple[socket
 
 
 def _receive(connection: socket.socket, num_bytes: int, deadline: float) -> bytes:
-    """Read exactly so many bytes, however slowly they come, until the deadline."""
+    """Read exactly ``num_bytes`` bytes, in any number of parts, before the deadline."""
     data = b""
     while len(data) < num_bytes:
         connection.settimeout(max(deadline - time.monotonic(), 0.001))

@@ -1,7 +1,7 @@
-"""Which network interface of this node leads to another one, and how gloo and NCCL are told to use it.
+"""Choice of the network interface of this node that leads to another node, and the variables that make gloo and NCCL use it.
 
-Left alone, gloo listens where the name of the host points to, which may be loopback or no address at all, and NCCL takes
-the first interface it finds; across nodes both then wait for a peer that cannot come.
+By default gloo listens at the address of the host's name, which may be loopback or missing, and NCCL takes
+the first interface it finds; across nodes both may then wait for a peer that cannot connect.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from dataclasses import dataclass
 
 from guozhuang.errors import UsageError, WorldError, explain
 
-# What the variables of gloo and of NCCL are called.
+# The environment variables in which gloo and NCCL read the interface.
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-# Bridges that container and VM managers make within one node; br0 and its like may be the node's own way out.
+# Bridges that container and VM managers create within one node. br0 and the like are not listed: they may lead to the network.
 _LOCAL_BRIDGE = re.compile(r"docker\d+|virbr\d+|lxcbr\d+|lxdbr\d+|podman\d+|cni-podman\d+|br-[0-9a-f]{12}")
-# Any port does: connecting a datagram socket sends nothing, it only asks the kernel for a route.
+# Any port will do: connecting a datagram socket sends nothing, it only makes the kernel choose a route.
 _ANY_PORT = 9
 _log = logging.getLogger("guozhuang")
 
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface of this node, and the address of this node on it that matters here."""
+    """A network interface of this node, and one address of this node on it."""
 
     name: str
     address: str
 
 
 def addresses() -> dict[str, list[str]]:
-    """The addresses of every interface of this node, IPv4 before IPv6; interfaces without an address have none.
+    """Return the addresses of every interface of this node, IPv4 before IPv6; an empty list where it has none.
 
-    IPv6 addresses that are valid on one link only carry their interface, as in ``fe80::1%eth0``.
+    Link-local IPv6 addresses carry their interface, as in ``fe80::1%eth0``.
     """
     import psutil
 
@@ -48,12 +48,12 @@ def addresses() -> dict[str, list[str]]:
 
 
 def is_local_bridge(name: str) -> bool:
-    """Whether an interface of that name leads to containers or virtual machines of its own node only."""
+    """Return whether an interface of this name leads to containers or virtual machines of its own node only."""
     return _LOCAL_BRIDGE.fullmatch(name) is not None
 
 
 def is_address(host: str) -> bool:
-    """Whether this is an IPv4 or IPv6 address, and no name."""
+    """Return whether ``host`` is an IPv4 or IPv6 address and not a name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -62,7 +62,7 @@ def is_address(host: str) -> bool:
 
 
 def own_address_towards(host: str) -> str:
-    """The address of this node that packets to ``host`` leave from; nothing is sent.
+    """Return the source address of packets from this node to ``host``; nothing is sent.
 
     Args:
         host: a name, or an IPv4 or IPv6 address.
@@ -88,7 +88,7 @@ def own_address_towards(host: str) -> str:
 
 
 def holding(address: str) -> Interface | None:
-    """The interface that has this address; None if no interface of this node has it."""
+    """Return the interface that has this address; None if no interface of this node has it."""
     wanted = _plain(address)
     for name, known in addresses().items():
         if any(_plain(each) == wanted for each in known):
@@ -97,10 +97,10 @@ def holding(address: str) -> Interface | None:
 
 
 def towards(host: str) -> Interface:
-    """The interface of this node through which packets to ``host`` leave, with this node's address on it.
+    """Return the interface of this node through which packets to ``host`` leave, with this node's address on it.
 
-    To an address of this node itself the kernel goes over loopback; then it is the interface that has that address,
-    because this node is where others come to.
+    For an address of this node itself, return the interface that has this address (and not loopback, which the kernel uses),
+    because other nodes connect to it there.
 
     Raises:
         WorldError: the name does not resolve, there is no route, or the route's address is on no interface.
@@ -114,10 +114,10 @@ def towards(host: str) -> Interface:
 
 
 def named(name: str) -> Interface:
-    """The interface of that name, with its first address that other nodes can reach.
+    """Return the interface of this name, with its first address that is not link-local.
 
     Raises:
-        UsageError: there is none, or it has no address; the text lists those there.
+        UsageError: there is no such interface, or it has no such address; the text lists the interfaces of this node.
     """
     known = addresses()
     usable = [each for each in known.get(name, []) if not ipaddress.ip_address(_plain(each)).is_link_local]
@@ -130,29 +130,29 @@ def named(name: str) -> Interface:
 
 
 def variables(interface: Interface, environ: Mapping[str, str], *, override: bool = False) -> dict[str, str]:
-    """The variables that make gloo and NCCL use this interface, without those that ``environ`` sets already.
+    """Return the variables that make gloo and NCCL use this interface, without those that ``environ`` sets already.
 
     Args:
-        interface: the one to use.
+        interface: the interface to use.
         environ: the environment that the ranks would get.
-        override: set them all the same, because the user named the interface on the command line.
+        override: return also variables that are set, because the user named the interface on the command line.
     """
-    # NCCL takes a bare name as a prefix; "=" makes it exact, and is needed only where another name begins with it.
+    # NCCL reads a bare name as a prefix; "=" makes it exact, and is needed only if another interface's name begins with it.
     is_prefix = any(other != interface.name and other.startswith(interface.name) for other in _names())
     wanted = {GLOO: interface.name, NCCL: f"={interface.name}" if is_prefix else interface.name}
     return {key: value for key, value in wanted.items() if override or not environ.get(key)}
 
 
 def variables_towards(master: str, environ: Mapping[str, str], asked: str | None = None) -> dict[str, str]:
-    """The variables that a node sets for its ranks, so that gloo and NCCL meet the other nodes.
+    """Return the variables that a node sets for its ranks, so that gloo and NCCL reach the other nodes.
 
     Args:
-        master: name or address of the node that the others reach; one of the others, seen from that node itself its own.
-        environ: the environment that the ranks would get; what the user set there stays.
+        master: name or address of the node that all other nodes reach; on that node itself its own.
+        environ: the environment that the ranks would get; variables that the user set in it keep their values.
         asked: the interface that the user named (``--interface``); None: the one that routes to ``master``.
 
     Raises:
-        UsageError: the interface asked for is not there.
+        UsageError: the interface ``asked`` does not exist or has no address.
         WorldError: no route leads to ``master``.
     """
     if asked is not None:
@@ -163,11 +163,11 @@ def variables_towards(master: str, environ: Mapping[str, str], asked: str | None
 
 
 def variables_of_ranks(host: str | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that a rank sets for itself, so that gloo and NCCL meet the others; none where no way is known.
+    """Return the variables that a rank sets for itself, so that gloo and NCCL reach the other ranks; {} if no route is known.
 
     Args:
-        host: of rank 0, where ranks are on several nodes: they use the interface that leads there. None: all are on this node,
-            and need no other interface than loopback.
+        host: rank 0's host, if the ranks are on several nodes: they use the interface that routes to it. None: all ranks are
+            on this node, and loopback is enough.
         environ: the environment of this process.
     """
     if host is not None:

@@ -18,11 +18,11 @@ from guozhuang.net.door import Door, Passage, pass_through, passage_from
 from guozhuang.net.meeting_point import MeetingPoint, PortSequence
 from guozhuang.watch.processes import node_identity
 
-# A waiting rank looks into the store at least that often, and soon after it began to wait; the rank that keeps the store
-# leaves it open for longer when it gives up, for the others to read why.
+# The longest and the first pause between two polls of a rank that waits. After a verdict (a failed roll call) rank 0 keeps the
+# store open for a while, so that the other ranks can read the reason.
 _LOOK_S, _FIRST_LOOK_S = 0.5, 0.002
 _AFTER_VERDICT_S = 3 * _LOOK_S
-_SILENT_S = 2.0  # without an answer from a store, which takes a millisecond as a rule
+_SILENT_S = 2.0  # a store without an answer for so long counts as silent; an answer usually takes a millisecond
 _MOST_NAMED = 16
 _ONLY_HERE = "guozhuang/only here"
 _log = logging.getLogger("guozhuang")
@@ -34,9 +34,9 @@ class WorldStore:
 
     Attributes:
         store: the store in which the ranks find each other.
-        host: name or address of the node that keeps it, as this node reaches it; None in a world of one.
-        doors: the passage to the store, or the door that admits other nodes.
-        note: the meeting point whose note rank 0 wrote; None if it wrote none.
+        host: name or address by which this node reaches the node that keeps the store; None in a world of one.
+        doors: the passage to the store, or the door that admits other nodes; to be closed with the store.
+        note: the ports for which rank 0 wrote a note into the shared folder; None if it wrote none.
     """
 
     store: dist.Store
@@ -45,7 +45,7 @@ class WorldStore:
     note: PortSequence | None = None
 
     def everybody_came(self) -> None:
-        """Remove the note of rank 0. Every rank calls it when all ranks have come."""
+        """Remove the note of rank 0. Every rank calls this when all ranks have joined."""
         if self.note is not None:
             search.remove_note(self.note)
 
@@ -61,8 +61,8 @@ class RankCard:
     """What one rank published about itself in the roll call.
 
     Attributes:
-        host: its host identity (``node_identity``).
-        note: the text that its caller gave; in ``init`` the UUIDs of the CUDA devices that it sees, joined by commas.
+        host: identity of the rank's node (``node_identity``).
+        note: the ``note`` given to ``roll_call``; in ``init`` the UUIDs of the rank's visible CUDA devices, joined by commas.
     """
 
     host: str
@@ -80,19 +80,19 @@ def open_store(
     """Connect to the store of the world; rank 0 starts it where the launcher does not keep one.
 
     In a world of one the store is in memory and no port is opened. Otherwise rank 0 listens at one address (torch's own store
-    would at every interface); see [Note: where rank 0 listens] in ``net.store``. With a secret the store is on loopback and a
-    door at that address.
+    would listen on every interface); see [Note: where rank 0 listens] in ``net.store``. With a secret the store listens on
+    loopback, and a door listens at that address.
 
     Args:
         point: where the ranks meet; None in a world of one.
         rank: of this process.
-        timeout_s: limit for all of it, in seconds.
-        says: whether this rank says in the log what is waited for when it takes long.
+        timeout_s: limit for the whole call, in seconds.
+        says: whether this rank logs notices when the connection takes long.
         is_one_node: all ranks are known to be on this node.
 
     Raises:
         UsageError: the port is taken.
-        WorldError: nothing that speaks the store's language, and knows the secret, answered within ``timeout_s``.
+        WorldError: no store (or no door with this secret) answered within ``timeout_s``.
     """
     if point is None:
         return WorldStore(dist.HashStore())
@@ -115,7 +115,7 @@ def open_store(
         left_s = max(limit - time.monotonic(), 1.0)
         return _through(passage, host, rank, left_s, f"{host}:{point.port}")
     if is_open and point.secret and rank == 0:
-        # Only our own launcher puts a door before its store, and tells its ranks an address on loopback.
+        # Only our own launcher has a door in front of its store, and then it gives its ranks a loopback address.
         _log.warning(
             "GUOZHUANG_SECRET is set, but the launcher that keeps the store at %s:%d asks for no secret: who reaches it is in. "
             "Start with `guozhuang run` to have a door before it",
@@ -158,7 +158,7 @@ def _through(passage: Passage, host: str, rank: int, timeout_s: float, where: st
 
 
 def _behind_a_door(listener: socket.socket, secret: bytes, host: str, timeout_s: float) -> WorldStore:
-    """A store of this process on loopback, at a port that the system chooses, and the door in front of it."""
+    """Start a store of this process on loopback, at a port that the system chooses, and the door in front of it."""
     try:
         inner = socket.create_server((search.LOOPBACK, 0))
         port = inner.getsockname()[1]
@@ -170,7 +170,7 @@ def _behind_a_door(listener: socket.socket, secret: bytes, host: str, timeout_s:
 
 
 def roll_call(store: dist.Store, rank: int, size: int, timeout_s: float, note: str = "") -> list[RankCard]:
-    """Wait until every rank has come; return the card of each, in rank order.
+    """Wait until every rank has joined; return the cards of all ranks, in rank order.
 
     Every rank must call, with a store (or prefix) that no other call uses.
 
@@ -178,13 +178,13 @@ def roll_call(store: dist.Store, rank: int, size: int, timeout_s: float, note: s
         store: the store of the world, or a part of it.
         rank: of this process.
         size: number of ranks.
-        timeout_s: limit for all of it, in seconds.
+        timeout_s: limit for the whole call, in seconds.
         note: one line of text that this rank publishes besides its host.
 
     Raises:
         UsageError: two processes claim the same rank.
-        WorldError: a rank did not come within ``timeout_s``, or the process that keeps the store is gone or does not
-            answer; the text names who is missing. Every rank that waits raises.
+        WorldError: a rank did not join within ``timeout_s`` (the text names the missing ranks), or the process that keeps the
+            store is gone or does not answer. Every rank that waits raises.
     """
     call = _RollCall(store, rank, size, timeout_s, note)
     try:
@@ -200,7 +200,7 @@ def roll_call(store: dist.Store, rank: int, size: int, timeout_s: float, note: s
 
 
 class _RollCall:
-    """One rank's part, in a thread of its own; see [Note: waiting for a store] in ``net.client``."""
+    """One rank's part of the roll call; ``run`` runs in a thread, see [Note: waiting for a store] in ``net.client``."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float, note: str) -> None:
         self._store, self._rank, self._size, self._timeout_s, self._note = store, rank, size, timeout_s, note
@@ -218,10 +218,10 @@ class _RollCall:
         store.set(f"host/{rank}", f"{node_identity()}\n{self._note}")
         if store.add("present", 1) == size:
             store.set("complete", "1")
-        # Not `store.wait` with a limit: torch prints two warnings each time that one runs out.
+        # Polls instead of `store.wait` with a limit, because torch prints two warnings each time the limit runs out.
         while not store.check(["complete"]):
             if self.over.is_set():
-                return []  # nobody listens any more
+                return []  # the calling thread has stopped waiting
             if store.check(["verdict"]):
                 raise WorldError(store.get("verdict").decode())
             self._heard = time.monotonic()
@@ -236,14 +236,14 @@ class _RollCall:
         return [RankCard(*text.decode().split("\n", 1)) for text in told]
 
     def is_silent(self) -> str:
-        """Return a sentence that the store does not answer; "" if it answered a moment ago."""
+        """Return a sentence saying that the store does not answer; "" if it has answered recently."""
         silent_s = time.monotonic() - self._heard
         if silent_s < _SILENT_S:
             return ""
         return f"the store that the ranks meet at{_address(self._store)} has not answered for {silent_s:.0f} s"
 
     def _is_the_one_to_say_so(self, turn: int) -> bool:
-        """Whether this rank is to log who is missing: rank 0, and as long as that is missing the first rank to ask."""
+        """Return whether this rank logs the missing ranks: rank 0 does; while it is missing, the first rank that asks."""
         return self._rank == 0 or (not self._store.check(["host/0"]) and self._store.add(f"said/{turn}", 1) == 1)
 
     def _who_is_missing(self, what: str) -> str:
@@ -253,7 +253,7 @@ class _RollCall:
         return f"{len(missing)} of {self._size} ranks {what}: {names}"
 
     def _only_here(self) -> str:
-        """Name a likely cause, where there is one: rank 0 listens on loopback, where other hosts cannot come."""
+        """Return a text with a likely cause if there is one: rank 0 listens on loopback, which other hosts cannot reach."""
         store = stores.innermost(self._store)
         if not store.check([_ONLY_HERE]):
             return ""
@@ -271,7 +271,7 @@ class _RollCall:
 
 
 def _missing(store: dist.Store, ranks: Sequence[int]) -> list[int]:
-    """The ranks that have not published a card. By halves: one question tells of many keys whether all are there."""
+    """Return the ranks without a card, by halving: one request checks whether all of many keys exist."""
     if not ranks or store.check([f"host/{r}" for r in ranks]):
         return []
     if len(ranks) == 1:
@@ -281,7 +281,7 @@ def _missing(store: dist.Store, ranks: Sequence[int]) -> list[int]:
 
 
 def _address(store: dist.Store) -> str:
-    """The address of the store, for a text; "" on loopback, which may be the near end of a passage only."""
+    """Return the address of the store for a text; "" if it is loopback, which may be just this node's end of a passage."""
     store = stores.innermost(store)
     if not isinstance(store, dist.TCPStore) or stores.loopback_address(store.host) is not None:
         return ""
@@ -289,7 +289,7 @@ def _address(store: dist.Store) -> str:
 
 
 def places(hosts: Sequence[str], rank: int) -> tuple[int, int, int, int]:
-    """(local_rank, local_size, node_rank, num_nodes) of ``rank``, from the host identity of each rank.
+    """Return (local_rank, local_size, node_rank, num_nodes) of ``rank``, from the host identity of each rank.
 
     Nodes are numbered in the order of their lowest rank.
     """

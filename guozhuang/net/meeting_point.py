@@ -1,4 +1,4 @@
-"""Where the ranks of a run meet: a told address; or ports and a secret that each rank derives from its launcher's words."""
+"""The place where the ranks of a run meet: a given address, or ports and a secret derived from values of the launcher."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-# Below the ephemeral ports of Linux (32768 and up), which any program may be using, and off torchrun's 29400 and 29500.
+# Below Linux's ephemeral ports (32768 and up), which any program may be using, and below torchrun's 29400 and 29500.
 _FIRST, _END = 15000, 29000
 _NUM_PORTS = 12
 
@@ -18,13 +18,13 @@ class MeetingPoint:
 
     Attributes:
         host: name or address of the machine that keeps the store.
-        port: its TCP port.
+        port: the TCP port of the store, or of the door in front of it.
         is_kept_by_launcher: the launcher keeps the store already; otherwise rank 0 starts it.
-        attempt: separates the runs that share one store, where a launcher starts ranks again after a failure.
-        secret: if not empty, and rank 0 keeps the store where other machines can reach it, a door that asks for it stands in
-            front of the store.
-        is_loopback_meant: where ``host`` stands for loopback, all ranks are on this machine. If not, it does so on rank 0's
-            own node only, and the others come from outside.
+        attempt: number that separates the attempts that share one store, where a launcher restarts ranks after a failure.
+        secret: if not empty, and rank 0 keeps the store where other machines can reach it, a door that checks this secret is
+            opened in front of the store.
+        is_loopback_meant: True: if ``host`` resolves to loopback, all ranks are on this machine. False: it resolves to loopback
+            on rank 0's node only, and other ranks connect from other machines.
     """
 
     host: str
@@ -37,17 +37,17 @@ class MeetingPoint:
 
 @dataclass(frozen=True)
 class PortSequence:
-    """Where ranks meet if the launcher tells no port: rank 0 opens a door at the first free port, the others knock at all.
+    """Ports for ranks whose launcher gives none: rank 0 opens a door at the first free one, the other ranks try all.
 
     See [Note: meeting without a message] in ``search``.
 
     Attributes:
-        hosts: names and addresses by which rank 0's node may be known, the likeliest first; empty: only ``note`` tells it.
+        hosts: names and addresses by which rank 0's node may be known, the likeliest first; empty: only ``note`` has it.
         ports: TCP ports, in the order to try.
         secret: proves that a door belongs to this run.
         is_one_node: all ranks are on one node, and loopback is enough.
         others: names of other nodes: rank 0 opens its door on the interface that leads to them.
-        note: path of a file in a folder that all nodes share, in which rank 0 says where its door is; "" for none.
+        note: path of a file, in a folder that all nodes share, in which rank 0 writes the address of its door; "" for none.
         attempt: as in ``MeetingPoint``.
     """
 
@@ -61,7 +61,7 @@ class PortSequence:
 
 
 def sequence(key: Sequence[str]) -> tuple[int, ...]:
-    """The ports at which ranks with this key meet: the same on every rank, others for another key, in the order to try."""
+    """Return the ports to try, in order: the same on every rank with this key, others for another key."""
     found: dict[int, None] = {}
     turn = 0
     while len(found) < _NUM_PORTS:
@@ -72,12 +72,12 @@ def sequence(key: Sequence[str]) -> tuple[int, ...]:
 
 
 def secret(given: bytes, key: Sequence[str]) -> bytes:
-    """The secret of the run with this key.
+    """Return the secret of the run with this key.
 
     Args:
-        given: what the user or the launcher handed to all ranks and to nobody else; empty if nothing was. Only with it the
-            result is a secret; without, it keeps runs apart that meet by accident, and whoever can guess the key knows it.
-        key: what the launcher told all ranks of this run, and says differently for every other one.
+        given: a secret that the user or the launcher gave to all ranks and to nobody else; empty if there is none. Without it
+            the result is no real secret: it only separates runs that meet by accident, and who guesses the key can compute it.
+        key: values that the launcher gives to all ranks of this run, and that differ in every other run.
     """
     return hmac.new(given, _digest("secret", *key), hashlib.sha256).digest()
 

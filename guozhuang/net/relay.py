@@ -1,4 +1,4 @@
-"""Relay connections: a thread that serves all of them by asyncio, and reads no faster than the other side takes."""
+"""Relay connections: one asyncio thread serves all of them, and reads from one side no faster than the other side receives."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 _CHUNK_BYTES = 1 << 16
-_END_S = 10.0  # for the thread to end when it is told to
+_END_S = 10.0  # how long ``close`` waits for the thread to end
 _log = logging.getLogger("guozhuang")
 
 
 class Relay:
-    """A thread that accepts connections and gives each to a coroutine; their sockets end with it.
+    """A thread that accepts connections and serves each by a coroutine; a connection is closed when its coroutine ends.
 
     Args:
-        listener: a bound and listening socket; it is owned from now on.
-        serve: is called with reader and writer of each connection.
+        listener: a bound and listening socket; the relay owns it from now on.
+        serve: the coroutine, called with reader and writer of each connection.
         name: of the thread.
-        finish: called when it ends.
+        finish: called when the thread ends.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Relay:
         self._running: set[asyncio.Task[None]] = set()
         started: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._loop, self._end = asyncio.new_event_loop(), asyncio.Event()
-        # A daemon: a rank that forgets to close it can still end.
+        # A daemon thread, so that a rank that forgets to close the relay can still end.
         self._thread = threading.Thread(target=self._run, args=(self._main(listener, started),), name=name, daemon=True)
         self._thread.start()
         started.result()
@@ -71,7 +71,7 @@ class Relay:
             for task in self._running:
                 task.cancel()
             await asyncio.gather(*self._running, return_exceptions=True)
-            for _ in range(3):  # transports drop their sockets one turn of the loop after they were closed
+            for _ in range(3):  # a transport closes its socket in a later turn of the event loop
                 await asyncio.sleep(0)
 
     def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -94,7 +94,7 @@ async def relay_both_ways(
     writer: asyncio.StreamWriter,
     other: tuple[asyncio.StreamReader, asyncio.StreamWriter],
 ) -> None:
-    """Until one of the two sides ends its connection; a store and its clients never close one direction only."""
+    """Relay until either side ends its connection; a store and its clients never close one direction only."""
     try:
         _configure(other[1])
         pumps = [asyncio.create_task(_pump(reader, other[1])), asyncio.create_task(_pump(other[0], writer))]
@@ -108,10 +108,10 @@ async def relay_both_ways(
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(OSError):  # a connection that breaks is one that ends
+    with contextlib.suppress(OSError):  # a broken connection counts as an ended one
         while data := await reader.read(_CHUNK_BYTES):
             writer.write(data)
-            await writer.drain()  # memory stays bounded: nothing more is read until the other side took it
+            await writer.drain()  # bounds memory: read on only when the receiver has taken enough
 
 
 def _configure(writer: asyncio.StreamWriter) -> None:
@@ -121,9 +121,9 @@ def _configure(writer: asyncio.StreamWriter) -> None:
 
 
 async def _end_of(writer: asyncio.StreamWriter) -> None:
-    """Close, and wait a moment for what was written; who takes nothing any more is cut off.
+    """Close a connection: wait up to 1 s until the written bytes are sent, then abort.
 
-    ``close`` comes before anything that can be cancelled.
+    ``close`` is called before any ``await``, which could be cancelled.
     """
     try:
         writer.close()

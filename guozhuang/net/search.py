@@ -1,15 +1,15 @@
-"""How ranks meet whose launcher tells them no port: rank 0 opens a door, and the others look for it.
+"""How ranks find each other when their launcher gives them no port: rank 0 opens a door, and the other ranks search for it.
 
-[Note: meeting without a message] Every rank comes by itself to the same sequence of ports and to the same secret (``ports``).
-Rank 0 opens its door (``door``) at the first port of the sequence that it can bind, and never looks whether others listen
-there. The others do not know which one that is, when it will be there, or whether what listens at a port is it: so they knock
-at each port in turn, again and again until the time is over, and stay where both sides prove that they know the secret.
-A stranger who is silent costs a knock a second or so, and another run's door tells at once that it is the wrong one. Nobody
-decides anything from a port being free or busy *now*, which is where the rank that comes late goes wrong.
+[Note: meeting without a message] Every rank computes the same sequence of ports and the same secret (``net.meeting_point``).
+Rank 0 opens its door (``net.door``) at the first port of the sequence that it can bind. The other ranks do not know which port
+that is, when it will be open, or whether the program that listens at a port is rank 0: so they knock (``door.knock``) at
+each port in turn, again and again until the time is over, until both sides have proved that they know the secret.
+A program that is silent costs a knock a second or so; the door of another run refuses at once. No rank
+decides anything from a port being free or busy *now*: such a decision would be wrong for a rank that starts late.
 
-Where rank 0's host is uncertain there are several guesses, each with a thread that goes round the ports. Where no launcher
-tells it, rank 0 leaves a note in a folder that the nodes share. Notes carry a proof too, and what they point to is knocked
-at like the rest, so that one left from a run that died misleads nobody.
+Where rank 0's host is uncertain there are several candidates, each with a thread that knocks at all ports. Where the launcher
+does not name the host, rank 0 writes a note into a folder that the nodes share. A note carries a proof of the secret too, and
+its address is knocked at like any other, so a note left by a run that died does no harm.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from guozhuang.net import client, interfaces
 from guozhuang.net.door import NotOurDoorError, Passage, enter, passage_from
 from guozhuang.net.meeting_point import PortSequence
 
-# A knock gets more time in each round: a stranger's silence must not cost much, a busy rank 0 may need a moment.
+# The time limit of a knock grows per round: a silent foreign program must not cost much, a busy rank 0 may need a moment.
 _FIRST_KNOCK_S, _LONGEST_KNOCK_S = 1.0, 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _STALE_NOTE_S = 24 * 3600.0
 LOOPBACK = "127.0.0.1"
-# Addresses of the documentation's networks: only the kernel's table of routes is asked, nothing is sent.
+# Addresses reserved for documentation; used only to look up the kernel's default route, nothing is sent.
 _SOMEWHERE = ("198.51.100.1", "2001:db8::1")
 _log = logging.getLogger("guozhuang")
 
@@ -54,9 +54,9 @@ class OpenDoor:
 
     Attributes:
         connection: a connection that passed the door's handshake.
-        host: where the door is.
-        port: its TCP port.
-        store_port: of the store behind it, on rank 0's node.
+        host: name or address at which the door was found.
+        port: the door's TCP port.
+        store_port: the TCP port of the store behind the door, on rank 0's node.
     """
 
     connection: socket.socket
@@ -66,10 +66,10 @@ class OpenDoor:
 
 
 def listener_of(point: PortSequence) -> socket.socket:
-    """On rank 0: listen on the first port of the sequence that is free, on the interface that other nodes reach it by.
+    """Listen, on rank 0, at the first free port of the sequence, on the interface that other nodes can reach.
 
     Raises:
-        UsageError: none of the ports can be had; the text names them.
+        UsageError: none of the ports can be bound; the text names them.
     """
     address = LOOPBACK if point.is_one_node else own_address(point.hosts, point.others)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -87,13 +87,13 @@ def listener_of(point: PortSequence) -> socket.socket:
 
 
 def own_address(hints: Sequence[str], others: Sequence[str]) -> str:
-    """The address of this node that other nodes reach it by; loopback only if there is no sign of any other.
+    """Return the address by which other nodes reach this node; loopback only if no other address is found.
 
     Args:
-        hints: names and addresses by which this node may be known to the others.
-        others: names of some of them.
+        hints: names and addresses by which other nodes may know this node.
+        others: names of some of the other nodes.
 
-    Bridges to containers and virtual machines lead nowhere outside of their node, and have the same address on many nodes.
+    Bridges to containers and virtual machines are left out: other nodes cannot reach them, and many nodes have the same one.
     """
     mine, inner = _own_addresses()
     for hint in hints:
@@ -102,29 +102,29 @@ def own_address(hints: Sequence[str], others: Sequence[str]) -> str:
         if found is not None:
             return found
         if known:
-            break  # another node's, or a translated one: those that follow are less likely, and may be mine by chance
-    # A name that leads to loopback on its own node (as Debian's 127.0.1.1) leads the others elsewhere: take their direction.
+            break  # an address of another node, or a translated one: later hints are less likely, and may match by chance
+    # A name can mean loopback on its own node alone (Debian's 127.0.1.1): take the address of the route to the other nodes.
     for other in (*others, *hints):
         with contextlib.suppress(WorldError):
             address = interfaces.own_address_towards(other)
             if not is_loopback(address) and address not in inner:
                 return address
     if any(interfaces.is_address(hint) and is_loopback(hint) for hint in hints):
-        return LOOPBACK  # where the others look: nodes that are all on this machine
+        return LOOPBACK  # the other ranks look there: all "nodes" are on this machine
     return _outward_address(mine)
 
 
 def find(point: PortSequence, rank: int, timeout_s: float, *, says: bool = True) -> OpenDoor:
-    """On every rank but 0: knock at all places where rank 0 may be until a door opens.
+    """Knock, on every rank but 0, at all addresses where rank 0's door may be, until it answers.
 
     Args:
-        point: where it may open.
-        rank: of this process, for the texts.
-        timeout_s: for how long, in seconds.
-        says: whether to log what was found so far when it takes long.
+        point: the hosts and ports to try.
+        rank: of this process, for log and errors.
+        timeout_s: time limit in seconds.
+        says: whether to log the results so far when the search takes long.
 
     Raises:
-        WorldError: none did within ``timeout_s``; the text says what was found at each port of each host.
+        WorldError: no door answered within ``timeout_s``; the text gives the result for each port of each host.
     """
     search = _Search(point, time.monotonic() + timeout_s, rank if says else None)
     try:
@@ -146,7 +146,7 @@ def passage_to_rank_0(point: PortSequence, rank: int, timeout_s: float) -> Passa
     """Find the door of rank 0, and open a passage to the store behind it, for any number of clients on this node.
 
     Raises:
-        WorldError: there was none within ``timeout_s``.
+        WorldError: no door was found within ``timeout_s``.
     """
     found = find(point, rank, timeout_s)
     return passage_from(found.connection, found.host, found.port, point.secret)
@@ -169,7 +169,7 @@ class _Search:
             for host in dict.fromkeys(self.point.hosts):
                 threads.append(self._start(host, self.point.ports))
             if not self.point.is_one_node:
-                # On rank 0's own node its name may lead to loopback, where its door is not: come to it as it did itself.
+                # On rank 0's node its name may mean loopback, but the door is elsewhere: "" is own_address, as rank 0 chose.
                 threads.append(self._start("", self.point.ports))
             followed: set[tuple[str, int]] = set()
             while True:
@@ -190,7 +190,7 @@ class _Search:
             with self._lock:
                 self._over.set()
             for thread in threads:
-                thread.join(0.2)  # one that waits for a silent host ends by itself, and hands nothing over any more
+                thread.join(0.2)  # a thread that waits for a silent host ends later by itself, and drops its result
             while not self._answers.empty():
                 self._answers.get().connection.close()
 
@@ -215,7 +215,7 @@ class _Search:
         return thread
 
     def _go_round(self, host: str, ports: Sequence[int]) -> None:
-        if not host:  # here, where names are looked up, it delays nobody
+        if not host:  # computed in this thread, because looking up names can take long
             host = own_address(self.point.hosts, self.point.others)
             if host in self.point.hosts:
                 return
@@ -238,7 +238,7 @@ class _Search:
                     self._hand_over(OpenDoor(connection, host, port, store_port))
                     return
             limit_s = min(2 * limit_s, _LONGEST_KNOCK_S)
-            # Not all at once: thousands of ranks may be knocking at one node.
+            # Spread over time, because thousands of ranks may be knocking at one node.
             self._over.wait(pause_s * random.uniform(0.5, 1.5))
             pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
 
@@ -251,10 +251,10 @@ class _Search:
 
 
 def write_note(point: PortSequence, address: tuple[str, int]) -> bool:
-    """Write into the shared folder where the door is, in a file that this user alone can read and that appears whole.
+    """Write the door's address into a file of the shared folder, atomically and readable by this user alone.
 
     Returns:
-        Whether it was written. If not, the log says why; the other ranks may find the door by the launcher's hints.
+        Whether the file was written. If not, the log says why; the other ranks may find the door by the launcher's hints.
     """
     path = Path(point.note)
     try:
@@ -280,7 +280,7 @@ def write_note(point: PortSequence, address: tuple[str, int]) -> bool:
 
 
 def read_note(point: PortSequence) -> tuple[str, int] | None:
-    """Host and port in the note of rank 0 of this very run; None if there is no note yet, or another run or user wrote it."""
+    """Return host and port from rank 0's note; None if there is no note yet, or another run or user wrote it."""
     if not point.note:
         return None
     try:
@@ -296,7 +296,7 @@ def read_note(point: PortSequence) -> tuple[str, int] | None:
 
 
 def remove_note(point: PortSequence) -> None:
-    """Remove the note of ``write_note``, because all ranks have come."""
+    """Remove the note of ``write_note``, because all ranks have joined."""
     if read_note(point) is not None:
         with contextlib.suppress(OSError):
             os.unlink(point.note)
@@ -314,7 +314,7 @@ def _proof_of_note(secret: bytes, host: str, port: int) -> str:
 
 
 def resolve(host: str) -> list[str]:
-    """The addresses that a name resolves to on this node, IPv4 first; empty where it cannot be resolved."""
+    """Return the addresses that a name resolves to on this node, IPv4 first; empty if it cannot be resolved."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -323,7 +323,7 @@ def resolve(host: str) -> list[str]:
 
 
 def _own_addresses() -> tuple[set[str], set[str]]:
-    """Addresses of this node that other nodes may reach, and addresses of bridges within this node."""
+    """Return the addresses of this node that other nodes may reach, and those of bridges within this node."""
     mine: set[str] = set()
     inner: set[str] = set()
     for name, known in interfaces.addresses().items():
@@ -332,7 +332,7 @@ def _own_addresses() -> tuple[set[str], set[str]]:
 
 
 def _outward_address(mine: set[str]) -> str:
-    """The address that the default route leaves from; without a route the first that is not loopback, IPv4 before IPv6."""
+    """Return the source address of the default route; without a route the first non-loopback address, IPv4 before IPv6."""
     for somewhere in _SOMEWHERE:
         with contextlib.suppress(WorldError):
             return interfaces.own_address_towards(somewhere)
@@ -343,5 +343,5 @@ def _outward_address(mine: set[str]) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only processes of the same node reach the address."""
+    """Return whether only processes of the same node can reach the address."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback

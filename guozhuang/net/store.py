@@ -1,10 +1,10 @@
-"""The store at the address that a launcher told: where rank 0 listens, and how the others come to it.
+"""The store at an address that a launcher gave: the address at which rank 0 listens, and how the other ranks connect to it.
 
-[Note: where rank 0 listens] At one address, and not on every interface as PyTorch's store does. If MASTER_ADDR is an address of
-this node, or a name that has one, there. If it means loopback, on loopback: so it is on one machine. But the name of a node
-often leads to loopback on that node alone (Debian writes 127.0.1.1), and Kubernetes' operators tell rank 0 "localhost" and the
-others the name of its service; then the others come from outside, and it is the address that leads there. If MASTER_ADDR is
-an address that leads here by translation, as that of a service, it is where the route towards it leaves from.
+[Note: where rank 0 listens] Rank 0 listens at one address, and not on every interface as PyTorch's store does. If MASTER_ADDR
+is an address of this node, or resolves to one, rank 0 listens there; if it means loopback and all ranks are on one machine, on
+loopback. But the name of a node often resolves to loopback on that node alone (Debian writes 127.0.1.1), and Kubernetes'
+operators give rank 0 "localhost" and the others the name of its service; then rank 0 listens at the address by which
+other nodes reach it. If MASTER_ADDR is translated to this node, as a service's is, it is the source address of the route to it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _log = logging.getLogger("guozhuang")
 
 
 def loopback_address(host: str) -> str | None:
-    """The loopback address that ``host`` stands for, IPv4 if it has one; None if other machines can reach it."""
+    """Return the loopback address that ``host`` resolves to, IPv4 first; None if it has another address or none."""
     found = search.resolve(host)
     return found[0] if found and all(map(search.is_loopback, found)) else None
 
 
 def listening_address(point: MeetingPoint) -> str:
-    """The address of this node, rank 0's, that the store (or its door) listens at. See [Note: where rank 0 listens]."""
+    """Return the address of rank 0's node at which the store (or its door) listens. See [Note: where rank 0 listens]."""
     loopback = loopback_address(point.host)
     if loopback is not None:
         return loopback if point.is_loopback_meant else search.own_address([], [])
@@ -50,14 +50,14 @@ def listening_address(point: MeetingPoint) -> str:
 
 
 def where_to_go(point: MeetingPoint) -> str:
-    """The host at which this node reaches the socket of ``listen``: the told one, unless that leads to loopback here."""
+    """Return the host by which this node reaches the socket of ``listen``: ``point.host``, unless that means loopback here."""
     if point.is_loopback_meant or loopback_address(point.host) is None:
         return point.host
     return search.own_address([], [])
 
 
 def listen(point: MeetingPoint) -> socket.socket:
-    """On rank 0: bind a socket for the store, or for the door before it.
+    """Bind a socket, on rank 0, for the store or for the door in front of it.
 
     Raises:
         UsageError: the port is taken, or this user may not open it.
@@ -77,19 +77,19 @@ def listen(point: MeetingPoint) -> socket.socket:
 
 
 def innermost(store: dist.Store) -> dist.Store:
-    """The store around which prefixes were put."""
+    """Return the store inside of any number of ``PrefixStore``."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store
 
 
 def serve(listener: socket.socket, timeout_s: float, *, is_shared: bool = False) -> dist.TCPStore:
-    """A store of this process that listens there and nowhere else.
+    """Start a store in this process that listens at one address alone.
 
     Args:
         listener: a bound and listening socket; the store owns it from now on.
-        timeout_s: limit of each of its operations, in seconds.
-        is_shared: ``share`` finds it in this process.
+        timeout_s: limit of each of the store's operations, in seconds.
+        is_shared: allow ``share`` to find this store in this process.
     """
     host, port = listener.getsockname()[:2]
     return dist.TCPStore(
@@ -105,7 +105,7 @@ def serve(listener: socket.socket, timeout_s: float, *, is_shared: bool = False)
 
 
 def share(host: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """The store that this process opened there with ``is_shared``; a new one where it did not.
+    """Return the store that this process opened at this address with ``is_shared``; start a new one if there is none.
 
     Raises:
         RuntimeError: the port is taken.
@@ -115,15 +115,15 @@ def share(host: str, port: int, timeout_s: float) -> dist.TCPStore:
 
 
 def connect(host: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """A client of the store of another process; waits in C++, see [Note: waiting for a store] in ``net.client``.
+    """Connect to the store of another process; waits in C++, see [Note: waiting for a store] in ``net.client``.
 
     Args:
         host: name or address.
         port: the TCP port.
-        timeout_s: limit for coming there, and of each operation, in seconds.
+        timeout_s: limit for the connection, and for each later operation, in seconds.
 
     Raises:
-        RuntimeError: nothing there answers as a store does.
+        RuntimeError: no store answers at this address.
     """
     return dist.TCPStore(host, port, None, False, datetime.timedelta(seconds=timeout_s), wait_for_workers=False)
 
@@ -134,18 +134,18 @@ def reach(
     """Connect to the store that rank 0 or the launcher keeps.
 
     Args:
-        point: where it is.
-        rank: of this process, for the texts.
-        timeout_s: how long to wait for it, in seconds; later of each of the store's operations.
-        where: how the texts name that place.
-        says: whether to log what this rank waits for when it takes long.
-        is_up: a program is known to listen there, so that no trial connection is made before.
+        point: the address of the store.
+        rank: of this process, for log and errors.
+        timeout_s: how long to wait for the store, in seconds; then the limit of each of its operations.
+        where: the address as log and errors show it.
+        says: whether to log notices when the connection takes long.
+        is_up: a program is known to listen at the address, so no trial connection is made first.
 
     Returns:
         The store, and the host by which it was reached.
 
     Raises:
-        WorldError: nothing that speaks the store's language answered within ``timeout_s``.
+        WorldError: no store answered within ``timeout_s``.
     """
     deadline, over = time.monotonic() + timeout_s, threading.Event()
     seen: list[OSError | None] = [socket.gaierror("no answer yet")]
@@ -197,17 +197,17 @@ def until_somebody_listens(
     over: threading.Event | None = None,
     seen: list[OSError | None] | None = None,
 ) -> None:
-    """Try until a connection is accepted. In Python: a signal can end it.
+    """Try until a connection is accepted. The loop is in Python, so that a signal can end it.
 
     Args:
         host: name or address.
         port: the TCP port.
-        deadline: by ``time.monotonic``.
-        over: ends the waiting early when it is set.
-        seen: its first element is kept at the error of the last try.
+        deadline: a time of ``time.monotonic``.
+        over: ends the wait early when it is set.
+        seen: a list whose first element is set to the error of the last try.
 
     Raises:
-        NobodyListensError: none was.
+        NobodyListensError: no connection was accepted before the deadline.
     """
     over, seen = over or threading.Event(), [None] if seen is None else seen
     pause_s = _FIRST_PAUSE_S
@@ -215,7 +215,7 @@ def until_somebody_listens(
         left_s = deadline - time.monotonic()
         try:
             with socket.create_connection((host, port), timeout=max(0.1, min(_ONE_TRY_S, left_s))) as found:
-                # TCP allows a connection to itself, and a port of the ephemeral range can come to it.
+                # TCP allows a socket to connect to itself, which happens by chance with ports of the ephemeral range.
                 if found.getsockname() != found.getpeername():
                     return
                 raise ConnectionRefusedError
