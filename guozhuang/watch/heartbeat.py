@@ -1,28 +1,28 @@
-"""The heartbeat: a rank that stops is named on all others, with the Python stacks of every rank that can still give one.
+"""The heartbeat: when a rank stops, every other rank logs which, and one logs the Python stacks of all that can send theirs.
 
-[Note: two threads] A client of a TCP store is one socket under one lock: a ``wait`` of the main thread would hold the beat
-up, so the heartbeat has a client of its own (``store.clone()``). A keeper of the store that falls silent (a cut cable, a
-stopped process) holds ``get`` and ``check`` for ever, whatever the store's time-out says, because torch limits only the
-wait for a key. So one thread talks to the store, and no other thread waits for it; the second one, the guard, looks at the main
-thread, keeps the clock, and notices that the first one has had no answer.
+[Note: two threads] A client of a TCP store is one socket under one lock: a ``wait`` of the main thread would delay the
+beats, so the heartbeat has a client of its own (``store.clone()``). If the process that keeps the store falls silent (a cut
+cable, a stopped process), ``get`` and ``check`` block for ever, whatever the store's time-out is, because torch limits only the
+wait for a key. So one thread talks to the store, and no other thread waits for it; the second one, the guard, samples the main
+thread, ticks the clock, and notices when the first one gets no answer.
 
-[Note: who watches] Every rank overwrites its own key once per interval and reads one key, the status of the watching rank;
-only that rank reads all. With N ranks that is 2 N small requests per interval and one of N values, and the interval grows
-above 500 ranks (above 50 behind a door), so the store sees 1000 requests a second at most. The watch begins at rank 0. If
-its status is not renewed, or its process has ended, the first rank that adds to the key of the next term takes over; two ranks
-that watch for a moment do no harm, the higher term counts.
+[Note: who watches] Every rank overwrites its own key once per interval and reads one key, the status of the watcher;
+only the watcher reads all beats. With N ranks that is 2 N small requests per interval and one of N values. The interval grows
+above 500 ranks (above 50 behind a door), so the store gets at most 1000 requests a second. The first watcher is rank 0. If
+its status is not renewed, or its process has ended, the first rank that adds to the key of the next term takes over. Two
+watchers at a time do no harm: the status with the higher term counts.
 
 [Note: the clock] A run that was stopped as a whole (Ctrl-Z, a suspended virtual machine) must not look like a hang when it
-goes on. The clock of a rank is ticked by its guard and goes forward by two intervals at most per tick, so it stands while
-the rank does.
+continues. The clock of a rank is ticked by its guard and advances by two intervals at most per tick, so it stands still while
+the rank is stopped.
 
-[Note: how it ends] A main thread inside a wait of gloo or NCCL cannot be interrupted from Python, and an exception that is
-set for later comes never. So after a hang the process ends at once, as NCCL's watchdog does it, with an exit code of its
-own, after it has said why. Where only a rank was *lost* nothing is ended: gloo and "shm" raise by themselves then, in the
-main thread, where a script can act on it. A rank that still waits ``hang_timeout_s`` later hangs, and is ended by that rule.
+[Note: how it ends] A main thread inside a wait of gloo or NCCL cannot be interrupted from Python, and an asynchronous
+exception would never be raised in it. So after a hang the process logs the reason and ends at once with exit code 75,
+as NCCL's watchdog does it. If a rank is *lost*, no rank is ended: gloo and "shm" raise by themselves then, in the
+main thread, where a script can handle it. A rank that still waits ``hang_timeout_s`` later hangs, and is ended by that rule.
 
-Nothing here takes a signal: stacks are read from a thread (``sys._current_frames``). A main thread that holds Python's
-lock for ever in a C call therefore gives no beat and no stack; its neighbours say that its process is there.
+No signal is used: stacks are read by a thread (``sys._current_frames``). If a C call of the main thread holds Python's
+lock for ever, the rank therefore sends no beat and no stack; ranks of the same node report that its process is alive.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ from guozhuang.watch.stacks import (
 )
 from guozhuang.watch.watcher import Watcher, WatcherStatus, look_at_neighbours, read_reports
 
-# More looks make it likelier to see that a main thread in a loop moves.
+# How often the main thread is sampled: more samples make it likelier to see that a thread in a loop moves.
 _LOOKS_PER_BEAT = 4
-# The others must have read a report before the rank that keeps the store takes it away.
+# How much longer the rank that keeps the store (or watches) stays, so that all other ranks can read the last report.
 _LONGER_S = 1.0
 _JOIN_S = 2.0
 _log = logging.getLogger("guozhuang")
@@ -73,10 +73,10 @@ def start(
     behind_door: bool = False,
     interval_s: float | None = None,
 ) -> Heartbeat | None:
-    """Start to publish heartbeats, and to read those of the others. Every rank must call, after the group was made.
+    """Start to publish heartbeats and to watch the other ranks. Every rank must call, after the group was made.
 
-    Cheap, and returns at once. In a world of one, and with a store that is
-    not a ``TCPStore`` (a file would grow with every beat), nothing is started, which is logged.
+    Returns at once. In a world of one, and with a store that is not a ``TCPStore`` (a file would grow with every beat), nothing
+    is started, which is logged.
 
     Args:
         store: of this world: no other world may use its keys ("heartbeat/...").
@@ -84,17 +84,17 @@ def start(
         size: number of ranks.
         hang_timeout_s: after so many seconds in which no rank started a collective while the main thread of one stood
             still, the stacks of all ranks are printed and every rank ends itself with exit code 75. None: lost ranks are
-            reported, but nothing is ended and no hang is looked for. The value of the watching rank (first rank 0) counts.
-        keeps_store: this process keeps the store itself: ``stop`` then waits a moment until the others have stopped using it.
-        behind_door: the store is reached through a ``Door``, on every rank.
+            reported, but no rank is ended and hangs are not detected. The value of the watcher (at first rank 0) counts.
+        keeps_store: this process keeps the store: ``stop`` then waits a moment until the other ranks have stopped using it.
+        behind_door: the store is behind a ``Door``; the same on every rank.
         interval_s: between two beats; None: 1 s, more above 500 ranks (50 behind a door). All other limits are multiples of
             it. The same on every rank.
 
     Returns:
-        The heartbeat, which ends with its ``stop``; None where none was started.
+        The heartbeat, to be ended by its ``stop``; None if none was started.
 
     Raises:
-        UsageError: a time that is not a number above 0.
+        UsageError: a time is not a number above 0.
     """
     for name, value in (("hang_timeout_s", hang_timeout_s), ("interval_s", interval_s)):
         if value is not None and not (math.isfinite(value) and value > 0):
@@ -119,10 +119,10 @@ def _innermost(store: dist.Store) -> dist.Store:
 
 
 class Heartbeat:
-    """Of one rank, from ``start`` to ``stop``.
+    """The heartbeat of one rank, from ``start`` to ``stop``.
 
     Args:
-        store: a client of its own, of which no other thread makes use.
+        store: a client that no other thread uses.
         rank: of this process.
         size: number of ranks.
         hang_timeout_s: see ``start``.
@@ -137,12 +137,12 @@ class Heartbeat:
         self._store, self._keeps_store = store, keeps_store
         self._stopped, self._wake = threading.Event(), threading.Event()
         self._clock = AwakeClock(2 * limits.interval_s)
-        # Short, because it is in every beat.
+        # The node's identity is hashed to 12 digits, because it is in every beat.
         self._me = this_process(hashlib.sha256(node_identity(SEE_EACH_OTHER).encode()).hexdigest()[:12])
-        # Of the guard, read by the other thread.
+        # Written by the guard, read by the thread that talks to the store.
         self._main = MainThread(0.0)
         self._collectives, self._idle_since_s = (0, -1), 0.0
-        # Of the thread that talks to the store, read by the guard.
+        # Written by the thread that talks to the store, read by the guard.
         self._num_answers = 0
         self._trouble = ""
         self._closing = self._is_ending = self._is_cut_off = False
@@ -153,31 +153,31 @@ class Heartbeat:
         self._watch: Watcher | None = None
         self._farewell: str | None = None
         self._texts: set[str] = set()
-        # Of the main thread, when it leaves because of an exception.
+        # Written by the main thread: the exception from a collective because of which it leaves.
         self._error: BaseException | None = None
         self._has_told_why = threading.Event()
         self._guarding = threading.Thread(target=self._guard, name=f"{OWN_THREADS} guard", daemon=True)
         self._line = threading.Thread(target=self._talk, name=f"{OWN_THREADS} store", daemon=True)
 
     def start(self) -> None:
-        """Begin. Returns at once."""
+        """Start both threads. Returns at once."""
         self._look()
         self._guarding.start()
         self._line.start()
 
     def stop(self, error: BaseException | None = None) -> None:
-        """Say farewell, and end the threads. To be called before the process group is destroyed; a second call does nothing.
+        """Publish that this rank leaves, and end the threads. To be called before the process group is destroyed.
 
-        Takes milliseconds; up to an interval where this process keeps the store and others still run; up to two seconds where
-        the store does not answer; and until the report after an exception that came out of a collective, which may be the echo
-        of what happened to another rank: an interval or two, at most three where no rank begins to gather it. Where a loss was
-        reported before there is no wait.
+        A second call does nothing. Takes milliseconds; about an interval if this process keeps the store and other ranks still
+        run; up to two seconds if the store does not answer. After an exception from a collective, whose cause may be on another
+        rank, it waits for the report: an interval or two, at most three if no rank begins to gather it. There is no such
+        wait if a loss was reported before.
 
         Args:
-            error: why this rank leaves, told to the others; None: the exception that is being handled, if any.
+            error: why this rank leaves, published to the other ranks; None: the exception that is being handled, if any.
         """
         if self._stopped.is_set() or os.getpid() != self._me.pid:
-            return  # a forked child has none of our threads, and must not speak on our socket
+            return  # a forked child has none of our threads, and must not use our socket
         error = error if error is not None else sys.exception()
         if isinstance(error, SystemExit) and error.code in (None, 0):
             error = None
@@ -191,8 +191,8 @@ class Heartbeat:
         self._stopped.set()
         self._wake.set()
         for thread in (self._guarding, self._line):
-            # No limit where the main thread came free in the middle of the last words, because another rank ended first.
-            # With one, a thread that the store holds stays there, and holds nothing up.
+            # No limit while a thread is ending the process: the main thread may get here because another rank ended first.
+            # Otherwise a thread that is blocked by the store is abandoned; being a daemon, it does no harm.
             thread.join(None if self._is_ending else 0.0 if self._is_cut_off else _JOIN_S)
 
     def _wait_for_report(self) -> None:
@@ -214,7 +214,7 @@ class Heartbeat:
             self._fail()
 
     def _fail(self) -> None:
-        """Log the exception being handled, a bug of the heartbeat, and end it. The training and the other ranks go on."""
+        """Log the exception being handled, a bug of the heartbeat, and end the heartbeat. The training continues."""
         self._closing = True
         self._wake.set()
         _log.exception(
@@ -250,7 +250,7 @@ class Heartbeat:
         clock_s = self._clock()
         self._main.look(clock_s)
         started = started_collectives()
-        if started is None or started != self._collectives:  # who has no group any more waits for nobody
+        if started is None or started != self._collectives:  # a rank without a group waits for no other rank
             self._idle_since_s = clock_s
         self._collectives = started if started is not None else self._collectives
 
@@ -288,7 +288,7 @@ class Heartbeat:
             if not self._closing:
                 self._say_farewell()
         except RuntimeError as error:  # DistNetworkError, DistStoreError
-            # Torch's client does not connect again, and writes a page to stderr for each further call.
+            # Torch's client does not reconnect, and writes a page to stderr for each further call: make none.
             self._trouble = str(error).splitlines()[0] if str(error) else type(error).__name__
         except Exception:
             self._fail()
@@ -320,10 +320,10 @@ class Heartbeat:
 
     def _read_word(self) -> None:
         if self._word is None and not self._store.check(["word"]):
-            return  # the others have not begun
+            return  # no watcher has published a status yet
         word = WatcherStatus.from_bytes(self._store.get("word"))
         if self._watch is not None and word.term > self._watch.word.term:
-            self._watch = None  # another one took over while this rank slept
+            self._watch = None  # another rank took the watch over while this process was stopped
         if word != self._word:
             self._word, self._word_since_s = word, self._clock()
 
@@ -331,12 +331,12 @@ class Heartbeat:
         clock_s, before = self._clock(), self._word
         silent_s = clock_s - self._word_since_s
         if before is None and self.rank != 0 and silent_s < self._limits.mute_s:
-            return  # rank 0 begins
+            return  # rank 0 is the first watcher
         is_given_away = before is not None and before.watcher < 0 and self._tried <= before.term
         if before is not None and not is_given_away and silent_s < self._patience_s(before, silent_s):
             return
         self._word_since_s = clock_s
-        # The winner of an earlier claim may have died before its first word.
+        # Claim a later term at each try: the winner of an earlier claim may have died before it published a status.
         self._tried = max(self._tried, before.term if before is not None else 0) + 1
         if self._store.add(f"term/{self._tried}", 1) > 1:
             return
@@ -351,7 +351,7 @@ class Heartbeat:
             _log.info("[rank %d] watches the others from now on", self.rank)
 
     def _patience_s(self, word: WatcherStatus, silent_s: float) -> float:
-        """For how many seconds the status of the watching rank may stay the same before this rank takes its place."""
+        """Return for how many seconds the watcher's status may stay the same before this rank takes the watch over."""
         in_haste = self._error is not None
         looks = in_haste or silent_s > 1.5 * self._limits.interval_s
         watcher = word.process
@@ -389,7 +389,7 @@ class Heartbeat:
         word = replace(before, term=before.term + 1, watcher=-1, wants=0, asks=(), closing=self._keeps_store)
         self._store.set("word", word.to_bytes().decode())
         if self._keeps_store:
-            # So that nobody speaks to a store that is gone, which makes torch write a page to stderr.
+            # Wait until no rank uses the store: a call to a store that is gone makes torch write a page to stderr.
             deadline_s = time.monotonic() + 1.25 * self._limits.interval_s
             while time.monotonic() < deadline_s and self._others_hold_on():
                 time.sleep(0.02)
@@ -410,10 +410,10 @@ class Heartbeat:
         text = f"[rank {self.rank}] {text}"
         if ends:
             self._is_ending = True
-            # Longest where the store or the word is: the others read it once per interval.
+            # Ranks read the report once per interval; the rank that keeps the store, and the watcher, end last.
             keeps = self._keeps_store or self._watch is not None
             end(text, 2.5 * self._limits.interval_s + (_LONGER_S if keeps else 0.0))
-        elif text not in self._texts:  # a rank that takes the watch over tells again what its forerunner did
+        elif text not in self._texts:  # a new watcher publishes again what the one before it reported
             self._texts.add(text)
             _log.error("%s", text)
         if self._error is not None:

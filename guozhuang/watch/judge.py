@@ -1,26 +1,26 @@
 """The rules of the heartbeat: which ranks are lost, and whether all hang. Pure: the clock is an argument.
 
-[Note: what a hang is] Torch has no hook for "a collective has finished" that is cheap and serves all backends. Three
-things can be had for nothing from a second thread, for gloo, NCCL and groups of our own:
+[Note: what a hang is] Torch has no hook for "a collective has finished" that is cheap and serves all backends. A second
+thread can read three things at no cost, for gloo, NCCL and groups of our own:
 
 - the *number of collectives* (and sends and receives) that each group has started; torch counts them itself,
-- the *place* of the main thread, looked at once per beat; it stands while every look finds the same calls at the same
-  instruction,
+- the *place* of the main thread, sampled a few times per beat; the thread stands while every sample shows the same calls at
+  the same instruction,
 - the beat itself.
 
-A hang: for the whole time-out **no** rank that is there has started a collective, **and** the main thread of at least one
+A hang: for the whole time-out **no** live rank has started a collective, **and** the main thread of at least one rank
 has been standing at one place for as long. Counting alone would call any long time between two collectives a hang, such as
 a compilation on all ranks. Standing alone would call a loop of one long call a hang, and never a data loader that polls
-dead workers. Together: a rank waits, and no rank does anything that could end the wait. What remains is a rank that
-computes for longer than the time-out while another one waits for it (evaluation on rank 0, a checkpoint, a first compile):
-nothing tells it from a rank that is stuck, so the time-out must be longer than that, as that of a collective must be.
-Ranks that are lost or have left do not count: they start nothing any more, and ranks that wait for them hang.
+dead workers. Together they mean: a rank waits, and no rank does anything that could end the wait. One mistake remains: a rank
+that computes for longer than the time-out while another one waits for it (evaluation on rank 0, a checkpoint, a first compile)
+looks like a rank that is stuck, so the time-out must be longer than such a phase, like the time-out of a collective.
+Ranks that are lost or have left do not count as live: they start no collective any more, and ranks that wait for them hang.
 
-[Note: what a loss is] A missing beat alone says little: a call that holds Python's lock for long stops the heartbeat
-thread too. So ranks of the same node are asked to look at the process: of a silent rank, and of all ranks when an exception
-came out of a collective of any rank. A process that is gone or stopped is reported at once. One that is alive gets patience;
-and without a hang time-out it is no loss at all: a long call may be what the script wants, and is worth one line. If no rank
-can look, because the whole node is silent, the limit is in between.
+[Note: what a loss is] A missing beat alone proves little: a call that holds Python's lock for long stops the heartbeat
+thread too. So the watcher asks ranks of the same node to look at the process of a silent rank, and of all ranks once any rank
+had an exception from a collective. A process that is gone or stopped is reported at once. One that is alive has more time;
+and without a hang time-out it is not lost at all: a long call may be intended, and only one line is logged. If no rank
+can look, because the whole node is silent, the limit (``lost_s``) is in between.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from dataclasses import asdict, dataclass, field
 
 from guozhuang.watch.processes import GONE, STOPPED
 
-# Behind a door every request goes through the Python of rank 0, which has a training step to do.
+# Behind a door every request passes through Python code in rank 0's process, beside its training.
 _RANKS_PER_SECOND, _RANKS_PER_SECOND_BEHIND_A_DOOR = 500, 50
 
 
 class AwakeClock:
-    """Seconds during which this process was awake. See [Note: the clock] in ``heartbeat``.
+    """A clock that counts only the seconds during which this process was awake. See [Note: the clock] in ``heartbeat``.
 
     Args:
-        cap_s: how much may pass between two ticks at most.
+        cap_s: the most that the clock advances between two ticks.
         now: the clock of the system.
     """
 
@@ -49,14 +49,14 @@ class AwakeClock:
         self._base = (0.0, now())
 
     def tick(self) -> float:
-        """Called by one thread alone, now and then."""
+        """Advance the clock and return its time; only one thread may call this."""
         now_s = self._now()
         passed_s, ticked_s = self._base
         self._base = (passed_s + min(now_s - ticked_s, self._cap_s), now_s)
         return self._base[0]
 
     def __call__(self) -> float:
-        """The time now; any thread may ask."""
+        """Return the time now; any thread may call."""
         passed_s, ticked_s = self._base
         return passed_s + min(self._now() - ticked_s, self._cap_s)
 
@@ -67,13 +67,13 @@ class Limits:
 
     Attributes:
         interval_s: between two beats of a rank.
-        silent_s: without a beat for so long, its neighbours are asked to look at the process.
-        lost_s: without a beat for so long, a rank whose process nobody can look at is called lost.
-        mute_s: the same for a rank whose process is alive; also for one that never gave a sign.
-        takeover_s: without a word of the rank that watches all for so long, another one takes its place.
-        gather_s: how long the stacks of the others are waited for.
-        hasty_takeover_s: as ``takeover_s``, on a rank that an exception out of a collective is about to end.
-        heard_s: how long such a rank waits until the watching one, or its successor, knows of it.
+        silent_s: after so long without a beat of a rank, ranks of its node are asked to look at its process.
+        lost_s: after so long without a beat, a rank whose process no other rank can look at is lost.
+        mute_s: the same for a rank whose process is alive, and for a rank that never sent a beat.
+        takeover_s: after so long without a new status of the watcher, another rank takes the watch over.
+        gather_s: how long the watcher waits for the stacks of the other ranks.
+        hasty_takeover_s: as ``takeover_s``, on a rank that is about to end by an exception from a collective.
+        heard_s: how long such a rank waits until the watcher, or its successor, begins a report.
     """
 
     interval_s: float
@@ -87,13 +87,13 @@ class Limits:
 
     @classmethod
     def usual(cls, size: int, behind_door: bool) -> Limits:
-        """Those of ``size`` ranks, so that the store has no more than 1000 requests per second (a door 100)."""
+        """Return the limits for ``size`` ranks: the store gets at most 1000 requests per second (behind a door 100)."""
         ranks_per_s = _RANKS_PER_SECOND_BEHIND_A_DOOR if behind_door else _RANKS_PER_SECOND
         return cls.of(max(1.0, size / ranks_per_s))
 
     @classmethod
     def of(cls, interval_s: float) -> Limits:
-        """All limits are so many beats."""
+        """Return limits that are multiples of the interval between two beats."""
         return cls(
             interval_s=interval_s,
             silent_s=3 * interval_s,
@@ -112,19 +112,19 @@ class Beat:
 
     Attributes:
         count: number of the beat.
-        pid: its process.
-        start: when that process began, as ``processes.start_of`` says: process numbers are used again.
-        node: equal for processes that can look at each other.
-        collectives: how many the default group has started on this rank.
-        idle_s: since it last started a collective, of any group.
-        still_s: since when its main thread has been standing at ``place``.
+        pid: process number of the rank.
+        start: start time of that process (``processes.start_of``), because process numbers are reused.
+        node: text that is equal for ranks that can look at each other's processes.
+        collectives: how many collectives the default group has started on this rank.
+        idle_s: seconds since the rank last started a collective, in any group.
+        still_s: seconds for which its main thread has been standing at ``place``.
         place: of the main thread, in words.
-        waits_in: the collective that the main thread is in; "" in none.
-        gave: the number of the last request for stacks that it has answered.
-        saw: the state of the processes of silent ranks on its node.
-        trouble: the exception that came out of a collective; the rank is about to end because of it.
-        left: None while it runs; "" if it left as it should; else the exception that ended it.
-        let_go: it has read that the store closes, and asks it for nothing more.
+        waits_in: the collective that the main thread is in; "" if it is in none.
+        gave: number of the last request for stacks that the rank has answered.
+        saw: the states of the processes on its node that the watcher asked for, by rank.
+        trouble: the exception that a collective raised; the rank is about to end because of it.
+        left: None while the rank runs; "" if it left as planned; else the exception that ended it.
+        let_go: the rank has read that the store closes, and sends it no more requests.
     """
 
     count: int
@@ -143,12 +143,12 @@ class Beat:
     let_go: bool = False
 
     def to_bytes(self) -> bytes:
-        """For the store."""
+        """Encode the beat for the store."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Beat:
-        """The reverse of ``to_bytes``."""
+        """Decode a beat of ``to_bytes``."""
         values = json.loads(data)
         values["saw"] = {int(rank): state for rank, state in values["saw"].items()}
         return cls(**values)
@@ -162,13 +162,13 @@ class _Known:
 
 
 class Judge:
-    """The known state of all ranks, and the judgement on it.
+    """The last beats of all ranks, and the decision which ranks are silent, lost or failed and whether all hang.
 
     Args:
         size: of the world.
         limits: see ``Limits``.
-        hang_timeout_s: see [Note: what a hang is]; None: nothing is ever called a hang.
-        now_s: the time of a clock that never goes back, as in all methods.
+        hang_timeout_s: see [Note: what a hang is]; None: hangs are not detected.
+        now_s: the time now, of a clock that never goes back; also in all methods.
     """
 
     def __init__(self, size: int, limits: Limits, hang_timeout_s: float | None, now_s: float) -> None:
@@ -177,7 +177,7 @@ class Judge:
         self._began_s = now_s
 
     def take(self, rank: int, beat: Beat, now_s: float) -> None:
-        """A beat of ``rank`` was read; it may be the one that is known already."""
+        """Store a beat that was read of ``rank``; it may be the one that is known already."""
         known = self._known[rank]
         if known.beat is None and known.silent_since_s is not None:
             known.beat, known.changed_s = beat, known.silent_since_s
@@ -185,26 +185,26 @@ class Judge:
             known.beat, known.changed_s = beat, now_s
 
     def silent_since(self, rank: int, since_s: float) -> None:
-        """The caller knows that ``rank`` gave no sign since then, although it itself watches only from now on.
+        """Set the time since which ``rank`` is known to be silent, although this judge reads its beats only from now on.
 
-        To be said before the first beat is taken; so that one is the last one, not news.
+        To be called before the first ``take`` of that rank, whose beat then counts as old and not as a sign of life.
         """
         self._known[rank].silent_since_s = since_s
 
     def beats(self) -> dict[int, Beat]:
-        """The last beat of each rank that gave one."""
+        """Return the last beat of each rank that has sent one."""
         return {rank: known.beat for rank, known in enumerate(self._known) if known.beat is not None}
 
     def age_s(self, rank: int, now_s: float) -> float:
-        """Since the last sign of life of ``rank``."""
+        """Return the seconds since the last new beat of ``rank``."""
         return now_s - self._known[rank].changed_s
 
     def unheard(self) -> list[int]:
-        """The ranks that have not given one beat yet."""
+        """Return the ranks that have not sent a beat yet."""
         return [rank for rank, known in enumerate(self._known) if known.beat is None]
 
     def silent(self, now_s: float) -> list[int]:
-        """The ranks whose processes their neighbours should look at."""
+        """Return the silent ranks: other ranks of their node are to look at their processes."""
         return [
             rank
             for rank, beat in self.beats().items()
@@ -212,20 +212,20 @@ class Judge:
         ]
 
     def failed(self) -> dict[int, str]:
-        """The ranks that an exception of their own ended, and which; those in trouble are told by ``troubled``."""
+        """Return the ranks that ended by an exception, with its text, except those whose collective raised it."""
         return {rank: beat.left for rank, beat in self.beats().items() if beat.left and not beat.trouble}
 
     def troubled(self) -> dict[int, str]:
-        """The ranks out of whose collectives an exception came, and which."""
+        """Return the ranks on which a collective raised an exception and which have not left yet, with its text."""
         return {rank: beat.trouble for rank, beat in self.beats().items() if beat.trouble and beat.left is None}
 
     def lost(self, now_s: float) -> dict[int, str]:
-        """The lost ranks, and what is known of each. See [Note: what a loss is]."""
+        """Return the lost ranks, with a text about each. See [Note: what a loss is]."""
         lost, mute = self._missing(now_s)
         return lost if self.hang_timeout_s is None else dict(sorted({**lost, **mute}.items()))
 
     def mute(self, now_s: float) -> dict[int, str]:
-        """The ranks that give no sign although nothing is known to be wrong with them; with a hang time-out they are lost."""
+        """Return the ranks without beats that have no known fault; empty with a hang time-out, as ``lost`` has them then."""
         return self._missing(now_s)[1] if self.hang_timeout_s is None else {}
 
     def _missing(self, now_s: float) -> tuple[dict[int, str], dict[int, str]]:
@@ -265,7 +265,7 @@ class Judge:
         return ": it is cut off from the store of the world, or its node is down"
 
     def hangs(self, now_s: float) -> bool:
-        """See [Note: what a hang is]."""
+        """Return whether the world hangs; see [Note: what a hang is]."""
         limit_s, lost = self.hang_timeout_s, self.lost(now_s)
         if limit_s is None or set(self.unheard()) - lost.keys():
             return False

@@ -1,6 +1,6 @@
-"""Processes of this node: who they are, whether they have ended, who started them, and which of them share what.
+"""Processes of this node: their identity, state, parents and command lines, and the resources that they share.
 
-A process is named by its number, its start time (numbers are used again) and its node. This file imports the standard
+A process is identified by its number, its start time (numbers are reused) and its node. This file imports the standard
 library alone, because the supervisor of a remote host and the guard of an agent run it without the package; see ``preload``.
 """
 
@@ -17,31 +17,31 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 GONE, STOPPED = "gone", "stopped"
-#: What processes with the same ``node_identity`` can do with each other.
+#: The kernel namespaces that processes share if their ``node_identity`` is equal, by what they need to do with each other.
 REACH_EACH_OTHER, SEE_EACH_OTHER, SHARE_MEMORY = ("net",), ("net", "pid"), ("net", "pid", "user")
-#: Where the kernel tells of itself and of processes.
+#: The folder in which the kernel shows its own state and that of processes.
 PROC = "/proc"
 _STATES = {
     "Z": GONE, "X": GONE, "T": STOPPED, "t": STOPPED, "R": "running", "S": "sleeping", "I": "idle",
     "D": "in a system call that cannot be interrupted",
 }  # fmt: skip
-# Numbers of system calls, for an interpreter or a C library that was built without them.
+# Numbers of system calls, for a Python that was built without a wrapper for them.
 _PIDFD_OPEN = 434
 _MEMFD_CREATE = {"x86_64": 319, "aarch64": 279, "riscv64": 279, "ppc64le": 360, "s390x": 350}
-# Of fcntl(2), which such an interpreter does not name either.
+# Constants of fcntl(2) that such a Python lacks too.
 _ADD_SEALS, _GET_SEALS = 1033, 1034
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
 _MOST_ANCESTORS = 64
 
 
 class ProcessStatus(NamedTuple):
-    """What the kernel says of a process.
+    """The status of a process as the kernel reports it.
 
     Attributes:
         state: the letter of proc(5): R, S, D, Z (ended, not yet waited for), T ...
         parent: process number of its parent.
         session: number of its session.
-        start: when it began, in the kernel's ticks since boot.
+        start: start time, in the kernel's ticks since boot.
     """
 
     state: str
@@ -51,8 +51,8 @@ class ProcessStatus(NamedTuple):
 
 
 def status(pid: int) -> ProcessStatus | None:
-    """The status of a process of this node; None if there is none, or the system has no /proc."""
-    # Bytes, from the last parenthesis on: the name before it may hold anything, and may be cut inside a character.
+    """Return the status of a process of this node; None if it does not exist, or the system has no /proc."""
+    # Read as bytes from the last ")" on: the process name before it may hold any byte, and may be cut inside a character.
     fields = _read(pid, "stat").rpartition(b")")[2].split()
     if len(fields) < 20:
         return None
@@ -60,17 +60,17 @@ def status(pid: int) -> ProcessStatus | None:
 
 
 def start_of(pid: int) -> int:
-    """When a process began, in the kernel's ticks since boot; 0 if it is gone, or the system does not tell."""
+    """Return the start time of a process in the kernel's ticks since boot; 0 if it is gone or the system has no /proc."""
     found = status(pid)
     return found.start if found is not None else 0
 
 
 def state_of(pid: int, start: int) -> str:
-    """What the system says of a process: ``GONE``, ``STOPPED``, or in words what it does.
+    """Return the state of a process: ``GONE``, ``STOPPED``, or another text such as "running".
 
     Args:
         pid: its number.
-        start: when it began (``start_of``); a process that began at another time has taken over its number. 0: not known.
+        start: its start time (``start_of``); if it differs, another process has reused the number. 0: not known.
     """
     found = status(pid)
     if found is None:
@@ -85,8 +85,8 @@ class Process(NamedTuple):
 
     Attributes:
         pid: its number on that node.
-        start: when it began, in the kernel's ticks since boot; 0: the system did not tell.
-        node: ``node_identity`` there.
+        start: its start time, in the kernel's ticks since boot; 0: not known.
+        node: the ``node_identity`` of its node.
     """
 
     pid: int
@@ -95,7 +95,7 @@ class Process(NamedTuple):
 
     @classmethod
     def read(cls, card: str) -> Process:
-        """The process that ``str`` of it names."""
+        """Return the process whose ``str`` is ``card``."""
         pid, start, node = card.split(" ", 2)
         return cls(int(pid), int(start), node)
 
@@ -103,25 +103,25 @@ class Process(NamedTuple):
         return f"{self.pid} {self.start} {self.node}"
 
     def has_ended(self, node: str) -> bool:
-        """Whether a process on ``node`` can tell that it has ended; False where it is of another node."""
+        """Return whether this process is known to have ended, asked on ``node``; False if it belongs to another node."""
         return self.node == node and state_of(self.pid, self.start) == GONE
 
 
 def this_process(node: str) -> Process:
-    """This process, on the node of that identity."""
+    """Return this process; ``node`` is the identity of its node."""
     return Process(os.getpid(), start_of(os.getpid()), node)
 
 
 def node_identity(shares: tuple[str, ...] = REACH_EACH_OTHER, *, strict: bool = False) -> str:
-    """A text that is equal for processes of one node, and differs otherwise.
+    """Return a text that is equal for processes of one node, and differs otherwise.
 
     Args:
-        shares: what processes of one node are to share besides kernel and host name: ``REACH_EACH_OTHER`` (the network),
-            ``SEE_EACH_OTHER`` (process numbers too), or ``SHARE_MEMORY`` (the user too).
-        strict: raise where the system does not tell; else the text is made of what it tells.
+        shares: the namespaces that processes of one node must share besides kernel and host name: ``REACH_EACH_OTHER``
+            (network), ``SEE_EACH_OTHER`` (process numbers too), or ``SHARE_MEMORY`` (user too).
+        strict: raise if the system lacks some of this information; if False, it is left out of the text.
 
     Raises:
-        OSError: the system does not tell, and ``strict`` asks it to.
+        OSError: the system lacks some of this information, and ``strict`` is set.
     """
     parts = [socket.gethostname()]
     with contextlib.nullcontext() if strict else contextlib.suppress(OSError):
@@ -134,17 +134,17 @@ def node_identity(shares: tuple[str, ...] = REACH_EACH_OTHER, *, strict: bool = 
 
 
 def has_proc() -> bool:
-    """Whether this system tells of processes in /proc."""
+    """Return whether this system has /proc."""
     return os.path.isdir("/proc/self")
 
 
 def all_pids() -> list[int]:
-    """The numbers of all processes of this node; empty where the system has no /proc."""
+    """Return the numbers of all processes of this node; empty if the system has no /proc."""
     return [int(name) for name in os.listdir("/proc") if name.isdecimal()] if has_proc() else []
 
 
 def descendants(pid: int) -> list[int]:
-    """The living processes below a process: its children, theirs, and so on."""
+    """Return the living descendants of a process: its children, their children, and so on."""
     found = {each: known.parent for each in all_pids() if (known := status(each)) is not None and known.state != "Z"}
     below: set[int] = set()
     more = {pid}
@@ -155,7 +155,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def ancestors(pid: int) -> Iterator[int]:
-    """The processes above a process, the nearest first, as far as the system tells."""
+    """Yield the ancestors of a process, its parent first, as far as the system shows them."""
     for _ in range(_MOST_ANCESTORS):
         found = status(pid)
         if found is None or found.parent == 0:
@@ -165,32 +165,32 @@ def ancestors(pid: int) -> Iterator[int]:
 
 
 def command_line(pid: int) -> list[bytes]:
-    """The words that a process was started with; empty if it is gone, or belongs to another user who hides them."""
+    """Return the command-line arguments of a process; empty if it is gone, or another user's and hidden."""
     return _read(pid, "cmdline").split(b"\0")[:-1]
 
 
 def environment(pid: int) -> list[bytes]:
-    """The variables (``b"NAME=value"``) that a process was started with; empty if it is gone or of another user."""
+    """Return the variables (``b"NAME=value"``) that a process was started with; empty if it is gone or another user's."""
     return _read(pid, "environ").split(b"\0")[:-1]
 
 
 def open_descriptors() -> dict[int, str]:
-    """The open descriptors of this process, and what each leads to ("socket:[12]", a path); empty without /proc."""
+    """Return the open descriptors of this process with their targets ("socket:[12]", a path); empty without /proc."""
     found = {}
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):  # the one that lists them
+            with contextlib.suppress(OSError):  # the descriptor of listdir itself is closed by now
                 found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
     return found
 
 
 def path_of(name: str, pid: int | str = "self") -> str:
-    """The path of a file that the kernel keeps for a process, such as "fd/3" or "pagemap"."""
+    """Return the path of a file in the /proc folder of a process, such as "fd/3" or "pagemap"."""
     return f"/proc/{pid}/{name}"
 
 
 def pidfd_open(pid: int) -> int:
-    """A descriptor that polls readable once the process has ended.
+    """Return a descriptor that polls readable once the process has ended.
 
     Raises:
         OSError: there is no such process (ESRCH), or the system has no such descriptors (ENOSYS; EPERM in some containers).
@@ -203,7 +203,7 @@ def pidfd_open(pid: int) -> int:
 
 
 def memfd_create(name: str) -> int:
-    """A descriptor of anonymous memory, empty, that can be sealed and is not inherited by other programs.
+    """Return a descriptor of anonymous memory, of size 0, that can be sealed and is closed on exec.
 
     Args:
         name: shown in /proc; need not be unique.
@@ -220,7 +220,7 @@ def memfd_create(name: str) -> int:
 
 
 def seal_size(fd: int) -> None:
-    """Fix the size of the memory of ``memfd_create`` for good: a file that shrinks under a mapping ends its readers (SIGBUS).
+    """Fix the size of a ``memfd_create`` for good: a file that shrinks while it is mapped ends its readers by SIGBUS.
 
     Raises:
         OSError: the system refuses.
@@ -229,22 +229,22 @@ def seal_size(fd: int) -> None:
 
 
 def has_sealed_size(fd: int) -> bool:
-    """Whether the memory behind a descriptor can never shrink.
+    """Return whether the memory behind a descriptor can never shrink.
 
     Raises:
-        OSError: the descriptor is of another kind.
+        OSError: the descriptor is not of a file that can be sealed.
     """
     return bool(fcntl.fcntl(fd, _GET_SEALS) & _SEAL_SHRINK)
 
 
 def preload(source: bytes, program: bytes) -> bytes:
-    """A program for a host that may lack the package: ``program`` finds there what it imports from this module.
+    """Return a program that a host without the package can run: ``program``, with this module's source built in.
 
     Args:
         source: the text of this file.
         program: the text of a program that imports the standard library and ``guozhuang.watch.processes``.
     """
-    # An import of names from a module that is loaded already does not load the packages around it.
+    # `from a.b import name` does not import package `a` if module "a.b" is in sys.modules already.
     return b"import sys, types\nsys.modules['%b'] = found = types.ModuleType('%b')\nexec(%r, found.__dict__)\nexec(%r)\n" % (
         __name__.encode(), __name__.encode(), source, program,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The text of a report (pure): who is lost, what all hang on, a line per place, the stacks; and the last words of a process."""
+"""The texts of a report (pure): lost ranks, cause of a hang, a table of places, stacks. ``end`` ends a process with one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from guozhuang.watch.judge import Beat, Judge
 from guozhuang.watch.stacks import OWN_THREADS
 
 EXIT_CODE = 75
-# The limit of each step: the main thread may hold the lock of the log or of stdout for ever.
+# The time limit of each step of ``end``: the main thread may hold the lock of the log or of stdout for ever.
 _SAY_S = 1.0
 _log = logging.getLogger("guozhuang")
 _MAX_ROWS = 20
@@ -26,7 +26,7 @@ _MAX_NAMED = 16
 
 
 def losses(lost: Mapping[int, str], size: int) -> str:
-    """One line per lost rank; ranks with the same words share one."""
+    """Return one line per lost rank; ranks with equal texts share a line."""
     if not lost:
         return ""
     lines = [f"{ranks_text(ranks)} of {size}: {text}" for ranks, text in merged(lost)]
@@ -45,7 +45,7 @@ def hang(judge: Judge, lost: Mapping[int, str], now_s: float) -> str:
 
 
 def trouble(judge: Judge, troubled: Mapping[int, str], lost: Mapping[int, str], now_s: float) -> str:
-    """Describe exceptions out of collectives, and who held the ranks up. Texts that differ in numbers only are shown once."""
+    """Describe exceptions raised by collectives, and which ranks held up the others; texts equal up to numbers share a line."""
     alike = {rank: re.sub(r"\d+", "0", text) for rank, text in troubled.items()}
     lines = [f"a collective failed on {ranks_text(ranks)}: {troubled[ranks[0]]}" for ranks, _ in merged(alike)]
     more = [f"and {len(lines) - _MAX_NAMED} lines more like these"] if len(lines) > _MAX_NAMED else []
@@ -94,7 +94,7 @@ def _number(count: int) -> str:
 
 
 def table(judge: Judge, lost: Mapping[int, str], now_s: float) -> str:
-    """A table with one line for all ranks that stand at the same place."""
+    """Return a table of all ranks; ranks in the same state at the same place share a line."""
     rows: dict[tuple[str, int, str], list[int]] = {}
     beats = judge.beats()
     for rank, beat in beats.items():
@@ -133,7 +133,7 @@ def _seconds(seconds: float | None) -> str:
 
 
 def stacks(given: Mapping[int, str], missing: Sequence[int]) -> str:
-    """The stacks of all ranks that gave one, each different one once."""
+    """Return the stacks of all ranks that sent one; equal stacks are shown once, with their ranks."""
     parts = [f"---- {ranks_text(ranks)}:\n{text}" for ranks, text in merged(given)]
     if missing:
         parts.append(f"---- {ranks_text(missing)}: gave no stack")
@@ -141,7 +141,7 @@ def stacks(given: Mapping[int, str], missing: Sequence[int]) -> str:
 
 
 def last_line(ends: bool, hang_timeout_s: float | None) -> str:
-    """Say what happens to the ranks now."""
+    """Return the last line of a report: whether the ranks are ended now, and if not, what follows."""
     if ends:
         return f"every rank that can read this ends itself with exit code {EXIT_CODE}"
     if hang_timeout_s is None:
@@ -150,19 +150,19 @@ def last_line(ends: bool, hang_timeout_s: float | None) -> str:
 
 
 def failures(failed: Mapping[int, str]) -> str:
-    """One line per rank that an exception ended."""
+    """Return one line per rank that was ended by an exception."""
     return "\n".join(f"{ranks_text(ranks)} ended with {text}" for ranks, text in merged(failed))
 
 
 def end(text: str, wait_s: float) -> NoReturn:
-    """Say ``text``, once: in the log if one was set up, else on stderr; then end the process with ``EXIT_CODE``.
+    """Write ``text`` once, to the log if one was set up, else to stderr; then end the process with ``EXIT_CODE``.
 
     Args:
-        text: the last words.
-        wait_s: the process is not gone before, so that others can do the same.
+        text: the report.
+        wait_s: the process lives for at least so many seconds more, so that other ranks can read the report too.
     """
     until_s = time.monotonic() + wait_s
-    # Each in a thread of its own, which is left there if it does not come through: a full pipe holds it up as well.
+    # Each step runs in a thread of its own, which is abandoned if it blocks, as on a lock or a full pipe.
     if not _within(_SAY_S, lambda: _log.critical("%s", text) if _log.hasHandlers() else _write(text)):
         _within(_SAY_S, lambda: _write(text))
     _within(_SAY_S, _flush)
@@ -192,7 +192,7 @@ def _write(text: str) -> None:
 
 
 def _end_children() -> None:
-    """Workers of a data loader and the like, which a clean end of the interpreter would have ended."""
+    """End worker processes (of a data loader, for example), which ``os._exit`` leaves running."""
     for process in list(getattr(sys.modules.get("multiprocessing.process"), "_children", ())):
         with contextlib.suppress(Exception):
             process.terminate()

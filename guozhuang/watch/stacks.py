@@ -1,7 +1,7 @@
-"""Where the threads of this process stand: the place of the main thread, all stacks as text, equal stacks of many ranks.
+"""The positions of this process's threads: the place of the main thread, all stacks as text, the number of collectives.
 
-It only looks: it starts nothing, takes no signal and reads no file (a source file may lie on a disk that does not answer,
-which may be the very reason for a hang). Frames are released at once, because a reference to a frame keeps its
+This module only reads: it starts no thread, handles no signal and opens no file (a source file may lie on a disk that does not
+answer, which may be the very reason for a hang). Frames are released at once, because a reference to a frame keeps its
 local variables alive, and with them memory of the model.
 """
 
@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 from guozhuang.errors import WorldError
 
-# Threads of this name are ours, and of no interest in a stack.
+# The names of the heartbeat's own threads begin so; they are left out of the stacks.
 OWN_THREADS = "guozhuang heartbeat"
-# Enough for the deepest useful stack of a main thread and some others; small enough for a store to carry from each rank.
+# Enough for a deep stack of the main thread and some others; small enough for the store to hold one of every rank.
 MAX_STACK_BYTES = 16_384
 _OUTER_FRAMES, _INNER_FRAMES = 10, 50
 
@@ -37,26 +37,26 @@ _COLLECTIVES = tuple(
         "/guozhuang/groups/",
     )
 )
-# Code that nobody writes in a training script: where the standard library, installed packages and this package live.
+# Folders whose code is no part of a training script: the standard library, installed packages and this package.
 _LIBRARIES = tuple(
     {
         *(sysconfig.get_paths()[name] + _SEP for name in ("stdlib", "platstdlib", "purelib", "platlib")),
         os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + _SEP,
-        # An environment may borrow the packages of another one, and torch with them.
+        # A virtual environment may use the packages of another one, torch among them.
         os.path.dirname(os.path.dirname(os.path.abspath(torch.__file__))) + _SEP,
     }
 )
-# Functions that only call another one.
+# Names of functions that only call another function.
 _WRAPPERS = {"wrapper", "inner", "_fn", "_wrapped_call_impl", "_call_impl", "decorate_context"}
 
 
 @dataclass(frozen=True)
 class CodePlace:
-    """Where a thread stands.
+    """The place in the code where a thread is.
 
     Attributes:
         text: for people, such as "all_reduce, called in step (train.py:31)".
-        waits_in: the collective that it is in, as far as Python frames tell; "" if it is in none.
+        waits_in: the collective that the thread is in, as far as Python frames show; "" if it is in none.
     """
 
     text: str
@@ -64,7 +64,7 @@ class CodePlace:
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """From the innermost outward."""
+    """Yield ``frame`` and its callers, from the innermost outward."""
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -75,25 +75,25 @@ def _main_frame() -> FrameType | None:
 
 
 def place_of(frame: FrameType | None) -> CodePlace:
-    """The place of a thread whose innermost frame is ``frame``."""
+    """Return the place of a thread whose innermost frame is ``frame``."""
     if frame is None:
         return CodePlace("its main thread has ended")
     return _place([(each.f_code, each.f_lineno) for each in _frames(frame)])
 
 
 def place_of_error(error: BaseException) -> CodePlace:
-    """The place where it was raised."""
+    """Return the place where ``error`` was raised."""
     calls = _calls_of_error(error)
     return _place(calls) if calls else CodePlace("")
 
 
 def is_of_a_collective(error: BaseException) -> bool:
-    """Whether it came out of the communication with other ranks, and may be the echo of what happened to one of them."""
+    """Return whether ``error`` was raised by communication with other ranks, so that its cause may be on another rank."""
     text = str(error)
     return (
         isinstance(error, WorldError | dist.DistError)
         or bool(place_of_error(error).waits_in)
-        # Out of the backward pass, which waits in C++.
+        # An error of a collective that the backward pass waited for, in C++.
         or (isinstance(error, RuntimeError) and ("gloo/transport" in text or "NCCL" in text))
     )
 
@@ -108,7 +108,7 @@ def _calls_of_error(error: BaseException) -> list[tuple[CodeType, int | None]]:
 
 
 def _place(calls: Sequence[tuple[CodeType, int | None]]) -> CodePlace:
-    """From the innermost call outward."""
+    """Return the place of a stack whose calls are given from the innermost outward."""
     called, collective = "", ""
     for code, line in calls:
         if not code.co_filename.startswith((*_LIBRARIES, "<")):
@@ -123,10 +123,10 @@ def _place(calls: Sequence[tuple[CodeType, int | None]]) -> CodePlace:
 
 
 class MainThread:
-    """How long the main thread has been standing at one place, from a look at it now and then.
+    """A sampler of the main thread's stack, which measures for how long the thread has been standing at one place.
 
-    Standing means: at every look the same calls, each at the same instruction. A thread that goes round a loop of one long
-    call looks the same; so standing alone is no proof of a hang, see [Note: what a hang is] in ``judge``.
+    Standing means: every sample shows the same calls, each at the same instruction. A loop around one long call shows
+    the same; so standing alone is no proof of a hang, see [Note: what a hang is] in ``judge``.
     """
 
     def __init__(self, now_s: float) -> None:
@@ -135,7 +135,7 @@ class MainThread:
         self._since_s = now_s
 
     def look(self, now_s: float) -> None:
-        """Call it often: what happens between two looks is not seen."""
+        """Sample the stack. To be called often, because a move away and back between two samples is missed."""
         frame = _main_frame()
         position = tuple((id(each.f_code), each.f_lasti) for each in _frames(frame))
         if position != self._position:
@@ -143,12 +143,12 @@ class MainThread:
         self.place = place_of(frame)
 
     def still_s(self, now_s: float) -> float:
-        """For how long it has been standing there, in seconds."""
+        """Return for how many seconds the main thread has been standing at its place."""
         return now_s - self._since_s
 
 
 def stacks_text(max_bytes: int = MAX_STACK_BYTES) -> str:
-    """The Python stacks of all threads of this process but ours, the main thread first, each with its last call last."""
+    """Return the Python stacks of all threads but the heartbeat's, main thread first, each with its innermost call last."""
     main = threading.main_thread().ident
     names = {each.ident: each.name for each in threading.enumerate()}
     parts = []
@@ -164,7 +164,7 @@ def stacks_text(max_bytes: int = MAX_STACK_BYTES) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """Where an exception was raised, in the same form."""
+    """Return the stack of an exception in the form of ``stacks_text``."""
     return f"MainThread, ended by {type(error).__name__}:\n{_lines(_calls_of_error(error))}"
 
 
@@ -181,7 +181,7 @@ def _lines(calls: Sequence[tuple[CodeType, int | None]]) -> str:
 
 
 def started_collectives() -> tuple[int, int] | None:
-    """How many collectives and messages this process has started: of the default group, and of all; None without a group."""
+    """Return how many collectives, sends and receives were started in the default group, and in all; None without a group."""
     if not dist.is_initialized():
         return None
     default, total = 0, 0
@@ -189,7 +189,7 @@ def started_collectives() -> tuple[int, int] | None:
     for group in groups:
         try:
             number = int(group._get_sequence_number_for_group())
-        except Exception:  # a backend that does not count, or a group that is being destroyed
+        except Exception:  # the backend does not count, or the group is being destroyed
             continue
         total += number
         default = number if group is dist.group.WORLD else default

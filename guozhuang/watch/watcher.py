@@ -1,7 +1,7 @@
-"""The watching rank: it reads the beats of all ranks, judges them, gathers stacks and publishes reports through the store.
+"""The watcher, the rank that reads the beats of all ranks, judges them, gathers stacks and publishes reports in the store.
 
-The keys, all of them overwritten and never added to: ``beat/R`` and ``stacks/R`` of rank R, ``word`` (below), ``report``
-(the last few), and ``term/N``, of which there is one per rank that took the watch over.
+Keys of the store, all overwritten and never appended to: ``beat/R`` and ``stacks/R`` of rank R, ``word`` (``WatcherStatus``),
+``report`` (the last few reports), and ``term/N``, a counter by which one rank claims the N-th term of the watch.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from guozhuang.watch import report as texts
 from guozhuang.watch.judge import Beat, Judge, Limits
 from guozhuang.watch.processes import state_of
 
-# More than can come between two beats of a rank that reads them.
+# More reports than can be published between two reads of a rank.
 _KEPT_REPORTS = 4
 _MAX_ASKED = 256
 
 
 @dataclass(frozen=True)
 class WatcherStatus:
-    """The status of the watching rank, in one key that every rank reads once per beat.
+    """The status of the watcher, in one key ("word") that every rank reads once per beat.
 
     Attributes:
-        term: how often the watch was taken over; the higher one counts.
+        term: number of the watch, one more at each takeover; a status of a higher term replaces a lower one.
         watcher: the rank that watches; -1: it has left, and another rank is to take over.
-        count: of the words of this term.
-        wants: stacks are wanted, for the report of this number.
-        report: number of the last report, to be read at the key of that name.
-        asks: silent ranks, as [rank, node, pid, start]: ranks of that node look at the process.
+        count: number of this status within the term.
+        wants: number of the report for which the watcher wants stacks; 0 for none.
+        report: number of the last report, to be read at the key "report".
+        asks: processes as [rank, node, pid, start]: ranks of that node are to look at them, because they may be lost.
         keeper: the rank that keeps the store, in the same form; None: a launcher keeps it.
-        process: of the watcher: node, pid, start.
-        lost: the ranks that were reported as lost and are still.
+        process: node, pid and start of the watcher's process.
+        lost: the ranks that were reported as lost and are still lost.
         closing: the rank that keeps the store leaves; no rank may use the store any more.
     """
 
@@ -51,17 +51,17 @@ class WatcherStatus:
     closing: bool = False
 
     def to_bytes(self) -> bytes:
-        """For the store."""
+        """Encode the status for the store."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> WatcherStatus:
-        """The reverse of ``to_bytes``."""
+        """Decode a status of ``to_bytes``."""
         return cls(**json.loads(data))
 
 
 def look_at_neighbours(word: WatcherStatus, node: str, rank: int) -> dict[int, str]:
-    """The states of the processes that ``word`` asks for and this node has."""
+    """Return the states of the processes of this node that the watcher asks for in ``word``, by rank."""
     return {
         int(asked): state_of(int(pid), int(start))
         for asked, where, pid, start in word.asks
@@ -80,10 +80,10 @@ class Report:
     """A finished report.
 
     Attributes:
-        number: higher than those before it.
-        short: for every rank.
-        stacks: for the rank that watches.
-        ends: every rank is to end.
+        number: higher than the number of any earlier report.
+        short: the text that every rank logs.
+        stacks: the stacks of all ranks, which the watcher alone logs.
+        ends: every rank must end.
     """
 
     number: int
@@ -93,24 +93,24 @@ class Report:
 
     @property
     def full(self) -> str:
-        """All of it."""
+        """The text with the stacks."""
         return f"{self.short}\n{self.stacks}" if self.stacks else self.short
 
 
 class Watcher:
-    """The rounds of the watching rank: read all beats, judge them, ask, gather stacks, report.
+    """The work of the watcher, in rounds: read all beats, judge them, ask for process states, gather stacks, report.
 
     Args:
-        store: a client of its own.
+        store: a client that no other thread uses.
         size: of the world.
-        word: the first one, of this term and rank.
-        judge: empty.
+        word: the first status of this term.
+        judge: a new one, without beats.
     """
 
     def __init__(self, store: dist.Store, size: int, word: WatcherStatus, judge: Judge) -> None:
         self._store, self._size, self._judge = store, size, judge
         self.word = word
-        # Above all numbers of earlier terms, which are gone with whoever gave them.
+        # Above all report numbers of earlier terms, which only the earlier watchers knew.
         self._number = self.word.term * 1_000_000
         self._reported_lost: set[int] = set()
         self._reported_mute: set[int] = set()
@@ -121,16 +121,16 @@ class Watcher:
 
     @property
     def limits(self) -> Limits:
-        """Of the judge."""
+        """The limits of the judge."""
         return self._judge.limits
 
     @property
     def in_haste(self) -> bool:
-        """Whether this rank waits for an answer of another one."""
+        """Whether the watcher waits for stacks or process states from other ranks."""
         return self._gathering is not None or bool(self.word.asks)
 
     def round(self, clock_s: float) -> tuple[Report | None, list[str]]:
-        """One round; the report that came out of it, if any, and lines for the log.
+        """Do one round; return its report, if any, and lines for the log.
 
         Raises:
             RuntimeError: the store does not answer (``DistNetworkError``, ``DistStoreError``).
@@ -160,7 +160,7 @@ class Watcher:
         return report, lines
 
     def _read(self, clock_s: float) -> None:
-        # A key that is not there would be waited for; each is there for good once its rank has begun.
+        # Reading a missing key would block; a key stays once its rank has set it.
         absent = {rank for rank in self._judge.unheard() if not self._store.check([f"beat/{rank}"])}
         present = [rank for rank in range(self._size) if rank not in absent]
         for rank, data in zip(present, self._store.multi_get([f"beat/{r}" for r in present]), strict=True):
@@ -178,7 +178,7 @@ class Watcher:
         self._gathering = None
         new = {rank: text for rank, text in lost.items() if rank not in self._reported_lost}
         if not hangs and not new and not troubled:
-            return None  # it has dissolved while the stacks were gathered
+            return None  # the trouble has ended while the stacks were gathered
         gave = [rank for rank in asked if rank not in late]
         given = (
             dict(zip(gave, map(_text, self._store.multi_get([f"stacks/{r}" for r in gave])), strict=True))
@@ -229,5 +229,5 @@ def _text(data: bytes) -> str:
 
 
 def read_reports(store: dist.Store, after: int) -> list[tuple[int, str, bool]]:
-    """The reports above the number ``after``: number, text, and whether it ends the ranks."""
+    """Return the reports with numbers above ``after``: number, text, and whether every rank must end."""
     return [(number, text, ends) for number, text, ends in json.loads(store.get("report")) if number > after]

@@ -1,10 +1,10 @@
-"""Who am I: the world of this process, found out from its environment.
+"""The world of this process: its rank, the number of ranks, its node and device, found out from its environment.
 
-Read in this order: ``identity`` (what a launcher can tell), ``torchrun``, ``slurm``, ``mpi`` (launchers), ``discovery`` (the
-list of all), ``guozhuang.net.meet`` (how ranks find each other), ``session`` (``init`` and ``shutdown``).
+Read in this order: ``identity`` (values from a launcher), ``torchrun``, ``slurm``, ``mpi`` (launchers), ``discovery`` (the
+list of launchers), ``guozhuang.net.meet`` (how ranks find each other), ``session`` (``init`` and ``shutdown``).
 """
 
-# First: it says so where PyTorch is too old, or was built without torch.distributed.
+# Imported first, because it raises if PyTorch is too old or was built without torch.distributed.
 from guozhuang.world import versions
 
 # isort: split

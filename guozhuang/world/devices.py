@@ -1,4 +1,4 @@
-"""Which device a rank computes on, and which backend carries its collectives."""
+"""Choice of the device on which a rank computes, and of the backend of its process group."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from guozhuang.world.identity import Identity
 
 # The backend of guozhuang.groups for ranks that share memory; `import guozhuang` registers the name.
 SHARED_MEMORY = "shm"
-# Of a device whose UUID cannot be had, or would not be its own: parts of a GPU (MIG) may all carry that of the whole.
+# Stands for the UUID of a device that has none of its own: all parts of a GPU (MIG) may report the UUID of the whole.
 UNKNOWN = "?"
-#: Launchers that may give each process a device of its own, the only one it sees.
+#: Launchers that may give each process a device of its own, so that it sees no other device.
 BIND_DEVICES = ("slurm", "openmpi", "hydra")
 
 
 def backend_of_cpu_ranks(hosts: Sequence[str], platform: str = sys.platform) -> tuple[str, str]:
-    """The default backend for ranks that compute on CPUs, and why it is that one, for the log.
+    """Return the default backend for ranks that compute on CPUs, and the reason for it, for the log.
 
     Args:
         hosts: the host identity of every rank, equal for ranks of one node.
-        platform: as ``sys.platform`` has it.
+        platform: in the form of ``sys.platform``.
     """
     size, num_nodes = len(hosts), len(set(hosts))
     if size == 1:
@@ -53,19 +53,19 @@ def choose(
     Args:
         backend: "gloo", "nccl", another registered name, one per device type as in "cpu:gloo,cuda:nccl", or None:
             nccl where the device is CUDA, ``cpu_backend`` where it is the CPU.
-        device: None: CUDA where there is any and the backend allows it, else the CPU. "cuda": the one of ``local_rank``.
-        local_rank: this process among those of its node; or, where that is known, the index of its device (``own_indices``).
+        device: None: CUDA if there is a device and the backend allows it, else the CPU. "cuda": the one of ``local_rank``.
+        local_rank: rank of this process on its node; or the index of its device, if that is known (``own_indices``).
         num_cuda: how many CUDA devices this process can see.
-        cpu_backend: the default where the device is the CPU.
-        is_bound: the launcher may have given this process devices of its own (Slurm and MPI do): where it sees exactly one,
-            that is the device, whatever its local rank.
-        launcher: who started this process, for the remedy in an error's text.
+        cpu_backend: the default backend if the device is the CPU.
+        is_bound: the launcher may have given this process devices of its own (Slurm and MPI can): if it sees exactly one,
+            it takes that device, whatever its local rank.
+        launcher: name of the launcher, for the remedy in an error's text.
 
     Returns:
-        The backend as ``torch.distributed.init_process_group`` wants it, and the device, with its index if it is CUDA.
+        The backend in the form of ``torch.distributed.init_process_group``, and the device, with its index if it is CUDA.
 
     Raises:
-        UsageError: an unknown name, a device that is not there, or a backend that cannot serve the device.
+        UsageError: an unknown name, a device that does not exist, or a backend that cannot serve the device.
     """
     serves = None if backend is None else served_types(backend)
     if device is None:
@@ -92,9 +92,9 @@ def choose(
 
 
 def uuids(device: torch.device) -> list[str]:
-    """The UUIDs of the CUDA devices that may become this process's: of ``device`` if it has an index, else of all it sees.
+    """Return the UUIDs of the CUDA devices that this process may take: ``device`` if it has an index, else all it sees.
 
-    Empty where ``device`` is no CUDA device. Starts CUDA in this process otherwise.
+    Empty if ``device`` is not a CUDA device; otherwise starts CUDA in this process.
     """
     if device.type != "cuda":
         return []
@@ -107,18 +107,18 @@ def uuids(device: torch.device) -> list[str]:
 
 
 def own_indices(hosts: Sequence[str], seen: Sequence[Sequence[str]]) -> list[int | None] | None:
-    """Which of the devices it sees each rank takes: in rank order on each node, the first that nobody has taken before.
+    """Choose a device for every rank: in rank order on each node, the first device it sees that no earlier rank has taken.
 
-    So ranks that all see the same devices take them by local rank; ranks that were given devices of their own, one or more,
-    take the first of theirs; ranks of one socket share those of that socket out among them.
+    So ranks that see the same devices take them by local rank; ranks that have one or more devices of their own take the
+    first of these; ranks of one CPU socket that see the devices of that socket divide them among themselves.
 
     Args:
         hosts: the host identity of every rank.
-        seen: the UUIDs that each rank told (``uuids``).
+        seen: for every rank the UUIDs of its visible devices (``uuids``).
 
     Returns:
-        For each rank the position in its list, None where nothing is left for it, or where it sees none. None instead of
-        the list: a UUID is unknown, so nothing can be said.
+        For each rank the position in its list; None for a rank that sees no device, or only taken ones. None instead of
+        the list if any UUID is unknown.
     """
     if any(UNKNOWN in each for each in seen):
         return None
@@ -133,9 +133,9 @@ def own_indices(hosts: Sequence[str], seen: Sequence[Sequence[str]]) -> list[int
 
 
 def own_index(rank: int, local_rank: int, hosts: Sequence[str], seen: Sequence[Sequence[str]]) -> int | None:
-    """The position of this rank's device in its own list; None if the UUIDs do not tell.
+    """Return the position of this rank's device in its own list; None if it does not follow from the UUIDs.
 
-    ``local_rank`` as its launcher told it counts wherever all ranks of the node see the same devices.
+    If all ranks of the node see the same devices, the position is the launcher's ``local_rank``.
     """
     found = own_indices(hosts, seen)
     if len({tuple(each) for host, each in zip(hosts, seen, strict=True) if host == hosts[rank]}) == 1:
@@ -144,10 +144,10 @@ def own_index(rank: int, local_rank: int, hosts: Sequence[str], seen: Sequence[S
 
 
 def check_own(hosts: Sequence[str], seen: Sequence[Sequence[str]], launcher: str) -> None:
-    """Refuse a world in which two ranks would have to share a CUDA device, which NCCL cannot. Every rank finds the same.
+    """Raise if two ranks would have to share a CUDA device, which NCCL does not allow. The result is equal on all ranks.
 
     Raises:
-        UsageError: the first such rank, and who has what it sees.
+        UsageError: two ranks share a device; the text names the first rank without one, and the ranks that have its devices.
     """
     found = own_indices(hosts, seen)
     for rank, index in enumerate(found or ()):
@@ -174,7 +174,7 @@ def _ranks(ranks: Iterable[int]) -> str:
 
 
 def _fix(launcher: str, num: int) -> str:
-    """How to give each rank of a node with ``num`` devices one of its own, under each launcher."""
+    """Return a remedy that gives each rank of a node with ``num`` devices one of its own, under this launcher."""
     at_most = f"start at most {num}"
     ways = {
         "slurm": f"ask for a GPU per task (srun --gpus-per-task=1), or {at_most} on a node (--ntasks-per-node={num})",
@@ -186,7 +186,7 @@ def _fix(launcher: str, num: int) -> str:
 
 
 def devices_seen(backend: str | None, device: str | torch.device | None) -> str:
-    """The UUIDs of the CUDA devices that this rank may take, joined by commas, for the other ranks; "" if it wants none."""
+    """Return the UUIDs of the CUDA devices that this rank may take, joined by commas, for the roll call; "" for the CPU."""
     _, chosen = choose(backend, device, 0, num_cuda())
     is_named = device is not None and torch.device(device).index is not None
     return ",".join(uuids(chosen if is_named else torch.device(chosen.type)))
@@ -201,9 +201,9 @@ def choose_own(
     environ: Mapping[str, str],
     cpu_backend: str = dist.Backend.GLOO,
 ) -> tuple[str, torch.device]:
-    """Choose as ``choose`` does, with the device index that follows from the UUIDs that all ranks of the node see.
+    """Choose as ``choose`` does, with the device index that follows from the UUIDs in the ``notes`` of all ranks.
 
-    Where these are not known the index is the local rank.
+    If these are not known the index is the local rank.
     """
     assert identity.local_rank is not None
     num, launcher, index = num_cuda(), identity.launcher, None
@@ -229,10 +229,10 @@ def device_to_bind(backend: str, device: torch.device) -> torch.device | None:
 
 
 def served_types(backend: str) -> set[str]:
-    """The device types that a backend, or each part of "type:name,type:name", serves; checks that it is there.
+    """Return the device types that a backend, or all parts of "type:name,type:name", serve; check that the backend exists.
 
     Raises:
-        UsageError: a name that is unknown, or that this build of PyTorch lacks.
+        UsageError: a name is unknown, or this build of PyTorch lacks the backend.
     """
     types: set[str] = set()
     for part in backend.split(","):
@@ -253,7 +253,7 @@ def served_types(backend: str) -> set[str]:
 def _default_type(backend: str | None, serves: set[str] | None, num_cuda: int) -> str:
     if backend is None or serves is None:
         return "cuda" if num_cuda else "cpu"
-    # Gloo serves both; who asks for it by name on a machine with GPUs means the CPU. "cpu:gloo,cuda:nccl" means the GPU.
+    # Gloo serves both; "gloo" alone selects the CPU, also on a machine with GPUs. "cpu:gloo,cuda:nccl" selects the GPU.
     if "cuda" in serves and num_cuda and (":" in backend or "cpu" not in serves):
         return "cuda"
     return "cpu" if "cpu" in serves else sorted(serves)[0]
@@ -275,5 +275,5 @@ def _with_index(device: torch.device, local_rank: int, num_cuda: int, launcher: 
 
 
 def num_cuda() -> int:
-    """How many CUDA devices this process sees."""
+    """Return how many CUDA devices this process sees."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

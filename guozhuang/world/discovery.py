@@ -1,4 +1,4 @@
-"""Which launcher started this process, found out from its environment alone."""
+"""Find out which launcher started this process, from its environment."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from guozhuang.world import alone, mpi, slurm, torchrun
 from guozhuang.world.identity import Identity
 from guozhuang.world.variables import number
 
-# In the order of asking: mpirun within a job of Slurm starts its helpers by srun, whose variables the ranks see as well.
-# A further launcher is one file with such a function, and one line here.
+# In the order of trying: mpirun inside a Slurm job starts its helpers by srun, whose variables the ranks inherit.
+# To add a launcher, write one file with such a function, and add one line here.
 LAUNCHERS: tuple[Callable[[Mapping[str, str]], Identity | None], ...] = (
     mpi.read_open_mpi,
     slurm.read,
@@ -19,10 +19,10 @@ LAUNCHERS: tuple[Callable[[Mapping[str, str]], Identity | None], ...] = (
 
 
 def discover(environ: Mapping[str, str]) -> Identity:
-    """The identity of the process that has this environment. Changes nothing.
+    """Return the identity of the process that has this environment. Changes nothing.
 
-    RANK was exported for this very purpose, so it outranks what a scheduler leaves in every process. Reads nothing but
-    ``environ``, except under Hydra, where only the command line of its helper tells one run from another.
+    RANK is set for this very purpose, so it takes precedence over the variables that a scheduler sets in every process. Reads
+    nothing but ``environ``, except under Hydra, where only the command line of its helper distinguishes one run from another.
 
     Raises:
         UsageError: the environment is half set, or contradicts itself.
@@ -37,7 +37,7 @@ def discover(environ: Mapping[str, str]) -> Identity:
 
 
 def _check_size(environ: Mapping[str, str], identity: Identity) -> None:
-    """A batch script may export WORLD_SIZE for all; it must not say otherwise."""
+    """Raise if WORLD_SIZE, which a batch script may export, differs from the launcher's number of processes."""
     size = number(environ, "WORLD_SIZE", fix="leave WORLD_SIZE out: the launcher tells it")
     if size is not None and size != identity.size:
         what = (

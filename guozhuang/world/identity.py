@@ -1,4 +1,4 @@
-"""The words for who a process is: what a launcher tells (``Identity``), and what is known in the end (``World``)."""
+"""Data classes for a process's rank and node: as its launcher gives them (``Identity``), and complete (``World``)."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class World:
     """All processes of a run, seen from one of them.
 
     Attributes:
-        rank: this process, 0 <= rank < size.
+        rank: number of this process, 0 <= rank < size.
         size: how many processes there are.
-        local_rank: this process among those of its node.
+        local_rank: number of this process among those of its node.
         local_size: how many processes its node has.
-        node_rank: its node, 0 <= node_rank < num_nodes.
+        node_rank: number of its node, 0 <= node_rank < num_nodes.
         num_nodes: how many nodes there are.
-        device: where this rank computes; never a bare "cuda": the index is known.
-        launcher: who started it: "torchrun" (also ``guozhuang run``), "environment" (RANK and the others were exported
-            by something else), "slurm" (srun), "openmpi" (its mpirun), "hydra" (mpiexec of MPICH and Intel MPI), or "alone".
+        device: the device on which this rank computes; a CUDA device always has its index.
+        launcher: the launcher's name: "torchrun" (also ``guozhuang run``), "environment" (another program exported RANK and so
+            on), "slurm" (srun), "openmpi" (its mpirun), "hydra" (mpiexec of MPICH and Intel MPI), or "alone".
     """
 
     rank: int
@@ -37,13 +37,13 @@ class World:
 
 @dataclass(frozen=True)
 class LaunchedNode:
-    """What a launcher that starts one process (or more) on each node tells about nodes; for an agent per node.
+    """A node as a launcher like srun or mpirun describes it to a process there; for runs with one agent per node.
 
     Attributes:
-        node_rank: this node, 0 <= node_rank < num_nodes.
-        num_nodes: how many nodes the launcher started processes on.
-        num_tasks: how many processes it started on this node; an agent wants one.
-        local_rank: this process among them.
+        node_rank: number of this node, 0 <= node_rank < num_nodes.
+        num_nodes: on how many nodes the launcher started processes.
+        num_tasks: how many processes it started on this node; an agent needs exactly one.
+        local_rank: number of this process among them.
         meeting_point: where the processes of this run can meet; None on a single node.
     """
 
@@ -56,9 +56,9 @@ class LaunchedNode:
 
 @dataclass(frozen=True)
 class Identity:
-    """What the environment tells about this process. None: not told, to be found out when the ranks meet.
+    """The rank and node of this process as its environment gives them; None: not given, to be found out in the roll call.
 
-    ``meeting_point`` is None in a world of one, which meets nobody.
+    ``meeting_point`` is None in a world of one, which has no other ranks to meet.
     """
 
     launcher: str

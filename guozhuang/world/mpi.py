@@ -1,4 +1,4 @@
-"""``mpirun`` of Open MPI, and ``mpiexec`` of Hydra (MPICH, Intel MPI): every process is a rank. MPI itself is not used."""
+"""The identity of ranks of Open MPI's ``mpirun`` and Hydra's ``mpiexec`` (MPICH, Intel MPI). MPI itself is not used."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ HYDRA = _Launcher(
 
 
 def read_open_mpi(environ: Mapping[str, str]) -> Identity | None:
-    """The identity of a process of Open MPI's ``mpirun``; None if it did not start this one, or started only one.
+    """Return the identity of a process of Open MPI's ``mpirun``; None without ``mpirun``, or if it started one process only.
 
     Raises:
         UsageError: the environment is half set, or contradicts itself.
@@ -60,7 +60,7 @@ def read_open_mpi(environ: Mapping[str, str]) -> Identity | None:
 
 
 def read_hydra(environ: Mapping[str, str]) -> Identity | None:
-    """The identity of a process of Hydra's ``mpiexec``; None if it did not start this one, or started only one.
+    """Return the identity of a process of Hydra's ``mpiexec``; None without it, or if it started one process only.
 
     Raises:
         UsageError: the environment is half set, or contradicts itself.
@@ -69,9 +69,9 @@ def read_hydra(environ: Mapping[str, str]) -> Identity | None:
 
 
 def node_of(environ: Mapping[str, str]) -> LaunchedNode | None:
-    """The node of this process of ``mpirun`` or ``mpiexec``, for an agent per node; None if neither started it.
+    """Return the node of this process of ``mpirun`` or ``mpiexec``, for an agent per node; None if neither started it.
 
-    Only where each node has one process is a node's rank known: it is that of the process.
+    Assumes that all processes are on one node, or that each node has one process, whose rank is then the node's.
 
     Raises:
         UsageError: the environment is half set, or contradicts itself.
@@ -88,14 +88,14 @@ def node_of(environ: Mapping[str, str]) -> LaunchedNode | None:
 
 
 def lineage() -> list[str]:
-    """The command lines of the processes above this one, the nearest first; as many as can be read."""
+    """Return the command lines of the ancestors of this process, its parent first, as far as they can be read."""
     words = (processes.command_line(pid) for pid in processes.ancestors(os.getpid()))
     return [b" ".join(line).decode(errors="replace") for line in words]
 
 
 @dataclass(frozen=True)
 class _Run:
-    """The same on all processes of a run: a key that no other run has, and hosts where rank 0 may be."""
+    """A run as all its processes know it: a key that no other run has, and hosts on which rank 0 may be."""
 
     key: Sequence[str]
     hosts: Sequence[str]
@@ -113,7 +113,7 @@ def _read(launcher: _Launcher, environ: Mapping[str, str], run: Callable[[Mappin
         size=size,
         local_rank=local_rank,
         local_size=local_size,
-        # Else neither tells which node this is: the ranks find out when they meet.
+        # With several nodes neither launcher gives the node: it is determined in the roll call.
         node_rank=0 if is_one_node else None,
         num_nodes=1 if is_one_node else None,
         meeting_point=_meeting_point(launcher, environ, size, is_one_node=is_one_node, run=run),
@@ -151,12 +151,12 @@ def _meeting_point(
         raise UsageError(explain(what, fix=fix))
     key = [launcher.name, str(size), *found.key]
     secret = points.secret(given, key)
-    # Inside a Slurm job the first of its nodes is a good guess too.
+    # Inside a Slurm job the first of its nodes is a good candidate too.
     nodes = node_lists.expand(environ["SLURM_JOB_NODELIST"]) if environ.get("SLURM_JOB_NODELIST") else []
     hosts = ("127.0.0.1",) if is_one_node else tuple(dict.fromkeys([*asked_host, *found.hosts, *nodes[:1]]))
     return PortSequence(
         hosts=hosts,
-        # Without a key of the launcher's the secret keeps the ports of two runs apart.
+        # The given secret is part of the key, because it keeps the ports of two runs apart where the launcher gives no key.
         ports=tuple(dict.fromkeys([*asked_port, *points.sequence([*key, points.secret(given, ["ports"]).hex()])])),
         secret=secret,
         is_one_node=is_one_node,
@@ -173,7 +173,7 @@ def _note(environ: Mapping[str, str], name: str) -> str:
 
 
 def _open_mpi_run(environ: Mapping[str, str]) -> _Run:
-    """Open MPI 4 tells all ranks the addresses of mpirun, and 128 random bits; 5 a name made of mpirun's host and process."""
+    """Read a run of Open MPI: version 4 gives all ranks mpirun's addresses and 128 random bits, 5 mpirun's host and pid."""
     uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
     namespace = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid") or ""
     hosts: list[str] = []
@@ -184,13 +184,13 @@ def _open_mpi_run(environ: Mapping[str, str]) -> _Run:
     hosts += [launcher[1]] if launcher else []
     key = [namespace, environ.get("OMPI_MCA_orte_precondition_transports", "")]
     if environ.get(OPEN_MPI.local_size) == environ.get(OPEN_MPI.size):
-        # One daemon serves all ranks, at a port that no other run has. Containers can be alike in the rest.
+        # All ranks have the same daemon, at a port that no other run has; runs in containers may have the rest in common.
         key += [environ[name] for name in sorted(environ) if re.fullmatch("PMIX_SERVER_URI[0-9]*", name)]
     return _Run(key, hosts)
 
 
 def _hydra_run(environ: Mapping[str, str]) -> _Run:
-    """Hydra tells ranks nothing alike; but the proxy that started them on each node was told where mpiexec listens."""
+    """Read a run of Hydra from the command line of its proxy, which has mpiexec's address; no variable identifies the run."""
     del environ
     for command in lineage():
         if re.search(r"hydra_(pmi|bstrap)_proxy", command):

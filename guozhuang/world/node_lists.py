@@ -1,4 +1,4 @@
-"""Slurm's short ways of writing lists: of nodes, ``gpu[001-003,7],x5``, and of counts, ``2(x2),1``. Pure."""
+"""Parsers of Slurm's short forms of lists: of nodes, ``gpu[001-003,7],x5``, and of counts, ``2(x2),1``. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from guozhuang.errors import UsageError, explain
 
-# More than any cluster has: a damaged list must not fill the memory.
+# The most names or numbers of a list, more than any cluster has: a damaged list must not fill the memory.
 _MOST = 1 << 20
 _NUM_PORTS = 1 << 16
 _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", re.ASCII)
@@ -16,11 +16,11 @@ _FIX = "it should be as Slurm set it; unset the SLURM_ variables if srun did not
 
 
 def expand(text: str) -> list[str]:
-    """The node names that a list of Slurm's stands for, as ``scontrol show hostnames`` prints them.
+    """Return the node names of a Slurm node list, as ``scontrol show hostnames`` prints them.
 
     Args:
-        text: names with commas between them; ``[...]`` in a name holds numbers and ranges, leading zeros count, and a name may
-            have several, of which the last runs fastest.
+        text: names with commas between them; ``[...]`` in a name holds numbers and ranges, leading zeros are kept. A name may
+            have several brackets, of which the last varies fastest.
 
     Raises:
         UsageError: the list cannot be read.
@@ -41,7 +41,7 @@ def expand(text: str) -> list[str]:
 
 
 def counts(text: str) -> list[int]:
-    """The numbers that ``2(x2),1`` stands for: 2, 2, 1.
+    """Return the numbers of a Slurm list of counts: 2, 2, 1 for ``2(x2),1``.
 
     Raises:
         UsageError: the list cannot be read.
@@ -57,7 +57,7 @@ def counts(text: str) -> list[int]:
 
 
 def ports(text: str) -> list[int]:
-    """The TCP ports that ``12000-12003,12008`` stands for (SLURM_STEP_RESV_PORTS).
+    """Return the TCP ports of a list such as ``12000-12003,12008`` (SLURM_STEP_RESV_PORTS).
 
     Raises:
         UsageError: the list cannot be read.
@@ -69,12 +69,12 @@ def ports(text: str) -> list[int]:
 
 
 def _split(text: str) -> list[str]:
-    """At the commas that stand outside of brackets."""
+    """Split at the commas outside of brackets."""
     return re.split(r",(?![^\[\]]*\])", text)
 
 
 def _numbers(inside: str, whole: str) -> Iterator[str]:
-    """ "001-003,7" -> 001, 002, 003, 7."""
+    """Yield the numbers of a list of numbers and ranges: 001, 002, 003, 7 for "001-003,7"."""
     for part in inside.split(","):
         match = _NUMBERS.fullmatch(part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)

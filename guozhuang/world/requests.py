@@ -10,24 +10,24 @@ from typing import Literal
 from guozhuang.errors import UsageError, explain
 from guozhuang.world.variables import number
 
-#: Seconds, after which a run in which nothing moves is ended; None: never; "off": nobody watches for lost ranks either.
+#: The seconds after which a run that hangs is ended; None: never; "off": no heartbeat, so lost ranks are not noticed either.
 HangTimeout = float | Literal["off"] | None
 
 _MIN_SECRET_BYTES = 8
 
 
 def requested_strategy() -> str | None:
-    """The name given by ``guozhuang run --strategy NAME`` (environment GUOZHUANG_STRATEGY); None if none was."""
+    """Return the strategy of ``guozhuang run --strategy NAME`` (environment GUOZHUANG_STRATEGY); None if none was given."""
     return os.environ.get("GUOZHUANG_STRATEGY") or None
 
 
 def requested_backend() -> str | None:
-    """The name given by ``guozhuang run --backend NAME`` (environment GUOZHUANG_BACKEND); None if none was."""
+    """Return the backend of ``guozhuang run --backend NAME`` (environment GUOZHUANG_BACKEND); None if none was given."""
     return os.environ.get("GUOZHUANG_BACKEND") or None
 
 
 def requested_groups() -> int:
-    """The number given by ``guozhuang run --groups K`` (environment GUOZHUANG_GROUPS); 1 if none was.
+    """Return the number of ``guozhuang run --groups K`` (environment GUOZHUANG_GROUPS); 1 if none was given.
 
     Raises:
         UsageError: the variable holds no whole number of at least 1.
@@ -39,12 +39,12 @@ def requested_groups() -> int:
 
 
 def requested_servers() -> tuple[int, str] | None:
-    """(how many, ``host:port`` of the store they meet at) of the servers of this run; None if it has none.
+    """Return (number of servers, ``host:port`` of the store at which they meet) of this run; None if it has no servers.
 
-    Told by ``guozhuang run --servers K`` (environment GUOZHUANG_SERVERS, as in ``2@127.0.0.1:41234``).
+    Set by ``guozhuang run --servers K`` (environment GUOZHUANG_SERVERS, as in ``2@127.0.0.1:41234``).
 
     Raises:
-        UsageError: the variable holds something else.
+        UsageError: the variable has another form.
     """
     text = os.environ.get("GUOZHUANG_SERVERS", "").strip()
     if not text:
@@ -58,26 +58,26 @@ def requested_servers() -> tuple[int, str] | None:
 
 
 def requested_gloo_interface() -> str | None:
-    """The network interfaces that gloo was told to use (gloo's own environment variable GLOO_SOCKET_IFNAME), or None."""
+    """Return the network interfaces that gloo is to use (gloo's own environment variable GLOO_SOCKET_IFNAME), or None."""
     return os.environ.get("GLOO_SOCKET_IFNAME") or None
 
 
 def requested_nccl_interface() -> str | None:
-    """The network interfaces that NCCL was told to use or to leave out (its variable NCCL_SOCKET_IFNAME), or None."""
+    """Return the network interfaces that NCCL is to use or to leave out (its variable NCCL_SOCKET_IFNAME), or None."""
     return os.environ.get("NCCL_SOCKET_IFNAME") or None
 
 
 def requested_timeline() -> str | None:
-    """The path given by ``guozhuang run --timeline FILE`` (environment GUOZHUANG_TIMELINE); None if none was.
+    """Return the path of ``guozhuang run --timeline FILE`` (environment GUOZHUANG_TIMELINE); None if none was given.
 
     Each rank writes its own part to that path with ".rank" and its number added, ``trace.json.rank3``; ``guozhuang run``
-    joins the parts of its node into the file itself when the ranks have ended.
+    joins the parts of its node into ``FILE`` when the ranks have ended.
     """
     return os.environ.get("GUOZHUANG_TIMELINE") or None
 
 
 def requested_hang_timeout() -> HangTimeout:
-    """What ``guozhuang run --hang-timeout`` was given (environment GUOZHUANG_HANG_TIMEOUT); None if nothing was.
+    """Return the value of ``guozhuang run --hang-timeout`` (environment GUOZHUANG_HANG_TIMEOUT); None if none was given.
 
     Raises:
         UsageError: the variable holds neither a number of seconds above 0 nor "off".
@@ -88,14 +88,14 @@ def requested_hang_timeout() -> HangTimeout:
 
 
 def hang_timeout(text: str, name: str = "--hang-timeout") -> float | Literal["off"]:
-    """The seconds that ``text`` holds; "off": no heartbeat at all.
+    """Parse a hang time-out: return its seconds, or "off" for no heartbeat at all.
 
     Args:
-        text: as it stands on the command line or in the environment.
-        name: where it was found, for the error's text.
+        text: the text from the command line or the environment.
+        name: the option or variable that holds it, for the error's text.
 
     Raises:
-        UsageError: it is neither a number of seconds above 0 nor "off".
+        UsageError: the text is neither a number of seconds above 0 nor "off".
     """
     if text.strip().lower() == "off":
         return "off"
@@ -112,10 +112,10 @@ def hang_timeout(text: str, name: str = "--hang-timeout") -> float | Literal["of
 
 
 def requested_secret(environ: Mapping[str, str] | None = None) -> bytes:
-    """What only the processes of this run know (environment GUOZHUANG_SECRET, in hexadecimal); empty if nothing was given.
+    """Return the secret of this run (environment GUOZHUANG_SECRET, in hexadecimal); empty if none was given.
 
     Args:
-        environ: the environment to look into; None: the one of this process.
+        environ: the environment to read; None: the environment of this process.
 
     Raises:
         UsageError: the variable holds no hexadecimal number, or one that is too short to be a secret.
@@ -127,7 +127,7 @@ def requested_secret(environ: Mapping[str, str] | None = None) -> bytes:
     try:
         secret = bytes.fromhex(text)
     except ValueError:
-        # The value is not shown: it may be somebody's secret all the same.
+        # The error does not show the value, because it may be a secret all the same.
         what = "environment variable GUOZHUANG_SECRET must hold an even number of hexadecimal digits and nothing else"
         raise UsageError(explain(what, fix=fix)) from None
     if len(secret) < _MIN_SECRET_BYTES:

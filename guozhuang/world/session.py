@@ -2,9 +2,9 @@
 
 [Note: leaving] Gloo cannot cancel a collective. Destroying a group that still has one in flight waits until the peers
 answer, leave or run into the time-out; without destroying it the interpreter would wait all the same, or abort. A rank
-that leaves because of an exception must not wait so long: its peers wait for it, and a launcher acts only when it is
-gone. So after an uncaught exception there is a limit, after which the process ends with code 1, which it was about to
-end with anyway. A rank that leaves in peace waits for what it started.
+that leaves because of an exception must not wait so long: its peers wait for it, and a launcher acts only when the process has
+ended. So after an uncaught exception there is a limit of 5 s, after which the process ends with code 1, its exit code
+in any case. A rank that leaves without an exception waits for the collectives it started.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from guozhuang.world.identity import Identity, World
 from guozhuang.world.requests import HangTimeout, requested_backend, requested_hang_timeout
 from guozhuang.world.versions import default_store
 
-# Launchers and how ranks meet are imported by what enters a world: ``import guozhuang`` stays cheap for everybody else.
+# Modules about launchers and meeting are imported inside the functions that need them, to keep ``import guozhuang`` cheap.
 if TYPE_CHECKING:
     from guozhuang.net.meet import WorldStore
 
@@ -56,20 +56,20 @@ _log = logging.getLogger("guozhuang")
 
 @dataclass
 class _Session:
-    """The state of this process: the one current world, and what it takes to leave it and to come back.
+    """The state of this process: the current world, and all that is needed to leave it and to enter another one.
 
     Attributes:
-        world: None outside of a world.
-        made_group: the default process group is ours to destroy.
+        world: the current world; None outside of a world.
+        made_group: ``init`` made the default process group, so ``shutdown`` destroys it.
         backend: of the default process group, as asked for or chosen.
         timeout_s: as given to ``init``.
-        set_interfaces: the variables of gloo and NCCL that we set, and remove again.
-        meeting: kept over ``shutdown``, because a peer may come back to its store before we have left.
-        met_at: what ``meeting`` belongs to.
+        set_interfaces: names of the variables of gloo and NCCL that ``init`` set and ``shutdown`` removes.
+        meeting: the open store; kept after ``shutdown``, because a peer may enter its next world before this rank has left.
+        met_at: the meeting point of ``meeting``.
         generation: how many worlds were entered through ``meeting``.
         heartbeat: of this rank, to be stopped before the group is destroyed.
-        before_leaving: what stands on the world, and ends before it does.
-        process: that entered it; a forked child is no rank.
+        before_leaving: functions that ``shutdown`` calls before it destroys the group.
+        process: number of the process that entered the world; a forked child is no rank.
     """
 
     world: World | None = None
@@ -93,24 +93,24 @@ def init(
 ) -> World:
     """Find out who started this process, meet the other ranks, and make the default process group.
 
-    Every rank must call. A second call returns the same world. Where ``torch.distributed.init_process_group`` was
-    called before, its group is taken as it is, and stays the caller's to destroy.
+    Every rank must call. A second call returns the same world. If ``torch.distributed.init_process_group`` was
+    called before, its group is used as it is, and the caller must destroy it.
 
     Args:
-        backend: None: what ``guozhuang run --backend`` asked for; without that nccl for CUDA, and for the CPU "shm" where
-            all ranks are on one Linux node, else gloo. Else any name torch.distributed knows, also "cpu:gloo,cuda:nccl".
-        device: None: the CUDA device of the local rank where there is one and the backend serves it, else the CPU.
-            Else "cpu", "cuda" (the one of the local rank), "cuda:1" or a ``torch.device``.
-        timeout_s: limit for the ranks to find each other (covering both the store and the roll call: each gets it in
-            full), and of each collective of the default group, in seconds.
+        backend: any name that torch.distributed knows, also "cpu:gloo,cuda:nccl". None: the backend of ``guozhuang run
+            --backend``; without that nccl for CUDA, and for the CPU "shm" if all ranks are on one Linux node, else gloo.
+        device: "cpu", "cuda" (the device of the local rank), "cuda:1" or a ``torch.device``. None: the CUDA device of the
+            local rank if there is one and the backend serves it, else the CPU.
+        timeout_s: limit in seconds for each of three things: connecting to the store, the roll call of the ranks, and every
+            collective of the default group.
 
     Returns:
-        The world. Its device is the current CUDA device where it is one.
+        The world. If its device is a CUDA device, it is made the current one.
 
     Raises:
         UsageError: the environment is half set or contradicts itself; an argument cannot work, or contradicts the world
-            that is there already.
-        WorldError: a rank did not come in time; the text names it.
+            entered before.
+        WorldError: a rank did not join in time; the text names it.
     """
     if not (isinstance(timeout_s, int | float) and math.isfinite(timeout_s) and timeout_s > 0):
         raise UsageError(explain("timeout_s must be a number of seconds above 0", value=timeout_s, fix="leave it out"))
@@ -127,7 +127,7 @@ def init(
 
     identity = discover(os.environ)
     hang_timeout = requested_hang_timeout()
-    # Before any waiting: what cannot work is said at once. Which of several devices it is, the roll call tells.
+    # Before any wait, so that impossible arguments raise at once. The device's index is chosen after the roll call.
     note = devices_seen(backend, device)
     if identity.launcher == "alone" and slurm.hint(os.environ):
         _log.warning("%s", slurm.hint(os.environ))
@@ -169,7 +169,7 @@ def init(
 
 
 def identity() -> Identity:
-    """What the launcher of this process tells about it, before it has met anybody.
+    """Return the identity of this process as its launcher gives it, before the ranks have met.
 
     Raises:
         UsageError: the environment is half set, or contradicts itself.
@@ -180,16 +180,16 @@ def identity() -> Identity:
 
 
 def current() -> World | None:
-    """The world that ``init`` entered and ``shutdown`` has not left yet; None without one."""
+    """Return the world that ``init`` entered and ``shutdown`` has not left yet; None without one."""
     if _session.world is not None and not dist.is_initialized():
         _forget()  # the user destroyed the group
     return _session.world
 
 
 def shutdown() -> None:
-    """Leave the world: destroy the process group that ``init`` made; one that it found stays.
+    """Leave the world: destroy the process group if ``init`` made it; a group that existed before stays.
 
-    Without a world it does nothing. Called at exit by itself. ``init`` may be called again afterwards, by every rank.
+    Does nothing without a world. Is called automatically at exit. ``init`` may be called again afterwards, by every rank.
     Waits for collectives that are in flight, at most for the time-out of the group.
     """
     if current() is None:
@@ -200,16 +200,16 @@ def shutdown() -> None:
     if _session.made_group:
         dist.destroy_process_group()
         if dist.is_gloo_available():
-            # Gloo's threads drop the last work a moment after it was waited for, and with it objects of the interpreter,
-            # which aborts when that is ending: they get the interpreter for a moment.
+            # Gloo's threads release the last work, and Python objects with it, a moment after the wait for it has ended.
+            # That aborts the process if the interpreter is exiting by then, so it is given a moment before.
             time.sleep(_LAST_WORK_S)
     _forget()
 
 
 def before_leaving(action: Callable[[], None]) -> None:
-    """Have ``shutdown`` call ``action`` once, before the process group goes; the last one given is called first.
+    """Have ``shutdown`` call ``action`` once, before it destroys the process group; the action registered last is called first.
 
-    Not called where the user destroys the group. For what keeps threads or groups of its own in this world.
+    Not called if the user destroys the group. For code that keeps threads or process groups of its own in this world.
     """
     if action not in _session.before_leaving:
         _session.before_leaving.append(action)
@@ -248,14 +248,14 @@ def _forget() -> None:
 
 
 def _leave() -> None:
-    """At exit. See [Note: leaving]."""
+    """Leave the world at exit. See [Note: leaving]."""
     if os.getpid() != _session.process:
         return
     error = getattr(sys, "last_value", None)
     if error is not None:
         faulthandler.dump_traceback_later(_LEAVE_AFTER_ERROR_S, exit=True)
     try:
-        _stop_heartbeat(error)  # first: the others are to hear of the error, whatever else is to be ended
+        _stop_heartbeat(error)  # first, so that the other ranks learn of the error even if a later step fails
         shutdown()
     except Exception as failure:
         _log.warning("leaving the world failed: %s", failure)
@@ -304,7 +304,7 @@ def _check_same(world: World, backend: str | None, device: str | torch.device | 
     if backend is not None and backend.lower() != _session.backend.lower():
         what = f"gz.init was called before, with backend {_session.backend!r}"
         raise UsageError(explain(what, value=backend, rank=world.rank, fix=fix))
-    index = world.device.index or 0  # that of "cuda", wherever it came from
+    index = world.device.index or 0  # a bare "cuda" means the device of the world
     if device is not None and choose(None, device, index, num_cuda(), launcher=world.launcher)[1] != world.device:
         what = f"gz.init was called before, with device {str(world.device)!r}"
         raise UsageError(explain(what, value=str(device), rank=world.rank, fix=fix))
@@ -314,7 +314,7 @@ def _check_same(world: World, backend: str | None, device: str | torch.device | 
 
 
 def _adopt(backend: str | None, device: str | torch.device | None, timeout_s: float) -> World:
-    """A world around the process group that the user made. ``timeout_s`` is for the ranks to find each other."""
+    """Enter a world with the process group that the user made. ``timeout_s`` limits the roll call, if there is one."""
     from guozhuang.net.meet import RankCard, roll_call
     from guozhuang.world.discovery import discover
 
@@ -327,13 +327,13 @@ def _adopt(backend: str | None, device: str | torch.device | None, timeout_s: fl
     hang_timeout = requested_hang_timeout()
     known = found if found in dist.Backend.backend_list and found != dist.Backend.UNDEFINED else None
     told = Identity("environment", rank, size)
-    # Who made the group by hand may run under half an environment, and was not helped by it.
+    # A group made by hand needs no environment, so errors in a half set one are ignored.
     with contextlib.suppress(UsageError):
         identity = discover(os.environ)
         told = identity if (identity.rank, identity.size) == (rank, size) else told
     store = default_store()
     if size > 1:
-        # Each rank counts in the store how often it came: a group that is adopted again needs keys that nobody has used.
+        # Each rank counts its calls in the store, so that a group that is adopted again gets keys that were not used before.
         store = dist.PrefixStore(f"guozhuang/adopted/{store.add(f'guozhuang/adopted/turns/{rank}', 1)}", store)
     note = devices_seen(known, device)
     cards = [RankCard("", note)]
@@ -356,10 +356,10 @@ def _adopt(backend: str | None, device: str | torch.device | None, timeout_s: fl
 def meet(identity: Identity, timeout_s: float) -> tuple[dist.Store, WorldStore]:
     """Return the store of this world: a new one, or the next part of the store of an earlier world of this process.
 
-    Every rank must call, as often as the others. ``init`` does; a program that does so before gets a part of its own.
+    Every rank must call equally often. ``init`` calls it too; a program that calls it earlier gets another part.
 
     Raises:
-        UsageError, WorldError: the store cannot be kept, or not be reached in time.
+        UsageError, WorldError: the store could not be started, or not be reached in time.
     """
     from guozhuang.net.meet import open_store
 
@@ -370,11 +370,11 @@ def meet(identity: Identity, timeout_s: float) -> tuple[dist.Store, WorldStore]:
             identity.meeting_point,
             identity.rank,
             timeout_s,
-            says=not identity.local_rank,  # one line a node is enough; where nobody told, each rank
+            says=not identity.local_rank,  # one log line per node; where the local rank is unknown, every rank logs
             is_one_node=identity.local_size == identity.size,
         )
         _session.generation, _session.met_at = 0, identity.meeting_point
-        # Before the interpreter ends: threads that serve a door must not see it end.
+        # At exit, because the threads that serve a door must end before the interpreter does.
         atexit.unregister(_leave_meeting)
         atexit.register(_leave_meeting)
     _session.generation += 1
@@ -389,7 +389,7 @@ def _leave_meeting() -> None:
 
 
 def _complete(identity: Identity, hosts: list[str]) -> Identity:
-    """Fill in the fields that the environment did not tell, from the host of each rank."""
+    """Fill in the fields that the environment did not give, from the host of each rank."""
     from guozhuang.net.meet import places
 
     local_rank, local_size, node_rank, num_nodes = places(hosts, identity.rank) if len(hosts) > 1 else (0, 1, 0, 1)
@@ -406,7 +406,7 @@ def _set_interfaces(is_remote: bool, host: str | None) -> None:
     from guozhuang.net import interfaces
 
     wanted = interfaces.variables_of_ranks(host if is_remote else None, os.environ)
-    # For as long as the world lasts: groups that are made later read them as well.
+    # Set for as long as the world lasts, because groups that are made later read these variables too.
     os.environ.update(wanted)
     _session.set_interfaces = tuple(wanted)
 

@@ -1,6 +1,6 @@
-"""``srun``: every task of a step is a rank.
+"""The identity of ranks of Slurm's ``srun``: every task of a step is a rank.
 
-Only SLURM_STEP_* says "inside srun": the batch script has SLURM_PROCID=0 and SLURM_NTASKS as well, and is one process.
+Only SLURM_STEP_* variables mean "inside srun": the batch script has SLURM_PROCID=0 and SLURM_NTASKS too, but is one process.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from guozhuang.world.requests import requested_secret
 from guozhuang.world.variables import asked_meeting, number
 
 _FIX = "start the script with srun, which sets it; or unset the SLURM_ variables to run as one process"
-# At most so many reserved ports, and nodes that may be rank 0's, are tried: more only make each round longer.
+# The most reserved ports, and candidates for rank 0's node, that are tried: more would only make each round longer.
 _MAX_RESERVED, _MAX_GUESSES = 16, 64
-# Set in each task of a step that spans the parts of a heterogeneous job (in the older ones by the second name).
+# Set in each task of a step that spans the parts of a heterogeneous job (older versions of Slurm use the second name).
 _PARTS = ("SLURM_HET_SIZE", "SLURM_PACK_SIZE")
 
 
@@ -35,7 +35,7 @@ class _Step:
 
 
 def read(environ: Mapping[str, str]) -> Identity | None:
-    """The identity of a task of ``srun``; None outside of a step, and in a step of one task.
+    """Return the identity of a task of ``srun``; None outside of a step, and in a step of one task.
 
     Raises:
         UsageError: the environment is half set, or contradicts itself.
@@ -56,10 +56,10 @@ def read(environ: Mapping[str, str]) -> Identity | None:
 
 
 def node_of(environ: Mapping[str, str]) -> LaunchedNode | None:
-    """The node of this task of ``srun``, among those of the step, for an agent per node; None outside of a step.
+    """Return the node of this task of ``srun`` among the nodes of the step, for an agent per node; None outside of a step.
 
     Raises:
-        UsageError: the environment is half set, or contradicts itself, or does not tell the nodes.
+        UsageError: the environment is half set, contradicts itself, or lacks the nodes.
     """
     step = _step(environ)
     if step is None:
@@ -78,16 +78,16 @@ def node_of(environ: Mapping[str, str]) -> LaunchedNode | None:
 
 
 def hint(environ: Mapping[str, str] | None = None, command: str = "python ...") -> str:
-    """A hint for a process that runs alone although its job has several tasks or nodes; "" if there is none.
+    """Return a hint for a process that runs alone although its job has several tasks or nodes; "" if there is none.
 
     Args:
-        environ: the environment to look into; None: the one of this process.
-        command: what srun should start.
+        environ: the environment to read; None: the environment of this process.
+        command: the command for srun, as the hint shows it.
     """
     environ = os.environ if environ is None else environ
     if environ.get("SLURM_STEP_NUM_TASKS") is not None or not environ.get("SLURM_JOB_ID"):
         return ""
-    # Without -n a job has no number of tasks, however many nodes it has.
+    # Without -n a job has no SLURM_NTASKS, however many nodes it has.
     for name, things in (("SLURM_NTASKS", "tasks"), ("SLURM_JOB_NUM_NODES", "nodes")):
         text = environ.get(name, "").strip()
         if text.isascii() and text.isdigit() and int(text) > 1:
@@ -102,7 +102,7 @@ def _step(environ: Mapping[str, str]) -> _Step | None:
     size = number(environ, "SLURM_STEP_NUM_TASKS", at_least=1, fix=_FIX)
     if size is None:
         return None
-    # MPI's launchers start one helper on each node by srun: what they tell the ranks is finer than what srun told the helper.
+    # MPI launchers start one helper per node by srun, whose variables the ranks inherit: if MPI's own differ, these count.
     for mpi in ("PMI", "OMPI_COMM_WORLD"):
         theirs = environ.get(f"{mpi}_SIZE", str(size)), environ.get(f"{mpi}_RANK", environ.get("SLURM_PROCID"))
         if theirs != (str(size), environ.get("SLURM_PROCID")):
@@ -116,8 +116,8 @@ def _step(environ: Mapping[str, str]) -> _Step | None:
     text = environ.get("SLURM_STEP_TASKS_PER_NODE", "").strip()
     tasks = node_lists.counts(text) if text else []
     if node_rank is None or node_rank >= len(tasks) or sum(tasks) != size:
-        # Slurm 22 tells the tasks of a step with several parts (srun ... : ...) the counts of all parts. Where a count does
-        # not fit the ranks find out when they meet.
+        # In a step with several parts (srun ... : ...) Slurm 22 gives each task the counts of all parts. Where a count does
+        # not fit, the nodes are determined in the roll call instead.
         return _Step(rank, size, local_rank, None, None, None)
     if local_rank is not None and local_rank >= tasks[node_rank]:
         what = f"environment variable SLURM_LOCALID must be below the {tasks[node_rank]} tasks of node {node_rank}"
@@ -130,22 +130,22 @@ def _meeting_point(environ: Mapping[str, str], step: _Step) -> PortSequence:
     if not environ.get("SLURM_JOB_ID") or not environ.get("SLURM_STEP_ID"):
         what = "SLURM_STEP_NUM_TASKS is set, but SLURM_JOB_ID or SLURM_STEP_ID is not, so the ranks cannot tell steps apart"
         raise UsageError(explain(what, fix=_FIX))
-    # No port of srun (SLURM_STEP_LAUNCHER_PORT, SLURM_SRUN_COMM_PORT): srun has one for each part of a step, and a step with
-    # several parts in a job of one kind has no other mark.
+    # The key contains no port of srun (SLURM_STEP_LAUNCHER_PORT, SLURM_SRUN_COMM_PORT), because srun has another one for each
+    # part of a step, and not every step with several parts can be recognized.
     key = ["slurm", *(environ.get(name, "") for name in names)]
     asked_host, asked_port = asked_meeting(environ)
     text = environ.get("SLURM_STEP_RESV_PORTS", "").strip()
     reserved = node_lists.ports(text)[:_MAX_RESERVED] if text else []
-    # The ports depend on job and step alone: who looks at a firewall or a log can come to the same.
+    # These ports depend on job and step alone, so that an administrator can compute them for a firewall or a log.
     derived = points.sequence(key)
-    # Slurm 22 reserves the same ports for all parts of a step; where each has its own they come last, and do no harm.
+    # Slurm 22 reserves the same ports for all parts of a step; where parts may differ, reserved ports are tried last.
     wanted = [*derived, *reserved] if any(environ.get(name) for name in _PARTS) else [*reserved, *derived]
     nodes = node_lists.expand(environ["SLURM_STEP_NODELIST"]) if environ.get("SLURM_STEP_NODELIST") else []
-    # A host file (srun --distribution=arbitrary) puts rank 0 on any node, and the list of nodes is sorted all the same.
+    # With a host file (srun --distribution=arbitrary) rank 0 may be on any node, although the list of nodes is sorted.
     is_anywhere = environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary")
     firsts = nodes[: _MAX_GUESSES if is_anywhere else 1]
     is_one_node = step.num_nodes == 1
-    # The address of srun's node is that of rank 0 where a batch script runs srun. A wrong guess costs nothing.
+    # If a batch script runs srun, rank 0 is on srun's node. A wrong candidate does no harm.
     guesses = [*asked_host, *firsts, environ.get("SLURM_LAUNCH_NODE_IPADDR", "").strip()]
     hosts = ("127.0.0.1",) if is_one_node else tuple(dict.fromkeys(each for each in guesses if each))
     return PortSequence(

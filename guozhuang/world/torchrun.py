@@ -1,4 +1,4 @@
-"""torchrun, ``guozhuang run``, and anything else that exports the same variables."""
+"""The identity of ranks of torchrun, ``guozhuang run``, and any launcher that exports the same variables."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from guozhuang.world.requests import requested_secret
 from guozhuang.world.variables import bare_host, number
 
 _NEEDED = ("RANK", "WORLD_SIZE")
-# Any of these without the two above means that somebody meant this process to be one of several.
+# Any of these without both of the above is an error: a launcher meant this process to be one of several.
 _SIGNS = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
-# What names this machine and never another.
+# Names that always mean this machine itself.
 _LOCAL_NAMES = {"localhost", "localhost.localdomain", "localhost4", "localhost6", "ip6-localhost", "ip6-loopback"}
 _FIX = "start the script with `guozhuang run` or torchrun, which set it, or export it for each process"
 
 
 def read(environ: Mapping[str, str]) -> Identity | None:
-    """The identity told by RANK, WORLD_SIZE and their companions; None if none of them is set.
+    """Return the identity given by RANK, WORLD_SIZE, LOCAL_RANK and so on; None if none of them is set.
 
     Raises:
         UsageError: the environment is half set, or contradicts itself.
@@ -58,9 +58,9 @@ def read(environ: Mapping[str, str]) -> Identity | None:
 
 
 def has_virtual_local_rank(environ: Mapping[str, str]) -> bool:
-    """Whether LOCAL_RANK is 0 in all ranks, each of which sees its own device only (``--virtual-local-rank``).
+    """Return whether LOCAL_RANK is 0 in all ranks, each of which sees its own device only (``--virtual-local-rank``).
 
-    ``guozhuang run`` then tells the true one by GUOZHUANG_LOCAL_RANK.
+    ``guozhuang run`` then sets GUOZHUANG_LOCAL_RANK to the true local rank.
     """
     return "GUOZHUANG_LOCAL_RANK" in environ and environ.get("LOCAL_RANK") == "0"
 
@@ -77,7 +77,7 @@ def _check_local(name: str, rank: int, size: int, local_rank: int | None, local_
 def _nodes(
     environ: Mapping[str, str], rank: int, size: int, local_rank: int | None, local_size: int | None
 ) -> tuple[int | None, int | None]:
-    """(node_rank, num_nodes), from the GROUP_ variables of torchrun or, where every node is alike, by division."""
+    """Return (node_rank, num_nodes), from torchrun's GROUP_ variables or, if nodes have equally many ranks, by division."""
     num_nodes = number(environ, "GROUP_WORLD_SIZE", at_least=1, below=("WORLD_SIZE + 1", size + 1), fix=_FIX)
     if size == 1:
         return 0, 1

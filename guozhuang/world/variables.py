@@ -11,14 +11,14 @@ from guozhuang.errors import UsageError, explain
 def number(
     environ: Mapping[str, str], name: str, *, fix: str, at_least: int = 0, below: tuple[str, int] | None = None
 ) -> int | None:
-    """The whole number that variable ``name`` holds; None if it is not set.
+    """Return the whole number that variable ``name`` holds; None if it is not set.
 
     Args:
         environ: the environment.
         name: the variable.
         fix: the remedy, for the error's text.
         at_least: the smallest number allowed.
-        below: what the number must stay below, with the name of where that limit comes from.
+        below: (name, value) of a limit that the number must stay below; the error shows the name.
 
     Raises:
         UsageError: the variable holds anything else.
@@ -38,7 +38,7 @@ def number(
 
 
 def asked_meeting(environ: Mapping[str, str]) -> tuple[list[str], list[int]]:
-    """MASTER_ADDR and MASTER_PORT where the user exported them for a launcher that sets neither; each empty if not set.
+    """Return MASTER_ADDR and MASTER_PORT, which a user may export under launchers that set neither, as lists; [] if not set.
 
     Raises:
         UsageError: MASTER_PORT is no port.
@@ -52,6 +52,6 @@ def asked_meeting(environ: Mapping[str, str]) -> tuple[list[str], list[int]]:
 
 
 def bare_host(text: str) -> str:
-    """A name or address without what surrounds it: IPv6 addresses are often written in brackets, as before a port."""
+    """Return a host without surrounding spaces and brackets, in which IPv6 addresses are often written."""
     text = text.strip()
     return text[1:-1] if text.startswith("[") and text.endswith("]") else text

@@ -1,4 +1,4 @@
-"""What differs between the versions of PyTorch: checked, and called by one name, here and nowhere else."""
+"""All differences between versions of PyTorch that matter here: the check of the oldest one, and one name for each call."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from guozhuang.errors import explain
 
-# The first with everything that is used: stores over a socket of ours, process groups written in Python, their names.
+# The first version with all that is used: stores on a given socket, process groups written in Python, and their names.
 OLDEST = (2, 11)
 
-#: The methods of a process group that were renamed, with the names that older versions call. PyTorch's own backends answer
-#: to the older names in all versions, so we call them by those.
+#: The renamed methods of a process group, each with its name in older versions. PyTorch's own backends have the older names
+#: in all versions, so we call them by those.
 RENAMED: Mapping[str, str] = MappingProxyType(
     {
         "all_gather_single": "_allgather_base",
@@ -30,15 +30,15 @@ RENAMED: Mapping[str, str] = MappingProxyType(
 
 
 def require(part: str, oldest: tuple[int, int] = OLDEST, version: str = torch.__version__) -> None:
-    """To be called when ``part`` is imported.
+    """Raise if PyTorch is too old for ``part``; to be called when ``part`` is imported.
 
     Args:
-        part: what needs it, for the error's text.
+        part: the module that needs PyTorch, for the error's text.
         oldest: the first version, major and minor, with which it works.
-        version: of PyTorch, as it calls itself ("2.13.0+cpu").
+        version: of PyTorch, as in ``torch.__version__`` ("2.13.0+cpu").
 
     Raises:
-        ImportError: this PyTorch is older, or is none that can be loaded with ``torch.distributed``.
+        ImportError: this PyTorch is older, or was built without ``torch.distributed``.
     """
     wanted = ".".join(map(str, oldest))
     match = re.match(r"([0-9]+)\.([0-9]+)", version)
@@ -52,53 +52,53 @@ def require(part: str, oldest: tuple[int, int] = OLDEST, version: str = torch.__
 
 require("guozhuang.world")  # before anything below is looked up
 
-# By getattr: what is not there yet must not be looked up.
+# By getattr, because older versions lack these functions.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def default_store() -> dist.Store:
-    """The store of the default process group, however it was made. PyTorch has no public name for it."""
+    """Return the store of the default process group, however the group was made. PyTorch has no public name for it."""
     store: dist.Store = dist.distributed_c10d._get_default_store()
     return store
 
 
 def answer_older_names(group: type) -> None:
-    """Let a class of process groups answer to both names of its renamed methods; every version of PyTorch can call it."""
+    """Add the older names of the renamed methods to a class of process groups, so that every PyTorch version can call it."""
     for name, older in RENAMED.items():
         if name in vars(group) and older not in vars(group):
             setattr(group, older, vars(group)[name])
 
 
 def name_of(method: str) -> str:
-    """The name by which this version's process groups, PyTorch's and ours, know a method."""
+    """Return the name that a renamed method of process groups has in this version of PyTorch."""
     return method if hasattr(dist.ProcessGroup, method) else RENAMED.get(method, method)
 
 
 def field(config: object, name: str) -> Any:
-    """A setting that only later versions have; None in earlier ones."""
+    """Return the setting ``name`` of a configuration; None in versions of PyTorch that lack it."""
     return getattr(config, name, None)
 
 
 def call_with_known(kind: Callable[..., Any], target: Callable[..., Any] | None = None, **arguments: Any) -> Any:
-    """Call ``kind`` with those of the arguments that this version has a parameter for.
+    """Call ``kind`` with those of the arguments that it has a parameter for in this version of PyTorch.
 
     Args:
-        kind: a class or function of PyTorch, or a subclass that hands what it does not know itself to ``target``.
-        target: whose parameters count too.
-        **arguments: what the newest version takes. What an older one lacks is left out: only settings that it cannot follow.
+        kind: a class or function of PyTorch, or a subclass that passes the arguments it does not know to ``target``.
+        target: a class or function whose parameters count too.
+        **arguments: arguments for the newest version; those that an older one lacks are dropped, so give settings only.
     """
     known = {name for each in (kind, target) if each is not None for name in inspect.signature(each).parameters}
     return kind(**{name: value for name, value in arguments.items() if name in known})
 
 
 def bound_to_numa(command: list[str], local_rank: int, options: Any) -> list[str]:
-    """The command that starts a rank near its GPU, as ``--numa-binding`` asks; PyTorch has no public name for it.
+    """Return the command that starts a rank on the CPUs near its GPU (``--numa-binding``), by a private function of PyTorch.
 
     Args:
-        command: of the rank.
+        command: the command of the rank.
         local_rank: the index of its GPU.
-        options: the ``numa_options`` of torch's launch configuration; None: the command stays as it is.
+        options: the ``numa_options`` of torch's launch configuration; None: the command is returned unchanged.
     """
     if options is None:
         return command
