@@ -1,4 +1,4 @@
-"""``guozhuang run``: read what is asked for, run it on this node or on hosts, and say how it ended."""
+"""The entry point of ``guozhuang run``: read the command line, run it on this node or on hosts, report how it ended."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from guozhuang.launch.rendezvous.signs import OtherNodeError
 from guozhuang.launch.request import Request, RunReport, with_folders
 
 _log = logging.getLogger("guozhuang")
-_ERROR_LEVEL = 2  # of torch's C++ log
-_READ_S = 5.0  # for whoever reads our output to take the last word, after a signal
+_ERROR_LEVEL = 2  # the level "error" of torch's C++ log
+_READ_S = 5.0  # after a signal: how long the last message may wait for the reader of standard error
 
 
 def main(arguments: Sequence[str], request: Request | None = None) -> int:
-    """Do what ``guozhuang run`` was asked for.
+    """Run ``guozhuang run`` with these arguments.
 
     Args:
         arguments: the command line after ``guozhuang run``.
-        request: what the program that calls this wants besides; None: nothing.
+        request: further options of a program that calls this; None: the defaults.
 
     Returns:
         0 if every rank ended with 0; else the exit code of the rank that failed first, 128 + its number for a signal;
@@ -90,10 +90,10 @@ def _run_here(ours: Plan, request: Request) -> RunReport:
 
 @contextlib.contextmanager
 def _variables(ours: Plan, request: Request) -> Iterator[None]:
-    """The environment that the ranks inherit; afterwards it is as it was."""
+    """Set the environment that the ranks inherit, and restore it afterwards."""
     before = dict(os.environ)
     for name in ("GUOZHUANG_LOCAL_RANK", *request.extension.of_a_process):
-        os.environ.pop(name, None)  # of a run that this one is started in
+        os.environ.pop(name, None)  # set where this run was started inside a rank of another run
     os.environ.update(request.extension.defaults(os.environ))
     os.environ.update(ours.variables)
     os.environ.update(request.variables)
@@ -107,10 +107,10 @@ def _variables(ours: Plan, request: Request) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _errors_only() -> Iterator[None]:
-    """While it is open this process prints no warnings of torch's C++, unless the environment asks for a level of its own.
+    """Suppress warnings of torch's C++ log inside the ``with`` block, unless the environment sets a log level.
 
-    A store that is gone is twenty lines of frames there, and one line of ours. ``TORCH_CPP_LOG_LEVEL`` is read when torch
-    is imported, and would be handed on to the ranks; so the variable behind it is set, where it is found.
+    For a lost store torch would log twenty lines of stack frames; our error is one line. ``TORCH_CPP_LOG_LEVEL`` does not
+    serve: torch reads it only at import, and ranks inherit it. So the C++ variable behind it is set, if it can be found.
     """
     import torch
 
@@ -130,12 +130,12 @@ def _errors_only() -> Iterator[None]:
 
 
 def _timeline_parts(ours: Plan) -> list[str]:
-    """The files that ranks write: the timeline's name with ".rank3" at its end."""
+    """Return the timeline files of the ranks: the timeline's name followed by, for example, ".rank3"."""
     return [] if ours.timeline is None else sorted(glob.glob(f"{glob.escape(ours.timeline)}.rank*"))
 
 
 def _forget_timelines(ours: Plan) -> None:
-    """Remove what an earlier run left that was ended before it could join its timelines."""
+    """Remove timeline files of ranks that an earlier run left because it was killed before it could join them."""
     try:
         for part in _timeline_parts(ours):
             os.unlink(part)
@@ -145,7 +145,7 @@ def _forget_timelines(ours: Plan) -> None:
 
 
 def _join_timelines(ours: Plan) -> None:
-    """Join the timelines of the ranks; whether that works changes nothing about how the run ended."""
+    """Join the timelines of the ranks. A failure is reported but does not change the exit code."""
     if ours.timeline is None:
         return
     parts = _timeline_parts(ours)

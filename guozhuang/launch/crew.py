@@ -1,4 +1,4 @@
-"""The rank processes of one node: started in sessions of their own, watched by pidfd, sent signals, and gone at the end.
+"""The rank processes of one node: each is started in its own session, watched by pidfd, and killed at the end of the run.
 
 See [Note: no orphans] in guard.py.
 """
@@ -19,31 +19,31 @@ from guozhuang.launch import guard
 from guozhuang.watch.processes import pidfd_open, start_of, status
 
 ENTRY = str(Path(__file__).with_name("rank.py"))
-_POLL_S = 0.05  # where the kernel has no pidfd
+_POLL_S = 0.05  # interval of polling where the kernel has no pidfd
 
 
 def entry(log_folder: str = "") -> list[str]:
-    """The words before a rank's command, so that the kernel ends it with this process; see rank.py."""
+    """Return the words to put before a rank's command, so that the kernel kills the rank with this process; see rank.py."""
     return [sys.executable, "-I", "-S", ENTRY, str(os.getpid()), log_folder]
 
 
 def state_of(pid: int) -> str:
-    """The state of a process, a letter of proc(5) ("D": held by the kernel); "" if it is gone."""
+    """Return the state of a process, a letter of proc(5) ("D": uninterruptible sleep); "" if it is gone."""
     known = status(pid)
     return "" if known is None else known.state
 
 
 class Crew:
-    """The processes of one node. Called by the thread that lives as long as they shall.
+    """The rank processes of one node. The thread that starts them must outlive them; see [Note: no orphans].
 
     Args:
         run: the name of the run, which all its processes have in the environment.
-        folder: the run's temporary folder, which the guard removes where this process cannot.
+        folder: the run's temporary folder, which the guard removes if this process is killed.
     """
 
     def __init__(self, run: str, folder: str) -> None:
         self.run = run
-        self.sessions: dict[int, int] = {}  # the process of each rank ever started, and when it was started
+        self.sessions: dict[int, int] = {}  # process id of each rank ever started -> its start time
         self._guard = guard.Guard(run, folder)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._handles: dict[int, int] = {}  # pidfd -> rank
@@ -55,9 +55,9 @@ class Crew:
 
         Args:
             rank: its number in the world.
-            command: the program and its arguments, behind ``entry``.
-            environ: all of its environment.
-            stdout, stderr: files or pipes to write to; empty: where this process writes.
+            command: the program and its arguments, after the words of ``entry``.
+            environ: its complete environment.
+            stdout, stderr: paths of files or pipes to write to; empty: the rank inherits the stream of this process.
         """
         with contextlib.ExitStack() as stack:
             out, err = (stack.enter_context(open(path, "wb")) if path else None for path in (stdout, stderr))
@@ -69,16 +69,16 @@ class Crew:
         return process.pid
 
     def know(self, pids: Sequence[int]) -> None:
-        """Take further processes for part of the run, such as its parameter servers."""
+        """Add further processes to the run, such as its parameter servers, so that they are killed with it."""
         self.sessions |= {pid: start_of(pid) for pid in pids}
         self._guard.know(pids)
 
     def pid(self, rank: int) -> int:
-        """The process of a rank."""
+        """Return the process id of a rank."""
         return self._processes[rank].pid
 
     def wait(self, limit_s: float) -> dict[int, int]:
-        """Wait until a rank ends, or the limit is over; return the exit code of each that has ended, once."""
+        """Wait until a rank ends or the limit passes; return the exit codes of ranks that have ended since the last call."""
         if self._handles:
             select.select(list(self._handles), [], [], limit_s)
         else:
@@ -95,22 +95,22 @@ class Crew:
         return ended
 
     def send(self, ranks: Iterable[int], number: int) -> None:
-        """Send a signal to these ranks and what they started, as far as that is in their sessions' process groups."""
+        """Send a signal to the process groups of these ranks, so also to child processes that stayed in them."""
         for rank in ranks:
             if rank in self._processes:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(self._processes[rank].pid, number)
 
     def held(self) -> list[int]:
-        """The ranks that are in uninterruptible sleep now."""
+        """Return the ranks that are in uninterruptible sleep now."""
         return [rank for rank, process in self._processes.items() if state_of(process.pid) == "D"]
 
     def end_all(self, grace_s: float) -> None:
-        """End what is left of the run, SIGTERM first; 0: SIGKILL at once."""
+        """End the remaining processes of the run by SIGTERM, and after ``grace_s`` seconds by SIGKILL; 0: SIGKILL at once."""
         guard.end_all(self.run, self.sessions, grace_s)
 
     def close(self) -> None:
-        """Kill what is left of the run, and let the guard go."""
+        """Kill the remaining processes of the run, and end the guard."""
         self.end_all(0.0)
         self.wait(0.0)
         for handle in self._handles:
@@ -119,7 +119,7 @@ class Crew:
         self._guard.close()
 
     def kill(self) -> None:
-        """Kill every process of the run now; from any thread."""
+        """Kill every process of the run now. Any thread may call it."""
         for pid in guard.belonging(self.run, self.sessions):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Which rank failed first, in words, and the exit code that follows from it. Pure."""
+"""Determine which rank failed first, the text about it for the user, and the exit code of the run. Pure."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ from dataclasses import dataclass
 from guozhuang.launch import tracebacks
 from guozhuang.watch.report import EXIT_CODE
 
-_LAST_LINES = 12  # that are shown of the rank that failed first
-_LEAVING_LINES = 3  # that a rank may print between its traceback and its end
-_HANG = "(--hang-timeout "  # in the line of a heartbeat's report before the one that says who held the others up
+_LAST_LINES = 12  # number of last lines that are shown of the rank that failed first
+_LEAVING_LINES = 3  # number of lines that a rank may print between its traceback and its end
+_HANG = "(--hang-timeout "  # marks a line of the report on a hang; the next line names the rank that held up the others
 _OUT_OF_MEMORY = "if nobody sent it, the machine ran out of memory"
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The end of a rank that did not end with 0.
+    """The end of a rank whose exit code is not 0.
 
     Attributes:
         rank: its number in the world.
-        exitcode: as of ``subprocess``: negative for a signal.
-        pid: of its process.
+        exitcode: the exit code as in ``subprocess``: negative for a signal.
+        pid: the id of its process.
         ended: when its process ended, in seconds of any clock that is the same for all ranks.
-        lines: the last lines it printed, where they were seen; with ``times``, when each came, by the clock of ``ended``
-            (0.0: not known).
-        times: as long as ``lines``, or empty.
+        lines: the last lines it printed; empty where its output was not read.
+        times: when each of ``lines`` was read, by the clock of ``ended`` (0.0: not known); or empty.
     """
 
     rank: int
@@ -38,24 +37,24 @@ class Failure:
 
     @property
     def traceback(self) -> Sequence[str]:
-        """The Python traceback it printed; empty without one. A process that was killed may have one of earlier."""
+        """Return the lines of the Python traceback that ended it; empty if it ended by something else, such as SIGKILL."""
         begin, end = self._place
         return self.lines[begin:end]
 
     @property
     def before(self) -> Sequence[str]:
-        """The last lines it printed before the traceback."""
+        """Return the last lines it printed before the traceback."""
         begin = self._place[0]
         return _without_blanks(self.lines[:begin])[-_LAST_LINES:]
 
     @property
     def after(self) -> Sequence[str]:
-        """The last lines it printed; behind the traceback, if it printed one."""
+        """Return the last lines it printed after the traceback, or of all if there is no traceback."""
         return _without_blanks(self.lines[self._place[1] :])[-_LAST_LINES:]
 
     @property
     def stated(self) -> str:
-        """The line of the traceback that tells the exception."""
+        """Return the line of the traceback that names the exception; "" without a traceback."""
         if not self.traceback:
             return ""
         found = tracebacks.last(self.lines)
@@ -72,9 +71,9 @@ class Failure:
 
     @property
     def was_leaving(self) -> bool:
-        """Whether it had raised an exception, and the launcher's SIGTERM came while it was still leaving.
+        """Return whether it had raised an exception, and the launcher's SIGTERM came while it was still shutting down.
 
-        That takes a process with much to close a second or more, in which another one can lose it and end before it.
+        Shutting down can take a second or more; meanwhile another rank can lose the connection to it and end first.
         """
         if self.exitcode != -signal.SIGTERM:
             return False
@@ -83,36 +82,36 @@ class Failure:
 
     @property
     def code(self) -> int:
-        """What it would have ended with by itself, as of ``subprocess``: 1 for an exception."""
+        """Return the exit code, or 1 (that of an exception) if the launcher's SIGTERM came while it was shutting down."""
         return 1 if self.was_leaving else self.exitcode
 
     @property
     def failed(self) -> float:
-        """When it failed: when it began to print its traceback, which can be long before its end."""
+        """Return when it failed: when it began to print its traceback, which can be long before its end."""
         found = tracebacks.last(self.lines) if self.traceback and self.times else None
         return min(self.times[found[0]] or self.ended, self.ended) if found else self.ended
 
     @property
     def hang(self) -> str:
-        """Who held the ranks up, where its heartbeat ended it (``--hang-timeout``); a script may use the same exit code."""
+        """Return the line that names the rank that hung, if ``--hang-timeout`` ended this rank; else ""."""
         lines = list(self.lines)
         at = next((i for i in reversed(range(len(lines))) if _HANG in lines[i]), None)
         return "" if self.exitcode != EXIT_CODE or at is None else next(iter(lines[at + 1 : at + 2]), "")
 
     @property
     def is_reaction(self) -> bool:
-        """Whether it says itself that another rank had ended before."""
+        """Return whether its output says that another rank had ended before."""
         return self.exitcode not in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS) and (
             tracebacks.speaks_of_lost_peer(self.traceback or self.lines[-_LAST_LINES:])
         )
 
 
 def first(failures: Mapping[int, Failure]) -> int:
-    """The rank whose failure caused the others, by what is known.
+    """Return the rank whose failure most likely caused the other failures.
 
-    Who was ended by the launcher (SIGTERM) is no cause if there is another one, nor is who says that it lost a peer;
-    among the rest, the earliest. At the same moment (a clock may tell seconds only) a signal comes before an exception:
-    who is killed did not react to another rank's end.
+    A rank that the launcher ended (SIGTERM) or that reports a lost peer is the cause only if there is no other rank. Among
+    the rest the earliest failure counts. At equal times (a clock may have a resolution of seconds) a signal comes before an
+    exception, because a rank that was killed did not react to another rank's end.
     """
 
     def key(rank: int) -> tuple[int, float, bool, int]:
@@ -125,12 +124,12 @@ def first(failures: Mapping[int, Failure]) -> int:
 
 
 def exit_code(code: int) -> int:
-    """The exit code of a shell for a process that ended with ``code``: 128 + the signal's number for a signal."""
+    """Return the exit code that a shell gives a process that ended with ``code``: for a signal, 128 + its number."""
     return 128 - code if code < 0 else code
 
 
 def headline(failure: Failure, host: str) -> str:
-    """``rank 3 failed first: exit code 1 (process 4711 on host node7)``."""
+    """Return a line like ``rank 3 failed first: exit code 1 (process 4711 on host node7)``."""
     how_it_ended = "an exception" if failure.was_leaving else how(failure.exitcode)
     if failure.hang:
         words = f"the ranks hung, {failure.hang}"
@@ -142,12 +141,12 @@ def headline(failure: Failure, host: str) -> str:
 
 
 def describe(failures: Mapping[int, Failure], host: str, num_nodes: int = 1) -> str:
-    """What happened: the first failure with its traceback and last lines, then a line for each rank that ended with it.
+    """Return the report of a failed run: the first failure with its traceback and last lines, then a line per further rank.
 
     Args:
-        failures: by rank, of this node.
+        failures: the failures of this node, by rank.
         host: the name of this node.
-        num_nodes: of the run; with several the cause may lie on another one.
+        num_nodes: number of nodes of the run; with several the cause may lie on another node.
     """
     cause = first(failures)
     failure = failures[cause]
@@ -167,7 +166,7 @@ def describe(failures: Mapping[int, Failure], host: str, num_nodes: int = 1) -> 
 
 
 def _without_blanks(lines: Sequence[str]) -> Sequence[str]:
-    """Without empty lines at the end."""
+    """Return the lines without empty lines at the end."""
     end = len(lines)
     while end and not lines[end - 1].strip():
         end -= 1
@@ -186,7 +185,7 @@ def _indented(lines: Sequence[str]) -> list[str]:
 
 
 def how(code: int) -> str:
-    """``exit code 3`` or ``signal 9 (SIGKILL)``."""
+    """Return ``exit code 3`` or ``signal 9 (SIGKILL)``."""
     if code >= 0:
         return f"exit code {code}"
     try:

@@ -1,15 +1,15 @@
-"""Nothing of a run is left on its node: find the processes that belong to it, and end them.
+"""Find and kill the processes of a run, so that none is left on the node when the run ends.
 
-[Note: no orphans] The ranks of an agent are to end with it, also when it is killed with SIGKILL and can do nothing.
-1. Each rank asked the kernel for SIGKILL at the death of its parent (rank.py). The agent's main thread starts the ranks and
-   is the last of its threads to end, so the parent that the kernel watches is the agent itself. Between fork and that
-   request the agent can die unnoticed; so the rank looks at its parent after the request.
-2. The kernel tells the ranks only, and forgets the request at every fork: data-loader workers and programs that a script
-   started would go on. A guard, which is no child of the agent and in no session with it, waits for the agent's end, and
-   then kills all that has the run's variable in its environment or belongs to the session of a rank. Each rank has a
-   session of its own. The number of a session is not given to a new process while a process of it lives; a
-   leader that is younger than the rank we knew is a stranger.
-3. At every ordinary end, and before a restart, the agent does the same itself.
+[Note: no orphans] The ranks of an agent must end with it, even when it is killed with SIGKILL and cannot stop them.
+1. Each rank asks the kernel for SIGKILL at the death of its parent (rank.py). The agent's main thread starts the ranks and
+   is the last of its threads to end, so the parent that the kernel watches is the agent itself. If the agent dies between
+   the fork and that request, the kernel sends nothing; so the rank checks its parent after the request.
+2. That request covers the ranks only, because it is not inherited through fork: data-loader workers and programs that a
+   script started would keep running. A guard process, which is no child of the agent and has another session, waits for the
+   agent's end. Then it kills every process that has the run's variable in its environment or is in the session of a rank
+   (each rank has its own session). The kernel does not reuse the number of a session while a process of it lives; if the
+   session's leader started later than the rank we recorded, the number was reused and the process is not ours.
+3. At every ordinary end, and before a restart, the agent kills the same processes itself.
 The guard is run as a file by an interpreter without site packages, and imports one file of the package: ``watch.processes``.
 """
 
@@ -37,19 +37,19 @@ if (
 
 from guozhuang.watch.processes import all_pids, environment, pidfd_open, start_of, status
 
-# Every process of a run finds the run's own name in this variable.
+# Environment variable that holds the name of the run in every process of it.
 VARIABLE = "GUOZHUANG_RUN"
-# The guard has this one instead: a supervisor that kills what is left gives it time to do its work.
+# The guard has this variable instead, by which a supervisor that kills remaining processes spares the guard for a second.
 OF_GUARDS = "GUOZHUANG_GUARD"
-_LIMIT_S = 5.0  # for processes that were killed to be gone; one that the kernel holds (state D) is left behind then
+_LIMIT_S = 5.0  # wait after SIGKILL; a process in uninterruptible sleep (state D) is left behind then
 
 
 def belonging(run: str, sessions: Mapping[int, int]) -> list[int]:
-    """The living processes of a run, apart from the caller.
+    """Return the ids of the living processes of a run, without the caller.
 
     Args:
         run: the run's name, as in ``VARIABLE``.
-        sessions: process id of each rank, which is its session too, to when it began (``start_of``).
+        sessions: the process id of each rank (also the id of its session), mapped to its start time (``start_of``).
     """
     mark, found = f"{VARIABLE}={run}".encode(), []
     for pid in all_pids():
@@ -61,11 +61,11 @@ def belonging(run: str, sessions: Mapping[int, int]) -> list[int]:
 
 
 def end_all(run: str, sessions: Mapping[int, int], grace_s: float) -> list[int]:
-    """End every process of a run; return those that were there.
+    """End every process of a run; return the ids of the processes that were alive at the call.
 
     Args:
         run, sessions: see ``belonging``.
-        grace_s: how long they may take after SIGTERM, in seconds, before SIGKILL; 0: SIGKILL at once.
+        grace_s: seconds between SIGTERM and SIGKILL; 0: SIGKILL at once.
     """
     there = belonging(run, sessions)
     left, begin = there, time.monotonic()
@@ -78,7 +78,7 @@ def end_all(run: str, sessions: Mapping[int, int], grace_s: float) -> list[int]:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, number)
         time.sleep(0.01)
-        left = belonging(run, sessions)  # again from the start: they may have had children
+        left = belonging(run, sessions)  # searched anew: a process may have started children
     return there
 
 
@@ -90,7 +90,7 @@ def _is_of_session(session: int, sessions: Mapping[int, int]) -> bool:
 
 
 class Guard:
-    """The agent's side: a process that ends the run when this one is gone.
+    """The agent's handle of its guard: a process that ends the run when the agent is gone.
 
     Args:
         run: the run's name.
@@ -109,13 +109,13 @@ class Guard:
         )  # fmt: skip
 
     def know(self, pids: Sequence[int]) -> None:
-        """Tell the guard the ranks that were started."""
+        """Send the guard the process ids of ranks that were started."""
         if self._process is not None:
-            self._process.wait()  # the guard proper is its child, and has long been made
+            self._process.wait()  # this process only forks the real guard and exits at once
         self._tell("".join(f"{pid} {start_of(pid)}\n" for pid in pids))
 
     def close(self) -> None:
-        """Let the guard go: the agent has ended everything itself."""
+        """End the guard, because the agent has ended all processes itself."""
         self._tell("done\n")
         if self._process is not None:
             assert self._process.stdin is not None
@@ -126,21 +126,21 @@ class Guard:
 
     def _tell(self, text: str) -> None:
         if self._process is not None and not self._process.stdin.closed:  # type: ignore[union-attr]
-            with contextlib.suppress(OSError):  # somebody killed the guard: ranks still end with the agent
+            with contextlib.suppress(OSError):  # the guard was killed; the ranks still end with the agent
                 self._process.stdin.write(text.encode())  # type: ignore[union-attr]
                 self._process.stdin.flush()  # type: ignore[union-attr]
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Wait until the agent says that it is done, or is gone; then end what belongs to it."""
+    """Wait until the agent sends "done" or has ended; if it has ended, kill the remaining processes of its run."""
     agent, run, folder = int(arguments[0]), arguments[1], arguments[2]
     if os.fork():
-        os._exit(0)  # the one who stays is no child of the agent: nobody takes it for a rank
+        os._exit(0)  # the remaining process is no child of the agent, so it is not taken for a rank
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     told = b""
     try:
-        # A child of the agent may hold our pipe open; its own end is seen here.
+        # The pipe may stay open after the agent's end, because a child of the agent may hold it; a pidfd shows the end.
         agent_ended = pidfd_open(agent)
     except OSError:
         agent_ended = -1

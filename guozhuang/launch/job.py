@@ -1,4 +1,4 @@
-"""The decisions on the ranks of one node: who is ended, who is restarted, and when the run is over. Pure.
+"""Decide which ranks of one node are stopped or restarted, and when the attempt is over. Pure.
 
 The agent reports events (``ended``, ``interrupt``, ``stop`` ...) and carries out the decisions that ``turn`` returns. No method
 looks at a clock or a process: the time is an argument, in seconds of any clock that does not go back.
@@ -11,33 +11,33 @@ import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# After Ctrl-C, for ranks to come out of a collective: Python handles the signal only then. After that they get SIGTERM.
+# Time that ranks get after Ctrl-C to return from a collective (Python handles SIGINT only then) before they get SIGTERM.
 INTERRUPT_S = 5.0
-# A process that was killed and has not ended after so long is held by the kernel, and is left behind.
+# A process that has not ended this long after SIGKILL is in uninterruptible sleep; the agent leaves it behind.
 KILLED_S = 5.0
 
 
 class Policy(enum.Enum):
-    """What a failed rank means for the others."""
+    """Whether the failure of one rank restarts all ranks, or only that rank."""
 
     RESTART_ALL = "restart-all"
     KEEP_SURVIVORS = "keep-survivors"
 
 
 class Outcome(enum.Enum):
-    """How an attempt ended. All its ranks have ended then, but those that the kernel holds."""
+    """How an attempt ended. All its ranks have ended by then, except ranks in uninterruptible sleep."""
 
     SUCCEEDED = enum.auto()
     FAILED = enum.auto()
-    RETRY = enum.auto()  # failed, and the ranks are to be started again
-    RESTART = enum.auto()  # another node starts its ranks again, for which all must
-    STOPPED = enum.auto()  # by ``interrupt`` or ``stop``
-    HELD = enum.auto()  # the kernel held a rank for too long
+    RETRY = enum.auto()  # a rank failed, and all ranks are to be restarted
+    RESTART = enum.auto()  # another node restarts its ranks, so this node must restart its own
+    STOPPED = enum.auto()  # ended by ``interrupt`` or ``stop``
+    HELD = enum.auto()  # a rank was in uninterruptible sleep for too long
 
 
 @dataclass(frozen=True)
 class Send:
-    """Send these ranks a signal."""
+    """The decision to send a signal to these ranks."""
 
     ranks: tuple[int, ...]
     number: int
@@ -45,7 +45,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Replace:
-    """Start this rank again; it ended with ``code``. The others go on."""
+    """The decision to restart one rank, which ended with ``code``, while the other ranks keep running."""
 
     rank: int
     code: int
@@ -53,7 +53,7 @@ class Replace:
 
 @dataclass(frozen=True)
 class Over:
-    """The attempt is over."""
+    """The decision that the attempt is over."""
 
     outcome: Outcome
 
@@ -62,13 +62,13 @@ Decision = Send | Replace | Over
 
 
 class Job:
-    """See the module.
+    """The state of one node's ranks, from which ``turn`` derives decisions.
 
     Args:
-        max_restarts: how many times ranks may be restarted after a failure; a single rank that is replaced counts as one.
-        shutdown_s: between SIGTERM and SIGKILL.
-        policy: what a failed rank means for the others.
-        held_s: how long the kernel may hold a rank before the run is given up; 0: for ever.
+        max_restarts: how many times ranks may be restarted after a failure; replacing a single rank counts as one restart.
+        shutdown_s: time between SIGTERM and SIGKILL, in seconds.
+        policy: whether a failure restarts all ranks or only the failed one.
+        held_s: how many seconds a rank may be in uninterruptible sleep before the run is aborted; 0: without limit.
     """
 
     def __init__(
@@ -80,10 +80,10 @@ class Job:
         self.begin(())
 
     def begin(self, ranks: Iterable[int]) -> None:
-        """An attempt begins with these ranks."""
+        """Reset the state for an attempt with these ranks."""
         self.living = set(ranks)
-        self.codes: dict[int, int] = {}  # of the ranks that have ended, as of ``subprocess``
-        self._outcome: Outcome | None = None  # decided; the ranks are being ended
+        self.codes: dict[int, int] = {}  # exit codes of the ranks that have ended; negative for a signal
+        self._outcome: Outcome | None = None  # set once it is decided; the ranks are then being stopped
         self._pending: list[Send] = []
         self._term_at = self._kill_at = self._leave_at = float("inf")
         self._held_since.clear()
@@ -91,21 +91,21 @@ class Job:
 
     @property
     def failed(self) -> dict[int, int]:
-        """The exit codes of the ranks that did not end with 0."""
+        """Return the exit codes of the ranks that ended with another code than 0."""
         return {rank: code for rank, code in sorted(self.codes.items()) if code != 0}
 
     @property
     def is_watching_kernel(self) -> bool:
-        """Whether ``kernel_holds`` is to be called."""
+        """Return whether the agent must call ``kernel_holds``."""
         return self._held_s > 0
 
     def ended(self, rank: int, code: int) -> None:
-        """The process of a rank has ended."""
+        """Record that the process of a rank has ended."""
         self.living.discard(rank)
         self.codes[rank] = code
 
     def interrupt(self, number: int, now: float) -> None:
-        """The agent got a signal that ends the run. The ranks get it too; a second one ends them at once."""
+        """Record that the agent got a signal that ends the run: it is sent to the ranks; a second signal kills them at once."""
         if self._outcome is Outcome.STOPPED:
             self._kill_at = now
             return
@@ -114,12 +114,12 @@ class Job:
             self._term_at = now + INTERRUPT_S
 
     def stop(self, now: float, restart: bool = False) -> None:
-        """Another node, or a server, ended the attempt; ``restart``: the ranks are to be started again."""
+        """Stop the attempt, because of another node or a server; ``restart``: the ranks are to be started again."""
         if self._outcome is None:
             self._stop_ranks(Outcome.RESTART if restart else Outcome.STOPPED, signal.SIGTERM, now)
 
     def kernel_holds(self, ranks: Iterable[int], now: float) -> None:
-        """These ranks are in uninterruptible sleep at the moment (state D); ``held`` lists those that are for too long."""
+        """Record the ranks that are in uninterruptible sleep (state D) now; ``held`` then lists those over the limit."""
         if self._outcome is not None:
             return
         there = set(ranks) & self.living
@@ -129,7 +129,7 @@ class Job:
             self._stop_ranks(Outcome.HELD, signal.SIGTERM, now)
 
     def turn(self, now: float) -> list[Decision]:
-        """What is to be done now."""
+        """Return the decisions that the agent must carry out now."""
         found: list[Decision] = []
         if self._outcome is None and self.failed:
             if self._policy is Policy.KEEP_SURVIVORS and self.restarts_left >= len(self.failed):

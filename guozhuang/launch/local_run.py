@@ -1,4 +1,4 @@
-"""The run of one node: start its ranks, follow them by the decisions of ``Job``, and leave nothing behind."""
+"""The run of one node: start its ranks, watch them, carry out the decisions of ``Job``, and remove everything at the end."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from guozhuang.launch.signals import SignalledError, Signals
 from guozhuang.launch.torchrun_logs import TorchrunLogs
 from guozhuang.world import versions
 
-_GRACE_S = 2.0  # for what ranks left behind (data-loader workers, programs they started) to end by SIGTERM
-_OUTPUT_S = 5.0  # for whoever reads our output to take the rest, after a signal
-_SHUTDOWN_S = 30.0  # for ranks to end when they are told to, where this version of torch has no option for it
+_GRACE_S = 2.0  # time between SIGTERM and SIGKILL for processes that ranks left behind, such as data-loader workers
+_OUTPUT_S = 5.0  # after a signal: how long the remaining output may wait for its reader
+_SHUTDOWN_S = 30.0  # time between SIGTERM and SIGKILL for ranks, where this version of torch has no option for it
 _HELD = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
 
 
 class LocalRun:
-    """The ranks of this node. ``close`` must be called, also after an error.
+    """A run of this node's ranks. The caller must call ``close``, also after an error.
 
     Args:
-        plan: what to start.
-        request: of the program that started this agent.
+        plan: the checked options of the command line.
+        request: options of the program that started this agent.
     """
 
     def __init__(self, plan: Plan, request: Request) -> None:
@@ -95,12 +95,12 @@ class LocalRun:
         return Shown(plan.log_folder, not (is_alone and is_plain), ranks, plan.copy_folder)
 
     def run(self) -> RunReport:
-        """Meet the other nodes, start the ranks, and wait for their end; how the run ended.
+        """Meet the other nodes, start the ranks, and wait for their end; return how the run ended.
 
         Raises:
-            UsageError: a port that is taken, or a folder that cannot be made; nothing was started.
-            WorldError: another node was not there in time, gave up, or is lost; a server ended.
-            SignalledError: the agent was told to end; its ranks have ended.
+            UsageError: a port is taken, or a folder cannot be created; nothing was started.
+            WorldError: another node did not join in time, aborted the run, or is lost; or a server ended.
+            SignalledError: the agent got a signal that ends the run; its ranks have ended.
         """
         with self._signals:
             try:
@@ -121,7 +121,7 @@ class LocalRun:
                 raise
 
     def _give_up(self, text: str, code: int) -> None:
-        """Tell the other nodes; they would wait for ranks that are gone."""
+        """Report to the other nodes that this one aborts the run; otherwise they would wait for its ranks."""
         if self._rendezvous is not None:
             self._rendezvous.give_up(text, code, False)
 
@@ -188,7 +188,7 @@ class LocalRun:
         return found
 
     def _follow(self, rendezvous: FixedRendezvous) -> Outcome:
-        """Until the attempt is over, here and, where it ended well, on all nodes."""
+        """Wait until the attempt is over on this node, or, if it succeeded, on all nodes; return its outcome."""
         while True:
             outcome = self._turn()
             if outcome is Outcome.SUCCEEDED:
@@ -203,7 +203,7 @@ class LocalRun:
                 self._job.stop(time.monotonic(), restart=True)
 
     def _turn(self) -> Outcome | None:
-        """Carry out what the job decides, and take in who has ended; its outcome, once it is over."""
+        """Carry out the job's decisions, and report to it which ranks have ended; return the outcome once there is one."""
         job = self._job
         while self._signals.noted:
             job.interrupt(self._signals.noted.pop(0), time.monotonic())
@@ -221,7 +221,7 @@ class LocalRun:
         return None
 
     def _replace(self, lost: Replace) -> None:
-        """Start one rank again, while the others go on."""
+        """Start a new process for a rank that failed, while the other ranks keep running."""
         assert self._attempt is not None
         failure = self._failures({lost.rank: lost.code})[lost.rank]
         what = headline(failure, socket.gethostname())
@@ -232,7 +232,7 @@ class LocalRun:
         self._start_rank(local_rank, self._environment(self._attempt, local_rank))
 
     def _wait_for_others(self, rendezvous: FixedRendezvous) -> Outcome:
-        """Ranks that have ended well are as if they ran until those of all nodes have: they may have to restart."""
+        """Wait until the ranks of all nodes have ended with 0; return RESTART if another node restarts its ranks before."""
         self._request.finished()
         while not rendezvous.are_all_done():
             self._servers.check()
@@ -242,13 +242,13 @@ class LocalRun:
         return Outcome.SUCCEEDED
 
     def _end_ranks(self) -> None:
-        """Wait until the ranks have ended; the job has been told why."""
+        """Wait until the ranks have ended. The caller has stopped the job before."""
         while self._job.living and self._turn() is None:
             pass
         self._clean_up()
 
     def _clean_up(self) -> None:
-        """End what the ranks of the attempt that is over left behind."""
+        """End the servers and every process that the ranks of the ended attempt left behind."""
         self._crew.end_all(0.0 if self._signals.is_signalled else _GRACE_S)
         self._servers.close()
         if self._logs is not None:
@@ -256,7 +256,7 @@ class LocalRun:
             self._logs = None
 
     def close(self) -> None:
-        """End what may be left of the run, at once; show what it printed; remove the temporary folder."""
+        """Kill the remaining processes of the run, show their remaining output, and remove the temporary folder."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -264,7 +264,7 @@ class LocalRun:
         self._servers.close()
         if self._rendezvous is not None:
             self._rendezvous.close()
-        # Who was told to end does not wait for whoever reads the output.
+        # After a signal the agent does not wait long for the reader of its output.
         self._output.close(_OUTPUT_S if self._signals.is_signalled else None)
         self._crew.close()
         if self._has_torchruns_logs and self._plan.elastic.log_dir is None:
@@ -294,7 +294,7 @@ class LocalRun:
         failure = failures[rank]
         is_reaction = failure.is_reaction or failure.code == -signal.SIGTERM
         elsewhere = rendezvous.give_up(headline(failure, host), exit_code(failure.code), is_reaction)
-        # Only now: whoever reads our output may take as long as they like, and the other nodes have heard.
+        # After the report to the other nodes, because writing may wait for the reader of our output without limit.
         self._output.close()
         failures = self._failures(self._job.failed)
         assert self._attempt is not None
@@ -313,7 +313,7 @@ class LocalRun:
         return f"{self._job.max_restarts - self._job.restarts_left} of at most {self._job.max_restarts} times"
 
     def _failures(self, codes: Mapping[int, int]) -> dict[int, Failure]:
-        """What is known of each rank that failed."""
+        """Return what is known of each rank that failed, with its last lines."""
         self._output.catch_up()
         found = {}
         for rank, code in codes.items():
@@ -325,7 +325,7 @@ class LocalRun:
         return found
 
     def _record(self, outcome: Outcome) -> None:
-        """Record the end, as torch elastic's agent does, for ``--event-log-handler``."""
+        """Record the end of the run as an event of torch elastic, for ``--event-log-handler``."""
         metadata: dict[str, events.EventMetadataValue] = {
             "run_id": self._config.run_id,
             "role": self._config.role,
@@ -338,7 +338,7 @@ class LocalRun:
 
 
 def _number(text: str) -> float:
-    """The number in a variable of torchrun's, which is off where it holds none."""
+    """Return the number in the value of a variable of torchrun; 0.0 (off) if it is none."""
     try:
         return max(0.0, float(text))
     except ValueError:

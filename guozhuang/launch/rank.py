@@ -1,11 +1,11 @@
-"""What the agent starts in place of a rank's program: it ties its life to the agent's, then becomes the program by ``exec``.
+"""The program that the agent starts for a rank: it asks to be killed with the agent, then ``exec``s the rank's command.
 
 Run as a file by an interpreter without site packages, so that it costs some ten milliseconds; it imports nothing of the
 package. See [Note: no orphans] in guard.py.
 
     python -I -S rank.py AGENT_PID LOG_FOLDER COMMAND ...
 
-LOG_FOLDER is empty where the output stays what the agent made it.
+An empty LOG_FOLDER leaves standard output and standard error as the agent opened them.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Become the command. Returns only where that is impossible, with a shell's exit code for it."""
+    """Replace this process by the command. Return only if that fails, with the exit code that a shell would give."""
     agent, folder, command = int(arguments[0]), arguments[1], list(arguments[2:])
     if not _end_with_the_agent(agent):
-        return 128 + signal.SIGKILL  # it is gone already: nobody would end us
+        return 128 + signal.SIGKILL  # the agent is gone already, so nothing would end this rank
     for descriptor, name in ((1, "GUOZHUANG_STDOUT"), (2, "GUOZHUANG_STDERR")):
         terminal = os.environ.pop(name, "")
         if terminal:
             _use_terminal(terminal, descriptor)
     if folder:
         _write_to(os.path.join(folder, f"rank{os.environ['RANK']}.log"))
-    # Python ignores both in its own process, and exec would hand that on to a program that is not Python.
+    # Python ignores both signals, and a program that is not Python would inherit that through exec.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     try:
@@ -40,27 +40,27 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _end_with_the_agent(agent: int) -> bool:
-    """Have the kernel kill this process when the agent ends, however it ends; False if it has ended already."""
+    """Ask the kernel to kill this process when the agent ends; return False if the agent has already ended."""
     if sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    # After the call: an agent that ended before it was not noticed by the kernel, but is no longer our parent.
+    # The kernel does not report an agent that ended before the call; but then our parent is another process.
     return os.getppid() == agent
 
 
 def _use_terminal(path: str, descriptor: int) -> None:
-    """Make a terminal a stream of this process, but not its controlling one. See [Note: the terminal of rank 0]."""
+    """Open a terminal as this descriptor, but not as the controlling terminal. See [Note: the terminal of rank 0]."""
     try:
         terminal = os.open(path, os.O_RDWR | os.O_NOCTTY)
     except OSError:
-        return  # it stays the agent's
+        return  # the descriptor stays as the agent opened it
     os.dup2(terminal, descriptor)
     os.close(terminal)
 
 
 def _write_to(path: str) -> None:
-    """Send both streams to the end of a file: what is written stands there whole, whoever is killed."""
+    """Append both streams to a file directly, so the output is complete even if the agent is killed."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     if os.fstat(file).st_size:
         os.write(file, f"--- started anew, attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}\n".encode())

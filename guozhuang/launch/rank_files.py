@@ -1,4 +1,4 @@
-"""Where the ranks of an attempt write: pipes, terminals and files, and their error files."""
+"""Make the pipes, terminals and files that the ranks of an attempt write their output and errors to."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from guozhuang.launch.console.output import Output, RankPlaces
 
 @dataclass(frozen=True)
 class Shown:
-    """What the user asked for.
+    """The user's options on the output of ranks.
 
     Attributes:
-        log_folder: where each rank writes its own file; None: its output is shown.
-        piped: whether the output comes through pipes; otherwise ranks write where the agent writes.
-        local_ranks: whose output is shown; None: everybody's.
-        copy_folder: where what comes through the pipes is written too; None: nowhere.
+        log_folder: folder where each rank writes its own log file; None: the output is shown instead.
+        piped: whether ranks write into pipes that the agent reads; otherwise they inherit the agent's streams.
+        local_ranks: the local ranks whose output is shown; None: all.
+        copy_folder: folder where the agent writes a copy of the output that it reads from the pipes; None: no copies.
     """
 
     log_folder: str | None = None
@@ -30,13 +30,13 @@ class Shown:
 
 
 class RankFiles(LogsSpecs):
-    """Opens the ways from the ranks to ``Output``; for torch elastic too, as the place of its logs.
+    """Opens the pipes, terminals and log files between the ranks and ``Output``. Torch elastic uses it as its ``LogsSpecs``.
 
     Args:
-        folder: for pipes and error files.
-        output: what reads the pipes.
-        shown: what the user asked for.
-        is_restart: the first attempt follows others, of other agents.
+        folder: folder for pipes and error files.
+        output: the thread that reads the pipes.
+        shown: the user's options.
+        is_restart: whether earlier agents already ran attempts of this run.
     """
 
     def __init__(self, folder: str, output: Output, shown: Shown, is_restart: bool = False) -> None:
@@ -46,14 +46,14 @@ class RankFiles(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
-        """The folder for pipes and error files."""
+        """Return the folder for pipes and error files."""
         return self._folder
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Called before each attempt, with the variables of each local rank; adds to them.
+        """Open the files of all ranks; torch elastic calls it before each attempt. Variables are added to ``envs``.
 
         Raises:
-            UsageError: a folder for copies cannot be made.
+            UsageError: a folder for copies cannot be created.
         """
         self.begin(envs)
         found = LogsDest()
@@ -63,21 +63,21 @@ class RankFiles(LogsSpecs):
         return found
 
     def begin(self, environs: Mapping[int, Mapping[str, str]]) -> None:
-        """An attempt with these local ranks and their variables begins."""
+        """Prepare for an attempt with these local ranks and their environment variables."""
         self._attempt += 1
         self._output.begin([int(environ["RANK"]) for environ in environs.values()])
 
     def open(self, local_rank: int, environ: dict[str, str]) -> tuple[str, str]:
-        """Where a rank of this attempt shall write its two streams; empty: where the agent writes.
+        """Open the output of a rank; return the paths for its stdout and stderr; empty: it inherits the agent's stream.
 
         Args:
-            local_rank: of the rank.
-            environ: its variables; some are added.
+            local_rank: the local rank.
+            environ: its environment variables; some are added.
         """
         rank, shown = int(environ["RANK"]), self._shown
         folder = os.path.join(self._folder, str(self._attempt), str(rank))
         number = 0
-        while os.path.exists(folder):  # of the process that this one replaces
+        while os.path.exists(folder):  # used by an earlier process of this rank, which the new one replaces
             number += 1
             folder = os.path.join(self._folder, str(self._attempt), f"{rank}.{number}")
         os.makedirs(folder)
@@ -92,10 +92,10 @@ class RankFiles(LogsSpecs):
         return places.stdout, places.stderr
 
     def _copies(self, rank: int, size: int) -> str | None:
-        """The folder for what a rank prints; empty, but for attempts before this one. None: there are no copies.
+        """Create the folder for copies of a rank's output; earlier runs' files in it are emptied. None: there are no copies.
 
         Raises:
-            UsageError: it cannot be made, in the first attempt; later that is said, and the run goes on without it.
+            UsageError: the folder cannot be created in the first attempt; in later ones the run continues without copies.
         """
         if self._shown.copy_folder is None:
             return None
@@ -105,7 +105,7 @@ class RankFiles(LogsSpecs):
             os.makedirs(folder, exist_ok=True)
             for name in ("stdout", "stderr"):
                 with open(os.path.join(folder, name), "wb" if is_first else "ab"):
-                    pass  # without what an earlier run left
+                    pass  # the first attempt empties files of an earlier run
         except OSError as error:
             what = f"what rank {rank} prints cannot be written to {error.filename}: {error.strerror}"
             if is_first:
@@ -116,5 +116,5 @@ class RankFiles(LogsSpecs):
 
 
 def copies_of(folder: str, rank: int, size: int) -> str:
-    """Where in a folder the copies of what a rank prints lie: names of one length, so that they sort as the ranks do."""
+    """Return the folder for copies of a rank's output, as in ``rank.03``: padded with zeros, so that names sort by rank."""
     return os.path.join(folder, f"rank.{rank:0{len(str(size - 1))}d}")

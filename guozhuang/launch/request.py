@@ -1,4 +1,4 @@
-"""What the program that starts an agent asks for besides the command line, and how the agent reports the end of its run."""
+"""Options that a program passes to an agent besides the command line, and the report of how the agent's run ended."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class RunReport:
     """How the run of a node, or of all hosts, ended. The launcher of several hosts receives it as JSON.
 
     Attributes:
-        text: what the user is told, in paragraphs; empty if all ended well.
+        text: the message for the user, in paragraphs; empty if all ranks ended with 0.
         who: the rank that failed first, as in "rank 3"; empty if no rank is known.
-        host: the name of its host.
-        code: the exit code that follows, 128 + the number for a signal.
+        host: the name of the host where the run failed first.
+        code: the exit code of the launcher; 128 + the number for a signal.
         is_cause: whether the first failure happened on this node, as far as this node knows.
     """
 
@@ -28,21 +28,22 @@ class RunReport:
 
     @property
     def title(self) -> str:
-        """``rank 3 on host node7``, or the host alone."""
+        """Return ``rank 3 on host node7``, or only the host where no rank is known."""
         return f"{self.who} on host {self.host}" if self.who else f"host {self.host}"
 
 
 @dataclass(frozen=True)
 class Extension:
-    """What a layer for another system's scripts adds to a run. It travels to every host, as JSON.
+    """Additions of a compatibility layer (for scripts of another system) to a run. The launcher sends it to every host as JSON.
 
     Attributes:
         python_path: folders to append to the ranks' PYTHONPATH, relative to the folder of this package.
-        of_a_process: variables that tell a process who it is: ranks do not inherit them, and hosts do not get them.
-        carried: how the names of further variables begin that every host gets.
-        rank_variables: variables of each rank, in which ``{rank}``, ``{size}``, ``{local_rank}``, ``{local_size}``,
-            ``{cross_rank}`` (its node among those that have this local rank), ``{cross_size}`` and ``{host}`` are filled in.
-        other_names: variables, and how the other system calls them; that name counts where the variable is not set.
+        of_a_process: variables that identify one process: ranks do not inherit them, and they are not sent to hosts.
+        carried: prefixes of further environment variables that are sent to every host.
+        rank_variables: templates of variables of each rank. ``{rank}``, ``{size}``, ``{local_rank}``, ``{local_size}``,
+            ``{cross_rank}`` (index of the node among the nodes that have this local rank), ``{cross_size}``, ``{host}`` are
+            filled in.
+        other_names: our variables, each with its name in the other system, which is read where ours is not set.
     """
 
     python_path: Sequence[str] = ()
@@ -52,7 +53,7 @@ class Extension:
     other_names: Mapping[str, str] = field(default_factory=dict)
 
     def defaults(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """The variables that ``environ`` sets by their other names only."""
+        """Return the values of our variables that ``environ`` sets only under the other system's names."""
         found = {name: environ.get(other, "").strip() for name, other in self.other_names.items()}
         return {name: value for name, value in found.items() if value and not environ.get(name)}
 
@@ -61,15 +62,15 @@ NO_EXTENSION = Extension()
 
 
 def with_folders(path: str, folders: Sequence[str]) -> dict[str, str]:
-    """PYTHONPATH with folders of this package at its end; processes that a rank starts inherit it.
+    """Return the variable PYTHONPATH with folders of this package appended; empty if there is nothing to append.
 
     Args:
-        path: the user's own, which comes first.
-        folders: relative to the package; those that are there already are not added again.
+        path: the user's PYTHONPATH, which stays first.
+        folders: relative to the package; a folder that is already in ``path`` is not added again.
     """
     package = Path(__file__).parents[1]
     missing = [each for each in (str(package / folder) for folder in folders) if each not in path.split(os.pathsep)]
-    # An empty variable is none, but an empty entry is the current folder.
+    # An empty PYTHONPATH has no entries, but an empty entry inside it would mean the current folder.
     return {"PYTHONPATH": os.pathsep.join([*([path] if path else []), *missing])} if missing else {}
 
 
@@ -79,19 +80,19 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Request:
-    """The caller's side of an agent. The defaults are those of a user at a shell.
+    """Options of the program that calls an agent. The defaults are for a user at a shell.
 
     Attributes:
-        extension: of a layer for another system's scripts.
-        host: the name of this host as the user knows it; "": its own.
+        extension: additions of a compatibility layer for another system's scripts.
+        host: the name of this host as the user wrote it; "": the name that the system reports.
         variables: further environment variables of the ranks, on every host.
-        report: called with the end of the run; None: the agent prints the text itself.
+        report: called with the report at the end of the run; None: the agent prints its text itself.
         is_here: whether a host is this machine, so that no ssh is needed; None: ``ssh.is_this_machine`` decides.
         attempt: how many times the launcher of several hosts has started all ranks before.
         max_restarts: how many times that launcher may restart all ranks; None: the agent restarts its own ranks itself.
-        terminals: for standard output and standard error, whether what is written there ends on a terminal, and whether it
-            is to be coloured; None: the agent looks at its own streams.
-        finished: called when the ranks of the node have ended well, and those of other nodes are waited for.
+        terminals: for standard output and standard error: (whether it is shown on a terminal, whether to colour it);
+            None: the agent inspects its own streams.
+        finished: called when the ranks of this node have ended with 0, before the agent waits for the other nodes.
     """
 
     extension: Extension = NO_EXTENSION

@@ -1,8 +1,8 @@
-"""The parameter servers of a run: processes on a host, started, watched and named.
+"""Start and watch the parameter servers of a run, which are processes on a host.
 
-They meet the ranks at a store: with one node at one that the agent keeps on loopback, with several at the one where ranks meet.
-Nothing is left of them for the same reasons as of ranks, see [Note: no orphans] in guard.py: they are started through rank.py
-and have the run's variable. Under -H the host's supervisor ends them in place of a guard.
+Servers and ranks meet at a store: with one node at a store that the agent keeps on loopback, with several nodes at the store
+of the ranks' rendezvous. Servers are started through rank.py and have the run's variable, so that none is left when the agent
+is killed, see [Note: no orphans] in guard.py. With -H the host's supervisor kills them in place of a guard.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from guozhuang.net.meeting_point import MeetingPoint
 from guozhuang.net.store import listen, serve
 
 VARIABLE = "GUOZHUANG_SERVERS"
-_STORE_S = 300.0  # the limit of the store's operations
+_STORE_S = 300.0  # timeout of the store's operations
 _JOIN_S = 5.0
 
 
 class Servers:
-    """Those of one host.
+    """The parameter servers of one host.
 
     Args:
-        numbers: which of the run's servers they are.
-        count: how many the run has.
-        say: how to pass on what they print, line by line.
+        numbers: the numbers of this host's servers among all servers of the run.
+        count: how many servers the run has.
+        say: called with each line that they print.
     """
 
     def __init__(self, numbers: Sequence[int], count: int, say: Callable[[str], None]) -> None:
@@ -45,13 +45,13 @@ class Servers:
         self._readers: list[threading.Thread] = []
 
     def start(self, address: str) -> None:
-        """Start them; to be called by a thread that lives as long as they shall.
+        """Start the servers. The calling thread must outlive them; see [Note: no orphans].
 
         Args:
-            address: of the store where they meet the ranks, ``host:port``.
+            address: address of the store where they meet the ranks, as ``host:port``.
         """
         environ = {name: value for name, value in os.environ.items() if name != VARIABLE}
-        # At the end of a run its store goes first, which c10d would tell of.
+        # The store ends before the servers, and c10d would log warnings about that.
         environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         for number in self._numbers:
             words = ["-m", "guozhuang.exchange.parameter_server.server", "--stay", "--store", address]
@@ -68,14 +68,14 @@ class Servers:
 
     @property
     def pids(self) -> list[int]:
-        """Their processes."""
+        """Return the process ids of the servers."""
         return [process.pid for _, process in self._processes]
 
     def ended(self, but_well: bool = False) -> str | None:
-        """Who has ended, which none does by itself while the run goes on, and how; None while all are there.
+        """Return which server has ended, and how; None while all are running. None should end before the run does.
 
         Args:
-            but_well: leave out who ended with 0, as servers do when the store is gone where they met the ranks.
+            but_well: ignore servers that ended with 0, as they do when the store has closed.
         """
         for number, process in self._processes:
             code = process.poll()
@@ -84,14 +84,14 @@ class Servers:
         return None
 
     def close(self) -> None:
-        """Kill what is left of them, and pass on what they printed."""
+        """Kill the servers that are still running, and show their remaining output."""
         for _, process in self._processes:
             if process.poll() is None:
                 process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in the kernel, as guard.py says
+            with contextlib.suppress(subprocess.TimeoutExpired):  # in uninterruptible sleep; it is left behind
                 process.wait(_JOIN_S)
         for reader in self._readers:
-            reader.join(_JOIN_S)  # somebody may have inherited the pipe
+            reader.join(_JOIN_S)  # limited, because a child of the server may hold the pipe open
         self._processes, self._readers = [], []
 
     def _read(self, number: int, process: subprocess.Popen[bytes]) -> None:
@@ -102,15 +102,15 @@ class Servers:
 
 
 class ServersError(WorldError):
-    """The run cannot go on with the parameter servers of this node; its other nodes are told."""
+    """Raised when a parameter server of this node has ended early; the agent then aborts the run on all nodes."""
 
 
 class ServersOfANode:
-    """Those beside the ranks of one node, started anew with the ranks of each attempt.
+    """The parameter servers beside the ranks of one node, restarted with the ranks in each attempt.
 
     Args:
-        count: how many; 0: everything below does nothing.
-        say: how to pass on what they print, line by line.
+        count: how many servers; with 0 all methods do nothing.
+        say: called with each line that they print.
     """
 
     def __init__(self, count: int, say: Callable[[str], None]) -> None:
@@ -120,13 +120,13 @@ class ServersOfANode:
         self._is_alone = True
 
     def start(self, attempt: Attempt) -> dict[str, str]:
-        """Start them; to be called by the thread that starts the ranks, before it does.
+        """Start the servers. The thread that starts the ranks must call it, before it starts them.
 
         Args:
-            attempt: how many servers each node starts, and where the ranks meet.
+            attempt: the attempt, with the number of servers of each node and the address of the ranks' store.
 
         Returns:
-            What the ranks need in their environment.
+            The environment variables by which the ranks find the servers.
         """
         if not self._count:
             return {}
@@ -138,7 +138,7 @@ class ServersOfANode:
             address = f"{search.LOOPBACK}:{listener.getsockname()[1]}"
             self._store = serve(listener, _STORE_S)
         else:
-            # The agents keep that store, and a new one, or an empty one, for each attempt.
+            # The store of the agents: it is new or emptied in each attempt.
             host = f"[{attempt.host}]" if ":" in attempt.host else attempt.host
             address = f"{host}:{attempt.port}"
         self._servers = Servers(range(begin, begin + self._count), count, self._say)
@@ -147,22 +147,23 @@ class ServersOfANode:
 
     @property
     def pids(self) -> list[int]:
-        """Their processes."""
+        """Return the process ids of the servers."""
         return self._servers.pids
 
     def check(self) -> None:
-        """Look whether all are there.
+        """Check that all servers are running.
 
         Raises:
-            ServersError: one has ended, which none does by itself.
+            ServersError: a server has ended.
         """
-        # The end of a store that other nodes keep is theirs: they begin anew or are lost, which the meeting tells of.
+        # With several nodes servers end with 0 when the store closes. Then another node restarts its ranks or is lost, which
+        # the rendezvous reports.
         ended = self._servers.ended(but_well=not self._is_alone)
         if ended is not None:
             fix = "look at what it printed, or in the system's log if it was killed"
             raise ServersError(explain(f"{ended} on host {socket.gethostname()}, so the run ends", fix=fix))
 
     def close(self) -> None:
-        """Kill what is left of them, and pass on what they printed."""
+        """Kill the servers that are still running, and show their remaining output."""
         self._servers.close()
         self._store = None

@@ -1,7 +1,7 @@
 """The signals that end an agent.
 
-[Note: signals] A signal that ends the run is an exception until the ranks are told of it: so it ends every wait, for other
-nodes as for a store that does not answer. From then on signals are only noted: a second one has the ranks killed at once.
+[Note: signals] The first signal raises an exception, so it ends every wait, for other nodes or for a store that does not
+answer. Later signals are only recorded: a second one makes the agent kill the ranks at once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class SignalledError(Exception):
-    """The agent got a signal that ends the run."""
+    """Raised when the agent gets a signal that ends the run."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"got {signal.Signals(number).name}")
@@ -21,14 +21,14 @@ class SignalledError(Exception):
 
 
 class Signals:
-    """Handlers while the ``with`` block runs, in the main thread. A signal that is ignored, as under nohup, stays ignored.
+    """Signal handlers for a ``with`` block in the main thread. A signal that is ignored, as under nohup, stays ignored.
 
     Args:
-        names: "SIGTERM,SIGINT".
+        names: the signals to handle, as in "SIGTERM,SIGINT".
 
     Attributes:
-        noted: the signals that came after ``note`` was called or the first one was raised.
-        is_signalled: whether any came.
+        noted: the signals that came after ``note`` was called or after the first one was raised.
+        is_signalled: whether any signal came.
     """
 
     def __init__(self, names: str) -> None:
@@ -48,7 +48,7 @@ class Signals:
             signal.signal(number, handler)
 
     def note(self) -> None:
-        """From now on signals are noted."""
+        """Record signals from now on instead of raising ``SignalledError``."""
         self._is_noting = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

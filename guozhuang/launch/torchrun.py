@@ -1,7 +1,7 @@
-"""Runs whose nodes meet in one of torchrun's own ways (``--rdzv-backend``): torch elastic's agent, by its public interface.
+"""Runs whose nodes use one of torchrun's rendezvous backends (``--rdzv-backend``), through torch elastic's public interface.
 
-Torch elastic starts, watches and restarts the ranks then, by its rules. Our part: the ranks show their output and find their
-variables as always, the store of ``c10d`` asks for a secret where there is one, and nothing is left when the agent is killed.
+Torch elastic then starts, watches and restarts the ranks by its own rules. We add: output and variables of ranks as in other
+runs, a secret for the ``c10d`` store if one is set, and that no process is left when the agent is killed.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from guozhuang.launch.request import Request, RunReport
 from guozhuang.launch.signals import SignalledError, Signals
 
 _OUTPUT_S = 5.0
-# A lost node is noticed, and the others go on, within ten seconds instead of 45.
+# Settings by which the other nodes notice a lost node and restart within ten seconds instead of 45.
 _FASTER = {"keep_alive_interval": 1, "keep_alive_max_attempt": 5, "last_call_timeout": 2}
-# Without it a node that joins later waits for an address that nobody writes, and all agents end.
+# Must be set: otherwise a node that joins later waits for an address that no node writes, and all agents end.
 _NOT_SHARED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-# What torch elastic logs in many lines, our report says in few. LOGLEVEL or TORCH_LOGS bring it back.
+# Loggers of torch elastic that are silenced unless LOGLEVEL or TORCH_LOGS is set: our report says the same in few lines.
 _SILENT = (
     "torch.distributed.run",
     "torch.distributed.launcher.api",
@@ -52,12 +52,12 @@ _SILENT = (
 
 
 def run(plan: Plan, request: Request) -> RunReport:
-    """Run torch elastic's agent to its end; how the run ended.
+    """Run torch elastic's agent to its end; return how the run ended.
 
     Raises:
-        UsageError: a way to meet, or an address, that cannot be used.
-        WorldError: the nodes did not meet.
-        SignalledError: the agent was told to end; its ranks have ended.
+        UsageError: the rendezvous backend or an address cannot be used.
+        WorldError: the rendezvous of the nodes failed.
+        SignalledError: the agent got a signal that ends the run; its ranks have ended.
     """
     with Signals(plan.elastic.signals_to_handle):  # until torch elastic handles them
         return _run(plan, request)
@@ -99,7 +99,7 @@ def _run(plan: Plan, request: Request) -> RunReport:
 
 
 def _of_a_rank(plan: Plan, words: list[str]) -> list[str]:
-    # Torch elastic writes the local rank where "${local_rank}" stands, in any argument, and makes one "$" of each two.
+    # Torch elastic replaces "${local_rank}" in any argument by the local rank, and each "$$" by "$".
     plain = [word.replace("$", "$$") for word in words]
     return [
         *(word.replace("$", "$$") for word in entry(plan.log_folder or "")),
@@ -123,7 +123,7 @@ def _launch(config: LaunchConfig, words: list[str], output: Output) -> RunReport
 def _failure(rank: int, found: Any, output: Output) -> Failure:
     seen = list(output.traces[rank].lines) if rank in output.traces else []
     lines = [tracebacks.plain(line) for _, line in seen]
-    # Torch's dates are of the wall clock and in seconds, ours of lines are not: they are brought to one clock.
+    # Torch gives the time of the failure by the wall clock; it is converted to the monotonic clock of the lines.
     ended = time.monotonic() - (time.time() - float(found.timestamp))
     return Failure(rank, found.exitcode, found.pid, ended, lines, [when for when, _ in seen])
 
@@ -145,7 +145,7 @@ def _explained(config: LaunchConfig) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Torch elastic's log says in many lines what the report says."""
+    """Silence torch elastic's loggers inside the ``with`` block; our report says the same in fewer lines."""
     loggers = [] if {"LOGLEVEL", "TORCH_LOGS"} & os.environ.keys() else [logging.getLogger(name) for name in _SILENT]
     import torch.distributed.elastic.agent.server.api
     import torch.distributed.launcher.api  # they set their level when they are imported  # noqa: F401

@@ -1,4 +1,4 @@
-"""Torchrun's own way of logging (``--redirects``, ``--tee``, ``--logs-specs`` and the filters), around ranks that we start."""
+"""Torchrun's options for logs (``--redirects``, ``--tee``, ``--logs-specs`` and the filters) for ranks that we start."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from guozhuang.world import versions
 
 
 class TorchrunLogs:
-    """The files of one attempt, and the threads that show what comes into them.
+    """The log files of one attempt, and the threads that print new lines of them.
 
     Args:
-        config: torch's reading of the options.
-        environs: the variables of each local rank.
+        config: the options as torch parsed them.
+        environs: the environment variables of each local rank.
     """
 
     def __init__(self, config: LaunchConfig, environs: dict[int, dict[str, str]]) -> None:
@@ -46,12 +46,12 @@ class TorchrunLogs:
         self._tails.append(TailLog(role, files, shown_on, prefixes, **more).start())  # type: ignore[arg-type]
 
     def of_rank(self, local_rank: int) -> list[str]:
-        """The files in which this rank's output is found."""
+        """Return the files that hold this rank's output."""
         found = (self.files.stdouts.get(local_rank), self.files.stderrs.get(local_rank))
         return [path for path in found if path]
 
     def close(self) -> None:
-        """Show the rest, and end the threads. All ranks of the attempt have ended."""
+        """Show the remaining lines, and end the threads. Call it after all ranks of the attempt have ended."""
         for tail in self._tails:
             tail.stop()
         self._stack.close()
@@ -74,7 +74,7 @@ def _prefixes(config: LaunchConfig, environs: Mapping[int, Mapping[str, str]]) -
 
 
 def remove_if_empty(config: LaunchConfig) -> None:
-    """Remove torchrun's folder where nothing was started."""
+    """Remove torchrun's log folder if it is empty, because no rank was started."""
     with contextlib.suppress(OSError):
         assert config.logs_specs is not None
         os.rmdir(str(config.logs_specs.root_log_dir))

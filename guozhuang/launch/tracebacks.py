@@ -1,4 +1,4 @@
-"""The Python traceback among the lines that a rank printed, and what it says about the cause. Pure."""
+"""Find the Python traceback among the lines that a rank printed, and whether it reports a lost peer. Pure."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ _CHAINED = (
     "During handling of the above exception, another exception occurred:",
     "The above exception was the direct cause of the following exception:",
 )
-# Tracebacks that did not end their process.
+# Lines before a traceback that did not end its process.
 _HARMLESS = ("Exception ignored in", "Exception in thread", "--- Logging error ---")
 _KIND = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:: |$)")
 _RANK = re.compile(r"^\[rank\d+\]: ?")
-# Lines that are no part of an exception's text, as they begin: records of a log, warnings, and our own words.
+# Beginnings of lines that are not part of an exception's text: log records, warnings, and our own messages.
 _RECORD = re.compile(
     r"^(?:\[|[WEIFC]\d{4} |\d{4}[-/]\d\d[-/]\d\d|[A-Z]+:\w|(?:WARNING|ERROR|INFO)\b|guozhuang|\S+:\d+: \w*Warning"
     r"|Exception ignored in|terminate called)"
 )
-_MAX_MESSAGE = 40  # lines of an exception's text behind its first
-# How the end of a rank looks to the others: gloo, the store, NCCL, and our own errors.
+_MAX_MESSAGE = 40  # maximum number of lines of an exception's text after the first
+# Errors that ranks print when another rank has ended: of gloo, the store, NCCL, and our own.
 _LOST_PEER = re.compile(
     r"PeerLost|Connection (?:closed|reset) by peer|Connection refused|[Bb]roken pipe|Read error \[|Write error \["
     r"|failed to (?:recv|send), got|DistNetworkError|the process that keeps the store .* is gone"
@@ -31,15 +31,15 @@ _LOST_PEER = re.compile(
 
 
 def plain(line: str) -> str:
-    """A line without the ``[rank1]: `` that torch sets before those of a traceback once there is a process group."""
+    """Return a line without the prefix ``[rank1]: ``, which torch adds to tracebacks once there is a process group."""
     return _RANK.sub("", line)
 
 
 def last(lines: Sequence[str]) -> tuple[int, int] | None:
-    """Where the traceback that ended the process begins and ends, with those it was chained to; None if there is none.
+    """Return begin and end of the traceback that ended the process, chained ones included; None if there is none.
 
     Args:
-        lines: the last lines that were printed, without their ends.
+        lines: the last lines that the process printed, without line ends.
     """
     found, harmless = None, None
     end = 0
@@ -58,11 +58,11 @@ def last(lines: Sequence[str]) -> tuple[int, int] | None:
 
 
 def with_message(lines: Sequence[str], end: int) -> int:
-    """Where the text of the exception ends, if the process printed nothing behind it but what looks like a log.
+    """Return the index after the exception's text, if only lines that look like a log follow it; else ``end``.
 
     Args:
         lines: the last lines of a process that ended by its exception.
-        end: behind the traceback, as ``last`` told it: the first line of the text, and those that are indented.
+        end: the end that ``last`` returned; it includes the first line of the text and indented lines after it.
     """
     index = end
     while index < len(lines) and not _RECORD.match(lines[index]):
@@ -73,7 +73,7 @@ def with_message(lines: Sequence[str], end: int) -> int:
 
 
 def speaks_of_lost_peer(lines: Sequence[str]) -> bool:
-    """Whether an exception tells that another rank ended, and so is no cause itself.
+    """Return whether an exception reports that another rank ended, so that it is not the cause itself.
 
     Args:
         lines: the traceback, or the last lines where there is none.
@@ -82,18 +82,18 @@ def speaks_of_lost_peer(lines: Sequence[str]) -> bool:
 
 
 def _gap(lines: Sequence[str], end: int, begin: int) -> bool:
-    """Whether nothing but a sentence of ``_CHAINED`` stands between two tracebacks."""
+    """Return whether only a sentence of ``_CHAINED`` stands between two tracebacks."""
     return all(not text.strip() or text in _CHAINED for text in lines[end:begin])
 
 
 def _end(lines: Sequence[str], begin: int) -> int:
-    """The index behind a traceback: the stack is indented, the exception is not and may have further lines."""
+    """Return the index after a traceback: an indented stack, then the exception's line, then its indented lines."""
     index = begin + 1
     while index < len(lines) and (lines[index].startswith(" ") or not lines[index].strip()):
         index += 1
     if index < len(lines) and _KIND.match(lines[index]):
         index += 1
-        # A text of several lines goes on; an empty line may stand in it, and other output is not told from it for sure.
+        # Only indented lines surely belong to the exception's text; others may be output of the program.
         while index < len(lines) and lines[index].startswith((" ", "\t")):
             index += 1
     return index

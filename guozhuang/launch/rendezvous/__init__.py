@@ -1,1 +1,1 @@
-"""How the agents of several nodes meet, and what they tell each other."""
+"""The rendezvous of the agents of several nodes, and the messages between them."""

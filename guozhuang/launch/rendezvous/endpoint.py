@@ -1,4 +1,4 @@
-"""Where nodes meet: read from torchrun's options, and opened."""
+"""Open or reach the store of the rendezvous at the address that torchrun's options give."""
 
 from __future__ import annotations
 
@@ -29,20 +29,21 @@ from guozhuang.net.search import is_loopback, resolve
 if TYPE_CHECKING:
     from guozhuang.launch.options.plan import Plan
 
-_DEFAULT_PORTS = {"static": 29500, "c10d": 29400}  # torchrun's
-_UNDER_A_LAUNCHER_S = 30.0  # the launcher of several hosts notices before, and names the host as the user does
+_DEFAULT_PORTS = {"static": 29500, "c10d": 29400}  # the defaults of torchrun
+# Longest silence of an agent under the launcher of several hosts, which notices a lost host earlier and names it better.
+_UNDER_A_LAUNCHER_S = 30.0
 
 
 def open_fixed(plan: Plan, config: LaunchConfig, request: Request) -> FixedRendezvous:
-    """Open what this node keeps for a fixed number of nodes to meet. See [Note: stores] in stores.py.
+    """Open this node's side of the rendezvous of a fixed number of nodes. See [Note: stores] in stores.py.
 
     Args:
-        plan: what to start.
-        config: torch's reading of the options.
-        request: of the program that started this agent.
+        plan: the checked options of the command line.
+        config: the options as torch parsed them.
+        request: options of the program that started this agent.
 
     Raises:
-        UsageError: a port that is taken, or an address that cannot be.
+        UsageError: the port is taken, or no store can be opened at the address.
     """
     options, num_nodes = plan.elastic, config.max_nodes
     timeout_s = float(config.rdzv_configs["timeout"])
@@ -71,15 +72,15 @@ def open_fixed(plan: Plan, config: LaunchConfig, request: Request) -> FixedRende
 
 
 def open_for_torch(plan: Plan, config: LaunchConfig) -> Kept:
-    """Keep, or reach, the store by which torch elastic's own agents meet (c10d); ``config`` names it afterwards.
+    """Open or reach the c10d store for the rendezvous of torch elastic's own agents; its address is written to ``config``.
 
     Args:
-        plan: what to start.
-        config: torch's reading of the options; what it lacks is filled in.
+        plan: the checked options of the command line.
+        config: the options as torch parsed them; missing addresses are filled in.
 
     Raises:
-        UsageError: a port that is taken, or an address that cannot be.
-        WorldError: no store was there in time.
+        UsageError: the port is taken, or no store can be opened at the address.
+        WorldError: no store could be reached in time.
     """
     options = plan.elastic
     host, port = _endpoint(options, _DEFAULT_PORTS["c10d"])
@@ -105,7 +106,7 @@ def _keep_or_reach(host: str, port: int, plan: Plan, is_keeper: bool, timeout_s:
     except UsageError:
         if is_sure:
             raise
-        # Another agent of this very node may keep it.
+        # Another agent of this node may keep the store at this port.
         return reach(address, port, plan.secret, 5.0, "the agent that keeps the port, or another program,")
     say_if_open(kept, plan.secret)
     return kept
@@ -127,7 +128,7 @@ def _cannot_be_opened(host: str, port: int, error: OSError) -> UsageError:
 
 
 def _silence_s(settings: Mapping[str, Any]) -> float:
-    """How long an agent may give no sign of life; said as torch elastic has it, or our default."""
+    """Return how long an agent may send no heartbeat, in seconds: interval * count of ``--rdzv-conf``, or our default."""
     names = ("keep_alive_interval", "keep_alive_max_attempt")
     if not any(name in settings for name in names):
         return SILENCE_S
@@ -139,13 +140,13 @@ def _is_this_node(host: str) -> bool:
 
 
 def _own_address(host: str) -> str:
-    """The address of this node on the way to ``host``."""
+    """Return the address from which this node would connect to ``host``; loopback if there is none."""
     for address in resolve(host):
         if is_loopback(address):
             continue
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
-                probe.connect((address, 9))  # sends nothing: it only chooses the way
+                probe.connect((address, 9))  # sends nothing (UDP): it only chooses the route
             except OSError:
                 continue
             return str(probe.getsockname()[0])

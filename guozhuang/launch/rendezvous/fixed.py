@@ -1,4 +1,4 @@
-"""A fixed number of nodes, each with its number, meet before each attempt; one node is the simplest case."""
+"""The rendezvous of a fixed number of numbered nodes before each attempt; a single node is the simplest case."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from guozhuang.net import search
 from guozhuang.net.client import Client, PatientStore, look_s
 from guozhuang.net.meeting_point import PortSequence
 
-_AGENTS = "guozhuang agents"  # what agents tell each other begins so; the rest of a store is the ranks'
+_AGENTS = "guozhuang agents"  # prefix of the agents' keys in the store; all other keys belong to the ranks
 _NODE_0 = "the agent of node 0"
 
 
 @dataclass(frozen=True)
 class NodeShare:
-    """What a node brings to an attempt: a frame that the agents exchange when they meet.
+    """The number of ranks and servers of a node, which the agents exchange in the rendezvous.
 
     Attributes:
-        ranks: how many it starts.
+        ranks: how many ranks it starts.
         servers: how many parameter servers it starts.
         role: the ``--role`` of its ranks.
     """
@@ -51,13 +51,13 @@ class NodeShare:
 
 @dataclass(frozen=True)
 class Attempt:
-    """The nodes of one attempt, and where its ranks meet.
+    """The nodes of one attempt, and the address of the store of its ranks.
 
     Attributes:
         number: how many attempts there were before; the same on all nodes.
         node: the number of this node.
-        shares: of all nodes, in their order.
-        host, port: where the ranks of this node reach the store.
+        shares: the shares of all nodes, in the order of their numbers.
+        host, port: the address at which the ranks of this node reach the store.
     """
 
     number: int
@@ -67,7 +67,7 @@ class Attempt:
     port: int
 
     def place(self, local_rank: int) -> dict[str, int]:
-        """The numbers of a rank, for ``Extension.rank_variables``."""
+        """Return the rank, size and other numbers of a local rank, by their names in ``Extension.rank_variables``."""
         crosswise = [node for node, share in enumerate(self.shares) if share.ranks > local_rank]
         return {
             "rank": sum(share.ranks for share in self.shares[: self.node]) + local_rank,
@@ -79,7 +79,7 @@ class Attempt:
         }
 
     def environment(self, local_rank: int) -> dict[str, str]:
-        """The variables, as torchrun sets them, by which a rank finds its place."""
+        """Return the environment variables that give a rank its place in the world, as torchrun sets them."""
         own, before = self.shares[self.node], self.shares[: self.node]
         place = self.place(local_rank)
         found = {
@@ -101,23 +101,23 @@ class Attempt:
 
 
 class FixedRendezvous:
-    """As many nodes as the command line says. See [Note: stores] in stores.py.
+    """The rendezvous of as many nodes as the command line gives. See [Note: stores] in stores.py.
 
     Args:
-        host: the address of node 0; of no meaning with one node.
-        port: of node 0; 0 with one node: a free one.
-        node_rank: of this node.
-        num_nodes: of the run.
-        run_id: tells runs apart whose agents meet at one store.
-        timeout_s: limit for the nodes to meet, in seconds.
-        secret: that joining needs; None without one.
-        point: where to meet instead of ``host`` and ``port``, for agents that srun or mpirun started; None: there.
-        attempt: how many times the ranks were started before, by other agents.
+        host: the address of node 0; unused with one node.
+        port: the port of node 0; with one node 0 means any free port.
+        node_rank: the number of this node.
+        num_nodes: number of nodes of the run.
+        run_id: distinguishes runs whose agents use the same store.
+        timeout_s: how long the rendezvous may take, in seconds.
+        secret: the secret that joining needs; None without one.
+        point: the ports to search instead of ``host`` and ``port``, for agents that srun or mpirun started; else None.
+        attempt: how many times earlier agents have started the ranks of this run.
         interface: the network interface that the user named; None: the one that leads to ``host``.
-        silence_s: how long an agent may give no sign of life, in seconds.
+        silence_s: how long an agent may send no heartbeat, in seconds.
 
     Attributes:
-        say: how to say something to the user; the agent sets it to a way that leaves what ranks print whole.
+        say: prints a message for the user; the agent replaces it by ``Output.say``, which does not cut lines of ranks.
 
     Raises:
         UsageError: the port is taken.
@@ -162,10 +162,10 @@ class FixedRendezvous:
         """Meet the agents of all nodes for the next attempt.
 
         Args:
-            share: what this node brings.
+            share: the number of ranks and servers of this node.
 
         Raises:
-            WorldError: a node did not come in time, or is lost; the text names it.
+            WorldError: a node did not join in time, or is lost; the text names it.
         """
         self._round += 1
         if self._num_nodes == 1:
@@ -186,7 +186,7 @@ class FixedRendezvous:
         return Attempt(self.attempt, self._node_rank, shares, self._kept.host, self._kept.port)
 
     def _find_others(self) -> Others:
-        """Come to the store of node 0, and give signs of life there from now on."""
+        """Connect to the store of node 0, and start to send heartbeats there."""
         if self._kept is None and self._point is not None:
             self._kept = find(self._point, self._node_rank, self._timeout_s)
         elif self._kept is None:
@@ -203,12 +203,12 @@ class FixedRendezvous:
         if self._kept is None or self._round > 1:
             self.close()
             self._kept = keep(LOOPBACK, 0)
-        # By its name, as users and programs write it, where that name can mean nothing else.
+        # MASTER_ADDR is the usual name "localhost" if that name resolves to 127.0.0.1 alone.
         name = "localhost" if search.resolve("localhost") == [LOOPBACK] else LOOPBACK
         return Attempt(self.attempt, 0, [share], name, self._kept.port)
 
     def _roll_call(self, meeting: PatientStore, share: NodeShare) -> list[NodeShare]:
-        """Wait for every node, in steps that a signal can come between; return what each brings."""
+        """Wait for every node, in short steps so that a signal can interrupt it; return the shares of all nodes."""
         if meeting.add(f"claim/{self._node_rank}", 1) > 1:
             what = f"two agents say that they are node {self._node_rank} of {self._num_nodes}"
             raise WorldError(explain(what, fix="give each its own --node-rank; end agents of an earlier run"))
@@ -224,7 +224,7 @@ class FixedRendezvous:
         return [NodeShare(**json.loads(text)) for text in meeting.multi_get(keys)]
 
     def _forget(self, meeting: PatientStore) -> None:
-        """Remove what the ranks of the last attempt left in the store. All of them have ended: every agent is here."""
+        """Remove the keys of the last attempt's ranks from the store. They have all ended, since every agent has joined."""
         if self._node_rank == 0:
             whole = meeting.whole
             for key in whole.list_keys():
@@ -235,26 +235,26 @@ class FixedRendezvous:
 
     @property
     def attempt(self) -> int:
-        """How many times ranks were started before; the same on all nodes."""
+        """Return how many times ranks were started before; the same on all nodes."""
         return self._first_attempt + self._round - 1
 
     def give_up(self, text: str, code: int, is_reaction: bool) -> OtherNodeError | None:
-        """Tell the other nodes that this one gives the run up, and why; see ``Others.give_up``."""
+        """Report to the other nodes that this one aborts the run, and why; see ``Others.give_up``."""
         return None if self._others is None else self._others.give_up(text, code, is_reaction)
 
     def are_all_done(self) -> bool:
-        """Say that the ranks of this node have ended well; return whether those of all nodes have.
+        """Report that the ranks of this node have ended with 0; return whether the ranks of all nodes have.
 
         Raises:
-            OtherNodeError: another node gave up, or is lost.
+            OtherNodeError: another node aborted the run, or is lost.
         """
         return self._others is None or self._others.are_done(str(self._round))
 
     def must_restart(self) -> bool:
-        """Whether another node restarts its ranks, for which those of all nodes have to be restarted.
+        """Return whether another node restarts its ranks, so that all nodes have to restart theirs.
 
         Raises:
-            OtherNodeError: another node gave up, or is gone.
+            OtherNodeError: another node aborted the run, or is lost.
         """
         if self._others is None:
             return False
@@ -262,7 +262,7 @@ class FixedRendezvous:
         return self._others.round > self._round
 
     def close(self) -> None:
-        """Close the store, once the others have read what they must."""
+        """Close the store after the other nodes have read the last messages."""
         if self._others is not None:
             self._others.close()
         if self._shared is not None:

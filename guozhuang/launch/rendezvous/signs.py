@@ -1,20 +1,21 @@
-"""What the agents of a run tell each other: that they are alive, that they are done, that they gave up and why.
+"""Messages between the agents of a run: heartbeats, the end of their ranks, and the reason of an abort.
 
-[Note: signs of life] An agent that was killed, and a host that was switched off or cut off, tell nobody; and ranks that
-sleep, or wait in a collective, may not notice for half an hour. So each agent sets a key with a number that grows, every
-second, and two of the agents look at the numbers of all others. A number that stood still for ``SILENCE_S`` is taken for
-the end of its agent, and that is written down for all to read. By looks, not by clocks: an agent that was stopped itself for
-a while does not blame the others, and clocks of hosts may differ. Who keeps the store is seen by the store: it is gone, or
-it does not answer (see [Note: waiting for a store] in net.client).
+[Note: signs of life] An agent that was killed, or a host that was switched off or cut off, cannot report it; and ranks that
+sleep, or wait in a collective, may not notice for half an hour. So each agent overwrites a key with a growing number (its
+heartbeat) every second, and two of the agents read the numbers of all other agents. If a number does not change for
+``SILENCE_S``, its agent counts as lost, and the watcher reports that to all agents. The time is counted in reads, not by
+clocks: an agent that was itself stopped for a while does not blame the others, and clocks of hosts may differ. The loss of
+the agent that keeps the store shows in the store itself: it is gone or does not answer (see [Note: waiting for a store] in
+net.client).
 
-[Note: who was first] A rank that fails makes others fail, on other nodes too, and their agents may be faster to say so. So an
-agent says whether its failure may be a reaction to another one. If it is not, it is the cause. If nothing but reactions was
-heard of, all go on, each to see whether its own ranks end by themselves, until every other agent has answered, or was found
-to be lost: then that is the cause.
+[Note: who was first] A rank that fails makes ranks of other nodes fail, and their agents may be faster to report it. So each
+report says whether the failure may be a reaction to another one. If it is not, it is the cause. While all reports are
+reactions, the agents let their own ranks run until every other agent has answered; then the report of the lowest node counts.
+An agent that is found lost meanwhile is the cause.
 
-[Note: words] What all are to hear stands in one key, to which each appends a line, and a counter says that there is more.
-So an agent that looks asks one question while there is nothing new, however many nodes and words there are: the store
-answers all of them from one thread, which stands beside the ranks of its node.
+[Note: words] All messages stand in one key, to which each agent appends lines, and a counter gives their number. So an agent
+without new messages makes one request per look, however many nodes and messages there are. That matters because the store
+answers all agents from one thread, which shares its node's cores with ranks.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ from guozhuang.net.client import ANSWER_S, PatientStore
 
 SILENCE_S = ANSWER_S
 _SIGN_S = 1.0
-_TELL_S = 3.0  # for the others to read why this one gives up, and to hear of a failure that came before ours
+_TELL_S = 3.0  # time for other agents to read why this one aborts, and to report a failure that came before ours
 _LOOK_S = 0.02
-# How long an agent sleeps between looks at the words of the others, for each node of the run, and at most.
+# Time between two reads of the messages: per node of the run, and the maximum.
 _LOOK_PER_NODE_S, _LONGEST_LOOK_S = 0.002, 0.2
-_WATCHERS = 2  # the first two nodes: one of them may be the one that is lost
-_STILL_S = 3.0  # a stop of this agent that is worth a word
+_WATCHERS = 2  # number of nodes that read all heartbeats: two, because one of them may itself be lost
+_STILL_S = 3.0  # a stop of this agent itself that is at least this long is mentioned in errors
 
 
 class OtherNodeError(WorldError):
-    """Another node gave the run up, or is lost. ``code`` is the exit code that follows from it."""
+    """Raised when another node aborted the run or is lost. ``code`` is the exit code for this agent."""
 
     def __init__(self, text: str, code: int = 1) -> None:
         super().__init__(text)
@@ -49,15 +50,15 @@ class OtherNodeError(WorldError):
 
 
 class Others:
-    """The other agents of a run. ``begin`` and ``close`` belong together.
+    """An agent's connection to the other agents of a run. After ``begin``, ``close`` must be called.
 
     Args:
-        store: where they tell each other, and nobody else does.
+        store: the store with the agents' keys, which only agents use.
         node: the number of this node.
-        num_nodes: how many there are.
-        keeper: who keeps the store, as in "the agent of node 0 at 10.0.0.1:29500".
-        is_keeper: this agent keeps the store: it stays until the others need it no more.
-        silence_s: how long a number may stand still, in seconds.
+        num_nodes: how many nodes the run has.
+        keeper: the agent that keeps the store, as in "the agent of node 0 at 10.0.0.1:29500".
+        is_keeper: whether this agent keeps the store; then ``close`` waits until the other agents need it no more.
+        silence_s: how long a heartbeat may stay unchanged, in seconds.
     """
 
     def __init__(
@@ -78,22 +79,22 @@ class Others:
         self._silent: set[int] = set()
         self._look_s = min(_LONGEST_LOOK_S, _LOOK_PER_NODE_S * num_nodes)
         self._looked = float("-inf")
-        self._num_words = 0  # that were told when the words were read
+        self._num_words = 0  # number of messages at the last read
         self._given_up: dict[int, tuple[int, int, int, str]] = {}
         self._answered: set[int] = set()
         self._lost: tuple[int, str] | None = None
-        self.round = 1  # the last one that somebody began
+        self.round = 1  # the last rendezvous that any node began
         self._count = 0
         self._stood_still_s = 0.0
         self._reactions_since: float | None = None
         self._done: set[str] = set()
-        self._has_ended = False  # all are done, or this node gave up, or heard that another one did
+        self._has_ended = False  # all nodes are done, or this node or another one aborted the run
         self._gave_up = False
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Give signs of life from now on.
+        """Start to send heartbeats.
 
         Raises:
             OtherNodeError: the store is gone.
@@ -111,7 +112,7 @@ class Others:
 
     def _run(self) -> None:
         last = time.monotonic()
-        # Who calls the store next hears that it is gone.
+        # A lost store ends this thread silently: the next call of the main thread raises the error.
         with contextlib.suppress(dist.DistNetworkError):
             while not self._end.wait(_SIGN_S):
                 now = time.monotonic()
@@ -138,12 +139,12 @@ class Others:
                 self._tell("lost", other, self.host(other))
 
     def _tell(self, *words: str | int) -> None:
-        """Say something that all are to hear; see ``_hear`` and [Note: words]."""
+        """Send a message to all agents; see ``_hear`` and [Note: words]."""
         self._store.append("words", json.dumps(words) + "\n")
         self._store.add("number of words", 1)
 
     def _hear(self) -> None:
-        """Read what the others told, if there is more than the last time."""
+        """Read the messages of all agents if there are new ones."""
         self._looked = time.monotonic()
         number = self._store.add("number of words", 0)
         if number == self._num_words:
@@ -152,7 +153,7 @@ class Others:
             kind, *words = json.loads(line)
             if kind == "gave up":
                 node, is_reaction, code, text = words
-                if self._given_up.get(node, (1,))[0]:  # a later word takes nothing back
+                if self._given_up.get(node, (1,))[0]:  # a report that is no reaction is never overwritten
                     self._given_up[node] = is_reaction, node, code, text
             if kind in ("gave up", "answer"):
                 self._answered.add(words[0])
@@ -163,7 +164,7 @@ class Others:
         self._num_words = number
 
     def host(self, other: int) -> str:
-        """The name of another node's host, as far as it is known."""
+        """Return the name of another node's host, or "unknown"."""
         sign = self._signs.get(other, b"")
         if not sign and self._store.check([f"sign {other}"]):
             sign = self._store.get(f"sign {other}")
@@ -174,12 +175,12 @@ class Others:
         return f"{what}: it was killed or stopped, or its host is off or cut off"
 
     def begin_round(self, number: int) -> None:
-        """Say that this node waits for the others in that round, unless another one said so before."""
+        """Report that a new rendezvous begins, unless another node has already reported it."""
         if self.round < number:
             self._tell("round", number)
 
     def who_is_gone(self) -> str:
-        """The text on a store that cannot be used any more."""
+        """Return the error text for a store that is lost: which agent kept it, and why it is lost."""
         why = self._store.lost or "is gone"
         reason = "" if why == "is gone" else ": its host is off or cut off from this one, or it was stopped"
         return f"{self._keeper}, which keeps the store, {why}{reason}{self._own_stop()}"
@@ -189,10 +190,10 @@ class Others:
         return f" (this agent itself had stood still for {stop_s:.0f} s)" if stop_s >= _STILL_S else ""
 
     def look(self) -> None:
-        """Return while the run goes on.
+        """Check the messages of the other agents; return if the run continues.
 
         Raises:
-            OtherNodeError: another node gave up, or is lost.
+            OtherNodeError: another node aborted the run, or is lost.
         """
         if time.monotonic() < self._looked + self._look_s:
             return
@@ -206,12 +207,12 @@ class Others:
         raise cause
 
     def _read(self) -> None:
-        """Say that this node needs the store no more."""
+        """Report that this node needs the store no more."""
         self._has_ended = True
         self._store.set(f"read {self._node}", "1")
 
     def _cause(self) -> OtherNodeError | None:
-        """Why the run is over, or None. See [Note: who was first]."""
+        """Return the reason why the run is over, or None. See [Note: who was first]."""
         self._hear()
         lost = self._loss()
         if not self._given_up:
@@ -239,15 +240,15 @@ class Others:
         return OtherNodeError(self._silence_of(other, host) + self._own_stop())
 
     def give_up(self, text: str, code: int, is_reaction: bool) -> OtherNodeError | None:
-        """Tell the other nodes that this one gives the run up, and why.
+        """Report to the other nodes that this one aborts the run, and why.
 
         Args:
-            text: what happened here.
-            code: the exit code that follows from it.
-            is_reaction: another node may have been first.
+            text: the failure of this node.
+            code: the exit code for all nodes.
+            is_reaction: whether the failure may be a reaction to one of another node; then wait for its report.
 
         Returns:
-            What happened on the node that was first, where that is another one.
+            The failure that was first, if it was on another node; else None.
         """
         if not is_reaction:
             self._store.hurry()
@@ -265,10 +266,10 @@ class Others:
         return None if cause is None or str(cause).startswith(f"node {self._node}: ") else cause
 
     def are_done(self, attempt: str) -> bool:
-        """Say that the ranks of this node have ended well; return whether those of all nodes have.
+        """Report that the ranks of this node have ended with 0; return whether the ranks of all nodes have.
 
         Raises:
-            OtherNodeError: another node gave up, or is lost.
+            OtherNodeError: another node aborted the run, or is lost.
         """
         try:
             new = attempt not in self._done
@@ -282,7 +283,7 @@ class Others:
         return False
 
     def close(self) -> None:
-        """Stop giving signs of life; who keeps the store waits until the others have read what they must."""
+        """Stop the heartbeats. The agent that keeps the store waits until the other agents have read the last messages."""
         if self._thread is None:
             return
         try:
@@ -297,7 +298,7 @@ class Others:
             self.forget()
 
     def forget(self) -> None:
-        """Stop giving signs of life, and say nothing."""
+        """Stop the heartbeats without a report to the other agents."""
         self._end.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(2 * _LOOK_S)
@@ -306,7 +307,7 @@ class Others:
     def _wait_for_readers(self, limit_s: float) -> None:
         deadline = time.monotonic() + limit_s
         for other in self._others:
-            # Those that never came read nothing.
+            # Nodes that never sent a heartbeat are not waited for.
             while self._store.check([f"sign {other}"]) and not self._store.check([f"read {other}"]):
                 if other in self._silent or time.monotonic() > deadline:
                     break

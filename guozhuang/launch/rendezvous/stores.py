@@ -1,12 +1,12 @@
-"""The stores that agents and ranks find each other by: where they listen, and how others come to them.
+"""Open and reach the stores by which agents and ranks find each other.
 
-[Note: stores] Torchrun's own ways to meet let a store listen on every interface, also where all ranks are on one node;
-choose a port by asking for a free one and letting it go again; keep one store for all attempts, so that ranks that were
-started anew read what their predecessors left; and, where a node joins later, wait for an address that nobody writes.
-So here the agent of node 0 keeps the store; its socket is bound first and handed over (``master_listen_fd``). Each attempt
-finds it new: on one node and in an elastic run it is another one, between a fixed number of nodes it is emptied. On one node
-it listens on loopback. Between nodes it listens at the one address that the others were told, or, where there is a secret,
-on loopback behind a door (``net.door``) at that address. The ranks come as clients (TORCHELASTIC_USE_AGENT_STORE).
+[Note: stores] Torchrun's own rendezvous has four faults: its store listens on every interface, even if all ranks are on one
+node; it chooses a port by binding a free one and releasing it again; it keeps one store for all attempts, so restarted ranks
+read keys of earlier ranks; and a node that joins later waits for an address that no node writes.
+So here the agent of node 0 keeps the store, and passes it a socket that is already bound (``master_listen_fd``). Each attempt
+starts with an empty store: on one node and in an elastic run it is a new one, between a fixed number of nodes its keys are
+deleted. On one node it listens on loopback. Between nodes it listens at the one address that the other nodes know, or, with
+a secret, on loopback behind a door (``net.door``) at that address. Ranks connect as clients (TORCHELASTIC_USE_AGENT_STORE).
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from guozhuang.net.meeting_point import PortSequence
 from guozhuang.net.search import is_loopback, resolve
 
 LOOPBACK = "127.0.0.1"
-_ANSWER_S = 10.0  # for what accepted a connection to show that it is a store
-_STORE_S = 300.0  # limit of one operation of a store that is there
+_ANSWER_S = 10.0  # time for a program that accepted a connection to answer as a store
+_STORE_S = 300.0  # timeout of one operation of a connected store
 _FREE = "choose another port, or leave it out: on one node a free one is taken then"
 
 
 @dataclass
 class Kept:
-    """A store, and what must be kept as long as it is used.
+    """A store with its addresses, and the resources that must stay open while it is used.
 
     Attributes:
-        store: itself, or a connection to it.
-        host: with ``port``, where processes of this node reach it.
+        store: the store itself, or a connection to it.
+        host: with ``port``, the address at which processes of this node reach it.
         port: see ``host``.
-        told: what others are told to reach it by.
-        close: let go of the way to it. The store ends when nobody refers to it any more.
-        everybody_came: to be called when all have met: nobody needs a note of where it is any more.
+        told: host and port at which other nodes reach it.
+        close: closes the door or passage to it. The store itself ends with its last reference.
+        everybody_came: must be called when all nodes have joined; removes the file that holds the address.
     """
 
     store: dist.Store
@@ -57,11 +57,11 @@ class Kept:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens at an address of this node; ``port`` 0 for a free one.
+    """Return a socket that listens at an address of this node; ``port`` 0: any free port.
 
     Raises:
-        UsageError: the port is taken.
-        OSError: the address is none of this node's.
+        UsageError: the port is taken, or this user may not open it.
+        OSError: the address does not belong to this node.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -80,7 +80,7 @@ def keep(host: str, port: int, secret: bytes | None = None) -> Kept:
     """Open a store at an address of this node; with a secret, on loopback behind a door at that address."""
     listener = listen(host, port)
     told = (host, int(listener.getsockname()[1]))
-    if secret is None or is_loopback(host):  # no other node comes to loopback: a door would protect nothing
+    if secret is None or is_loopback(host):  # other nodes cannot reach loopback, so a door would protect nothing
         return Kept(stores.serve(listener, _STORE_S), _own(host), told[1], told)
     inner = listen(LOOPBACK, 0)
     inner_port = int(inner.getsockname()[1])
@@ -89,9 +89,9 @@ def keep(host: str, port: int, secret: bytes | None = None) -> Kept:
 
 
 def keep_or_share(host: str, port: int, secret: bytes | None) -> Kept:
-    """Open a store, or take the one that this very process has at that port already.
+    """Open a store, or share the one that this process already keeps at that port.
 
-    A supervisor of several hosts opens one on loopback before it becomes the agent; others come by a way of its own.
+    With -H the process opens a store on loopback before it becomes the agent; other hosts reach that through a door.
     """
     try:
         return keep(host, port, secret)
@@ -106,7 +106,7 @@ def keep_or_share(host: str, port: int, secret: bytes | None) -> Kept:
 
 
 def keep_at(listener: socket.socket, point: PortSequence) -> Kept:
-    """Open a store on loopback, and its door at a socket that listens at one of the ports of ``point``."""
+    """Open a store on loopback, and a door to it at ``listener``, which is bound to one of the ports of ``point``."""
     address = listener.getsockname()
     inner = listen(LOOPBACK, 0)
     inner_port = int(inner.getsockname()[1])
@@ -127,10 +127,10 @@ def keep_at(listener: socket.socket, point: PortSequence) -> Kept:
 
 
 def find(point: PortSequence, node_rank: int, timeout_s: float) -> Kept:
-    """Connect to the store of node 0 through its door, at whichever port of ``point`` that is.
+    """Search the ports of ``point`` for the door of node 0, and connect to the store behind it.
 
     Raises:
-        WorldError: there was none within ``timeout_s`` seconds.
+        WorldError: no door was found within ``timeout_s`` seconds.
     """
     passage = search.passage_to_rank_0(point, node_rank, timeout_s)
     store = _client(passage[0], passage[1], "the agent of node 0")
@@ -138,7 +138,7 @@ def find(point: PortSequence, node_rank: int, timeout_s: float) -> Kept:
 
 
 def _own(host: str) -> str:
-    """What a process of this node connects to where the store listens at ``host``."""
+    """Return the address at which a process of this node reaches a store that listens at ``host``."""
     return {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
 
 
@@ -146,14 +146,14 @@ def reach(host: str, port: int, secret: bytes | None, timeout_s: float, who: str
     """Connect to a store of another process; with a secret, through its door.
 
     Args:
-        host: with ``port``, what ``Kept.told`` says.
+        host: with ``port``, the address of the store for other nodes (``Kept.told``).
         port: see ``host``.
-        secret: of the run; None without one.
-        timeout_s: how long to wait for it to be opened, in seconds.
-        who: who keeps it, for the error.
+        secret: the secret of the run; None without one.
+        timeout_s: how long to wait until the store is open, in seconds.
+        who: the keeper of the store, for the error.
 
     Raises:
-        WorldError: nothing of the kind was there in time, or it does not know the secret.
+        WorldError: no store could be reached in time, or the door has another secret.
     """
     if secret is not None and stores.loopback_address(host) is None:
         passage = pass_through(host, port, secret, timeout_s)
@@ -164,7 +164,7 @@ def reach(host: str, port: int, secret: bytes | None, timeout_s: float, who: str
 
 
 def _client(host: str, port: int, who: str) -> dist.Store:
-    """A connection to what listens there; a program that accepts it and is silent is no store."""
+    """Connect to a store; raise WorldError if the program that listens there does not answer like a store."""
     fix = "check the address and the port, that no other program has it, and that both or none have GUOZHUANG_SECRET"
     try:
         store = client.attempt(_ANSWER_S + 1.0, lambda: stores.connect(host, port, _ANSWER_S))
@@ -179,7 +179,7 @@ def _client(host: str, port: int, who: str) -> dist.Store:
 
 
 def _wait_for_listener(host: str, port: int, timeout_s: float, who: str) -> None:
-    """In Python, where a signal can end the waiting; torch's own waits inside one call."""
+    """Wait until a process listens there; in Python, so that a signal can interrupt it, unlike torch's own wait."""
     try:
         stores.until_somebody_listens(host, port, time.monotonic() + timeout_s)
     except stores.NobodyListensError as error:
@@ -189,10 +189,10 @@ def _wait_for_listener(host: str, port: int, timeout_s: float, who: str) -> None
 
 
 def wait_for(store: PatientStore, key: str, timeout_s: float, who: str) -> str:
-    """Read a key that ``who`` sets, in steps that a signal can come between, and what ``store.while_waiting`` raises.
+    """Wait for a key that ``who`` sets, and return its value. Signals and ``store.while_waiting`` can interrupt the wait.
 
     Raises:
-        WorldError: it was not set within ``timeout_s`` seconds.
+        WorldError: the key was not set within ``timeout_s`` seconds.
     """
     try:
         store.wait([key], datetime.timedelta(seconds=timeout_s))
@@ -203,15 +203,15 @@ def wait_for(store: PatientStore, key: str, timeout_s: float, who: str) -> str:
 
 
 def interface_address(host: str, interface: str | None = None) -> str:
-    """What node 0 listens at, so that other nodes reach it by the name ``host``.
+    """Return the address at which node 0 must listen so that other nodes reach it by the name ``host``.
 
-    Its address, if it is one of this node's. If it is not (a name of a service, a translated address), or a name means
-    loopback here (as a node's own name often does in /etc/hosts), the address of the interface that the user named, else of
-    the one that leads out of this node.
+    That is the address of ``host`` if it belongs to this node. If it does not (the name of a service, a translated address),
+    or resolves to loopback (as a node's own name often does by /etc/hosts), it is the address of the interface that the user
+    named, or else of the interface that leads out of this node.
 
     Args:
-        host: name or address, as the agents were told.
-        interface: the one that the user named (``--interface``).
+        host: name or address of node 0 in the options of the agents.
+        interface: the network interface that the user named (``--interface``).
     """
     if host == "localhost":
         return LOOPBACK
@@ -232,7 +232,7 @@ def interface_address(host: str, interface: str | None = None) -> str:
 
 
 def meeting_address(host: str, interface: str | None = None) -> str:
-    """What an agent connects to: ``host``, but where that name leads to loopback on its own node; see ``interface_address``."""
+    """Return the address to connect to: ``host``, or, if that is a name for loopback here, ``interface_address``."""
     is_name_of_this_node = (
         host != "localhost" and host not in resolve(host) and stores.loopback_address(host) is not None
     )
@@ -240,7 +240,7 @@ def meeting_address(host: str, interface: str | None = None) -> str:
 
 
 def say_if_open(kept: Kept, secret: bytes | None) -> None:
-    """Tell the user where other nodes reach the store, if whoever reaches it is let in."""
+    """Print the address of the store if it is open to other nodes without a secret."""
     host, port = kept.told
     if secret is None and not is_loopback(host):
         what = "with the same GUOZHUANG_SECRET on all nodes it would ask for it"
@@ -248,7 +248,7 @@ def say_if_open(kept: Kept, secret: bytes | None) -> None:
 
 
 def is_ours(address: str) -> bool:
-    """Whether the address belongs to an interface of this node."""
+    """Return whether the address belongs to an interface of this node."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:
