@@ -92,7 +92,7 @@ class RankFiles(LogsSpecs):
         return places.stdout, places.stderr
 
     def _copies(self, rank: int, size: int) -> str | None:
-        """Create the folder for copies of a rank's output; earlier runs' files in it are emptied. None: there are no copies.
+        """Create the folder for copies of a rank's output; the first attempt of a run empties it. None: there are no copies.
 
         Raises:
             UsageError: the folder cannot be created in the first attempt; in later ones the run continues without copies.

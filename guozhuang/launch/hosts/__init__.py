@@ -1,1 +1,1 @@
-"""Several hosts over ssh (``-H``): who gets which ranks, how each is reached, and how all end together."""
+"""Runs over several hosts by ssh (``-H``): place ranks on hosts, connect to them, and end all hosts together."""

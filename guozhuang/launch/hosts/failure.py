@@ -1,4 +1,4 @@
-"""What became of a host that is no longer part of the run, in words. Pure."""
+"""Describe why a host is no longer part of the run. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from guozhuang.launch.hosts.link import Link
 from guozhuang.launch.hosts.supervisor import NO_FOLDER, NO_PACKAGE
 from guozhuang.launch.request import RunReport
 
-LOST = 255  # the exit code where a host could not be reached, or was lost; ssh's own
+LOST = 255  # exit code if a host could not be reached, or was lost; the same as ssh's
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,11 @@ class HostFailure:
     Attributes:
         link: the host.
         code: the exit code that the launcher would end with.
-        text: what happened, a sentence.
-        is_cause: its agent does not say itself that the cause was on another host.
-        is_signal: a rank or the agent was ended by a signal, or a parameter server ended, which none does because of others.
-        is_of_script: the run was on its way, so starting it again may help.
-        report: the agent's own; None: it could not make one.
+        text: the failure, as a sentence without its subject, which is the host.
+        is_cause: whether the cause may be on this host; False: its agent reported that the cause was on another host.
+        is_signal: whether a signal ended a rank or the agent, or a parameter server ended; none of these is a reaction.
+        is_of_script: whether the agent had started, so that restarting the run may help.
+        report: the agent's report; None: it did not send one.
     """
 
     link: Link
@@ -37,7 +37,7 @@ class HostFailure:
 
 
 def of(link: Link) -> HostFailure:
-    """What became of a host that closed its connection and was not asked to."""
+    """Return the failure of a host that closed its connection without a request of the launcher."""
     told, code = link.messages, link.code
     report = RunReport(**told["report"]) if "report" in told else None
     if "missing" in told:
@@ -54,7 +54,7 @@ def of(link: Link) -> HostFailure:
             text += "; if nobody sent it, the machine ran out of memory"
         return HostFailure(link, 128 - code, text, is_signal=True, is_of_script=True, report=report)
     if code is not None:
-        # A shell's code for a rank that was ended by a signal; SIGTERM is how an agent ends the others.
+        # Codes above 128 are signals, as in a shell. SIGTERM does not count: agents send it to their remaining ranks.
         is_signal = code > 128 and code != 128 + signal.SIGTERM
         is_cause = report is None or report.is_cause
         return HostFailure(link, code, f"failed: exit code {code}", is_cause, is_signal, True, report)
@@ -69,7 +69,7 @@ def of(link: Link) -> HostFailure:
 
 
 def summary(failure: HostFailure) -> RunReport:
-    """For the program that called the launcher: the rank that failed first on that host, or the host alone."""
+    """Return a report for the program that called the launcher: the rank that failed first on that host, or only the host."""
     report = failure.report
     if report is not None and report.who:
         return RunReport(who=report.who, host=failure.link.name, code=failure.code)
@@ -84,6 +84,6 @@ def _signal(number: int) -> str:
 
 
 def said(link: Link) -> str:
-    """What ssh or the shell there said last, to be put behind a sentence; "" if nothing."""
+    """Return the last lines that ssh or the host's shell printed, as the end of a sentence; "" if there are none."""
     words = [line.strip() for line in link.words.replace("\r", "\n").splitlines() if line.strip()]
     return f": {'; '.join(words[-4:])}" if words else ""

@@ -1,4 +1,4 @@
-"""The launcher's end of the wire to one host: the process there or the ssh client for it, and what comes through.
+"""The launcher's connection to the supervisor of one host, through an ssh client or, on this machine, directly.
 
 See [Note: the wire] in supervisor.py.
 """
@@ -32,15 +32,15 @@ class Link:
     """One host of a run, as the launcher sees it.
 
     Attributes:
-        name: of the host, as the user wrote it.
-        node_rank: its place among the hosts.
-        is_local: it is this machine, and no ssh is between.
-        serves: the numbers of the parameter servers that it runs instead of ranks.
-        messages: what the host said last under each word.
-        code: how the agent ended: its exit code, or minus the number of a signal; None as long as it has not said.
-        words: what ssh, and the shell there, wrote to stderr; the last of it.
-        has_started: its process was made.
-        is_closed: nothing comes any more, and the client's process is gone.
+        name: name of the host, as the user wrote it.
+        node_rank: its index among the links.
+        is_local: whether the host is this machine, which needs no ssh.
+        serves: the numbers of the parameter servers that this link runs instead of ranks.
+        messages: the last value that the host sent under each key of its JSON messages.
+        code: the agent's exit code, or minus the number of the signal that ended it; None until the supervisor sends it.
+        words: the last text that ssh and the host's shell wrote to stderr.
+        has_started: whether the process of the client was started.
+        is_closed: whether the client's process has ended and all its output was read.
     """
 
     name: str
@@ -55,12 +55,12 @@ class Link:
 
     @property
     def what(self) -> str:
-        """What runs there."""
+        """Return "servers" or "ranks", whichever this link runs."""
         return "servers" if self.serves else "ranks"
 
     @property
     def title(self) -> str:
-        """What it is called in texts."""
+        """Return the name of the host for messages, with the numbers of its parameter servers."""
         if not self.serves:
             return f"host {self.name}"
         first, last = self.serves[0], self.serves[-1]
@@ -74,13 +74,13 @@ class Link:
         header: Mapping[str, Any],
         output: Callable[[Link, str, bytes], None],
     ) -> None:
-        """Run the command and give it the header.
+        """Start the command, and send it the supervisor's source and the header.
 
         Args:
-            command: the supervisor's, or the ssh client's for it.
-            token: what the supervisor says first; what comes before was written by a login shell.
+            command: the command of the supervisor, or of the ssh client that starts it.
+            token: the first line of the supervisor; earlier output was written by a login shell.
             header: the first line for the supervisor.
-            output: is called with what the ranks wrote to "stdout" or "stderr".
+            output: called with this link, "stdout" or "stderr", and the bytes that the ranks wrote there.
         """
         self._ended: float | None
         self._token, self._output = f"\n{token}\n".encode(), output
@@ -90,7 +90,7 @@ class Link:
         self._unsent = bytearray(ssh.supervisor_source() + json.dumps(header).encode() + b"\n")
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
-            start_new_session=True,  # the terminal's Ctrl-C is for the launcher, which then ends the hosts in order
+            start_new_session=True,  # Ctrl-C must reach only the launcher, which then ends the hosts in order
         )  # fmt: skip
         self.has_started = True
         assert self._process.stdin and self._process.stdout and self._process.stderr
@@ -101,27 +101,27 @@ class Link:
         self.send_more()
 
     def reading(self) -> list[int]:
-        """The descriptors to watch for something to read."""
+        """Return the descriptors to watch for input."""
         return list(self._open)
 
     def writing(self) -> int | None:
-        """The descriptor to watch for room to write; None if nothing waits."""
+        """Return the descriptor to watch for room to write; None if there is nothing to write."""
         stdin = self._process.stdin
         return stdin.fileno() if self._unsent and stdin is not None and not stdin.closed else None
 
     def say(self, request: Mapping[str, Any]) -> None:
-        """Send the host a request."""
+        """Send the supervisor a request."""
         with self._lock:
             self._unsent += json.dumps(request).encode() + b"\n"
         self.send_more()
 
     def send_more(self) -> None:
-        """Write what waits, as far as there is room."""
+        """Write as much of the unsent data as the pipe takes without blocking."""
         with self._lock:
             self._send()
 
     def ping(self) -> None:
-        """Say that the launcher lives. For a thread of its own: a terminal that takes no output must not end the run."""
+        """Send a heartbeat of the launcher. A separate thread calls it, so that a blocked terminal does not end the run."""
         with self._lock:
             if not self._unsent:
                 self._unsent += b"\n"
@@ -134,11 +134,11 @@ class Link:
                 del self._unsent[: os.write(stdin.fileno(), self._unsent[:_CHUNK_BYTES])]
             except BlockingIOError:
                 return
-            except OSError:  # the client is gone; its stdout says how
+            except OSError:  # the client has ended, which ``look`` will notice
                 self._unsent.clear()
 
     def receive(self, descriptor: int) -> None:
-        """Read what came on one of ``reading()``."""
+        """Read from one of the descriptors of ``reading()``, and process the data."""
         try:
             data = os.read(descriptor, _CHUNK_BYTES)
         except BlockingIOError:
@@ -149,12 +149,12 @@ class Link:
             del self._open[descriptor]
 
     def look(self) -> bool:
-        """Whether this link has closed just now."""
+        """Check whether the client has ended; if so, close this link and return True, once."""
         if self.is_closed or self._process.poll() is None:
             return False
         if self._ended is None:
             self._ended = time.monotonic()
-        # What the client has left running, a master connection for example, may hold its end of a pipe for ever.
+        # A process that the client left running, such as a master connection of ssh, may hold its pipes open for ever.
         if self._open and time.monotonic() < self._ended + _DRAIN_S:
             return False
         self._open.clear()
@@ -163,17 +163,17 @@ class Link:
 
     @property
     def client_code(self) -> int | None:
-        """How the ssh client, or the local supervisor, ended."""
+        """Return the exit code of the ssh client, or of the local supervisor; None while it runs."""
         return self._process.returncode
 
     def hang_up(self) -> None:
-        """Let go of stdin, by which the supervisor knows that nobody is interested any more."""
+        """Close the supervisor's stdin; it then takes the launcher for lost and ends its ranks."""
         with self._lock, contextlib.suppress(OSError):
             if self._process.stdin is not None:
                 self._process.stdin.close()
 
     def abandon(self) -> None:
-        """End the client's process, whatever becomes of the host."""
+        """Kill the client's process without waiting for the host."""
         self.hang_up()
         with contextlib.suppress(OSError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -197,7 +197,7 @@ class Link:
     def _take(self, data: bytes) -> None:
         self._received += data
         if not self._has_begun:
-            # A login shell may have written something without a line's end before it.
+            # A login shell may have written a text without a line end before the token.
             before, found, rest = bytes(b"\n" + self._received).partition(self._token)
             if not found:
                 return

@@ -1,4 +1,4 @@
-"""Where hosts meet: which addresses the first one offers, and which of its doors let everybody in. Pure."""
+"""Choose the address for the rendezvous of hosts: addresses of the first host to try, and a door that all can reach. Pure."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _LOOPBACK = "127.0.0.1"
 
 
 def candidates(ready: Sequence[Mapping[str, Any]], name: str, asked: str | None) -> list[str]:
-    """The addresses by which others might reach the first host, the likeliest first.
+    """Return the addresses by which other hosts might reach the first host, the likeliest first.
 
     Args:
-        ready: what each host said of itself, the first one first: ``addresses`` by interface, the address that the
-            launcher ``reached_at`` over ssh, and a text that is the ``same`` for hosts that are one machine.
-        name: of the first host, as the user wrote it.
-        asked: the address that the user gave (``--master-addr``); it is the only one then.
+        ready: the "ready" message of each host: its ``addresses`` by interface, the address ``reached_at`` by the launcher's
+            ssh, and a text that is the ``same`` for hosts that are one machine.
+        name: name of the first host, as the user wrote it.
+        asked: the address that the user gave (``--master-addr``), which is then the only one; else None.
     """
     if asked is not None:
         return [asked]
@@ -36,14 +36,14 @@ def choose(
     refused: Mapping[str, str],
     knocked: Sequence[Mapping[str, Mapping[str, str]]],
 ) -> tuple[str, int] | str:
-    """The first door that let all others in; where there is none, a text that says who could not come through, and why.
+    """Return the first door that all other hosts could reach; if there is none, a text on which hosts could not, and why.
 
     Args:
-        names: of all hosts, the first one first.
-        doors: address and port of those that the first host opened.
-        refused: addresses at which it could not open one, and why.
-        knocked: for each of the other hosts its own address by the number of each door that ``opened``, and the reason
-            of each that ``refused``.
+        names: the names of all hosts.
+        doors: address and port of the doors that the first host opened.
+        refused: addresses at which the first host could not open a door, with the reasons.
+        knocked: the answer of each other host: its own address by the index of each door that ``opened``, and the reason
+            by the index of each door that ``refused``.
     """
     if not doors:
         why = "; ".join(f"{host}: {reason}" for host, reason in refused.items()) or "it has none but loopback"

@@ -1,14 +1,14 @@
-"""What the supervisor of a host runs: it finds the way to the first host, then becomes the agent of its host.
+"""The program that the supervisor of a host starts: it takes part in the hosts' rendezvous, then becomes the host's agent.
 
 ``python -m guozhuang.launch.hosts.node IN OUT``, where IN and OUT are descriptors for lines of JSON from and to the
-launcher. The first line says what this node is; it answers "ready" and does what it is told until it is told "go". Where
-it is to run parameter servers it watches those then, and there is no agent.
+launcher. The first line describes this node. The node answers "ready", and carries out the launcher's requests until the
+request "go". Then it becomes the agent, or, if it is to run parameter servers, starts and watches these.
 
-[Note: the meeting point] The first host opens a store on loopback and a door (``net.door``) on each address that others
-might reach it by, each at a port that the kernel gave; the others knock at all of them. The launcher takes the first door
-that let everybody in, so neither address nor port is guessed and nothing is released in between. Every other host then
-opens a passage to that door on its own loopback. So on each host MASTER_ADDR is 127.0.0.1, and scripts that know nothing of
-doors pass through all the same. Parameter servers and ranks meet at that store too.
+[Note: the meeting point] The first host opens a store on loopback and a door (``net.door``) on each address by which other
+hosts might reach it, each at a port that the kernel chose; the other hosts try all of them. The launcher takes the first
+door that all hosts reached, so neither address nor port is guessed, and no port is released in between. Every other host
+then opens a passage to that door on its own loopback. So MASTER_ADDR is 127.0.0.1 on each host, and scripts need not know
+of doors. Parameter servers and ranks meet at that store too.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _KNOCK_S = 5.0
 _STORE_S = 300.0
 _ORPHAN_S = 5.0
 _LOOK_AT_SERVERS_S = 0.05
-# What the environment may say about how nodes meet, which is settled here: torchrun's options, and a secret of an outer run.
+# Prefixes of variables on the rendezvous, which are removed because -H decides it: torchrun's, and the secret of an outer run.
 _SETTLED = (
     "PET_NNODES", "PET_NODE_RANK", "PET_NPROC", "PET_MASTER", "PET_RDZV", "PET_STANDALONE", "PET_LOCAL_ADDR", "PET_MAX_RES",
     "GUOZHUANG_SECRET",
@@ -51,7 +51,7 @@ _SETTLED = (
 
 
 class Node:
-    """One host of the run: answers the launcher until it says "go", then is the agent, or runs parameter servers."""
+    """One host of the run: answers the launcher until its request "go", then is the agent, or runs parameter servers."""
 
     def __init__(self, channel: Channel, told: dict[str, Any]) -> None:
         self._channel = channel
@@ -76,10 +76,10 @@ class Node:
         self._store: dist.Store | None = None
         self._store_port = 0
         self._doors: dict[tuple[str, int], Door] = {}
-        self._door: tuple[str, int] = ("", 0)  # that all have come through
+        self._door: tuple[str, int] = ("", 0)  # the door that all hosts reached
 
     def run(self) -> int:
-        """Meet, then do what ``guozhuang run`` does on one node, or run servers; the exit code."""
+        """Take part in the rendezvous, then run the agent or the servers; return the exit code."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._close_doors)
             arguments = self._arguments
@@ -103,7 +103,7 @@ class Node:
         return 1
 
     def _is_store_there(self) -> bool:
-        """Whether the first host's door still opens: its agent closes it when the run is over."""
+        """Return whether the first host's door still answers: its agent closes it when the run is over."""
         try:
             with knock(*self._door, self._secret, _KNOCK_S):
                 return True
@@ -111,7 +111,7 @@ class Node:
             return False
 
     def _options(self, port: int) -> list[str]:
-        """For the agent that follows."""
+        """Return the rendezvous options for this host's agent."""
         options = {
             "nnodes": self._num_nodes,
             "node-rank": self._rank,
@@ -121,11 +121,11 @@ class Node:
         return [f"--{name}={value}" for name, value in options.items()]
 
     def _meet(self, stack: contextlib.ExitStack) -> int:
-        """Do what the launcher asks until all hosts have come together; the port of their store on this one's loopback."""
+        """Answer the launcher's requests until the rendezvous is over; return the loopback port that leads to the store."""
         known = interfaces.addresses()
         if self._interface is not None:
             known = {self._interface: [interfaces.named(self._interface).address, *known[self._interface]]}
-        # "client address, its port, server address, its port": the address by which the launcher came.
+        # SSH_CONNECTION: client address, its port, server address, its port. The third is how the launcher reached this host.
         by_ssh = os.environ.get("SSH_CONNECTION", "").split()
         reached_at = by_ssh[2] if len(by_ssh) == 4 else None
         ready = {"host": socket.gethostname(), "same": node_identity(), "addresses": known, "reached_at": reached_at}
@@ -143,7 +143,7 @@ class Node:
     def _listen(self, candidates: Sequence[str], port: int) -> dict[str, Any]:
         listener = socket.create_server(("127.0.0.1", 0))
         self._store_port = int(listener.getsockname()[1])
-        # The agent that follows in this process asks for a store at this port, and gets this one: both say multi_tenant.
+        # The agent, later in this process, opens a store at this port and gets this one, because both are multi_tenant.
         self._store = serve(listener, _STORE_S, is_shared=True)
         refused = {}
         for host in candidates:
@@ -176,7 +176,7 @@ class Node:
         return {"opened": dict(opened), "refused": dict(refused)}
 
     def _go(self, host: str, port: int, stack: contextlib.ExitStack) -> int:
-        """Keep the chosen door, or pass through it; the port that leads to the store from here."""
+        """Keep only the chosen door, or open a passage to it; return the loopback port that leads to the store."""
         self._door = host, port
         if self._rank == 0:
             for found in [each for each in self._doors if each != (host, port)]:
@@ -195,7 +195,7 @@ class Node:
 
 
 class Channel:
-    """Lines of JSON from and to the launcher; once nobody holds the other end, this process ends its ranks and itself."""
+    """Lines of JSON from and to the launcher, through the supervisor."""
 
     def __init__(self, reading: int, writing: int) -> None:
         self._reading, self._writing = os.fdopen(reading, "rb"), writing
@@ -203,7 +203,7 @@ class Channel:
         os.set_inheritable(writing, False)
 
     def hear(self) -> dict[str, Any]:
-        """The next request.
+        """Wait for the next request, and return it.
 
         Raises:
             WorldError: the supervisor is gone.
@@ -215,16 +215,16 @@ class Channel:
         return request
 
     def say(self, message: dict[str, Any]) -> None:
-        """Tell the launcher."""
+        """Send the launcher a message."""
         with contextlib.suppress(OSError):
             os.write(self._writing, json.dumps(message).encode() + b"\n")
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """While the agent runs: a supervisor that was killed takes the agent and its ranks with it."""
+        """Inside the ``with`` block, end this process and its ranks as soon as the supervisor has ended."""
 
         def watch() -> None:
-            while os.read(self._reading.fileno(), 4096):  # not the buffered reader: it would be in use at exit
+            while os.read(self._reading.fileno(), 4096):  # without the buffer, whose lock would be held at exit
                 pass
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(_ORPHAN_S)
@@ -235,18 +235,18 @@ class Channel:
 
 
 def _follow_servers(servers: Servers, address: str, is_store_there: Callable[[], bool]) -> str:
-    """Start servers and watch them until this process is told to end (SIGTERM), or one has ended. The caller closes them.
+    """Start servers, and watch them until this process gets SIGTERM or a server has ended. The caller closes them.
 
     Args:
-        servers: those of this host.
-        address: of the store of the run, ``host:port``.
-        is_store_there: whether it can still be reached.
+        servers: the servers of this host.
+        address: address of the store of the run, as ``host:port``.
+        is_store_there: returns whether the store can still be reached.
 
     Returns:
-        Who ended too early, and how; or that this process was told to end, which it is at the end of a run, too.
+        Which server ended too early, and how; or which signal ended this process (at the end of a run, too).
     """
     told: list[int] = []
-    # A list, not an event: the handler runs in the thread that would hold the event's lock.
+    # A list, not an Event: the handler runs in the main thread, which may hold the Event's lock.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, _: told.append(number))
     is_over = False
@@ -258,8 +258,8 @@ def _follow_servers(servers: Servers, address: str, is_store_there: Callable[[],
             continue
         if is_store_there():
             return ended
-        # The run is over, or the first host is lost. The launcher learns both by itself, however late: it may be stopped
-        # (Ctrl-Z) or stand before a pager, and a run that has ended well must not fail for it.
+        # The run is over, or the first host is lost. Both the launcher notices by itself, though perhaps late, as when it is
+        # stopped (Ctrl-Z) or blocked by a pager. To report a failure here would make a successful run fail.
         is_over = True
     return f"its servers were told to end by {signal.Signals(told[0]).name}"
 
@@ -274,7 +274,7 @@ def _kill_everything() -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Be one node of the run; the agent's exit code."""
+    """Run one node; return the agent's exit code."""
     logging.basicConfig(format="guozhuang: %(message)s", level=logging.WARNING)
     channel = Channel(int(arguments[0]), int(arguments[1]))
     try:

@@ -1,4 +1,4 @@
-"""The options of ``-H`` and its companions: those that the launcher of several hosts reads, and what is left for the agents."""
+"""The options for several hosts (``-H`` and others): those that the launcher reads, and those that it passes to the agents."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from guozhuang.errors import UsageError, explain
 from guozhuang.launch.job import Policy
 
 DEFAULT_START_TIMEOUT_S = 60.0
-# Options that say how nodes meet, which is what -H finds out by itself.
+# Options on the rendezvous, which -H does not accept because it decides the rendezvous itself.
 _EXCLUDED = (
     "--nnodes", "--node-rank", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--standalone", "--local-addr",
 )  # fmt: skip
-_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"  # agents are ended by these, whatever the user adds
+_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"  # always end an agent, also if --signals-to-handle does not name them
 
 
 def add_arguments(parser: argparse._ActionsContainer) -> None:
@@ -81,17 +81,17 @@ def add_server_arguments(parser: argparse._ActionsContainer) -> None:
 
 
 def read(head: Sequence[str], environ: Mapping[str, str]) -> tuple[argparse.Namespace, list[str]]:
-    """Read the command line as far as it is for the launcher.
+    """Separate the launcher's options from those of the agents.
 
     Args:
-        head: after ``guozhuang run`` and before the script. It was read as a whole before, so errors have been said.
+        head: the words after ``guozhuang run`` and before the script. ``plan`` parsed them before, so they have no errors.
         environ: the launcher's environment; a variable like PET_NPROC_PER_NODE stands for the option, as with torchrun.
 
     Returns:
-        What is for the launcher, and the words for the agents.
+        The launcher's options, and the words for the agents.
 
     Raises:
-        UsageError: an option or variable that does not go with ``-H``, or an abbreviated one.
+        UsageError: an option or variable excludes ``-H``, or an option is abbreviated.
     """
     found, rest = _parser().parse_known_args(list(head))
     rest = [each for each in rest if each != "--"]
@@ -99,7 +99,7 @@ def read(head: Sequence[str], environ: Mapping[str, str]) -> tuple[argparse.Name
     _take_variables(found, environ)
     if found.max_restarts < 0:
         raise UsageError(explain("--max-restarts cannot be negative", value=found.max_restarts, fix="leave it out"))
-    if found.on_failure == Policy.KEEP_SURVIVORS.value:  # each agent replaces its own ranks, up to so many times
+    if found.on_failure == Policy.KEEP_SURVIVORS.value:  # each agent replaces its own ranks, within its limit
         rest += [f"--on-failure={found.on_failure}", f"--max-restarts={found.max_restarts}"]
         found.max_restarts = 0
     if found.shutdown_timeout is not None:
@@ -111,7 +111,7 @@ def read(head: Sequence[str], environ: Mapping[str, str]) -> tuple[argparse.Name
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Only what is ours."""
+    """Return a parser of the launcher's options only."""
     parser = argparse.ArgumentParser(prog="guozhuang run", add_help=False, allow_abbrev=False)
     add_arguments(parser)
     add_server_arguments(parser)
@@ -130,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check_rest(rest: Sequence[str]) -> None:
-    """What agents are told must not name hosts again, nor how to meet; nor in an abbreviation, which torchrun takes."""
+    """Check that the agents' words contain no option on hosts or rendezvous, also not abbreviated, as torchrun allows."""
     ours = [name for action in _parser()._actions for name in action.option_strings if "_" not in name]
     for word in rest:
         name = word.partition("=")[0].replace("_", "-")
@@ -149,7 +149,7 @@ def _exclude(name: str) -> str:
 
 
 def _take_variables(found: argparse.Namespace, environ: Mapping[str, str]) -> None:
-    """Where an option was not given, its PET_ variable counts, as with torchrun."""
+    """Set options that were not given from their PET_ variables, as torchrun does."""
     for option in _EXCLUDED:
         name = f"PET_{option[2:].replace('-', '_').upper()}"
         if environ.get(name, "") not in ("", "0" if name == "PET_STANDALONE" else ""):
@@ -169,7 +169,7 @@ def _take_variables(found: argparse.Namespace, environ: Mapping[str, str]) -> No
 
 
 def _signals(names: str) -> list[signal.Signals]:
-    """Those of ``--signals-to-handle`` that do not end every program anyway."""
+    """Return the signals of ``--signals-to-handle`` that are not in ``_SIGNALS``."""
     found: list[signal.Signals] = []
     for name in filter(None, map(str.strip, names.split(","))):
         number = getattr(signal, name, None)

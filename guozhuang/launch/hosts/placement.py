@@ -1,4 +1,4 @@
-"""``guozhuang run -H host1:2,host2:2``: which hosts, how many ranks on each, and what each is told to run."""
+"""``guozhuang run -H host1:2,host2:2``: read the hosts, place ranks and parameter servers on them, and start the run."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from guozhuang.launch.options.plan import Plan
 
 _SECRET_BYTES = 32
-_MAX_SERVERS = 64  # of a host: more are a slip, mostly the port of ssh
-_MAX_RANKS = 1024  # of a host: more are a slip, mostly the port of ssh
+_MAX_SERVERS = 64  # per host; a greater number is a mistake, mostly the port of ssh
+_MAX_RANKS = 1024  # per host; a greater number is a mistake, mostly the port of ssh
 _log = logging.getLogger("guozhuang")
 
 
 @dataclass(frozen=True)
 class Host:
-    """A host and how many ranks it can take; ``slots`` is None where the user did not say."""
+    """A host and the number of ranks it can take; ``slots`` is None if the user did not give it."""
 
     name: str
     slots: int | None
@@ -42,23 +42,23 @@ class Host:
 
 @dataclass(frozen=True)
 class HostsPlan:
-    """What ``-H`` and its companions ask for.
+    """The checked options of a run over several hosts.
 
     Attributes:
-        placed: each host that gets ranks, with how many: a number, or a word that the host resolves ("gpu").
-        ssh: how to connect.
-        environment: what goes to every host besides the list of ``ssh.CARRIED``.
-        start_timeout_s: limit for all hosts to be reached, and for each step of their meeting.
+        placed: each host that gets ranks, with their number, or with a word that the host resolves ("gpu").
+        ssh: options of ssh.
+        environment: variables for every host (``-x``), in addition to those that ``ssh.carried`` selects.
+        start_timeout_s: limit for all hosts to be reached, and for each step of their rendezvous.
         interface: the network interface to use on each host; None: the one that leads to the first host.
-        master: address of the first host as the user gave it; None: to be found out.
-        port: on the first host; 0: any free one.
-        timeline: the file for the timeline; each host writes one of its own.
-        max_restarts: how many times all ranks may be started again.
-        shutdown_timeout_s: what ranks may take to end after SIGTERM; None: as the launcher decides.
-        signals: that the launcher hands on to the ranks, besides those that end every program.
+        master: address of the first host that the user gave; None: the launcher finds one.
+        port: port on the first host; 0: any free port.
+        timeline: the file for the timeline; each host writes its own file.
+        max_restarts: how many times all ranks may be restarted.
+        shutdown_timeout_s: how long ranks may take to end after SIGTERM; None: the launcher's default.
+        signals: further signals that the launcher passes on to the ranks, besides those that always end a run.
         arguments: the rest of the command line, for the agent of each host.
         servers: each host that gets parameter servers, with their numbers; it may have ranks too.
-        extension: of the program that called the launcher.
+        extension: additions of the compatibility layer that called the launcher.
     """
 
     placed: Sequence[tuple[str, str]]
@@ -78,15 +78,15 @@ class HostsPlan:
 
     @property
     def names(self) -> list[str]:
-        """A name for each thing that is started: hosts for their ranks, then hosts for their servers."""
+        """Return the host name of each link: first the hosts with ranks, then those with servers (twice if a host has both)."""
         return [name for name, _ in (*self.placed, *self.servers)]
 
 
 def is_asked_for(options: argparse.Namespace) -> bool:
-    """Whether the command line names hosts.
+    """Return whether the command line names hosts.
 
     Raises:
-        UsageError: it does not, but has options that serve nothing else.
+        UsageError: it names no hosts, but has options that need hosts.
     """
     if options.hosts or options.hostfile is not None:
         return True
@@ -103,12 +103,12 @@ def is_asked_for(options: argparse.Namespace) -> bool:
 
 
 def start(ours: Plan, arguments: Sequence[str], request: Request) -> int:
-    """Start all hosts that the command line names, and stay until the last rank has ended.
+    """Start the run on all hosts that the command line names, with restarts, and wait until the last rank has ended.
 
     Args:
         ours: the command line as ``options.plan`` read it.
         arguments: the command line itself, after ``guozhuang run``.
-        request: what the program that calls this wants besides.
+        request: further options of the program that calls this.
 
     Returns:
         0 if every rank ended with 0; else the exit code of the first failure, 128 + its number for a signal; 255 if a
@@ -146,15 +146,15 @@ def start(ours: Plan, arguments: Sequence[str], request: Request) -> int:
 
 
 def plan(arguments: Sequence[str], script: Sequence[str], environ: Mapping[str, str]) -> HostsPlan:
-    """Read what the command line says about hosts.
+    """Read the options on hosts, and place ranks and servers on the hosts.
 
     Args:
-        arguments: after ``guozhuang run``.
-        script: its end: the training script and the script's own arguments, which are passed on untouched.
+        arguments: the words after ``guozhuang run``.
+        script: the last of these: the training script and its arguments, which are passed on unchanged.
         environ: the launcher's environment; a variable like PET_NPROC_PER_NODE stands for the option, as with torchrun.
 
     Raises:
-        UsageError: hosts, slots, ranks or variables that make no sense or do not fit each other.
+        UsageError: hosts, slots, ranks or variables make no sense or contradict each other.
     """
     head = list(arguments[: len(arguments) - len(script)])
     assert list(arguments[len(head) :]) == list(script), (arguments, script)
@@ -195,14 +195,14 @@ def plan(arguments: Sequence[str], script: Sequence[str], environ: Mapping[str, 
 
 
 def parse_hosts(text: str, option: str = "-H") -> list[Host]:
-    """The hosts of ``-H``: ``host1:2,host2``; an IPv6 address with slots stands in brackets.
+    """Parse the hosts of ``-H``: ``host1:2,host2``; an IPv6 address with slots stands in brackets.
 
     Args:
-        text: what the user wrote.
-        option: where, for the text of an error.
+        text: the value of the option.
+        option: the name of the option, for the text of an error.
 
     Raises:
-        UsageError: a name or number that cannot be read.
+        UsageError: a name or number cannot be read.
     """
     found = [_host(entry.strip(), text) for entry in text.split(",") if entry.strip()]
     if not found:
@@ -211,14 +211,14 @@ def parse_hosts(text: str, option: str = "-H") -> list[Host]:
 
 
 def read_hostfile(path: str) -> list[Host]:
-    """The hosts of a file: a line each, ``host slots=2``, ``host:2`` or ``host``; empty lines and # comments are skipped.
+    """Read hosts from a file with lines ``host slots=2``, ``host:2`` or ``host``; empty lines and # comments are skipped.
 
     Raises:
-        UsageError: a file that cannot be read, or a line that says something else; the text has its number.
+        UsageError: the file, or a line of it, cannot be read; the text has the number of the line.
     """
     fix = "write lines like 'host slots=2' or 'host:2'"
     try:
-        with open(path, encoding="utf-8-sig") as file:  # some editors begin a file with a mark
+        with open(path, encoding="utf-8-sig") as file:  # some editors write a byte order mark
             lines = file.read().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(explain(f"the hostfile cannot be read: {error}", value=path, fix="check the path")) from error
@@ -241,15 +241,15 @@ def read_hostfile(path: str) -> list[Host]:
 
 
 def place(hosts: Sequence[Host], num_ranks: int | None, per_host: str | None) -> list[tuple[str, str]]:
-    """How many ranks each host gets, in the order of the hosts; one that is named twice has the slots of both.
+    """Return the number of ranks of each host, in the order of the hosts; slots of a host that is named twice are added.
 
     Args:
-        hosts: as named.
-        num_ranks: ``-np``: of all hosts together; they fill the first slots. None: every slot.
-        per_host: ``--nproc-per-node``: on each host, a number of ranks or a word. None: as many as it has slots.
+        hosts: the hosts that the user named.
+        num_ranks: ``-np``: number of ranks of all hosts together, which fill the first slots; None: every slot.
+        per_host: ``--nproc-per-node``: number of ranks of each host, or a word such as "gpu"; None: as many as slots.
 
     Raises:
-        UsageError: more ranks than slots, or both numbers.
+        UsageError: there are more ranks than slots, or both numbers are given.
     """
     slots: dict[str, int | None] = {}
     for host in hosts:
@@ -292,15 +292,15 @@ def place(hosts: Sequence[Host], num_ranks: int | None, per_host: str | None) ->
 def place_servers(
     number: int | None, spare: Sequence[tuple[str, int | None]], rank_hosts: Sequence[str]
 ) -> list[tuple[str, Sequence[int]]]:
-    """The numbers of the servers of each host that gets any.
+    """Return the numbers of the parameter servers of each host that gets any.
 
     Args:
-        number: ``--servers``; None where it was not given.
+        number: ``--servers``; None if it was not given.
         spare: ``--server-hosts``: hosts for servers alone, and how many each gets (None: 1).
-        rank_hosts: hosts that get ranks. Without spare ones the servers are spread over these, as evenly as may be.
+        rank_hosts: hosts that get ranks. If ``spare`` is empty, the servers are spread evenly over these.
 
     Raises:
-        UsageError: a host that is named twice or has ranks, a number that makes no sense, or numbers that do not agree.
+        UsageError: a server host is named twice or has ranks, a number makes no sense, or the numbers disagree.
     """
     if number is not None and number < 0:
         fix = "give 0 or more"
@@ -369,7 +369,7 @@ def _is_ipv6(text: str) -> bool:
 
 
 def _name(text: str, where: str, fix: str) -> str:
-    # What begins with "-" would be an option of ssh.
+    # ssh would read a name that begins with "-" as an option.
     if not text or text.startswith("-") or not re.fullmatch(r"[^\s\x00-\x1f,;'\"`$|&<>()\\\[\]]+", text):
         raise UsageError(explain(f"a host has no name that ssh could take, in {where}", value=text, fix=fix))
     return text

@@ -1,13 +1,13 @@
-"""A run over several hosts, from the launcher's side: start all, let them meet, pass on what they print, end them together.
+"""The launcher's side of a run over several hosts: start them, direct their rendezvous, show their output, and end them.
 
-[Note: the first failure] A rank that dies makes its peers on other hosts fail a moment later, and their agents may well be
-the first to say so. So after the first bad news the other hosts are left alone for ``_SETTLE_S``, and only then told to end;
-of those that failed by themselves one whose agent knows that the cause is elsewhere counts last, a signal before an exit
-code, and then who spoke first. A host that was told to end is no cause.
+[Note: the first failure] A rank that dies makes its peers on other hosts fail a moment later, and their agents may report
+that first. So after the first report of a failure the launcher waits ``_SETTLE_S`` before it ends the other hosts. Of the
+hosts that failed by themselves, hosts whose agent knows that the cause is elsewhere are considered last; then a signal comes
+before an exit code, and an earlier report before a later one. A host that the launcher ended is never the cause.
 
-[Note: hosts of servers] Parameter servers have a link of their own to their host, also where that has ranks too. They come to
-the same meeting, and their end before the ranks' is a failure of the run. They are ended after the ranks, which may need them
-until then.
+[Note: hosts of servers] Parameter servers have their own link to their host, even if the host has ranks too. They take part in
+the same rendezvous, and if they end before the ranks, the run fails. The launcher ends them after the ranks, which may need
+them until then.
 """
 
 from __future__ import annotations
@@ -35,43 +35,43 @@ if TYPE_CHECKING:
     from guozhuang.launch.hosts.placement import HostsPlan
 
 _PING_S = 2.0
-# A host that hears nothing from the launcher for so long ends its ranks; an interrupted network may come back before.
+# A host that receives nothing from the launcher for this long ends its ranks; shorter gaps of the network are tolerated.
 LOST_AFTER_S = 20.0
-# What ranks may take to end after SIGTERM: where the user asked for it, as torchrun has it; where the run has failed; where
-# the launcher is gone; and an agent whose ranks have ended, and which may stand in a call that no signal comes through to.
+# Time between SIGTERM and SIGKILL: after a signal from the user (as in torchrun); after a failure; after the loss of the
+# launcher; and for an agent whose ranks have ended, since it may be blocked in a call that a signal does not interrupt.
 _ASKED_GRACE_S, _FAILED_GRACE_S, _LOST_GRACE_S, _FINISHED_GRACE_S = 30.0, 10.0, 10.0, 2.0
-# What an agent needs after --shutdown-timeout to say how its ranks ended.
+# Time that an agent gets after --shutdown-timeout to report how its ranks ended.
 _AFTER_SHUTDOWN_S = 5.0
 _SETTLE_S = 1.0
-# The same where only hosts have failed that lost another one: agents miss each other sooner than ssh misses its server.
+# Further wait if all failed hosts only report the loss of another host: agents notice that sooner than the ssh client.
 _CAUSE_S = ssh.ALIVE_S * ssh.ALIVE_COUNT
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-# While hosts are being reached the others may take longer, so that all that cannot be reached are named at once.
+# The wait if a host fails before the rendezvous: longer, so that the report names all hosts that cannot be reached.
 _REACH_S = 5.0
-# How long after its grace a host may be silent before its connection is dropped.
+# After the grace time: how long to wait for a host's last messages before its connection is dropped.
 _LAST_WORDS_S = 10.0
-# How long the hosts may take to hear that the launcher is about to be stopped by Ctrl-Z.
+# How long sending the message "pause" to the hosts may take before Ctrl-Z stops the launcher.
 _PAUSE_S = 1.0
-# While the begin of a line waits for its end; see console/display.py.
+# Longest wait for events while an unfinished line is held back; see console/display.py.
 _HOLDING_S = 0.03
 
 
 class _Failed(Exception):
-    """At least one host failed; the run keeps the list."""
+    """Raised when at least one host failed; ``HostsRun`` has the list of failures."""
 
 
 class _Stopped(Exception):
-    """The launcher got a signal."""
+    """Raised when the launcher got a signal that ends the run."""
 
 
 class HostsRun:
     """One run over several hosts.
 
     Args:
-        wanted: what the command line asks for.
+        wanted: the checked options on hosts.
         is_local: for each host whether it is this machine.
-        secret: of this run.
-        attempt: how many runs of the same command line were before this one.
+        secret: the secret of this run, which doors ask for.
+        attempt: how many runs of the same command line came before this one.
     """
 
     def __init__(self, wanted: HostsPlan, is_local: Sequence[bool], secret: bytes, attempt: int = 0) -> None:
@@ -94,7 +94,7 @@ class HostsRun:
         self.failed: RunReport | None = None
 
     def run(self) -> int:
-        """Do all of it; see ``hosts.start``."""
+        """Run all hosts to their end; return the exit code, as in ``placement.start``."""
         pings = threading.Thread(target=self._ping, name="guozhuang pings", daemon=True)
         try:
             with self._caught_signals():
@@ -160,12 +160,12 @@ class HostsRun:
             if link.is_local:
                 command = ssh.local_command(token)
             else:
-                # Sooner than ours, so that ssh says what it waited for.
+                # Ssh's limit is shorter than ours, so that ssh's own message on the timeout is shown.
                 command = ssh.command(link.name, wanted.ssh, 0.75 * wanted.start_timeout_s, token)
             link.start(command, token, header, self._display.take)
 
     def _arguments(self, link: Link) -> list[str]:
-        """What the agent of a host's ranks is told to run."""
+        """Return the command line for the agent of a host; empty for a host of servers."""
         if link.serves:
             return []
         _, count = self._wanted.placed[link.node_rank]
@@ -179,7 +179,7 @@ class HostsRun:
         return [f"--timeline={name}"]
 
     def _meet(self) -> None:
-        """All hosts find the way to the first one. See [Note: the meeting point] in node.py."""
+        """Direct the rendezvous of all hosts at the first one. See [Note: the meeting point] in node.py."""
         self._await("agent", self._links)
         if len(self._links) == 1:
             return
@@ -203,7 +203,7 @@ class HostsRun:
             link.say({"go": chosen})
 
     def _await(self, word: str, links: Sequence[Link]) -> None:
-        """Until each of these hosts has said so; who has not in time is named."""
+        """Wait until each of these hosts has sent this message; raise ``_Failed`` with the missing hosts after the timeout."""
         deadline = time.monotonic() + self._wanted.start_timeout_s
         try:
             self._follow(lambda: all(word in link.messages for link in links), deadline)
@@ -216,10 +216,10 @@ class HostsRun:
             raise _Failed from None
 
     def _follow(self, is_done: Callable[[], bool], deadline: float = float("inf")) -> None:
-        """Pass on what comes until it is done.
+        """Show the hosts' output until ``is_done`` returns True.
 
         Raises:
-            TimeoutError: the deadline is over.
+            TimeoutError: the deadline has passed.
             _Failed: a host failed.
             _Stopped: the launcher got a signal.
         """
@@ -272,7 +272,7 @@ class HostsRun:
             self._failures.append(hosts_failure.of(link))
 
     def _pause(self) -> float:
-        """Ctrl-Z: tell the hosts not to miss us, and stop; they are told when the shell lets us go on. Seconds it took."""
+        """Handle Ctrl-Z: send the hosts "pause", stop this process, and resume when the shell says so; return the seconds."""
         begin = time.monotonic()
         self._wants_pause = False
         self._say_to_all({"pause": True})
@@ -282,7 +282,7 @@ class HostsRun:
             self._turn(0.1)
         self._display.end_lines()
         handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
-        signal.pthread_kill(threading.get_ident(), signal.SIGTSTP)  # comes through before the next line
+        signal.pthread_kill(threading.get_ident(), signal.SIGTSTP)  # delivered before the next line runs
         signal.signal(signal.SIGTSTP, handler)
         self._say_to_all({"pause": False})
         return time.monotonic() - begin
@@ -293,7 +293,7 @@ class HostsRun:
                 link.say(request)
 
     def _fail(self) -> int:
-        """Tell of the first failure, and end the other hosts."""
+        """End the other hosts after a failure, report the first failure, and return its exit code."""
 
         def is_settled(link: Link) -> bool:
             return link.is_closed or (not self._has_met and "supervisor" in link.messages)
@@ -321,7 +321,7 @@ class HostsRun:
         return first.code
 
     def _stop(self) -> int:
-        """The user, or the system, wants the run to end."""
+        """End all hosts after a signal to the launcher; return the exit code."""
         number = self._signals[0]
         name = signal.Signals(number).name
         self._display.say(f"got {name}; ending the ranks of {len(self._of_ranks)} hosts")
@@ -330,17 +330,17 @@ class HostsRun:
         return 128 + number
 
     def _grace_s(self, least_s: float) -> float:
-        """What ranks may take to end: more where the user gave them more (``--shutdown-timeout``)."""
+        """Return the time between SIGTERM and SIGKILL: ``least_s``, or more if ``--shutdown-timeout`` is longer."""
         asked_s = self._wanted.shutdown_timeout_s
         return least_s if asked_s is None else max(least_s, asked_s + _AFTER_SHUTDOWN_S)
 
     def _end(self, grace_s: float, number: int = signal.SIGTERM) -> None:
-        """End what still runs: asked first, killed after the grace; at once when a further signal comes.
+        """End the hosts that still run: by a request first, by SIGKILL after the grace time or a further signal.
 
         Args:
-            grace_s: between both, in seconds.
-            number: the signal that the launcher got. Agents pass a signal of ``--signals-to-handle`` on to their ranks;
-                for those that mean the end everywhere they get SIGTERM.
+            grace_s: the grace time in seconds.
+            number: the signal that the launcher got. The agents get a signal of ``--signals-to-handle`` unchanged;
+                for the usual signals (``_ENDING``) they get SIGTERM.
         """
         self._told_to_end = {link.node_rank for link in self._links if not link.is_closed}
         num_signals = len(self._signals)
@@ -354,11 +354,11 @@ class HostsRun:
         for link in there:
             link.say({"end": min(grace_s, _FINISHED_GRACE_S) if "finished" in link.messages else grace_s} | how)
             if "agent" not in link.messages:
-                link.abandon()  # still on the way there: what comes to be at the other end finds its stdin closed
+                link.abandon()  # still connecting: a supervisor that starts later finds its stdin closed, and ends
         deadline = time.monotonic() + grace_s + _LAST_WORDS_S
         while time.monotonic() < deadline and not all(link.is_closed for link in there):
             if len(self._signals) > num_signals:
-                num_signals = len(self._signals) + 1000  # once is enough
+                num_signals = len(self._signals) + 1000  # handle only one further signal
                 deadline = time.monotonic() + _LAST_WORDS_S
                 for link in there:
                     if not link.is_closed:
@@ -366,7 +366,7 @@ class HostsRun:
             self._turn(0.1)
 
     def _tell_of_ended(self, says_all: bool = True) -> None:
-        """Say of each host that was told to end whether it has; ``says_all`` False: only of those that have not."""
+        """Report for each host that the launcher ended whether it confirmed; ``says_all`` False: only if it did not."""
         for link in self._links:
             if link.node_rank in self._told_to_end and "agent" in link.messages:
                 has_ended = link.is_closed and link.code is not None
@@ -385,7 +385,7 @@ class HostsRun:
 
     @contextlib.contextmanager
     def _caught_signals(self) -> Iterator[None]:
-        """Note the signals that end a launcher instead of being ended by them; outside the main thread they cannot come."""
+        """Record signals inside the ``with`` block instead of ending by them; in other threads than the main one do nothing."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

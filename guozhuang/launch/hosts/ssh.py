@@ -1,4 +1,4 @@
-"""How a host is reached: the ssh command for it, whether it is this very machine, and what of the environment goes along."""
+"""How a host is reached: the ssh command, whether the host is this machine, and which environment variables are sent to it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from guozhuang.errors import UsageError, explain
 from guozhuang.launch.request import NO_EXTENSION, Extension
 from guozhuang.watch import processes
 
-# The client asks the host for a sign of life so often, and gives the connection up after so many without an answer.
+# The ssh client probes the host every ALIVE_S seconds, and drops the connection after ALIVE_COUNT unanswered probes.
 ALIVE_S, ALIVE_COUNT = 4, 3
 _RESOLVE_S = 10.0
 _SSH_PORT = "22"
 
-# What goes to every host without being asked for (docs/hosts.md has the same list). What names devices or addresses of this
-# very machine stays here, and so does what a scheduler told this process about itself.
+# Variables that are sent to every host by default (docs/hosts.md has the same list). Variables that name devices or addresses
+# of this machine are not sent, nor those that a scheduler set for this process.
 CARRIED = (
     "PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV", "LANG", "LANGUAGE", "TZ", "NO_COLOR",
     "CUDA_HOME", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_ORDER", "CUDA_MODULE_LOADING", "CUBLAS_WORKSPACE_CONFIG",
@@ -35,7 +35,7 @@ CARRIED_BEGINNINGS = (
 LEFT = (
     "GUOZHUANG_SECRET", "GUOZHUANG_RUN", "PYTHONHOME", "TORCHELASTIC_",
 )  # fmt: skip
-# What of_the_job leaves: what a login sets, and what one process was told by whoever started it.
+# Variables that of_the_job leaves out: those that a login sets, and those that a launcher sets for one process.
 _OF_A_LOGIN = {
     "HOME", "USER", "LOGNAME", "SHELL", "PWD", "OLDPWD", "SHLVL", "_", "TERM", "HOSTNAME", "MAIL", "DISPLAY", "TMPDIR",
     "COLUMNS", "LINES", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
@@ -44,23 +44,23 @@ _OF_A_LOGIN = {
     "KRB5CCNAME",
 }  # fmt: skip
 _OF_ONE = (*LEFT, "SSH_", "XDG_", "DBUS_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "LSB_", "PBS_")
-# Lists of folders: what the host itself has in them is kept, after ours.
+# Variables with lists of folders: the host's own folders are kept after those of this machine.
 LISTS = ("PATH", "LD_LIBRARY_PATH")
 
-# Read the supervisor's source up to a zero byte, and run it. One line without quotes, for whatever shell the user has there.
+# Reads the supervisor's source from stdin up to a zero byte, and runs it. It is one line, so that every shell can pass it on.
 _BOOTSTRAP = r'import os;exec(b"".join(iter(lambda:os.read(0,1)or os._exit(1),b"\0")))'
 
 
 @dataclass(frozen=True)
 class SshOptions:
-    """How ssh is to connect: its own port, key and configuration file; None: as ssh decides."""
+    """Port, key and configuration file for ssh; None: ssh's default."""
 
     port: int | None = None
     identity: str | None = None
     config: str | None = None
 
     def arguments(self) -> list[str]:
-        """As the ssh client takes them."""
+        """Return the options as arguments of the ssh client."""
         found = []
         for flag, value in (("-p", self.port), ("-i", self.identity), ("-F", self.config)):
             found += [] if value is None else [flag, str(value)]
@@ -68,29 +68,29 @@ class SshOptions:
 
 
 def supervisor_source() -> bytes:
-    """What is sent to a host, with the zero byte that ends it."""
+    """Return the supervisor's source, as it is sent to a host, with the zero byte that ends it."""
     program = Path(__file__).with_name("supervisor.py").read_bytes()
     return processes.preload(Path(processes.__file__).read_bytes(), program) + b"\0"
 
 
 def local_command(token: str) -> list[str]:
-    """The command that runs the supervisor on this machine, without ssh."""
+    """Return the command that runs the supervisor on this machine, without ssh."""
     return [sys.executable, "-c", _BOOTSTRAP, token]
 
 
 def command(host: str, options: SshOptions, timeout_s: float, token: str) -> list[str]:
-    """The command that runs the supervisor on ``host`` over ssh.
+    """Return the command that runs the supervisor on ``host`` over ssh.
 
-    Nothing of the user's but the path of the interpreter is on it: the rest goes through stdin.
+    It contains no data of the run except the path of the interpreter: the rest is sent through stdin.
 
     Args:
-        host: as the user wrote it, with "user@" where he did.
-        options: how to connect.
+        host: the host as the user wrote it, possibly with "user@".
+        options: options of ssh.
         timeout_s: ssh's own limit for the connection, in seconds.
-        token: what the supervisor says first.
+        token: the first line that the supervisor writes.
     """
     settings = {
-        "BatchMode": "yes",  # nobody is there to type a password
+        "BatchMode": "yes",  # do not ask for a password
         "ConnectTimeout": str(max(1, round(timeout_s))),
         "ServerAliveInterval": str(ALIVE_S),
         "ServerAliveCountMax": str(ALIVE_COUNT),
@@ -99,9 +99,9 @@ def command(host: str, options: SshOptions, timeout_s: float, token: str) -> lis
         "PermitLocalCommand": "no",
         "ForwardX11": "no",
         "ForwardAgent": "no",
-        # A master connection that is there is used. One that this client opened would hold its stderr after the run.
+        # An existing master connection is used, but none is opened: it would hold the client's stderr open after the run.
         "ControlMaster": "no",
-        "ClearAllForwardings": "yes",  # a port forwarded for each of several hosts would be taken
+        "ClearAllForwardings": "yes",  # a forwarded port would be taken from the second host on
     }
     remote = " ".join(["exec", *map(shlex.quote, local_command(token))])
     chosen = [part for name, value in settings.items() for part in ("-o", f"{name}={value}")]
@@ -109,16 +109,16 @@ def command(host: str, options: SshOptions, timeout_s: float, token: str) -> lis
 
 
 def check_installed() -> None:
-    """Raise UsageError where there is no ssh client."""
+    """Raise UsageError if there is no ssh client."""
     if shutil.which("ssh") is None:
         fix = "install it (Debian: apt install openssh-client), or leave -H out to run on this machine alone"
         raise UsageError(explain("-H starts hosts over ssh, and there is no command ssh on this machine", fix=fix))
 
 
 def is_this_machine(host: str, options: SshOptions) -> bool:
-    """Whether ``host`` stands for this machine, so that no ssh is needed.
+    """Return whether ``host`` is this machine, so that no ssh is needed.
 
-    Not where ssh would go to another port than its usual one: that is a container, or a forward to somewhere else.
+    It is not if ssh would use another port than 22, because that may lead to a container or a forwarded host.
     """
     user, _, name = host.rpartition("@")
     if user:
@@ -137,12 +137,12 @@ def is_this_machine(host: str, options: SshOptions) -> bool:
 
 
 def is_here(host: str) -> bool:
-    """The same for a launcher whose port of ssh is that of the other hosts alone: "localhost" is always this machine."""
+    """Return whether ``host`` is this machine, without regard to options of ssh: "localhost" always is."""
     return host == "localhost" or is_this_machine(host, SshOptions())
 
 
 def _as_ssh_sees(name: str, options: SshOptions) -> tuple[str, str]:
-    """(host name, port) after ssh's configuration; the name as it is where there is no ssh."""
+    """Return (host name, port) as ssh's configuration resolves them; the name unchanged if there is no ssh."""
     plain = str(options.port or _SSH_PORT)
     if shutil.which("ssh") is None:
         return name, plain
@@ -161,7 +161,7 @@ def _is_own(family: int, address: str) -> bool:
     if ipaddress.ip_address(address.partition("%")[0]).is_loopback:
         return True
     try:
-        with socket.socket(family, socket.SOCK_DGRAM) as asking:  # only an address of one's own can be bound
+        with socket.socket(family, socket.SOCK_DGRAM) as asking:  # only addresses of this machine can be bound
             asking.bind((address, 0))
         return True
     except OSError:
@@ -169,7 +169,7 @@ def _is_own(family: int, address: str) -> bool:
 
 
 def carried(environ: Mapping[str, str], extension: Extension = NO_EXTENSION) -> dict[str, str]:
-    """What of this environment every host gets."""
+    """Return the variables of this environment that are sent to every host."""
     beginnings = (*CARRIED_BEGINNINGS, *extension.carried)
     return {
         name: value
@@ -180,10 +180,10 @@ def carried(environ: Mapping[str, str], extension: Extension = NO_EXTENSION) -> 
 
 
 def asked_for(entries: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """What ``-x NAME`` and ``-x NAME=VALUE`` add to that.
+    """Return the variables that ``-x NAME`` and ``-x NAME=VALUE`` name.
 
     Raises:
-        UsageError: a name that is not set here, or is none.
+        UsageError: a variable is not set here, or is no valid name.
     """
     found = {}
     for entry in entries:
@@ -198,9 +198,9 @@ def asked_for(entries: Sequence[str], environ: Mapping[str, str]) -> dict[str, s
 
 
 def of_the_job(environ: Mapping[str, str], extension: Extension = NO_EXTENSION) -> dict[str, str]:
-    """What else a script may have been told by its environment, for launchers that hand all of it on.
+    """Return further variables that a script may read, for launchers that pass on the whole environment.
 
-    Not what ``carried`` takes already, nor what belongs to a login or to one process.
+    Variables that ``carried`` selects, or that belong to a login or to one process, are left out.
     """
     taken = carried(environ, extension)
     own = _OF_A_LOGIN | set(extension.of_a_process)
@@ -212,7 +212,7 @@ def of_the_job(environ: Mapping[str, str], extension: Extension = NO_EXTENSION) 
 
 
 def folder() -> str:
-    """The working directory, by the name the user knows it under: links may lead elsewhere on another host."""
+    """Return the working directory by $PWD's name, with its links unresolved: they may lead elsewhere on another host."""
     here = os.getcwd()
     known = os.environ.get("PWD", "")
     return known if os.path.isabs(known) and os.path.isdir(known) and os.path.samefile(known, here) else here

@@ -1,19 +1,20 @@
-"""The supervisor of one host: holds the agent there, and ends all it started when the launcher is gone.
+"""The supervisor of one host: it starts the agent there, and kills every process of the run when the launcher is gone.
 
-It runs as ``python -c`` on the host, its source having come over ssh's stdin, so a host needs nothing but the interpreter
-to say what else it lacks. Therefore it imports the standard library, and one file that is sent along (``preload``).
+It runs as ``python -c`` on the host, and its source comes through ssh's stdin. So a host with an interpreter can report what
+else it lacks, such as this package. Therefore it imports the standard library only, and one file that is sent with it
+(``preload``).
 
 [Note: the wire] The launcher writes lines to the supervisor's stdin: a header, then requests, each a JSON object; an empty
-line only says that the launcher lives. The supervisor writes to its stdout a line with a token (so that what a login shell
-prints before is told apart), then frames: a byte for the kind, four for the length (big-endian), and the payload. "O" and
-"E" are what the agent and its ranks wrote to stdout and stderr, "J" is a JSON object. The last frame says how the agent
-ended: where it is missing, the connection broke; ssh's own exit code cannot tell that from a rank killed by a signal.
+line is a heartbeat of the launcher. The supervisor writes to its stdout a line with a token, which separates earlier output
+of a login shell, then frames: a byte for the kind, four for the length (big-endian), and the payload. "O" and "E" are output
+of the agent and its ranks on stdout and stderr, "J" is a JSON object. The last frame tells how the agent ended: without it
+the connection broke; ssh's own exit code does not distinguish that from a rank killed by a signal.
 
-[Note: nothing stays] stdin ends when the launcher ends, however it ends, because its ssh client goes on only as long as the
-pipe between them. Where the network is cut nothing ends, so silence longer than ``lost_after_s`` means the same, unless the
-launcher has said that it will be stopped for a while (Ctrl-Z). Then, and when the agent itself is gone, every descendant is
-killed: ranks have sessions of their own, and orphans come to the supervisor, because it asked to be their reaper; so none
-escapes a walk over the tree of processes.
+[Note: nothing stays] stdin closes when the launcher ends, however it ends, because the ssh client ends with the pipe to it. If
+the network is cut, stdin does not close, so silence longer than ``lost_after_s`` counts as the end of the launcher too, unless
+it has sent "pause" (Ctrl-Z). Then, and when the agent has ended, every descendant of the supervisor is killed. Ranks have
+sessions of their own; but the supervisor is the reaper of orphans (PR_SET_CHILD_SUBREAPER), so a walk over its tree of
+processes finds them all.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from typing import Any
 from guozhuang.watch.processes import descendants, environment, has_proc
 
 _CHUNK_BYTES = 1 << 16
-# While so much waits for the launcher no more is read from the ranks: they wait, as they would for a slow terminal.
+# While this much output waits for the launcher, no more is read from the ranks, which then block as on a slow terminal.
 _MAX_WAITING_BYTES = 1 << 20
-# An agent that was killed has a guard of its own, which ends the ranks and removes their folder.
+# Time for the guard of a killed agent to kill the ranks and remove the agent's folder.
 _TIDY_S = 1.0
 _DRAIN_S = 2.0
 _KILL_S = 10.0
@@ -46,7 +47,7 @@ NO_FOLDER, NO_PACKAGE = "no folder", "no package"
 
 
 class Supervisor:
-    """See [Note: the wire] and [Note: nothing stays]."""
+    """The loop between the launcher and the agent. See [Note: the wire] and [Note: nothing stays]."""
 
     def __init__(self, header: dict[str, Any]) -> None:
         self._lost_after_s = float(header["lost_after_s"])
@@ -64,7 +65,7 @@ class Supervisor:
         self._launcher_is_gone = False
 
     def run(self, header: dict[str, Any]) -> int:
-        """Start the agent, carry its words, and end with it."""
+        """Start the agent, pass messages and output between it and the launcher, and return when it has ended."""
         _prctl(_SET_CHILD_SUBREAPER)
         waker, wake = os.pipe()
         for end in (waker, wake):
@@ -113,12 +114,12 @@ class Supervisor:
             stderr=subprocess.PIPE,
             pass_fds=(in_node, out_node),
             start_new_session=True,
-            # Should the supervisor be killed, the agent ends its ranks. This process has one thread, which forks safely.
+            # If the supervisor is killed, the agent gets SIGTERM. preexec_fn is safe here: this process has one thread.
             preexec_fn=lambda: _prctl(_SET_PDEATHSIG, signal.SIGTERM),
         )
         os.close(in_node)
         os.close(out_node)
-        with contextlib.suppress(OSError):  # it is gone already; how, is said at its end
+        with contextlib.suppress(OSError):  # the agent has already ended; ``run`` reports how
             os.write(self._to_node, json.dumps(header["node"]).encode() + b"\n")
         assert self._agent.stdout is not None and self._agent.stderr is not None
         self._pipes = {self._agent.stdout.fileno(): b"O", self._agent.stderr.fileno(): b"E", from_node: b"J"}
@@ -127,7 +128,7 @@ class Supervisor:
         self._say({"supervisor": os.getpid(), "agent": self._agent.pid})
 
     def _turn(self, waker: int) -> None:
-        """Wait for what comes, at most a moment, and pass it on."""
+        """Wait up to 0.1 s for input, and pass it on."""
         takes_more = len(self._waiting) < _MAX_WAITING_BYTES
         for pipe in self._pipes:
             watched = pipe in self._selector.get_map()
@@ -220,7 +221,7 @@ class Supervisor:
         self._heard = time.monotonic()
 
     def _end(self, grace_s: float, number: int = signal.SIGTERM) -> None:
-        """Ask the agent to end its ranks and itself; kill what is left after the grace. Asked again: whichever is sooner."""
+        """Send the agent a signal, and have everything killed after the grace time; a later call can only shorten it."""
         assert self._agent is not None
         if self._kill_at is None and grace_s > 0:
             with contextlib.suppress(OSError):
@@ -235,12 +236,12 @@ def _prctl(option: int, value: int = 1) -> None:
 
 
 def _is_guard(pid: int) -> bool:
-    """Whether a process is an agent's guard (guard.py), which is about to end the ranks and remove their folder."""
+    """Return whether a process is an agent's guard (guard.py), which needs a moment to kill the ranks and remove a folder."""
     return any(each.startswith(_OF_GUARDS) for each in environment(pid))
 
 
 def _kill_descendants(session: int) -> None:
-    if not has_proc():  # not Linux: the agent's session is all that can be found
+    if not has_proc():  # without /proc (not Linux) only the agent's process group can be found
         with contextlib.suppress(OSError):
             os.killpg(session, signal.SIGKILL)
     begin = time.monotonic()
@@ -265,7 +266,7 @@ def _read_header() -> dict[str, Any]:
 
 
 def _prepare(header: dict[str, Any]) -> dict[str, Any] | None:
-    """Take on folder and environment; what is missing, if anything is."""
+    """Change to the folder and set the environment; return a message if the folder or the package is missing, else None."""
     try:
         os.chdir(header["folder"])
     except OSError as error:

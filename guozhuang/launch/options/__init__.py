@@ -1,1 +1,1 @@
-"""The command line of ``guozhuang run``: what can be asked for, and whether it can work."""
+"""The command line of ``guozhuang run``: its options, their defaults, and the checks that a run with them can work."""

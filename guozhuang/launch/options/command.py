@@ -1,4 +1,4 @@
-"""Torch's own reading of torchrun's options, and the command of a rank."""
+"""Let torch parse torchrun's options, and make the command of a rank."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.distributed.run import config_from_args, run_script_path
 from guozhuang.errors import UsageError, explain
 from guozhuang.world import versions
 
-# What --run-path asks for, in a process of its own: torch would do it in one that does not end with the agent.
+# Runs the script for --run-path in a process that we start: torch would use one that does not end with the agent.
 _RUN_PATH = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
 def read(options: argparse.Namespace) -> tuple[LaunchConfig, list[str]]:
-    """Torch's own reading of the options: its configuration, and the program to start with its arguments.
+    """Let torch read the options; return its configuration, and the program to start with its arguments.
 
     Raises:
         UsageError: torch refuses an option.
@@ -37,13 +37,13 @@ def read(options: argparse.Namespace) -> tuple[LaunchConfig, list[str]]:
 def with_local_rank(
     words: Sequence[str], options: argparse.Namespace, pass_local_rank: str | None, local_rank: str
 ) -> list[str]:
-    """The command of a rank whose script reads its local rank from an option.
+    """Return the command of a rank, with its local rank as an option if the script reads it from one.
 
     Args:
         words: the program and its arguments.
-        options: torchrun's, as parsed.
-        pass_local_rank: the option ("--local-rank"); None: the script reads variables.
-        local_rank: its value, unless each rank has a device of its own and is the first on it.
+        options: torchrun's options, as parsed.
+        pass_local_rank: the option ("--local-rank"); None: the script reads environment variables.
+        local_rank: the value; replaced by 0 with --virtual-local-rank, where each rank sees only its own device.
     """
     if pass_local_rank is None:
         return list(words)

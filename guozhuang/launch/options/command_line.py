@@ -1,7 +1,7 @@
-"""Where the command line of ``guozhuang run`` ends and that of the script begins.
+"""Separate the command line of ``guozhuang run`` from that of the script.
 
-``argparse`` looks at every word before it gives the rest to the script, and so refuses a script's ``--max 3`` or ``-n`` for
-being like an option of ours. So the command line is cut at the script first; what is behind belongs to the script alone.
+``argparse`` inspects every word before it passes the rest to the script, and so refuses a script's ``--max 3`` or ``-n``
+because they resemble options of ours. So the command line is cut at the script first; all later words go to the script.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Sequence
 
 
 def read(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse what stands before the script; what stands behind it becomes ``training_script_args``, untouched.
+    """Parse the words before the script; the words after it become ``training_script_args`` unchanged.
 
     Args:
-        parser: torchrun's, or an extension of it: its positional arguments are the script and the script's own.
+        parser: torchrun's parser, or an extension of it: its positional arguments are the script and the script's arguments.
         arguments: all words after ``guozhuang run``.
 
     Raises:
-        SystemExit: an unknown option, or no script; the parser has said so.
+        SystemExit: an unknown option, or no script; the parser has printed the error.
     """
     at = _script_at(parser, arguments)
     found = parser.parse_args(list(arguments[: at + 1]))
@@ -27,7 +27,7 @@ def read(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.
 
 
 def _script_at(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
-    """The index of the first word that is no option and no option's value; the end where the parser has to say something."""
+    """Return the index of the script: the first word that is no option or its value; the end if an option is unknown."""
     at = 0
     while at < len(arguments):
         word = arguments[at]
@@ -44,7 +44,7 @@ def _script_at(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int
 
 
 def _option(parser: argparse.ArgumentParser, word: str) -> tuple[argparse.Action | None, bool]:
-    """The option that a word means, by argparse's rules, and whether its value is in the same word."""
+    """Return the option that a word names, by argparse's rules, and whether the word contains its value."""
     known = parser._option_string_actions
     name, equals, _ = word.partition("=")
     if word in known:

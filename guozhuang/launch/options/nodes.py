@@ -1,4 +1,4 @@
-"""Which node this agent is, where a scheduler started one agent per node and the command line does not say."""
+"""Find the number of this node from srun's or mpirun's variables, if they started one agent per node."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from guozhuang.world.identity import LaunchedNode
 
 
 def of_this_agent(environ: Mapping[str, str], who: str = "guozhuang run") -> LaunchedNode | None:
-    """The node that srun or mpirun started this agent on; None where neither did, or where it started a single one.
+    """Return the node that srun or mpirun started this agent on; None if neither did, or if they started a single agent.
 
     Args:
-        environ: the environment to look into.
+        environ: the environment with srun's or mpirun's variables.
         who: the agent's program, for the text of an error.
 
     Raises:
@@ -39,13 +39,13 @@ def of_this_agent(environ: Mapping[str, str], who: str = "guozhuang run") -> Lau
 
 
 def refuse_others(who: str) -> None:
-    """For a program that starts all ranks of its run by itself: check that srun or mpirun did not start several of it.
+    """Check that srun or mpirun did not start this program, which starts all ranks of its run, several times.
 
     Args:
-        who: the program.
+        who: the program's name.
 
     Raises:
-        UsageError: they did, on one node or several.
+        UsageError: they started it several times, on one node or several.
     """
     node = of_this_agent(os.environ, who)
     if node is not None:

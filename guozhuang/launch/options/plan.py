@@ -1,4 +1,4 @@
-"""The options of ``guozhuang run``: torchrun's own, and a few more; what is left open is filled in here."""
+"""Read and check the options of ``guozhuang run``, which are torchrun's and our own, and fill in defaults."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from guozhuang.world import machine
 from guozhuang.world.identity import LaunchedNode
 from guozhuang.world.requests import hang_timeout, requested_secret
 
-# Torchrun's defaults for how nodes meet. Its parser takes a PET_ variable for the default, and so would hide what it said.
+# Torchrun's defaults of the rendezvous options. The parser's own defaults do not serve: they include PET_ variables, which
+# count here as set by the user.
 _UNSAID = {
     "nnodes": "1:1", "node_rank": 0, "master_addr": "127.0.0.1", "master_port": None, "rdzv_backend": "static",
     "rdzv_endpoint": "", "rdzv_id": "none", "rdzv_conf": "", "standalone": False,
@@ -29,25 +30,25 @@ _UNSAID = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be started.
+    """The checked options of a run.
 
     Attributes:
         elastic: torchrun's options, as parsed.
         num_local_ranks: how many ranks this node gets.
-        variables: what the ranks find in their environment besides their places.
-        timeline: where the timeline of all ranks goes; None without one.
-        log_folder: where each rank writes a file; None: its output is shown.
-        pass_local_rank: the option by which the script is told its local rank ("--local-rank"); None: it is not.
-        secret: that joining the store of several nodes needs (GUOZHUANG_SECRET, hexadecimal); None without one.
-        notes: what the user should know before the ranks start.
-        node: where srun or mpirun started an agent per node and the options do not say how they meet; else None.
-        num_servers: parameter servers to be started beside the ranks of this node.
-        copy_folder: where what each rank prints is written too; None: nowhere.
-        timestamps: put the time before each line that is shown.
+        variables: environment variables of all ranks, in addition to those that give a rank its place in the world.
+        timeline: file for the timeline of all ranks; None without one.
+        log_folder: folder where each rank writes a log file; None: the output is shown.
+        pass_local_rank: the option that passes the local rank to the script ("--local-rank"); None: it is not passed.
+        secret: the secret that joining the store needs (GUOZHUANG_SECRET, as bytes); None without one.
+        notes: messages to print before the ranks start.
+        node: this node, if srun or mpirun started an agent per node and no rendezvous options are given; else None.
+        num_servers: number of parameter servers to start beside the ranks of this node.
+        copy_folder: folder for copies of the output of each rank; None: no copies.
+        timestamps: whether to put the time before each line that is shown.
         hosts: whether other hosts are to be started over ssh (``-H``, ``--hostfile``).
-        policy: what a failed rank means for the others.
-        is_torchruns: the nodes meet in a way of torchrun's own, and its agent starts the ranks.
-        chosen: what the user left open and how it was decided, for the log.
+        policy: whether a failure restarts all ranks or only the failed one.
+        is_torchruns: whether the rendezvous is one of torchrun's own, so that torch elastic's agent starts the ranks.
+        chosen: defaults that were chosen, with their reasons, for the log.
     """
 
     elastic: argparse.Namespace
@@ -69,7 +70,7 @@ class Plan:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of torchrun with the options that ``guozhuang run`` adds."""
+    """Return the parser of torchrun with the options that ``guozhuang run`` adds."""
     found = torchrun_options.parser(os.environ)
     found.prog = "guozhuang run"
     found.description = (
@@ -131,17 +132,17 @@ def parser() -> argparse.ArgumentParser:
 
 
 def plan(arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
-    """Read the command line; check what can be checked before anything is started.
+    """Read the command line, and check as much as possible before any process is started.
 
     Raises:
-        UsageError: a script that is not there, a strategy or backend that is unknown, a strategy that cannot run on so
-            many ranks or groups, a number of ranks or groups that makes no sense, or an option of torchrun that cannot work.
+        UsageError: the script does not exist, a strategy or backend is unknown, a strategy cannot run on so many ranks or
+            groups, a number of ranks or groups makes no sense, or an option of torchrun cannot work.
         WorldError: no network leads to the address of the other nodes.
     """
     found = command_line.read(parser(), arguments)
     chosen: list[str] = []
     if placement.is_asked_for(found):
-        # Another node reads the rest of the command line, and its folder is carried there.
+        # The agents on the hosts read the rest of the command line, in the same working directory.
         return Plan(found, 0, {}, None, chosen, hosts=True)
     script.check(found, environ)
     if found.training_script.startswith("-") and not (found.module or found.no_python):
@@ -163,7 +164,7 @@ def plan(arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
     if found.standalone or (not said and most_nodes == 1):
         found.standalone, found.rdzv_backend, found.rdzv_endpoint, found.master_port = True, "static", "", None
         found.rdzv_id = secrets.token_hex(8)
-        # Torch would use the host name, which need not resolve; nobody else has to reach this node.
+        # Torch would use the host name, which need not resolve; no other node has to reach this one.
         found.local_addr = found.local_addr or "localhost"
     variables: dict[str, str] = {}
     num_cores = machine.usable_cores()
@@ -233,7 +234,7 @@ def plan(arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
 
 
 def _loopback(environ: Mapping[str, str]) -> dict[str, str]:
-    """For ranks of one node: gloo and NCCL would listen where other machines can come."""
+    """Return variables that restrict gloo and NCCL to loopback, for ranks of one node; other machines cannot connect then."""
     names = {name for _, name in socket.if_nameindex()} if hasattr(socket, "if_nameindex") else set()
     loopback = next((name for name in ("lo", "lo0") if name in names), None)
     if loopback is None:
@@ -242,7 +243,7 @@ def _loopback(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _interface(found: argparse.Namespace, environ: Mapping[str, str], node: LaunchedNode | None) -> dict[str, str]:
-    """The network interface that leads to the other nodes, for gloo and NCCL."""
+    """Return the variables that give gloo and NCCL the network interface to the other nodes."""
     from guozhuang.net import search
 
     if node is not None and node.meeting_point is not None:
@@ -256,21 +257,21 @@ def _interface(found: argparse.Namespace, environ: Mapping[str, str], node: Laun
     endpoint = found.rdzv_endpoint.rpartition(":")[0] or found.rdzv_endpoint
     asked = found.interface
     host = endpoint.strip("[]") or found.master_addr.strip("[]")
-    # Nodes that meet on loopback are one machine, or have a tunnel whose owner has set the interface.
+    # Nodes that meet on loopback are on one machine, or use a tunnel; then the user sets the interface.
     if asked is None and host in ("localhost", "127.0.0.1", "::1"):
         return {}
     return interfaces.variables_towards(host, environ, asked)
 
 
 def _log_folder(found: argparse.Namespace) -> str | None:
-    """The folder for a file per rank; None without one, or where torch's own way of logging was asked for."""
+    """Return the folder for a log file per rank; None without one, or if options ask for torchrun's own logs."""
     if found.log_dir is None or torchrun_options.keeps_torchs_logs(found):
         return None
     return _folder("--log-dir", found.log_dir, "logs")
 
 
 def _copy_folder(found: argparse.Namespace) -> str | None:
-    """The folder for copies of what ranks print; None without one."""
+    """Return the folder for copies of the output of ranks; None without one."""
     if found.timestamps and (found.log_dir is not None or torchrun_options.keeps_torchs_logs(found)):
         what = "--timestamps stand before lines that are shown, and here ranks write into files by themselves"
         raise UsageError(explain(what, fix="leave out --timestamps, or --log-dir, --redirects and --tee"))
@@ -283,7 +284,7 @@ def _copy_folder(found: argparse.Namespace) -> str | None:
 
 
 def _folder(option: str, name: str, what: str) -> str:
-    """The folder, made if it is not there."""
+    """Return the absolute path of the folder, which is created if necessary."""
     folder = os.path.abspath(name)
     fix = f"give {option} another folder"
     try:
@@ -318,7 +319,7 @@ def _num_local_ranks(text: str) -> int:
 
 
 def _said(found: argparse.Namespace) -> bool:
-    """Whether anything was said about how many nodes there are, or where they meet."""
+    """Return whether any option on the number of nodes or their rendezvous is set."""
     return any(getattr(found, name) != default for name, default in _UNSAID.items())
 
 

@@ -1,4 +1,4 @@
-"""Whether there is anything to start: the script, module or program, looked at before a process is started."""
+"""Check that the script, module or program exists and compiles, before any process is started."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _ORDER = "options of `guozhuang run` stand before the script, the script's own a
 
 
 def check(found: argparse.Namespace, environ: Mapping[str, str]) -> None:
-    """Look whether the script exists and is Python; compiles it, and runs nothing of it.
+    """Check that the script exists, and compile it without running it.
 
     Raises:
-        UsageError: it is not there, or has a syntax error; the text names the file and the line.
+        UsageError: it does not exist, or has a syntax error; the text names the file and the line.
     """
     script = found.training_script
     if found.module and found.no_python:
         raise UsageError(explain("-m and --no-python exclude each other", fix="leave one out"))
-    is_ours = "PYTHON_EXEC" not in environ  # another Python may know another grammar, and other modules
+    is_ours = "PYTHON_EXEC" not in environ  # another interpreter may have another grammar and other modules
     if found.no_python and not found.run_path:
         if shutil.which(script) is None:
             fix = "check the path, and that the file may be executed"
@@ -62,13 +62,13 @@ def _check_module(name: str) -> None:
 
 
 def _spec(name: str) -> importlib.machinery.ModuleSpec | None:
-    """Where a module lies, without importing the packages around it, as ``python -m`` will in each rank."""
+    """Return the spec of a module, without importing the packages that contain it."""
     top, *below = name.split(".")
     path = [os.getcwd(), *sys.path]
     found = importlib.machinery.PathFinder.find_spec(top, path)
     if found is None:
         try:
-            found = importlib.util.find_spec(top)  # built in, or found by an importer of its own
+            found = importlib.util.find_spec(top)  # a built-in module, or one of a custom importer
         except (ImportError, ValueError):
             found = None
     name = top
@@ -85,7 +85,7 @@ def _compile(path: Path) -> None:
         return
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # each rank says them
+            warnings.simplefilter("ignore")  # each rank prints them itself
             compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
     except OSError as error:
         fix = "check its permissions"
@@ -96,4 +96,4 @@ def _compile(path: Path) -> None:
         fix = "mend that line; for a program that is not Python there is --no-python"
         raise UsageError(explain(f"syntax error in {where}: {error.msg}{text}", fix=fix)) from error
     except (ValueError, RecursionError, MemoryError):
-        return  # NUL bytes, or more than this process can take: the rank will say it
+        return  # NUL bytes, or too large for this process: the rank will report it

@@ -1,4 +1,4 @@
-"""Whether torchrun's options make sense: what torch elastic would find out late, with a traceback, or not say at all."""
+"""Check torchrun's options for mistakes that torch elastic would report late, with a traceback, or not at all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from guozhuang.errors import UsageError, explain
 
 _NUM_PORTS = 65536
-# What `--rdzv-conf` can set: for nodes that come and go, and for a fixed number of nodes.
+# Settings of `--rdzv-conf`: for nodes that join and leave (_ELASTIC), and for a fixed number of nodes (_FIXED).
 _SECONDS = ("timeout", "join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "read_timeout")
 _COUNTS = ("keep_alive_interval", "keep_alive_max_attempt")
 _ELASTIC = (*_SECONDS, *_COUNTS, "is_host", "store_type")
@@ -21,10 +21,10 @@ _CANNOT_BE_HANDLED = (signal.SIGKILL, signal.SIGSTOP)
 
 
 def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
-    """Torchrun's own parser, which takes its defaults from PET_ variables.
+    """Return torchrun's own parser, which takes its defaults from PET_ variables.
 
     Raises:
-        UsageError: such a variable holds what its option cannot be.
+        UsageError: a PET_ variable has a value that its option does not accept.
     """
     from torch.distributed.run import get_args_parser
 
@@ -39,10 +39,10 @@ def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
 
 
 def settle_nodes(found: argparse.Namespace) -> tuple[int, int]:
-    """The least and the most nodes; ``found.nnodes`` becomes "1:1" for a single one, however that was written.
+    """Return the least and the greatest number of nodes, and write both to ``found.nnodes``, as in "1:4".
 
     Raises:
-        UsageError: they cannot be read, or do not fit the way in which nodes are to meet.
+        UsageError: ``--nnodes`` cannot be read, or does not fit the rendezvous backend.
     """
     fix = "give a number of nodes, or a least and a most one as in --nnodes 1:4"
     try:
@@ -66,7 +66,7 @@ def settle_nodes(found: argparse.Namespace) -> tuple[int, int]:
 
 
 def is_torchruns(found: argparse.Namespace, most_nodes: int) -> bool:
-    """Whether nodes meet in a way of torchrun's own, for which its own agents are needed."""
+    """Return whether the rendezvous is one of torchrun's own, which needs torch elastic's agents."""
     from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 
     if found.rdzv_backend not in ("static", "c10d"):
@@ -76,22 +76,22 @@ def is_torchruns(found: argparse.Namespace, most_nodes: int) -> bool:
 
 
 def keeps_torchs_logs(found: argparse.Namespace) -> bool:
-    """Whether output goes torchrun's own way, into torchrun's folders, because options ask for it that are about that."""
+    """Return whether options ask for torchrun's own logs (``--redirects``, ``--tee``, ``--logs-specs`` or filters)."""
     filters = found.duplicate_stdout_filters or found.duplicate_stderr_filters
     return bool(found.redirects != "0" or found.tee != "0" or found.logs_specs or filters)
 
 
 def check(found: argparse.Namespace, environ: Mapping[str, str], num_local_ranks: int, most_nodes: int) -> None:
-    """Look at the options that `guozhuang run` has from torchrun.
+    """Check the options that `guozhuang run` shares with torchrun.
 
     Args:
         found: the options.
         environ: the environment that the ranks would get.
-        num_local_ranks: of this node.
-        most_nodes: how many nodes there can be.
+        num_local_ranks: number of ranks of this node.
+        most_nodes: the greatest number of nodes.
 
     Raises:
-        UsageError: one of them cannot work, or would be ignored; the text names it.
+        UsageError: an option cannot work, or would be ignored; the text names it.
     """
     _check_signals(found.signals_to_handle)
     _check_port(found.master_port, most_nodes)
@@ -123,7 +123,7 @@ def _check_signals(names: str) -> None:
 
 
 def _check_port(port: int | None, most_nodes: int) -> None:
-    least = 0 if most_nodes == 1 else 1  # the other nodes could not know which free one was taken
+    least = 0 if most_nodes == 1 else 1  # 0 means any free port, which other nodes could not know
     if port is not None and not least <= port < _NUM_PORTS:
         fix = f"give {least or 1} to {_NUM_PORTS - 1}, or leave it out"
         raise UsageError(explain("--master-port is no TCP port that could be used", value=port, fix=fix))
@@ -137,7 +137,7 @@ def _check_conf(found: argparse.Namespace, most_nodes: int) -> None:
     except ValueError as error:
         raise UsageError(explain(f"--rdzv-conf: {error}", value=found.rdzv_conf, fix="write timeout=900")) from error
     if found.rdzv_backend not in ("static", "c10d"):
-        return  # who wrote that one knows its settings
+        return  # a backend of a third party, whose settings are not known here
     known = _FIXED if found.rdzv_backend == "static" and most_nodes > 1 else _ELASTIC
     for name, value in settings.items():
         if name not in known:
