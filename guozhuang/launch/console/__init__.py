@@ -1,1 +1,1 @@
-"""What the launcher and the ranks print, shown on one terminal."""
+"""Show the output of the launcher and of all ranks on one terminal."""

@@ -1,7 +1,7 @@
-"""What several hosts print, put together on the launcher's own standard output and standard error.
+"""Show the output of several hosts on the launcher's own standard output and standard error.
 
-Each agent has already made whole lines with marks of what its ranks wrote. What is left to do: lines of one host do not come
-in the middle of another's, and the progress bars of rank 0, which are on the first host, go on as they do on one node.
+Each agent has already cut its ranks' output into whole lines with marks. This module keeps lines of different hosts apart, and
+keeps the progress bars of rank 0, which is on the first host, alive as in a run on one node.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from guozhuang.launch.console.screen import Lines
 from guozhuang.launch.console.target import Target, is_same
 from guozhuang.launch.hosts.link import Link
 
-# An unfinished line of the first host is shown when it has stood for so long: pipes cut lines anywhere.
+# An unfinished line of the first host is held back this long, because a pipe may cut a line anywhere.
 _PATIENCE_S = 0.05
-# How long the reader of our output may take nothing after the launcher was told to end; what is left then is dropped.
+# After a signal: if the reader of our output takes nothing for this long, the rest is dropped.
 _OVER_S = 0.2
-# A line that draws over nothing, and the begin of one.
+# A plain line (without carriage returns and escape sequences other than colours), and the beginning of one.
 _PLAIN = re.compile(rb"(?:[^\r\n\x1b]|\x1b\[[0-9;]*m)*\n")
 _PLAIN_BEGIN = re.compile(rb"(?:[^\r\n\x1b]|\x1b\[[0-9;]*m)*(?:\x1b(?:\[[0-9;]*)?)?")
 
 
 class Display:
-    """The launcher's standard output and standard error, and what waits to be shown there.
+    """The launcher's standard output and standard error, and unfinished lines that are held back.
 
     Args:
-        is_over: whether the launcher was told to end; until then, whoever reads its output may take as long as they like.
+        is_over: returns whether the launcher got a signal; until then, writing may wait for the reader without limit.
     """
 
     def __init__(self, is_over: Callable[[], bool] = lambda: False) -> None:
@@ -40,21 +40,21 @@ class Display:
         self._targets = {"stdout": out, "stderr": out if is_same(1, 2) else Target(2, wait=self._wait_for_room)}
         self._lines: dict[tuple[int, str], Lines] = {}
         self._held: dict[str, bytes] = {"stdout": b"", "stderr": b""}
-        self._is_in_line = {"stdout": False, "stderr": False}  # what was shown of the first host ends amid a line
-        self._since = {"stdout": 0.0, "stderr": 0.0}  # when what is held came
+        self._is_in_line = {"stdout": False, "stderr": False}  # whether the first host's output ends inside a line
+        self._since = {"stdout": 0.0, "stderr": 0.0}  # when the held text arrived
 
     @property
     def terminals(self) -> list[list[bool]]:
-        """For each stream whether it ends on a terminal, and whether marks are to be coloured: agents write to pipes."""
+        """Return for each stream whether it is a terminal and whether to colour marks, for agents, whose own streams are pipes."""
         return [[each.is_terminal, each.colour] for each in self._targets.values()]
 
     def take(self, link: Link, stream: str, data: bytes) -> None:
-        """Show what a host has written.
+        """Show output of a host.
 
         Args:
             link: the host; the first one has rank 0.
             stream: "stdout" or "stderr".
-            data: cut anywhere.
+            data: the bytes, which may end inside a line.
         """
         if link.node_rank:
             self._show_lines(stream, self._of(link.node_rank, stream).feed(data))
@@ -69,11 +69,11 @@ class Display:
 
     @property
     def is_holding(self) -> bool:
-        """Whether ``show_what_waits`` has to be called again soon."""
+        """Return whether ``show_what_waits`` must be called again soon."""
         return any(self._held.values())
 
     def show_what_waits(self) -> None:
-        """Show unfinished lines of the first host: what draws over something, at once; what has stood long enough, too."""
+        """Show unfinished lines of the first host: progress bars at once, plain lines after ``_PATIENCE_S``."""
         for stream, held in self._held.items():
             is_due = time.monotonic() > self._since[stream] + _PATIENCE_S or not _PLAIN_BEGIN.fullmatch(held)
             if held and is_due:
@@ -81,7 +81,7 @@ class Display:
                 self._show_live(stream, held)
 
     def close(self, link: Link) -> None:
-        """Show what is left of a host that is gone."""
+        """Show the unfinished lines of a host whose link has closed."""
         for stream in self._targets:
             if link.node_rank:
                 self._show_lines(stream, self._of(link.node_rank, stream).rest())
@@ -90,20 +90,20 @@ class Display:
                 self._show_live(stream, held)
 
     def say(self, text: str) -> None:
-        """Say something of the launcher's own, in a line of its own."""
+        """Print a message of the launcher on standard error, in a line of its own."""
         self.end_lines()
         self._targets["stderr"].write(f"{WHO}: {text}\n".encode(errors="replace"))
 
     def end_lines(self) -> None:
-        """What comes next begins in a line of its own, whoever writes it."""
+        """End unfinished lines, so that the next output begins in a new line."""
         for target in self._targets.values():
             target.screen.end()
 
     def _wait_for_room(self, descriptor: int) -> bool:
-        """Until something can be written; False if the run is over and nobody takes anything."""
+        """Wait until the descriptor has room; return False if the launcher got a signal and the reader takes nothing."""
         poll = select.poll()
         poll.register(descriptor, select.POLLOUT)
-        # A signal ends no write and no wait that has not begun; so each wait is short.
+        # Each wait is short, because a signal that comes just before it would not interrupt it.
         while not poll.poll(0 if descriptor in self._takes_nothing else 1000 * _OVER_S):
             if self._is_over():
                 self._takes_nothing.add(descriptor)
@@ -118,7 +118,7 @@ class Display:
         self._targets[stream].screen.lines(b"", lines)
 
     def _show_live(self, stream: str, data: bytes) -> None:
-        """What the first host wrote, as it is. Plain lines go above a bar of its other stream."""
+        """Show output of the first host as it comes. Plain lines go above a progress bar of its other stream."""
         screen = self._targets[stream].screen
         pieces = re.findall(rb"[^\n]*\n|[^\n]+", data)
         for is_plain, group in itertools.groupby(pieces, lambda piece: self._is_plain(stream, piece)):
@@ -128,7 +128,7 @@ class Display:
                 screen.live(_owner(stream), b"", b"".join(group))
 
     def _is_plain(self, stream: str, piece: bytes) -> bool:
-        """Whether this is a whole line that draws over nothing; to be asked for each piece in its turn."""
+        """Return whether a piece is a whole plain line. Must be called for each piece in order."""
         was_in_line, self._is_in_line[stream] = self._is_in_line[stream], not piece.endswith(b"\n")
         return not was_in_line and _PLAIN.fullmatch(piece) is not None
 

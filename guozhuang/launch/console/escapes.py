@@ -1,4 +1,4 @@
-"""Escape sequences of terminals in what a program wrote: what can be read without them, and what they say. Pure."""
+"""Remove, filter and interpret the terminal escape sequences in a program's output. Pure."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ import re
 import unicodedata
 
 RESET = b"\x1b[0m"
-_MAX_DIGITS = 9  # of a number: int() refuses some thousands of them
+_MAX_DIGITS = 9  # longest number to parse: int() raises for some thousands of digits
 CSI = rb"\x1b\[([0-?]*)[ -/]*([@-~])"
 OSC = rb"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)"
 _ESCAPE = re.compile(CSI + b"|" + OSC + rb"|\x1b[ -/]*[0-Z\\^-~]")
 
 
 def without_escapes(data: bytes) -> bytes:
-    """What can be read of a line: without colours and the like."""
+    """Return a line without escape sequences."""
     return _ESCAPE.sub(b"", data) if b"\x1b" in data else data
 
 
 def only_colours(text: bytes) -> bytes:
-    """A line of somebody who does not know where the cursor is."""
+    """Return a line with colours as its only escape sequences, and a reset at its end if it has any."""
     if b"\x1b" not in text:
         return text
     return _ESCAPE.sub(lambda match: match[0] if match[2] == b"m" else b"", text) + RESET
 
 
 def rows_up(data: bytes) -> int:
-    """How many rows the cursor is sent up in a line."""
+    """Return by how many rows the escape sequences of a line move the cursor up."""
     found = (match for match in _ESCAPE.finditer(data) if match[2] in (b"A", b"F")) if b"\x1b" in data else ()
     return sum(number(match[1]) for match in found)
 
 
 def width(data: bytes) -> int:
-    """How many columns the text of a row takes."""
+    """Return how many columns the text of a row takes."""
     text = without_escapes(data)
     if text.isascii():
         return max(map(len, text.split(b"\r")))
@@ -45,7 +45,7 @@ def _columns(char: str) -> int:
 
 
 def number(parameters: bytes) -> int:
-    """The number in a sequence, at least 1."""
+    """Return the number in the parameters of an escape sequence, at least 1."""
     if not parameters.isdigit():
         return 1
     return max(1, int(parameters)) if len(parameters) <= _MAX_DIGITS else 10**_MAX_DIGITS

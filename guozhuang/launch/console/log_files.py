@@ -1,4 +1,4 @@
-"""Reading a log file that a rank writes by itself."""
+"""Read the new lines of a log file that a rank writes by itself."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import os
 from guozhuang.launch.console.escapes import without_escapes
 from guozhuang.launch.console.screen import Lines
 
-_MAX_BYTES = 1 << 17  # of what is new; before that nothing is of interest for a report
+_MAX_BYTES = 1 << 17  # at most so many of the newest bytes are read; a report needs only the last lines
 
 
 class LogFile:
-    """What is new in a file since this was made; it need not exist yet.
+    """A reader of the lines that are added to a file, which need not exist yet.
 
     Args:
         path: the file.
-        skipped: how a first line begins that the rank did not write.
-        whole: what is there already is new too.
+        skipped: a first line with this prefix is skipped, because rank.py and not the rank wrote it.
+        whole: whether lines that are already in the file count as new.
     """
 
     def __init__(self, path: str, skipped: bytes = b"", whole: bool = False) -> None:
@@ -29,13 +29,13 @@ class LogFile:
             self._offset = 0 if whole else os.stat(path).st_size
 
     def read(self) -> list[str]:
-        """The whole lines that are new."""
+        """Return the whole lines that were added since the last call."""
         try:
             if self._file < 0:
                 self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
             size = os.fstat(self._file).st_size
             if size < self._offset:
-                self._offset = 0  # somebody emptied it
+                self._offset = 0  # the file was truncated
             if size == self._offset:
                 return []
             if size - self._offset > _MAX_BYTES:
@@ -48,7 +48,7 @@ class LogFile:
         return self._texts(self._lines.feed(data))
 
     def finish(self) -> list[str]:
-        """All that is new, also without the end of a line. The file is closed."""
+        """Return the new lines, including an unfinished one, and close the file."""
         lines = self.read() + self._texts(self._lines.rest())
         if self._file >= 0:
             os.close(self._file)

@@ -1,22 +1,22 @@
-"""What the ranks of a node print, and when each of them ends: one thread that reads their pipes and watches their processes.
+"""One thread that reads the output of a node's ranks, and notes when their processes end.
 
-[Note: pipes] Each rank writes into a named pipe of the agent's temporary folder. Files that are followed by polling, as
-torch's own ``--tee`` does, fill a disk over weeks, show a line a tenth of a second late, and lose their order between ranks.
-Rank 0 gets a pseudo terminal where it is shown on one (streams.py). Nothing that was printed is lost at the end: what a process
-wrote stays in the pipe when it ends, also by SIGKILL; the thread stops only after every process of the run has ended (guard.py)
-and each pipe has been read until it was empty. Both streams of a rank share a pipe where both of the agent's go to the same
-place, so their order is kept.
-With ``--log-dir`` a rank writes into its file by itself (rank.py), which then needs nobody to be whole. The thread reads it
-too, so that it knows when a rank began to print its traceback.
+[Note: pipes] Each rank writes into a named pipe in the agent's temporary folder. Torch's own ``--tee`` polls files instead;
+these fill a disk over weeks, show a line a tenth of a second late, and lose the order of lines of different ranks.
+Rank 0 gets a pseudo terminal if its output is shown on a terminal (streams.py). No output is lost at the end: bytes stay in
+the pipe when their writer ends, even by SIGKILL, and the thread stops only after every process of the run has ended (guard.py)
+and each pipe is empty. Both streams of a rank share a pipe if both streams of the agent go to the same place, so their order
+is kept.
+With ``--log-dir`` a rank writes into its file directly (rank.py), so the file is complete even without the agent. The thread
+reads the file too, to note when a rank begins to print its traceback.
 
-[Note: who was first] A failure spreads over a world in a few milliseconds. So the thread notes when each process ended (a
-pidfd becomes readable) and when each line came: a rank that begins to print a traceback has failed, though it may take long
-to end.
+[Note: who was first] A failure spreads over a world in a few milliseconds. So the thread notes when each process ended (its
+pidfd becomes readable) and when each line came: a rank has failed when it begins to print a traceback, though it may end
+much later.
 
-[Note: a reader that takes nothing] A terminal or a pager may take nothing for as long as it likes, and then the ranks wait, as
-a single process would. The agent must not: it has other nodes to tell, and may itself be told to end. So only the thread ever
-writes, and it does so without the lock; what others have drawn waits until it comes to that. While it waits for room it looks
-after signals.
+[Note: a reader that takes nothing] A terminal or a pager may take no output for any time, and then the ranks block, as a
+single process would. The agent must not block: it has to report to other nodes, and to react to signals. So only this thread
+writes, without holding the lock, and other threads queue their output for it. While the thread waits for room it also handles
+changes of the terminal's size.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ from guozhuang.launch.console.streams import NamedPipe, OwnTerminal, Stream, Tra
 from guozhuang.launch.console.target import Target, is_same
 from guozhuang.watch.processes import pidfd_open
 
-_LOOK_S = 0.1  # between looks at log files
-_DRAIN_S = 5.0  # for a pipe that somebody still writes to, at the end
+_LOOK_S = 0.1  # interval between reads of log files
+_DRAIN_S = 5.0  # limit for emptying the pipes at the end, in case a process still writes
 _CATCH_UP_S = 1.0
-# How a line begins that rank.py writes before what the rank does.
+# Prefix of the line that rank.py writes to a log file before the output of a restarted rank.
 _ANEW = b"--- started anew, attempt "
 _NAMES = {1: "stdout", 2: "stderr"}
-# For rank.py: the terminals that are to be the rank's streams.
+# Variables that pass to rank.py the paths of the terminals that it opens as the rank's stdout and stderr.
 _TERMINALS = {1: "GUOZHUANG_STDOUT", 2: "GUOZHUANG_STDERR"}
 
 
 @dataclass(frozen=True)
 class RankPlaces:
-    """Where a rank is to write.
+    """The places that a rank writes its output to.
 
     Attributes:
-        stdout, stderr: paths to open; empty: where the agent writes, unless ``variables`` say more.
-        variables: for the rank's environment; rank.py reads some of them.
+        stdout, stderr: paths to open; empty: a terminal that ``variables`` name, or else the agent's stream.
+        variables: variables for the rank's environment; rank.py reads some of them.
     """
 
     stdout: str
@@ -66,13 +66,13 @@ class RankPlaces:
 
 
 class Output:
-    """The thread and what it knows. ``close`` ends it.
+    """The thread that reads and shows the output of ranks, with its state. ``close`` ends it.
 
     Args:
         colour: whether marks are coloured; None: on a terminal, unless NO_COLOR is set.
-        terminals: for each of the two streams, whether it ends on a terminal and is coloured, where its descriptor leads to
-            somebody who passes it on; None: as the descriptors say.
-        timestamps: put the time before each line.
+        terminals: for stdout and stderr (whether it is shown on a terminal, whether to colour it), if the reader of the
+            descriptors passes the output on; None: as the descriptors themselves are.
+        timestamps: whether to put the time before each line.
     """
 
     def __init__(
@@ -93,10 +93,10 @@ class Output:
         self._woken.setblocking(False)
         self._wake.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, self._on_wake)
-        self._lock = threading.Lock()  # for the selector's map, streams and screens; nobody waits while holding it
+        self._lock = threading.Lock()  # guards the selector's map, streams and screens; never held while blocking
         self._streams: list[Stream] = []
         self._files: list[tuple[LogFile, Trace]] = []
-        self._handlers: dict[int, Any] = {}  # of signals: what was there before ours
+        self._handlers: dict[int, Any] = {}  # signal -> the handler before ours
         self._ending = self._is_closed = False
         self._has_ended = threading.Event()
         self._signals_before: int | None = None
@@ -109,24 +109,24 @@ class Output:
         self._thread.start()
 
     def begin(self, ranks: Sequence[int]) -> None:
-        """A new attempt with these ranks begins; all processes of the last one have ended."""
+        """Prepare for an attempt with these ranks. All processes of the last attempt must have ended."""
         with self._lock:
             self._drain()
         self._poke()
         self.traces = {rank: Trace() for rank in ranks}
 
     def replace(self, rank: int) -> None:
-        """Another process is this rank from now on; what the last one printed does not explain its end."""
+        """Reset the trace of a rank whose process is replaced, so that old lines do not explain the new process's end."""
         self.traces[rank] = Trace()
 
     def pipes(self, rank: int, folder: str, shown: bool = True, copies: str | None = None) -> RankPlaces:
-        """Ways for what a rank writes to come here.
+        """Open pipes or terminals for the output of a rank; return their places.
 
         Args:
             rank: its number in the world.
-            folder: where the pipes are made; one per rank and attempt.
-            shown: pass on what it prints, not only keep the last lines.
-            copies: a folder; what it prints is added to the files stdout and stderr there. None: nowhere.
+            folder: the folder for the pipes, a different one for each rank and attempt.
+            shown: whether to show the output; False: only the last lines are kept.
+            copies: a folder where the output is appended to the files stdout and stderr; None: no copies.
         """
         paths: dict[int, str] = {}
         variables: dict[str, str] = {}
@@ -162,25 +162,25 @@ class Output:
         except OSError:
             return None
         if self._signals_before is not None and signal.SIGWINCH not in self._handlers:
-            # The handler does nothing; the signal comes to the thread by its number. See ``_on_wake``.
+            # The handler does nothing: the thread gets the signal's number through the wakeup descriptor, see ``_on_wake``.
             self._handlers[signal.SIGWINCH] = signal.signal(signal.SIGWINCH, lambda number, frame: None)
             signal.siginterrupt(signal.SIGWINCH, False)
         return way
 
     def follow(self, rank: int, path: str, whole: bool = False) -> None:
-        """A rank writes into this file by itself from now on; keep the last lines of it.
+        """Read a file that a rank writes by itself from now on, and keep the last lines.
 
         Args:
             rank: its number in the world.
             path: the file.
-            whole: what is there already was written by it too.
+            whole: whether the rank also wrote the lines that are already in the file.
         """
         with self._lock:
             self._files.append((LogFile(path, skipped=_ANEW, whole=whole), self.traces[rank]))
         self._poke()
 
     def catch_up(self) -> None:
-        """Take in what ranks that have ended have printed. Whoever reads our output is not waited for."""
+        """Read the remaining output of ranks that have ended, without waiting for the reader of our own output."""
         with self._lock:
             deadline = time.monotonic() + _CATCH_UP_S
             for stream in self._streams:
@@ -190,9 +190,9 @@ class Output:
         self._poke()
 
     def say(self, text: str) -> None:
-        """Say something of the launcher's own on standard error, in lines of its own: above a progress bar, not behind it.
+        """Print a message of the launcher on standard error, in lines of its own: above a progress bar, not behind it.
 
-        Whoever reads our output is not waited for. After ``close`` it is as ``say.say``.
+        It does not wait for the reader of our output. After ``close`` it does the same as ``say.say``.
         """
         with self._lock:
             if not self._ending:
@@ -202,14 +202,14 @@ class Output:
         self._poke()
 
     def watch(self, pids: Mapping[int, int]) -> None:
-        """Note when these processes, by rank, end."""
+        """Watch these processes (rank -> process id), and note when each ends."""
         for rank, pid in pids.items():
             trace = self.traces.setdefault(rank, Trace())
             trace.pid = pid
             try:
                 handle = pidfd_open(pid)
             except OSError:
-                continue  # the moment at which the agent looks must do
+                continue  # no pidfd: the time at which the agent notices the end is used instead
 
             def ended(handle: int = handle, trace: Trace = trace) -> None:
                 trace.ended = time.monotonic()
@@ -220,27 +220,27 @@ class Output:
                 self._selector.register(handle, selectors.EVENT_READ, ended)
 
     def close(self, limit_s: float | None = None) -> None:
-        """Show what is still in the pipes, and end the thread. All processes of the run have ended. Once is enough.
+        """Show the remaining output of the pipes, and end the thread. All processes of the run must have ended.
 
         Args:
-            limit_s: how long whoever reads our output may take, in seconds; None: as long as it likes.
+            limit_s: how long to wait for the reader of our output, in seconds; None: without limit.
         """
         if self._is_closed:
             return
         if self._ending and limit_s is None:
-            limit_s = _CATCH_UP_S  # a signal ended the wait of the first time
+            limit_s = _CATCH_UP_S  # an earlier call of close was interrupted by a signal
         with self._lock:
             self._ending = True
         self._poke()
-        # Not by join(): until Python 3.13 a thread counts as ended once an exception has come out of that.
+        # Not by join(): before Python 3.13 a thread counts as ended once an exception has interrupted its join().
         has_ended = self._has_ended.wait(limit_s)
         self._is_closed = True
-        if self._signals_before is not None:  # the thread looked after signals until now
+        if self._signals_before is not None:  # restore the signal handling that __init__ replaced
             signal.set_wakeup_fd(self._signals_before)
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
         if not has_ended:
-            return  # it waits for somebody to take what it writes; it is a daemon
+            return  # the thread still waits for the reader of our output; it is a daemon, so it may be left behind
         self._thread.join()
         self._wake.close()
         self._woken.close()
@@ -251,10 +251,10 @@ class Output:
         self._selector.close()
 
     def _pause(self, number: int, frame: FrameType | None) -> None:
-        """Ctrl-Z: stop the ranks too, which are in sessions of their own; go on with them when the shell says so."""
+        """Handle Ctrl-Z: stop the ranks, which have sessions of their own, and this process; resume all together."""
         self._tell_ranks(signal.SIGSTOP)
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
-        # To this thread: the process stands still before the call returns. Without a shell to go on, the kernel ignores it.
+        # Sent to this thread, so the process stops before the call returns. In an orphaned process group the kernel ignores it.
         signal.pthread_kill(threading.get_ident(), signal.SIGTSTP)
         signal.signal(signal.SIGTSTP, self._pause)
         signal.siginterrupt(signal.SIGTSTP, False)
@@ -297,12 +297,12 @@ class Output:
         self._flush()
 
     def _flush(self) -> None:
-        """Write what was drawn; in the thread only. See [Note: a reader that takes nothing]."""
+        """Write the queued output. Only the thread may call it, see [Note: a reader that takes nothing]."""
         while any(target.flush() for target in self._targets):
-            pass  # while it waited more may have come, and the word of it was taken
+            pass  # repeated, because output may be queued, and its wakeup consumed, while flush() waits for room
 
     def _wait_for_room(self, descriptor: int) -> bool:
-        """Until something can be written there; a change of the terminal's size is heard meanwhile."""
+        """Wait until the descriptor has room; meanwhile handle changes of the terminal's size. Always return True."""
         poll = select.poll()
         poll.register(descriptor, select.POLLOUT)
         poll.register(self._woken, select.POLLIN)
@@ -315,9 +315,9 @@ class Output:
                 return True
 
     def _drain(self) -> None:
-        """Read what is left, by whichever thread, which holds the lock: nobody writes any more.
+        """Read the remaining output and close the streams. The caller holds the lock; no process writes any more.
 
-        In the main thread an exception may come at any place (a signal), and then the rest is for the next time.
+        In the main thread a signal's exception may come at any line; the next call then continues with the rest.
         """
         deadline = time.monotonic() + _DRAIN_S
         while self._streams:

@@ -1,4 +1,4 @@
-"""What the launcher says of its own, on standard error: it must never change how the run ends."""
+"""Print messages of the launcher on standard error, such that a failed write never changes how the run ends."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import os
 import select
 import sys
 
-WHO = "guozhuang run"  # what stands before what the launcher says
+WHO = "guozhuang run"  # the prefix of the launcher's messages
 
 
 def say(text: str, who: str = WHO, within_s: float | None = None) -> None:
-    """Say something to the user. Where nobody can read it (``2>&1 | head``), it is lost, and nothing else happens.
+    """Print a message for the user. If standard error is closed (``2>&1 | head``), the message is lost without an error.
 
     Args:
         text: one line, or several.
-        who: what stands before it.
-        within_s: how long whoever reads our output may take before it is not said, in seconds; None: as long as it likes.
+        who: the prefix of the message.
+        within_s: how long to wait for the reader of standard error, in seconds; then the message is dropped; None: no limit.
     """
-    if sys.stderr is None:  # it was closed when this process began, and print() would take standard output
+    if sys.stderr is None:  # stderr was closed when this process began; print() would write to stdout then
         return
     try:
         if within_s is not None and not _is_read(within_s):
@@ -27,7 +27,7 @@ def say(text: str, who: str = WHO, within_s: float | None = None) -> None:
     except BlockingIOError:
         return
     except (OSError, ValueError):
-        # What could not be written is tried again when the interpreter ends, and would make the exit code 120.
+        # At exit Python would write the buffered text again, fail, and end with code 120. So stderr now leads to /dev/null.
         with contextlib.suppress(OSError, ValueError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, sys.stderr.fileno())
@@ -35,8 +35,8 @@ def say(text: str, who: str = WHO, within_s: float | None = None) -> None:
 
 
 def _is_read(limit_s: float) -> bool:
-    """Whether a few lines can be written without waiting for a reader any longer than that."""
+    """Wait up to ``limit_s`` seconds until standard error has room; return whether it has."""
     try:
         return bool(select.select([], [sys.stderr.fileno()], [], limit_s)[1])
     except (OSError, ValueError):
-        return True  # no descriptor to ask about
+        return True  # sys.stderr has no descriptor to wait for

@@ -1,7 +1,7 @@
-"""How the lines of several ranks become one readable stream: whole lines with a mark, and one rank's progress bars alive.
+"""Merge the output of several ranks into one readable stream: whole lines with a mark, and progress bars of one rank.
 
-Pure: it works on bytes and writes through a function. A character of UTF-8 that was cut between two reads stays whole,
-because bytes are split at line ends only, which are no part of any other character.
+Pure: it works on bytes and writes through a function. A UTF-8 character that was cut between two reads stays whole, because
+bytes are split at line ends only, and the byte of a line end never occurs inside another character.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from collections.abc import Callable, Sequence
 from guozhuang.launch.console.escapes import rows_up
 from guozhuang.launch.console.terminal import Terminal
 
-_COLOURS = (36, 33, 35, 32, 34, 31)  # cyan first: red last, because it reads as an error
-# A line that is longer is passed on in pieces: memory is bounded, whatever a rank writes.
+_COLOURS = (36, 33, 35, 32, 34, 31)  # of the marks: cyan first; red last, because it looks like an error
+# A longer line is passed on in pieces, so that memory stays bounded whatever a rank writes.
 MAX_LINE = 65536
-_MAX_DRAWN = 4096  # that are kept of a line that is drawn over again and again
+_MAX_DRAWN = 4096  # an unfinished line with carriage returns that is longer is reduced to its last state
 _PIECE = re.compile(rb"[\r\n]|[^\r\n]+")
 
 
 def mark(rank: int, colour: bool) -> bytes:
-    """What stands before each line of a rank: ``[3] ``."""
+    """Return the prefix of each line of a rank: ``[3] ``."""
     text = f"[{rank}]"
     return (f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{text}\x1b[0m " if colour else f"{text} ").encode()
 
 
 class Lines:
-    """Cuts what a rank wrote into lines. Of a line that was drawn over with carriage returns the last state remains.
+    """Cuts the output of a rank into lines. Of a line that was overwritten by carriage returns only the last state is kept.
 
     Args:
-        moves: a line begins with the way up (``terminal.rows_up``) if the cursor was sent up in what was drawn over.
+        moves: whether cursor movements up in the overwritten part are kept, as one escape sequence before the line.
     """
 
     def __init__(self, moves: bool = False) -> None:
@@ -37,7 +37,7 @@ class Lines:
         self._moves = moves
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The lines that these bytes complete, without their ends."""
+        """Add bytes; return the lines that they complete, without line ends."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > _MAX_DRAWN and b"\r" in self._rest:
             self._rest = b"\r" + self._last_state(self._rest)
@@ -47,11 +47,11 @@ class Lines:
         return [self._last_state(line) for line in lines]
 
     def is_waiting(self) -> bool:
-        """Whether an unfinished line stands here that is no progress bar."""
+        """Return whether there is an unfinished line that is no progress bar (has no carriage return)."""
         return bool(self._rest) and b"\r" not in self._rest
 
     def rest(self) -> list[bytes]:
-        """What is left of an unfinished line, as a line; nothing is left of it here."""
+        """Remove the unfinished line and return it as a list of one line; empty if there is none."""
         line, self._rest = self._last_state(self._rest), b""
         return [line] if line else []
 
@@ -62,12 +62,12 @@ class Lines:
 
 
 class Screen:
-    """One terminal, file or pipe, to which all ranks of a node write.
+    """One terminal, file or pipe, on which the output of all ranks of a node is shown.
 
     Args:
-        write: takes all bytes it is given.
-        is_terminal: lines can be drawn over.
-        size: tells columns and lines of the terminal; (0, 0) where they are not known.
+        write: writes all bytes that it is given.
+        is_terminal: whether lines can be overwritten.
+        size: returns columns and lines of the terminal; (0, 0) if they are not known.
     """
 
     def __init__(
@@ -80,26 +80,26 @@ class Screen:
         self._sheet: Terminal | _Paper = Terminal(write, size) if is_terminal else _Paper(write)
 
     def lines(self, mark: bytes, texts: Sequence[bytes]) -> None:
-        """Write whole lines of one rank, in one piece."""
+        """Write whole lines of one rank, without lines of other ranks between them."""
         if texts:
             self._draw(lambda sheet: sheet.lines(mark, texts))
 
     def live(self, owner: int, mark: bytes, data: bytes) -> None:
-        """Write what one stream wrote as it comes, unfinished lines and carriage returns too.
+        """Write the output of one stream as it comes, with unfinished lines and carriage returns.
 
         Args:
-            owner: tells streams apart; two of them may be alive.
-            mark: goes before the first character of each line, also of one that is drawn over.
-            data: what was read, cut anywhere.
+            owner: identifies the stream; up to two streams may be shown live.
+            mark: the prefix of each line, which is repeated when the line is overwritten.
+            data: the bytes, which may end inside a line.
         """
         self._draw(lambda sheet: sheet.live(owner, mark, data))
 
     def end(self) -> None:
-        """Finish an unfinished line, so that what comes next stands in its own."""
+        """End an unfinished line, so that the next output begins in a new line."""
         self._draw(lambda sheet: sheet.end())
 
     def _draw(self, what: Callable[[Terminal | _Paper], None]) -> None:
-        """Draw; what a rank writes must be shown and its pipe emptied, whatever a mistake in the drawing makes of it."""
+        """Call ``what`` with the sheet; after an exception replace the sheet by plain output, so that ranks are still shown."""
         try:
             what(self._sheet)
         except Exception as error:
@@ -110,12 +110,12 @@ class Screen:
 
 
 class _Paper:
-    """A file or a pipe: what is written stays. An unfinished line is ended by the line of somebody else."""
+    """A file or a pipe, where lines cannot be overwritten. An unfinished line is ended when another stream writes."""
 
     def __init__(self, write: Callable[[bytes], None]) -> None:
         self._write = write
         self._alive: dict[int, _Alive] = {}
-        self._open: _Alive | None = None  # whose unfinished line is the last
+        self._open: _Alive | None = None  # the stream whose unfinished line is the last text in the file
 
     def lines(self, mark: bytes, texts: Sequence[bytes]) -> None:
         self._write(self._interrupt() + b"".join(mark + text + b"\n" for text in texts))
@@ -143,8 +143,8 @@ class _Paper:
 class _Alive:
     """A stream that is shown as it comes.
 
-    ``tail``: something stands in its unfinished line; ``at_start``: the cursor was sent back before it. ``is_cut``: its line
-    was ended by somebody else's, so its own end, if that comes next, is none.
+    ``tail``: its unfinished line is not empty; ``at_start``: a carriage return sent the cursor back to the line's start.
+    ``is_cut``: another stream has ended its line, so a line end that comes next is not written.
     """
 
     def __init__(self, mark: bytes) -> None:
@@ -152,7 +152,7 @@ class _Alive:
         self.tail, self.at_start, self.is_cut = False, False, False
 
     def add(self, data: bytes) -> bytes:
-        """The bytes to write: ``data`` with the mark before each line that gets a character."""
+        """Return the bytes to write: ``data`` with the mark before each line."""
         out = []
         for piece in _PIECE.findall(data):
             if piece == b"\r":
@@ -162,7 +162,7 @@ class _Alive:
                     self.is_cut = False
                     continue
                 if not self.tail:
-                    out.append(self.mark)  # an empty line is a line
+                    out.append(self.mark)  # an empty line gets a mark too
                 self.clear()
             else:
                 if self.at_start or not self.tail:

@@ -1,13 +1,13 @@
-"""What a rank writes into: a named pipe; or, for rank 0 where its output is shown on a terminal, a terminal of its own.
+"""The named pipe that a rank writes into, or, for rank 0 if its output is shown on a terminal, a pseudo terminal.
 
-[Note: the terminal of rank 0] Progress bars and colours are for programs that see a terminal, and fit its width. So rank 0
-gets a pseudo terminal that is as many columns narrower as its mark takes, and follows the size of the real one.
+[Note: the terminal of rank 0] Programs draw progress bars and colours only on a terminal, and in its width. So rank 0 gets a
+pseudo terminal that is narrower than the real one by the columns of its mark, and follows the size of the real one.
 - It is not the rank's controlling terminal, and its input is not connected: keys, Ctrl-C and job control stay with the
-  terminal that the launcher was started on. The rank opens it, by its name (rank.py): opened by a launcher that leads a
-  session and has no terminal, it would become the launcher's, and hang it up at the end.
-- The launcher keeps the rank's side open too. What a rank wrote that was killed can then be read to its end.
-- It changes nothing on the way (no "\\r\\n" for "\\n"): the real one does that.
-- Standard input stays the real terminal, which some programs ask for the width (rich); they ask COLUMNS first.
+  terminal that the launcher was started on. The rank opens it by its name (rank.py): if a launcher opened it that leads a
+  session without a terminal, it would become the launcher's controlling terminal, and send it SIGHUP at the end.
+- The launcher keeps the rank's side open too, so that the output of a killed rank can be read to its end.
+- It passes bytes on unchanged (no "\\r\\n" for "\\n"), because the real terminal converts them.
+- Standard input stays the real terminal. Some programs (rich) ask it for the width, but read COLUMNS first, which is set.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from guozhuang.launch.console.escapes import rows_up, without_escapes
 from guozhuang.launch.console.say import WHO, say
 from guozhuang.launch.console.screen import Lines, Screen, mark
 
-_KEPT_LINES = 400  # of each rank, for the report of a failure
+_KEPT_LINES = 400  # number of last lines that are kept of each rank, for the report of a failure
 _READ_BYTES = 65536
-# An unfinished line of a rank whose output is shown by lines is shown all the same when it has stood for so long.
+# An unfinished line of a rank is held back this long before it is shown like a whole line.
 PATIENCE_S = 1.0
-# And one of rank 0, whose progress bars are shown as they come: Python writes the parts of a line one by one, and lines of
-# other ranks would come between them.
+# The same for rank 0, whose output is shown as it comes: Python writes the parts of a line one by one, and without a delay
+# lines of other ranks would come between them.
 _LIVE_PATIENCE_S = 0.05
 _SIZE = "HHHH"  # rows, columns, and both in pixels
-_OUTPUT_FLAGS, _LOCAL_FLAGS = 1, 3  # places in what termios.tcgetattr returns
+_OUTPUT_FLAGS, _LOCAL_FLAGS = 1, 3  # indices into the list that termios.tcgetattr returns
 _numbers = itertools.count()
 
 
 @dataclass
 class Trace:
-    """What was seen of one rank of the current attempt.
+    """The observations on one rank in the current attempt.
 
     Attributes:
-        pid: of its process; 0 until it is known.
-        ended: when the process ended, by the monotonic clock in seconds; None while it runs or where it cannot be seen.
-        lines: when each of the last lines that it printed came, and the line, without colours.
+        pid: id of its process; 0 until it is known.
+        ended: when the process ended, by the monotonic clock in seconds; None while it runs, or if there is no pidfd.
+        lines: its last lines without escape sequences, each with the time at which it was read.
     """
 
     pid: int = 0
@@ -57,33 +57,33 @@ class Trace:
 
 
 class NamedPipe:
-    """A way from a rank to here, opened by its name."""
+    """A named pipe from a rank to the agent."""
 
     def __init__(self, path: str) -> None:
         os.mkfifo(path, 0o600)
         self.path = path
         self.source = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        # An own end for writing: the pipe is never at its end, only empty, so that waiting for it costs nothing.
+        # While the agent holds a writing end, the pipe is never at end-of-file, only empty, so select() can wait for it.
         self._own_end = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
 
     def close(self) -> None:
-        """Give both ends back."""
+        """Close both ends."""
         os.close(self.source)
         os.close(self._own_end)
 
 
 class OwnTerminal:
-    """The same as a terminal. See [Note: the terminal of rank 0].
+    """A pseudo terminal from a rank to the agent. See [Note: the terminal of rank 0].
 
     Args:
-        real: descriptor of the terminal on which it is shown.
-        indent: columns that are taken from it.
+        real: descriptor of the real terminal, on which the output is shown.
+        indent: number of columns by which it is narrower than the real one.
 
     Attributes:
-        columns: that it has; 0 where the real one does not know them.
+        columns: its width in columns; 0 if the real one does not report a width.
 
     Raises:
-        OSError: the system has none left.
+        OSError: the system has no pseudo terminal left.
     """
 
     def __init__(self, real: int, indent: int) -> None:
@@ -91,7 +91,7 @@ class OwnTerminal:
         self.source, self._own_end = os.openpty()
         try:
             self.path = os.ttyname(self._own_end)
-            os.close(os.open(self.path, os.O_RDWR | os.O_NOCTTY))  # as the rank will do it
+            os.close(os.open(self.path, os.O_RDWR | os.O_NOCTTY))  # test that the rank will be able to open it
             attributes = termios.tcgetattr(self._own_end)
             attributes[_OUTPUT_FLAGS] &= ~termios.OPOST
             attributes[_LOCAL_FLAGS] &= ~termios.ECHO
@@ -103,23 +103,23 @@ class OwnTerminal:
             raise OSError(str(error)) from error
 
     def resize(self) -> None:
-        """Take over the size of the real one.
+        """Take the size of the real terminal, less the indent.
 
         Raises:
-            OSError: the real one has gone.
+            OSError: the real terminal has been closed.
         """
         rows, columns, wide, high = struct.unpack(_SIZE, fcntl.ioctl(self._real, termios.TIOCGWINSZ, bytes(8)))
         self.columns = max(1, int(columns) - self._indent) if columns else 0
         fcntl.ioctl(self.source, termios.TIOCSWINSZ, struct.pack(_SIZE, rows, self.columns, wide, high))
 
     def close(self) -> None:
-        """Give both ends back."""
+        """Close both ends."""
         os.close(self.source)
         os.close(self._own_end)
 
 
 def _opened(path: str) -> io.FileIO | None:
-    """A file to add to; where that is impossible, it is said, and the rank is shown without a copy."""
+    """Open a file for appending; if that fails, print why and return None: the rank is then shown without a copy."""
     try:
         return io.FileIO(path, "ab")
     except OSError as error:
@@ -132,16 +132,16 @@ def _say_no_copy(path: str, error: OSError) -> None:
 
 
 class Stream:
-    """One stream of a rank, or both: reads it, keeps its last lines, shows it.
+    """Reads one stream of a rank, or both through one pipe, keeps the last lines, and shows them.
 
     Args:
-        way: what the rank writes into; it is closed with the stream.
+        way: the pipe or terminal that the rank writes into; ``finish`` closes it.
         rank: its number in the world.
-        trace: where lines are kept.
-        screen: where they are shown; None: nowhere.
+        trace: keeps the last lines.
+        screen: shows the lines; None: they are not shown.
         colour: whether the mark is coloured.
-        timestamps: put the time before each line; then rank 0 is shown by lines too.
-        copy: a file to which all that comes is added; None: none.
+        timestamps: whether to put the time before each line; rank 0 is then shown by whole lines, like other ranks.
+        copy: a file to which all output is appended; None: no copy.
     """
 
     def __init__(
@@ -161,15 +161,15 @@ class Stream:
         self._copy = None if copy is None else _opened(copy)
         self._trace, self._lines = trace, Lines(moves=self._is_live)
         self.patience_s = _LIVE_PATIENCE_S if self._is_live else PATIENCE_S
-        self._held = b""  # of a stream that is shown as it comes: the begin of a line, for a moment
-        self._since = 0.0  # when what waits came
+        self._held = b""  # the beginning of a line that is held back for a moment; of rank 0 only
+        self._since = 0.0  # when the unfinished line began to wait
         self._is_closed = False
         self._number = next(_numbers)
 
     def read(self) -> bool:
-        """Take what is there; False if nothing was."""
+        """Read the available bytes, and process them; return False if there were none."""
         if self._is_closed:
-            return False  # the selector saw something before the other thread had read it all
+            return False  # another thread has read the rest and closed the stream after the selector reported it
         try:
             data = os.read(self.source, _READ_BYTES)
         except BlockingIOError:
@@ -181,7 +181,7 @@ class Stream:
         return True
 
     def _write_copy(self, data: bytes) -> None:
-        """Add to the file; where that is impossible, say so once and go on: the ranks must not wait for it."""
+        """Append to the copy; if that fails, print it once and continue without a copy: the ranks must not wait for it."""
         if self._copy is None:
             return
         try:
@@ -194,7 +194,7 @@ class Stream:
             _say_no_copy(str(file.name), error)
 
     def _surely(self, what: Callable[[], None]) -> None:
-        """Do it; a mistake in it must not keep the others' pipes, and this one, from being read: the ranks would hang."""
+        """Call ``what``, and on an exception stop showing this stream: its pipe must still be read, or the rank would hang."""
         try:
             what()
         except Exception as error:
@@ -210,7 +210,7 @@ class Stream:
         self._take(self._lines.feed(data))
         if self._screen is not None and self._is_live:
             whole, end, self._held = (self._held + data).rpartition(b"\n")
-            if b"\r" in self._held or b"\x1b" in self._held:  # a drawing, not the begin of a line
+            if b"\r" in self._held or b"\x1b" in self._held:  # a progress bar, not the beginning of a line
                 whole, end, self._held = whole + end, self._held, b""
             if end:
                 self._screen.live(self._number, self._mark, whole + end)
@@ -219,7 +219,7 @@ class Stream:
     def _take(self, lines: Sequence[bytes]) -> None:
         now = time.monotonic()
         for line in lines:
-            # Of several lines that are drawn over again and again, one state is kept.
+            # A line that moves the cursor up draws over earlier lines, so these are removed: only the last state is kept.
             for _ in range(min(rows_up(line) if self._is_live else 0, len(self._trace.lines))):
                 self._trace.lines.pop()
             self._trace.lines.append((now, without_escapes(line).decode(errors="replace")))
@@ -231,11 +231,11 @@ class Stream:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether an unfinished line stands here."""
+        """Return whether an unfinished line is held back."""
         return bool(self._held) if self._is_live else self._lines.is_waiting()
 
     def show_what_waits(self) -> None:
-        """Show an unfinished line that has stood long enough."""
+        """Show an unfinished line that has been held back long enough."""
         if self.is_waiting and time.monotonic() > self._since + self.patience_s:
             self._surely(self._show)
 
@@ -247,7 +247,7 @@ class Stream:
             self._held = b""
 
     def finish(self) -> None:
-        """Show what is left, and give the descriptors back. Once is enough."""
+        """Show the remaining output, and close the descriptors. Further calls do nothing."""
         if self._is_closed:
             return
         if self._is_live and self._held:
@@ -257,15 +257,15 @@ class Stream:
         self._way.close()
         if self._copy is not None:
             try:
-                self._copy.close()  # a disk over a network may say only now that it is full
+                self._copy.close()  # a network file system may report a full disk only here
             except OSError as error:
                 _say_no_copy(str(self._copy.name), error)
 
     def resize(self) -> None:
-        """The size of the terminal has changed."""
+        """Pass a change of the real terminal's size on to the rank."""
         if isinstance(self._way, OwnTerminal):
-            with contextlib.suppress(OSError):  # it has gone, and the ranks are about to be told
+            with contextlib.suppress(OSError):  # the real terminal has been closed
                 self._way.resize()
             if self._trace.pid and self._trace.ended is None:
                 with contextlib.suppress(OSError):
-                    os.kill(self._trace.pid, signal.SIGWINCH)  # the kernel tells only those whose controlling one it is
+                    os.kill(self._trace.pid, signal.SIGWINCH)  # it is not the rank's controlling terminal

@@ -1,4 +1,4 @@
-"""Standard output and standard error of a launcher: writing there, with a reader that may be slow, or gone."""
+"""Write to standard output and standard error of the launcher, whose reader may be slow or gone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from guozhuang.launch.console.say import say
 from guozhuang.launch.console.screen import Screen
 
-_PIECE_BYTES = 4096  # so many a pipe takes at once that has room at all
+_PIECE_BYTES = 4096  # a pipe that poll() reports as writable takes this many bytes without blocking
 _SAY_S = 1.0
 
 
@@ -20,10 +20,9 @@ class Target:
     Args:
         descriptor: 1 or 2.
         colour: whether marks are coloured; None: on a terminal, unless NO_COLOR is set.
-        is_terminal: whether what is written ends on a terminal; None: whether the descriptor is one.
-        wait: is called before each piece that is written; returns True once the descriptor has room, False if what is left is
-            to be dropped.
-        is_queued: what is drawn on ``screen`` waits for ``flush``, which may be called by another thread.
+        is_terminal: whether the output is shown on a terminal in the end; None: whether the descriptor is a terminal.
+        wait: called before each piece is written; returns True once the descriptor has room, False to drop the rest.
+        is_queued: whether ``screen`` only queues its output until ``flush``, which another thread may call.
     """
 
     def __init__(
@@ -51,17 +50,17 @@ class Target:
         try:
             return os.get_terminal_size(self.descriptor)
         except OSError:
-            return 0, 0  # somebody passes it on
+            return 0, 0  # the descriptor is no terminal, but its reader may show the output on one
 
     def flush(self) -> bool:
-        """Write what was drawn; False if nothing was."""
+        """Write the queued output; return False if there was none."""
         was_there = bool(self._queue)
         while self._queue:
             self.write(self._queue.popleft())
         return was_there
 
     def write(self, data: bytes) -> None:
-        """Write all of it, and wait for room; once the reader is gone, nothing."""
+        """Write all data, waiting for room; drop it if the reader is gone."""
         view = memoryview(data)
         while view and not self._is_gone and self._wait(self.descriptor):
             try:
@@ -71,14 +70,14 @@ class Target:
                     selector.register(self.descriptor, selectors.EVENT_WRITE)
                     selector.select()
             except OSError as error:
-                # Whoever read our output is gone. The ranks go on, and their pipes must not fill up.
+                # The reader of our output is gone. The ranks keep running, and their pipes must still be emptied.
                 self._is_gone = True
                 if self.descriptor == 1:
                     say(f"standard output is closed ({error.strerror}); the ranks go on unseen", within_s=_SAY_S)
 
 
 def is_same(one: int, other: int) -> bool:
-    """Whether two descriptors lead to the same terminal, file or pipe."""
+    """Return whether two descriptors refer to the same terminal, file or pipe."""
     try:
         a, b = os.fstat(one), os.fstat(other)
     except OSError:

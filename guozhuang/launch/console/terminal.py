@@ -1,13 +1,13 @@
-"""A terminal that all ranks of a node write to: one stream draws on it as if it were alone, whole lines of others go above.
+"""A terminal that shows all ranks of a node: one stream draws on it as if it were alone, lines of others go above its drawing.
 
 Pure: it works on bytes and writes through a function.
 
-[Note: a block] What a stream may still draw over is its block: the line of a progress bar, or several lines among which the
-cursor is sent up and down (rich, several bars of tqdm). Lines of others are put above the block, and the block is drawn
-again below them. How many lines belong to it nobody says: it is told only by how far the cursor is sent up. So all rows that
-were written last are remembered, with their owners. Where the cursor is sent past a line of somebody else, which came before
-it was known that the rows above belong to a block, that part is sorted: what others wrote first, then the block. The stream
-finds its rows where it left them.
+[Note: a block] The block of a stream is the rows that it may still overwrite: the line of a progress bar, or several lines
+among which it moves the cursor up and down (rich, several bars of tqdm). Lines of other streams are inserted above the block,
+and the block is drawn again below them. The height of the block is not known in advance: it only shows in how far the cursor
+is moved up. So the last rows of the screen are remembered, with their owners. If the cursor is moved up past a row of another
+stream, which was written before the block's height was known, these rows are sorted: first the rows of other streams, then
+the block. So the stream finds its rows where it expects them.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ from dataclasses import dataclass
 
 from guozhuang.launch.console.escapes import CSI, OSC, RESET, number, only_colours, width
 
-_ERASE_REST = b"\x1b[K"  # of the row
+_ERASE_REST = b"\x1b[K"  # erases the rest of the row
 _ERASE = b"\r" + _ERASE_REST
 _ERASE_BELOW = b"\r\x1b[J"
 _END_FULL_SCREEN, _SHOW_CURSOR = b"\x1b[?1049l", b"\x1b[?25h"
-_MAX_ROWS = 200  # that are remembered
-_MAX_REPEATED = 4096  # bytes of a row that are drawn again
-_MAX_HELD_BYTES = 4 << 20  # of lines that wait while a stream has the whole screen
-_MAX_COLOURS = 8  # sequences that are taken over into the next row
+_MAX_ROWS = 200  # number of rows that are remembered
+_MAX_REPEATED = 4096  # number of bytes of a row that are kept for drawing it again
+_MAX_HELD_BYTES = 4 << 20  # limit of lines that wait while a stream has the whole screen
+_MAX_COLOURS = 8  # number of colour sequences that are repeated in the next row
 _PIECE = re.compile(CSI + b"|" + OSC + rb"|\x1b[ -/]*[0-Z\\^-~]|[\r\n]|[^\x1b\r\n]+|\x1b")
 _UNFINISHED = re.compile(rb"\x1b(?:\[[0-?]{0,64}[ -/]*|\][^\x07\x1b]{0,2048}\x1b?)?\Z")
 _FULL_SCREEN = (b"?1049", b"?1047", b"?47")
-# Sequences after which nobody knows where the cursor is: positions on the screen, saved positions, other regions.
+# Sequences after which the cursor's row is unknown: absolute positions, saved positions, scrolling regions.
 _LOST = frozenset(b"HfrsuSTLM")
 
 
 @dataclass(eq=False)
 class _Row:
-    owner: int | None = None  # None: a whole line of somebody, or nothing yet
-    data: bytes = b""  # what draws it, from its first column on
+    owner: int | None = None  # the live stream that wrote it; None: a whole line of any rank, or empty
+    data: bytes = b""  # the bytes that draw the row from its first column
 
 
 class _Stream:
-    """What is known of a stream that draws. ``height``: rows of its block, by its last way up; ``grown``: new ones since."""
+    """A stream that draws. ``height``: rows of its block, by its last movement up; ``grown``: rows added since."""
 
     def __init__(self, mark: bytes) -> None:
         self.mark = mark
-        self.cut = b""  # the begin of an escape sequence
-        self.colours: list[bytes] = []  # that are on
+        self.cut = b""  # the beginning of an incomplete escape sequence
+        self.colours: list[bytes] = []  # the colour sequences in effect
         self.height, self.grown = 1, 0
 
 
 class _Held:
-    """The last lines that wait, and how many came before them."""
+    """Lines that wait while a stream has the whole screen; the oldest are dropped and counted when there are too many."""
 
     def __init__(self) -> None:
         self._lines: deque[bytes] = deque()
@@ -72,34 +72,34 @@ class _Held:
 
 
 class Terminal:
-    """See [Note: a block].
+    """A terminal and the state of its last rows. See [Note: a block].
 
     Args:
-        write: takes all bytes it is given.
-        size: tells columns and lines of the terminal; (0, 0) where they are not known.
+        write: writes all bytes that it is given.
+        size: returns columns and lines of the terminal; (0, 0) if they are not known.
     """
 
     def __init__(self, write: Callable[[bytes], None], size: Callable[[], tuple[int, int]]) -> None:
         self._write, self._size = write, size
         self._out: list[bytes] = []
         self._streams: dict[int, _Stream] = {}
-        self._rows, self._at = [_Row()], 0  # the last rows of the screen; in which of them the cursor is
+        self._rows, self._at = [_Row()], 0  # the last rows of the screen; the index of the cursor's row
         self._at_start = True  # the cursor is in the first column
-        self._open: int | None = None  # who draws
-        self._held: _Held | None = None  # lines that wait: a stream has the whole screen
+        self._open: int | None = None  # the stream that drew last
+        self._held: _Held | None = None  # waiting lines; not None while a stream has the whole screen
         self._hides_cursor = False
 
     def lines(self, mark: bytes, texts: Sequence[bytes]) -> None:
-        """Write whole lines."""
+        """Write whole lines of one rank, above the block of the stream that draws."""
         if self._held is not None:
             self._held.add(mark, texts)
             return
         new = [_Row(None, mark + only_colours(text)) for text in texts]
         top = self._top()
         if top is None:
-            if not self._at_start and len(self._rows) > 1:  # in the middle of wiping a row
+            if not self._at_start and len(self._rows) > 1:  # a row is being erased with spaces
                 self._out.append(b"\r")
-            elif not self._at_start:  # nobody knows where
+            elif not self._at_start:  # the cursor's position is unknown
                 self._out.append(b"\n")
                 self._at_start = True
             self._out += [row.data + b"\n" for row in new]
@@ -110,7 +110,7 @@ class Terminal:
         self._flush()
 
     def live(self, owner: int, mark: bytes, data: bytes) -> None:
-        """Write what one stream wrote as it comes. See ``Screen.live``."""
+        """Write the output of one stream as it comes. See ``Screen.live``."""
         stream = self._streams.setdefault(owner, _Stream(mark))
         if self._open not in (None, owner) and not self._is_fresh():
             self._erase_block()
@@ -123,7 +123,7 @@ class Terminal:
         self._flush()
 
     def end(self) -> None:
-        """Go to a line of its own below everything, and leave the terminal as it is usual."""
+        """Move to a new line below everything, and reset the terminal: colours, cursor, full-screen mode."""
         if self._held is not None:
             self._out.append(_END_FULL_SCREEN)
             self._leave_full_screen()
@@ -170,7 +170,7 @@ class Terminal:
             self._control(stream, piece, match[1], kind)
 
     def _plain_lines(self, stream: _Stream, data: bytes) -> bytes:
-        """Write the whole lines where nothing is drawn over, several times as fast; what is left of the data."""
+        """Write whole lines that overwrite nothing, several times as fast as ``_take``; return the remaining data."""
         if self._held is not None or stream.colours or b"\r" in data or b"\x1b" in data:
             return data
         if not self._at_start or self._at < len(self._rows) - 1 or self._rows[-1].data:
@@ -189,13 +189,13 @@ class Terminal:
 
     def _text(self, stream: _Stream, text: bytes) -> None:
         row = self._rows[self._at]
-        if self._at_start == bool(row.data) and not text.strip(b" "):  # a bar is wiped away, and its mark with it
+        if self._at_start == bool(row.data) and not text.strip(b" "):  # spaces erase a bar; erase its mark too
             row.data = b""
             self._out.append(text + _ERASE_REST)
             self._at_start = False
             return
         if self._at_start:
-            # Of what is drawn over, nothing is remembered: bars write whole rows.
+            # The overwritten text is forgotten, because progress bars always write whole rows.
             row.data, text = b"", stream.mark + b"".join(stream.colours) + text
         row.owner, row.data = self._open, (row.data + text)[-_MAX_REPEATED:]
         self._at_start = False
@@ -207,7 +207,7 @@ class Terminal:
 
     def _down(self, stream: _Stream) -> None:
         row = self._rows[self._at]
-        if not row.data:  # an empty line is a line
+        if not row.data:  # an empty line gets a mark too
             self._out.append(stream.mark)
             row.owner, row.data = self._open, stream.mark
         if self._at == len(self._rows) - 1:
@@ -242,7 +242,7 @@ class Terminal:
             stream.colours = [] if parameters.strip(b"0") == b"" else [*stream.colours, piece][-_MAX_COLOURS:]
             if not self._at_start:
                 row.data += piece
-            if not (self._at_start and stream.colours):  # else it comes behind the mark
+            if not (self._at_start and stream.colours):  # else _text writes it after the mark
                 self._out.append(piece)
         elif kind == b"G" and count == 1:
             self._to_start()
@@ -286,14 +286,14 @@ class Terminal:
             row.data += piece
 
     def _up(self, stream: _Stream, count: int, piece: bytes) -> None:
-        """Send the cursor up by so many rows of the stream. See [Note: a block]."""
+        """Move the cursor up by ``count`` rows of the stream. See [Note: a block]."""
         target, left = self._at, count
         while left and target > 0:
             target -= 1
             left -= self._rows[target].owner == self._open
         above = self._physical(self._rows[target : self._at])
         num_lines = self._size()[1]
-        if left or (num_lines and above >= num_lines):  # not ours, or it has left the screen
+        if left or (num_lines and above >= num_lines):  # the target row is not remembered, or has left the screen
             self._out.append(piece)
             self._forget(at_start=self._at_start)
             return
@@ -323,21 +323,21 @@ class Terminal:
     # The rows.
 
     def _is_fresh(self) -> bool:
-        """Whether the cursor is in an empty row below everything."""
+        """Return whether the cursor is in an empty row below everything."""
         while len(self._rows) - 1 > self._at and not self._rows[-1].data:
-            self._rows.pop()  # what stood there was erased
+            self._rows.pop()  # erased by the stream
         return self._at == len(self._rows) - 1 and not self._rows[-1].data
 
     def _forget(self, at_start: bool) -> None:
         self._rows, self._at, self._at_start = [_Row()], 0, at_start
 
     def _physical(self, rows: Sequence[_Row]) -> int:
-        """How many rows of the terminal these take: long ones are wrapped."""
+        """Return how many rows of the terminal these rows take, since the terminal wraps long ones."""
         columns = self._size()[0]
         return sum(max(1, math.ceil(width(row.data) / columns)) if columns else 1 for row in rows)
 
     def _top(self) -> int | None:
-        """The first row of the block; None if nobody is in the middle of something."""
+        """Return the index of the first row of the block; None if no stream is drawing."""
         if self._is_fresh():
             return None
         stream = self._streams[self._open] if self._open is not None else None
@@ -366,7 +366,7 @@ class Terminal:
         self._out.append(colours if not self._at_start else RESET * bool(colours))
 
     def _way_up(self, top: int) -> bytes:
-        """From the cursor to the first column of a row above, with nothing left below."""
+        """Return the sequence that moves the cursor up to the first column of a row, and erases everything below."""
         up = self._physical(self._rows[top : self._at + 1]) - 1
         if up == 0 and self._at == len(self._rows) - 1:
             return _ERASE
@@ -382,7 +382,7 @@ class Terminal:
             self._out.append(b"\x1b[%dA" % up)
 
     def _erase_block(self) -> None:
-        """Another stream begins: what was drawn is drawn again by its owner, if it is a bar."""
+        """Erase the block because another stream begins to draw; if it was a progress bar, its stream draws it again."""
         top = self._top()
         if top is not None:
             self._out.append(self._way_up(top))
