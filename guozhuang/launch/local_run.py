@@ -271,7 +271,7 @@ class LocalRun:
             torchrun_logs.remove_if_empty(self._config)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    # How it ended.
+    # The report of the run's end.
 
     def _conclude(self, outcome: Outcome, rendezvous: FixedRendezvous) -> RunReport:
         self._clean_up()

@@ -45,7 +45,7 @@ class Display:
 
     @property
     def terminals(self) -> list[list[bool]]:
-        """Return for each stream whether it is a terminal and whether to colour marks, for agents, whose own streams are pipes."""
+        """Return whether each stream is a terminal, and whether to colour marks, for agents, whose own streams are pipes."""
         return [[each.is_terminal, each.colour] for each in self._targets.values()]
 
     def take(self, link: Link, stream: str, data: bytes) -> None:

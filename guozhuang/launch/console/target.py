@@ -15,7 +15,7 @@ _SAY_S = 1.0
 
 
 class Target:
-    """Standard output or standard error of this process.
+    """Standard output or standard error of this process, with its ``screen``.
 
     Args:
         descriptor: 1 or 2.

@@ -150,7 +150,7 @@ class Terminal:
         if data:
             self._write(data)
 
-    # What a stream draws.
+    # Methods that process the output of a live stream.
 
     def _take(self, stream: _Stream, match: re.Match[bytes]) -> None:
         piece, kind = match[0], match[2]
@@ -320,7 +320,7 @@ class Terminal:
         if held is not None:
             self._out += held.lines()
 
-    # The rows.
+    # Methods on the remembered rows.
 
     def _is_fresh(self) -> bool:
         """Return whether the cursor is in an empty row below everything."""

@@ -107,7 +107,7 @@ def parser() -> argparse.ArgumentParser:
     ours.add_argument(
         "--use-env",
         "--use_env",
-        dest="by_variables",  # torch reads `use_env` where it is there, and would pass an option when it is false
+        dest="by_variables",  # torch reads an attribute `use_env`, and would pass --local-rank if it is false
         action="store_true",
         help="Tell the script its rank by variables only. That is the default; accepted from torch.distributed.launch.",
     )
