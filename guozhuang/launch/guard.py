@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 
 if (
     not __package__
-):  # run as a file: an import of names from a module that is loaded does not load the packages around it
+):  # run as a file: load this module alone, so that the import below does not load the packages around it
     import types
 
     _name, _path = "guozhuang.watch.processes", os.path.join(os.path.dirname(__file__), "../watch/processes.py")

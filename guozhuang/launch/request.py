@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class RunReport:
-    """How the run of a node, or of all hosts, ended. The launcher of several hosts receives it as JSON.
+    """The end of the run of a node, or of all hosts. The launcher of several hosts receives it as JSON.
 
     Attributes:
         text: the message for the user, in paragraphs; empty if all ranks ended with 0.

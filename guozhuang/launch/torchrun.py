@@ -59,7 +59,7 @@ def run(plan: Plan, request: Request) -> RunReport:
         WorldError: the rendezvous of the nodes failed.
         SignalledError: the agent got a signal that ends the run; its ranks have ended.
     """
-    with Signals(plan.elastic.signals_to_handle):  # until torch elastic handles them
+    with Signals(plan.elastic.signals_to_handle):  # for the time until torch elastic installs its own handlers
         return _run(plan, request)
 
 

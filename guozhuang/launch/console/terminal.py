@@ -224,7 +224,7 @@ class Terminal:
 
     def _escape(self, piece: bytes) -> None:
         self._out.append(piece)
-        if piece[:2] == b"\x1b]":  # a link, or a title
+        if piece[:2] == b"\x1b]":  # a hyperlink or a window title
             if not self._at_start:
                 self._rows[self._at].data += piece
         elif piece in (b"\x1b7", b"\x1b8", b"\x1bM", b"\x1bD", b"\x1bE", b"\x1bc"):

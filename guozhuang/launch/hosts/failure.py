@@ -15,7 +15,7 @@ LOST = 255  # exit code if a host could not be reached, or was lost; the same as
 
 @dataclass(frozen=True)
 class HostFailure:
-    """Why a host is no longer part of the run.
+    """The failure of a host, which is no longer part of the run.
 
     Attributes:
         link: the host.

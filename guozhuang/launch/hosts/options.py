@@ -119,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--nproc-per-node", "--nproc_per_node", dest="per_host")
     parser.add_argument(
         "--max-restarts", "--max_restarts", type=int
-    )  # the launcher restarts all, not each host its own
+    )  # the launcher restarts the ranks of all hosts together
     parser.add_argument("--on-failure", "--on_failure")
     parser.add_argument("--shutdown-timeout", "--shutdown_timeout", type=int)
     parser.add_argument("--signals-to-handle", "--signals_to_handle")

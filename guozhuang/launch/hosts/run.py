@@ -402,7 +402,7 @@ class HostsRun:
 
         before = {}
         for number in dict.fromkeys((*_ENDING, *self._wanted.signals)):
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            if signal.getsignal(number) != signal.SIG_IGN:  # ignored as under nohup: stays ignored
                 before[number] = signal.signal(number, note)
         if signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL and signal.SIGTSTP not in before:
             before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, note_pause)

@@ -176,7 +176,7 @@ class FixedRendezvous:
         meeting = self._shared.within(str(self._round))
         meeting.while_waiting = self._others.look
         try:
-            self._others.begin_round(self._round)  # see must_restart
+            self._others.begin_round(self._round)  # read by must_restart of other nodes
             shares = self._roll_call(meeting, share)
             self._kept.everybody_came()
             if self._round > 1:

@@ -77,7 +77,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def keep(host: str, port: int, secret: bytes | None = None) -> Kept:
-    """Open a store at an address of this node; with a secret, on loopback behind a door at that address."""
+    """Open a store at an address of this node, or, with a secret, on loopback behind a door at that address."""
     listener = listen(host, port)
     told = (host, int(listener.getsockname()[1]))
     if secret is None or is_loopback(host):  # other nodes cannot reach loopback, so a door would protect nothing
