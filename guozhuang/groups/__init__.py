@@ -1,4 +1,4 @@
-"""Who can talk to whom, and how ranks of a group agree."""
+"""Process groups (which ranks communicate, and over what) and how the ranks of a group agree."""
 
 from .agreement import StepNotices, agree
 

@@ -1,7 +1,7 @@
-"""Ranks of a group compare what must be equal, before a collective would hang or mix up memory.
+"""Compare values that must be equal on all ranks, before a collective on unequal ones would hang or corrupt memory.
 
-The comparison goes through the group's key-value store, not through a collective: it works for values of different sizes,
-its wait has a limit, and when the limit passes it knows which ranks never came.
+The comparison uses the group's key-value store, not a collective: values may differ in size, the wait has a limit,
+and when the limit passes the error names the ranks that are missing.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ def agree(
 
     Args:
         group: the ranks that compare.
-        what: what is compared, for the error: "the parameters of the model".
+        what: the name of the compared values, for the error: "the parameters of the model".
         lines: this rank's description, one item per line.
         timeout_s: seconds to wait for the other ranks.
-        fix: what a user does about a difference.
-        look: called about every second while ranks are missing; it raises if they cannot come any more.
+        fix: advice for the user about a difference.
+        look: called about every second while ranks are missing; it raises if the missing ranks have ended.
 
     Raises:
-        MismatchError: ranks differ; the text has a table of a line per rank with the first line that differs.
-        WorldError: a rank did not come within the time; the text names it.
+        MismatchError: ranks differ; the text has a table with each rank's version of the first line that differs.
+        WorldError: a rank did not join within the time; the text names it.
     """
     size = group.size()
     if size == 1:
@@ -63,11 +63,11 @@ def agree(
 
 
 def store_of(group: dist.ProcessGroup) -> Store:
-    """Return the key-value store that the group was made with; keys of different groups do not meet.
+    """Return the key-value store of a group; groups do not see each other's keys.
 
-    A group that was made by hand, past ``new_group``, shares the store of the default group.
+    Exception: a group made without ``new_group`` uses the store of the default group.
     """
-    # PyTorch gives no public way to it.
+    # PyTorch has no public function for this.
     known = dist.distributed_c10d._world.pg_map
     default = dist.group.WORLD
     assert default is not None, "there is no process group"
@@ -76,20 +76,20 @@ def store_of(group: dist.ProcessGroup) -> Store:
 
 
 def _forget(store: Store, turn: int, rank: int) -> None:
-    """Delete this rank's keys of an agreement that every rank has left: all have come two turns further."""
+    """Delete this rank's keys of an agreement two turns ago: every rank has finished it, since all have joined a later one."""
     if turn < 1:
         return
-    with contextlib.suppress(RuntimeError):  # a store that cannot delete
+    with contextlib.suppress(RuntimeError):  # some stores cannot delete
         for kind in ("digest", "text"):
             store.delete_key(f"guozhuang/agree/{turn}/{kind}/{rank}")
 
 
 class StepNotices:
-    """Words that ranks leave for each other in the store, for the moment in which something has gone wrong.
+    """Notices that ranks write to the store for each other when a step has failed.
 
     Args:
         group: the ranks.
-        topic: what the notices are about. Every rank must construct the notices of a topic in the same order.
+        topic: a name for the subject of the notices. Every rank must construct the notices of a topic in the same order.
     """
 
     def __init__(self, group: dist.ProcessGroup, topic: str) -> None:
@@ -99,18 +99,18 @@ class StepNotices:
         self._prefix = f"guozhuang/{topic}/{turn}"
 
     def leave(self, step: int, text: str) -> None:
-        """Leave this rank's notice about a step, if the store is still there."""
+        """Write this rank's notice about a step; do nothing if the store is gone."""
         with contextlib.suppress(RuntimeError):
             self._store.set(f"{self._prefix}/{step}/{self._rank}", text)
 
     def read(self, step: int, patience_s: float) -> dict[int, str]:
-        """Return the notices about a step of all ranks that left one.
+        """Return the notices about a step, by rank, of all ranks that wrote one.
 
-        None, if the store went away with the process that held it.
+        Return no notices if the store is gone with the process that hosted it.
 
         Args:
-            step: notices are never withdrawn; those about other steps are not looked at.
-            patience_s: how long at most to wait for ranks that left none, in seconds.
+            step: only notices about this step are read; notices are never withdrawn.
+            patience_s: the longest wait for ranks that have written none, in seconds.
         """
         keys = {rank: f"{self._prefix}/{step}/{rank}" for rank in range(self._size)}
         deadline = time.monotonic() + patience_s
@@ -157,7 +157,7 @@ def _collect(
 
 
 def _look_until(store: Store, keys: list[str], deadline: float, look: Callable[[], object]) -> None:
-    """Wait until the keys are there, until the deadline, or until the store is gone; with a look about every second."""
+    """Wait until all keys exist, the deadline passes, or the store is gone; call ``look`` about every second."""
     pause_s, next_look = 0.0005, time.monotonic() + _LOOK_S
     while (now := time.monotonic()) < deadline:
         try:

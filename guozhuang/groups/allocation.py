@@ -1,4 +1,4 @@
-"""Where tensors that a group will reduce should lie: a group may offer memory that it reduces in place."""
+"""Allocate tensors that a group will reduce: a group may offer memory that it reduces in place."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 def zeros_for(group: dist.ProcessGroup) -> Callable[[int, torch.dtype, torch.device], Tensor]:
-    """Return what allocates flat tensors of zeros for this group: ``allocate(num_elements, dtype, device)``.
+    """Return a function that allocates flat tensors of zeros for this group: ``allocate(num_elements, dtype, device)``.
 
-    CPU tensors lie in the group's own memory where it has some (``group.empty``); all others come from PyTorch. Not
-    collective: ranks may allocate different sizes at different times.
+    CPU tensors are placed in the group's own memory if it has such memory (``group.empty``); all others come from PyTorch.
+    Not collective: ranks may allocate different sizes at different times.
     """
     empty = getattr(group, "empty", None)
 

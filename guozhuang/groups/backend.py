@@ -1,7 +1,7 @@
-"""The backend name "shm" for torch.distributed: what kind of group it becomes is found out when a group is made.
+"""Register the backend name "shm" with torch.distributed; the kind of group is chosen when a group is made.
 
-All ranks on one node: shared memory. Several nodes: hierarchical. No Linux, or a rank without the C part: gloo, and the
-log says so. Importing this module loads nothing but torch.distributed; registering starts nothing.
+If all ranks are on one node: shared memory. On several nodes: hierarchical. Without Linux, or where a rank lacks the C
+part: gloo, with a warning in the log. Importing this module loads only torch.distributed; registering starts nothing.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch.distributed as dist
 from guozhuang.watch.processes import Process, this_process
 
 _LOG = logging.getLogger("guozhuang")
-_TOPIC = "identity"  # of the cards that ranks leave when a group is made
+_TOPIC = "identity"  # of the roll call in which ranks exchange their process and node when a group is made
 
 
 def register() -> None:
-    """Make "shm" known to ``torch.distributed.init_process_group`` and ``new_group``. Again does nothing."""
+    """Make "shm" known to ``torch.distributed.init_process_group`` and ``new_group``. Later calls do nothing."""
     if dist.is_available() and "shm" not in dist.Backend.backend_list:
         dist.Backend.register_backend("shm", _create, extended_api=True, devices=["cpu"])
 
@@ -39,7 +39,7 @@ def _create(told: Any, options: Any) -> Any:
 
     try:
         return _create_on_linux(told)
-    except BaseException as error:  # peers that wait for this rank raise at once
+    except BaseException as error:  # the error is reported, so that peers waiting for this rank raise at once
         roll_call.tell_failed(store, _TOPIC, rank, error)
         raise
 
@@ -75,7 +75,7 @@ def _create_on_linux(told: Any) -> Any:
 
 
 def _ended(global_rank: int, node: str) -> int | None:
-    """The pid of a rank that has left a card when the default group was made, if it has ended since then."""
+    """Return the pid of a rank whose process has ended since the default group was made; None if it has not, or is unknown."""
     from guozhuang.groups import roll_call
 
     default = dist.group.WORLD
@@ -86,6 +86,6 @@ def _ended(global_rank: int, node: str) -> int | None:
 
 
 def _num_neighbours(size: int) -> int:
-    """How many ranks the job has on this node, as far as the default group tells."""
+    """Return the number of ranks of the job on this node: the default group's size if that is an "shm" group, else ``size``."""
     default = dist.group.WORLD
     return max(size, default.size()) if default is not None and default.name() == "shm" else size

@@ -1,4 +1,4 @@
-"""What every process group written in Python must answer for itself: its place and its names."""
+"""The base class of process groups written in Python: it stores a group's rank, size and names."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import torch.distributed as dist
 from guozhuang.world import versions
 
 if TYPE_CHECKING:
-    # Torch's annotations list every form in which its own groups may be called; a subclass has to take one of them only,
-    # what torch.distributed passes.
+    # Torch's annotations list every overload of its own groups' methods; a subclass implements only the one
+    # that torch.distributed calls.
     _ProcessGroup = Any
 else:
     _ProcessGroup = dist.ProcessGroup
 
 
 class PythonGroup(_ProcessGroup):  # type: ignore[misc]
-    """A process group that knows its rank, size and names; PyTorch asks for them by methods it expects to be overridden.
+    """A process group that knows its rank, size and names; PyTorch reads them through methods that subclasses override.
 
-    Without a name FSDP2, DTensor and functional collectives refuse a group. A subclass answers to the names that older
-    versions of PyTorch call, too.
+    FSDP2, DTensor and functional collectives refuse a group without a name. A subclass also has the method names that
+    older versions of PyTorch call.
 
     Args:
         rank: this process within the group.
         size: how many ranks the group has.
-        backend: the name that ``torch.distributed`` tells for such groups.
+        backend: the backend name that ``torch.distributed`` reports for such groups.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -33,34 +33,34 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
         versions.answer_older_names(cls)
 
     def __init__(self, rank: int, size: int, backend: str) -> None:
-        super().__init__(rank, size)  # the other constructor, with a store, refuses subclasses
+        super().__init__(rank, size)  # the other constructor, which takes a store, refuses subclasses
         self._rank, self._size, self._backend = rank, size, backend
         self._name, self._description = "", ""
 
     def getBackendName(self) -> str:
-        """The name of the kind of group."""
+        """Return the backend name."""
         return self._backend
 
     def getRank(self) -> int:
-        """This process within the group."""
+        """Return this process's rank within the group."""
         return self._rank
 
     def getSize(self) -> int:
-        """How many ranks the group has."""
+        """Return the number of ranks of the group."""
         return self._size
 
     def setGroupName(self, name: str) -> None:
-        """Take the name that ``torch.distributed`` gives the group."""
+        """Store the name that ``torch.distributed`` gives the group."""
         self._name = name
 
     def getGroupName(self) -> str:
-        """The name that ``torch.distributed`` gave."""
+        """Return the name that ``torch.distributed`` gave the group."""
         return self._name
 
     def setGroupDesc(self, description: str) -> None:
-        """Take the description that ``torch.distributed`` gives the group."""
+        """Store the description that ``torch.distributed`` gives the group."""
         self._description = description
 
     def getGroupDesc(self) -> str:
-        """The description that ``torch.distributed`` gave."""
+        """Return the description that ``torch.distributed`` gave the group."""
         return self._description

@@ -1,13 +1,13 @@
-"""Groups of PyTorch's own that ours stand on: gloo between nodes, which can be cut off, and NCCL for other devices.
+"""PyTorch groups inside ours: gloo between nodes, with connections that can be cut, and NCCL for GPU tensors.
 
 [Note: cutting a crossing]
-A rank that loses a peer raises within a second, but its partners on other nodes wait for it in gloo, which tells them nothing
-while this process lives, and cannot be told to stop. So a rank that fails shuts its own gloo connections down: `shutdown(2)`
-on the sockets, which gloo's own threads then see as a closed connection, here and on the other side. The partners fail for
-that reason, cut their own, and tell the ranks of their node through the group inside it. So a failure reaches every rank in
-as many steps as there are links between them, some milliseconds each, and no work is left in flight that would keep a process
-from leaving. Which sockets are gloo's: those whose own port, or whose peer's port, is one on which a gloo device of this group
-listens. Every rank publishes the address of its device when the group is made.
+A rank that loses a peer raises within a second, but its partners on other nodes still wait for it in gloo: gloo reports
+nothing to them while this process lives, and has no call to stop it. So a rank that fails shuts down its own gloo connections:
+`shutdown(2)` on the sockets, which gloo's threads on both ends see as a closed connection. The partners fail because of this,
+cut their own connections, and abort the group inside their node, so that its ranks fail too. So a failure reaches every rank
+over a chain of connections, some milliseconds each, and no unfinished work is left that would keep a process from ending.
+A socket is gloo's if its own port, or its peer's port, is one on which a gloo device of this group listens. Every rank
+publishes the address of its device when the group is made.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _LOOPBACK = "127.0.0.1"
 
 
 class Crossing:
-    """A gloo group among some ranks, usable as a process group, whose connections can be cut.
+    """A gloo group among some ranks whose connections can be cut; ``group`` is the process group.
 
-    Every rank of it must construct it.
+    Every rank in it must construct it.
 
     Args:
-        store: of this crossing alone.
+        store: a store that only this crossing uses.
         rank: this process within the crossing.
-        size: how many ranks it joins.
+        size: the number of its ranks.
         timeout_s: limit of each operation, in seconds.
-        address: the local address to listen on and to connect from, see ``choose_address``; "": what gloo itself was told
-            to use (GLOO_SOCKET_IFNAME).
+        address: the local address to listen on and to connect from, see ``choose_address``; "": gloo uses the interfaces
+            that GLOO_SOCKET_IFNAME names.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float, address: str) -> None:
@@ -62,27 +62,27 @@ class Crossing:
             group._register_backend(torch.device(device), kind, backend)
         self._group: Any = group
         self._ours = set(mine)
-        for other in range(size):  # gloo is connected, so all have set it
+        for other in range(size):  # gloo has connected all ranks, so all have set this key
             text = store.get(f"listens/{other}").decode()
             self._ours |= {(host, int(port)) for host, port in (one.split() for one in text.split(",") if one)}
 
     @property
     def group(self) -> Any:
-        """The process group; calls on it go to gloo.
+        """Return the process group; gloo runs its calls.
 
         Raises:
-            WorldError: it was closed.
+            WorldError: the crossing was closed.
         """
         if self._group is None:
             raise WorldError(explain("this group was shut down", fix="make a new group"))
         return self._group
 
     def close(self) -> None:
-        """Let gloo end its threads and connections, after what they still have to do. Not collective."""
+        """Let gloo end its threads and connections after its unfinished works. Not collective."""
         self._group = None
 
     def cut(self) -> None:
-        """End every connection: what is under way fails here and at the other ends. See [Note: cutting a crossing]."""
+        """End every connection, so that unfinished works fail on both ends. See [Note: cutting a crossing]."""
         for fd in _sockets():
             with contextlib.suppress(OSError), _borrowed(fd) as each:
                 if _is_stream(each) and not each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
@@ -92,14 +92,14 @@ class Crossing:
 
 
 def choose_address(store: dist.Store, rank: int, others: Sequence[int]) -> str:
-    """The local address from which the other nodes are reached; "" where gloo was told by GLOO_SOCKET_IFNAME.
+    """Return the local address that other nodes can reach; "" if GLOO_SOCKET_IFNAME names the interfaces. Every rank must call.
 
-    It is the source address of the route to the host that keeps the store. A rank on that host itself may know it by a
-    loopback name; it takes the route to the first rank of another node that has an address. Without any such rank, where
-    "nodes" are processes of one machine, it is the loopback address. Every rank must call.
+    The address is the source address of the route to the store's host. A rank on that host may know it by a loopback name
+    only; it uses the route to the first rank of another node that has an address. If no such rank exists, as when the "nodes"
+    are processes of one machine, it returns the loopback address.
 
     Args:
-        store: of this purpose alone.
+        store: a store used for this purpose only.
         rank: this process.
         others: the ranks of the other nodes.
     """
@@ -128,7 +128,7 @@ def _host_of(store: dist.Store) -> str:
 
 
 def _route_to(host: str) -> str:
-    """The local address of the route to a host; "" if that is a loopback address or there is none. Sends nothing."""
+    """Return the local address of the route to a host; "" if it is a loopback address or no route exists. Sends nothing."""
     if not host:
         return ""
     try:
@@ -145,12 +145,12 @@ def _route_to(host: str) -> str:
 
 
 def _sockets() -> list[int]:
-    """The descriptors of this process that are sockets; none where the system does not list them."""
+    """Return this process's socket descriptors; none where the system does not list them."""
     return [fd for fd, target in open_descriptors().items() if target.startswith("socket:")]
 
 
 def _borrowed(fd: int) -> socket.socket:
-    """A socket object over a copy of the descriptor, so that closing it closes nothing of others."""
+    """Return a socket object over a duplicate of the descriptor, so that closing it leaves the original open."""
     copy = os.dup(fd)
     try:
         return socket.socket(fileno=copy)
@@ -174,16 +174,16 @@ def _listeners() -> list[tuple[int, tuple[str, int]]]:
 
 
 class OtherDevices:
-    """PyTorch's own groups of the same ranks for tensors that are not on the CPU: NCCL for CUDA. Made when first needed.
+    """PyTorch groups of the same ranks for tensors on other devices than the CPU: NCCL for CUDA. Made when first needed.
 
-    ``torch.distributed`` forgets the backends of other devices when a group written in Python comes along, as in
-    "cpu:shm,cuda:nccl"; so such a group has to bring them itself.
+    When a group written in Python is made, as for "cpu:shm,cuda:nccl", ``torch.distributed`` drops the backends of other
+    devices; so such a group has to make them itself.
 
     Args:
-        store: a key-value store of these groups alone.
+        store: a key-value store that only these groups use.
         rank: this process in the group.
         size: number of ranks.
-        timeout: of the creation and of each collective.
+        timeout: limit of the creation and of each collective.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
@@ -191,14 +191,14 @@ class OtherDevices:
         self._nccl: dist.ProcessGroup | None = None
 
     def devices(self) -> list[torch.device]:
-        """The kinds of accelerators whose tensors can be sent."""
+        """Return the types of accelerators whose tensors can be sent."""
         return [torch.device("cuda")] if dist.is_nccl_available() and torch.cuda.is_available() else []
 
     def group_on(self, device: torch.device) -> dist.ProcessGroup:
-        """The group for a device. Every rank must use it.
+        """Return the group for a device. Every rank must use it.
 
         Raises:
-            NoBackendError: there is none for this device.
+            NoBackendError: no group supports this device.
         """
         if torch.device(device.type) not in self.devices():
             what = f'the "shm" group carries CPU tensors; it has nothing for {device.type}'
@@ -215,11 +215,11 @@ class OtherDevices:
         return self._nccl
 
     def end(self, *, at_once: bool) -> None:
-        """End the groups."""
+        """End the groups: abort them if ``at_once``, else shut them down."""
         group, self._nccl = self._nccl, None
         if group is not None:
             (group.abort if at_once else group.shutdown)()
 
 
 class NoBackendError(UsageError, RuntimeError):
-    """A tensor on a device that the group does not serve; a RuntimeError too, since torch.distributed catches that."""
+    """A tensor is on a device that the group does not support. Also a RuntimeError, which torch.distributed catches."""

@@ -1,8 +1,8 @@
-"""Each rank leaves a card in the group's store and reads those of all, while it looks whether the missing ones can still come.
+"""Every rank writes a card to the group's store and reads all cards, checking meanwhile whether missing ranks have ended.
 
-[Note: who will not come] A rank that failed leaves a card that says so. A rank that ended leaves nothing; but the card of an
-earlier roll, of this group or of the one that it was made from, names its process (pid and start time, since pids are used
-again), which this node's /proc knows or not. Of a rank on another node, or with no earlier card, only the time-out tells.
+[Note: who will not come] A rank that failed writes a card that says so. A rank whose process ended writes nothing; but its
+card of an earlier roll call (of this group or its parent) names its process (pid and start time, since pids are reused), and
+this node's /proc shows whether that runs. For a rank on another node, or without an earlier card, only the time-out tells.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from guozhuang.errors import PeerLost, WorldError, explain
 from guozhuang.watch.processes import Process
 
 _FAILED: Final = "failed: "
-_LOOK_S: Final = 0.2  # between two looks at those who are missing
+_LOOK_S: Final = 0.2  # between two checks of the missing ranks
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.02
 _FIX: Final = "look at that rank's own error"
 
@@ -33,20 +33,20 @@ def call(
     timeout_s: float,
     ended: Callable[[int], int | None] = lambda _: None,
 ) -> list[str]:
-    """Leave a card and return those of all ranks. Every rank must call it.
+    """Write this rank's card and return the cards of all ranks. Every rank must call it.
 
     Args:
-        store: of the group.
-        topic: of the cards; new for each roll of a group.
+        store: the group's store.
+        topic: the prefix of the cards' keys; a new one for each roll call of a group.
         rank: this process in the group.
         size: number of ranks.
-        card: of this rank.
-        timeout_s: limit for all of it, in seconds.
-        ended: the pid of a rank of which it is known that its process has ended; else None.
+        card: this rank's text.
+        timeout_s: limit for the whole call, in seconds.
+        ended: returns the pid of a rank whose process is known to have ended; else None.
 
     Raises:
-        PeerLost: a rank ended before it came.
-        WorldError: ranks did not come in time (the text names them), one failed before, or the store went away.
+        PeerLost: a rank ended before it wrote its card.
+        WorldError: ranks did not join in time (the text names them), one reported a failure, or the store went away.
     """
     keys = [f"{topic}/{peer}" for peer in range(size)]
     try:
@@ -73,7 +73,7 @@ def call(
 
 
 def tell_failed(store: dist.Store, topic: str, rank: int, error: BaseException) -> None:
-    """Leave a card that says that this rank will not come, and why."""
+    """Write a card that says that this rank failed, and why."""
     with contextlib.suppress(RuntimeError):
         why = str(error) if isinstance(error, PeerLost) else f"{type(error).__name__}: {error}"
         lost = (error.rank, error.pid) if isinstance(error, PeerLost) else None
@@ -81,7 +81,7 @@ def tell_failed(store: dist.Store, topic: str, rank: int, error: BaseException) 
 
 
 def process_of(store: dist.Store, topic: str, rank: int) -> Process | None:
-    """The process that a card of an earlier roll names, if there is one."""
+    """Return the process that a rank's card of an earlier roll call names, or None."""
     key = f"{topic}/{rank}"
     with contextlib.suppress(RuntimeError, ValueError):
         if store.check([key]):
@@ -92,8 +92,8 @@ def process_of(store: dist.Store, topic: str, rank: int) -> Process | None:
 def _look_after(
     store: dist.Store, keys: list[str], rank: int, missing: list[int], ended: Callable[[int], int | None]
 ) -> None:
-    """Raise if a rank that is missing has ended, or one that is there has failed."""
-    for peer in missing:  # first: others may have failed because of it
+    """Raise if a missing rank has ended, or a rank has written a card that reports a failure."""
+    for peer in missing:  # checked first: other ranks may have failed because of it
         if (pid := ended(peer)) is not None:
             _lost(peer, pid, rank)
     for peer, key in enumerate(keys):

@@ -1,7 +1,7 @@
-"""Several process groups of the same ranks that take collectives in turn, so that more than one is under way at a time.
+"""Several process groups of the same ranks used in turn, so that more than one collective runs at a time.
 
-A group does one thing after the other: gloo's ring waits for its slowest pair before the next bucket moves. With k groups,
-k buckets move at once over connections of their own. PyTorch had such a group and dropped it.
+One group runs one collective after the other: gloo's ring waits for its slowest pair before it starts the next bucket. With
+k groups, k buckets travel at once over separate connections. PyTorch had such a group and removed it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from guozhuang.errors import UsageError, explain
 from guozhuang.groups.base import PythonGroup
 from guozhuang.world import versions
 
-#: The name that ``torch.distributed.get_backend`` tells for such a group.
+#: The name that ``torch.distributed.get_backend`` returns for such a group.
 NAME = "round_robin"
 
 
 def over(num_groups: int, timeout_s: float) -> dist.ProcessGroup:
-    """Make a round-robin group of all ranks, with the backend of the default group. Every rank must call.
+    """Make a round-robin group of all ranks, with the backend of the default group. Every rank must call it.
 
-    The group, and the ``num_groups`` groups under it, end with ``torch.distributed.destroy_process_group()``.
+    The group and its ``num_groups`` inner groups end with ``torch.distributed.destroy_process_group()``.
 
     Args:
-        num_groups: how many groups take turns, at least 1.
+        num_groups: the number of inner groups, at least 1.
         timeout_s: the limit of each collective, in seconds.
 
     Raises:
@@ -48,16 +48,16 @@ def over(num_groups: int, timeout_s: float) -> dist.ProcessGroup:
 
 
 def _create(told: Any, groups: Any) -> dist.ProcessGroup:
-    """What ``torch.distributed`` calls to make the group, so that all of its functions know it."""
+    """Make the group; ``torch.distributed`` calls this, so that all of its functions know the group."""
     return RoundRobinGroup(groups)
 
 
 def _in_turn(name: str) -> Callable[..., Any]:
-    known = versions.name_of(name)  # the groups in turn are PyTorch's own
+    known = versions.name_of(name)  # the inner groups are PyTorch's own, with its version's names of methods
 
     def collective(self: RoundRobinGroup, *args: Any, **kwargs: Any) -> Any:
         work = getattr(self.groups[self._turn], known)(*args, **kwargs)
-        # Only now: a call that is refused on one rank alone, for its arguments, must not shift that rank's turn.
+        # Only after the call: if one rank alone refuses its arguments, its turn must not move on.
         self._turn = (self._turn + 1) % len(self.groups)
         return work
 
@@ -76,21 +76,21 @@ def _by_the_first(name: str) -> Callable[..., Any]:
 
 
 class RoundRobinGroup(PythonGroup):
-    """A group that hands each collective to the next of several groups, and returns the work that that one returns.
+    """A group that passes each collective to the next of several inner groups, and returns the inner group's work.
 
-    Ranks call collectives in the same order (as every process group demands), so the i-th collective goes to the same group
-    on all of them; one that raises when it is called, for its arguments, takes no turn. Works of different groups may end in
-    any order; wait for each. A barrier is one in every group. What only some ranks call, send and recv, goes through the
-    first group. Neither turns anything.
+    Ranks call collectives in the same order (every process group demands this), so the i-th collective goes to the same inner
+    group on all ranks; a call that raises for its arguments takes no turn. Works of different groups may end in any order;
+    wait for each. A barrier runs in every inner group. Calls that only some ranks make (send, recv) use the first inner group.
+    Barriers, sends and receives do not change whose turn it is.
 
-    ``empty`` comes from the first group, where it has such memory: a tensor there is reduced in place when the turn is on
-    that group, and through the staging memory of the others.
+    ``empty`` is the first inner group's, if it has one: such a tensor is reduced in place when it is that group's turn, and
+    through staging memory in the other groups.
 
     Args:
-        groups: the groups, of the same ranks in the same order, each used by nothing else.
+        groups: the inner groups, of the same ranks in the same order; nothing else may use them.
 
     Raises:
-        UsageError: no group, or groups of different ranks.
+        UsageError: no inner group, or inner groups of different ranks.
     """
 
     def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
@@ -127,12 +127,12 @@ class RoundRobinGroup(PythonGroup):
     _get_backend = _by_the_first("_get_backend")
 
     def barrier(self, *args: Any, **kwargs: Any) -> dist.Work:
-        """Wait for all ranks in every group, so that what was begun before it in any of them has its end; turns nothing."""
+        """Wait for all ranks in every inner group, so that all earlier collectives have ended. Changes no turn."""
         return _EveryWork([group.barrier(*args, **kwargs) for group in self.groups])
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """The types of device whose tensors the groups take: what object collectives ask for."""
+        """Return the device types that the inner groups support; torch's object collectives read this."""
         return list(self.groups[0]._device_types)
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
@@ -152,28 +152,28 @@ class RoundRobinGroup(PythonGroup):
 
 
 class _EveryWork(dist._Work):
-    """The work of a call that every group got."""
+    """The work of a call that was passed to every inner group."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         super().__init__()
         self._works = works
 
     def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
-        """Wait for all of them, ``timeout`` for each; raises what one of them raises."""
+        """Wait for all inner works, ``timeout`` for each; raise the first error."""
         for work in self._works:
             work.wait(timeout)
         return True
 
     def is_completed(self) -> bool:
-        """Whether all have ended."""
+        """Return whether all inner works have ended."""
         return all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
-        """Whether all have ended well."""
+        """Return whether all inner works have ended without an error."""
         return all(work.is_success() for work in self._works)
 
     def exception(self) -> Any:
-        """What the first that failed raised."""
+        """Return the first error among the inner works, or None."""
         return next((error for work in self._works if (error := work.exception()) is not None), None)
 
     def synchronize(self) -> None:
@@ -181,12 +181,12 @@ class _EveryWork(dist._Work):
         self.wait()
 
     def result(self) -> list[Tensor]:
-        """Nothing: no tensor holds a result."""
+        """Wait, and return an empty list: no tensor holds a result."""
         self.wait()
         return []
 
     def get_future(self) -> Future[list[Tensor]]:
-        """A future that ends when all have ended; it raises what one of them raised."""
+        """Return a future that completes when all inner works have ended; it raises the error of one that failed."""
         return torch.futures.collect_all([work.get_future() for work in self._works]).then(_nothing)
 
 

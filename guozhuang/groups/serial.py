@@ -1,17 +1,17 @@
-"""A thread that runs jobs one after the other, and the group of a method that sends from such a thread.
+"""A thread that runs jobs one after the other, and a lane: such a thread with a process group of its own.
 
-[Note: one order on all ranks] A method of several rounds issues its later collectives when earlier ones have ended, which is
-not at the same moment on all ranks. Issued from wherever they happen to end, they would meet the wrong collectives of other
-ranks. So a bucket is one job, a job runs all of its rounds before the next one begins, and jobs run in the order in which the
-reducer starts buckets, which is the same everywhere. Nothing else uses the lane's group: collectives that the main thread
-issues in the meantime (buffers, batch norm, the user's own) have no order towards it and need none. Two lanes, with buckets in
-turn, let one compute while the other sends.
+[Note: one order on all ranks] A method of several rounds issues later collectives when earlier ones have ended, which
+happens at different moments on different ranks. Issued right at that moment, they would be paired with the wrong
+collectives of other ranks. So each bucket is one job, a job runs all of its rounds before the next job begins, and jobs run
+in the order in which the reducer starts buckets, which is the same on all ranks. Nothing else uses the lane's group:
+collectives that the main thread issues meanwhile (buffers, batch norm, the user's own) need no order relative to it. With
+two lanes and buckets alternating between them, one lane computes while the other sends.
 
-[Note: streams of a serial thread] On an accelerator, the kernels of a job must follow those that the trainer had launched when
-it handed the job over, and must not stand in the trainer's stream, or the trainer would wait for them. So ``run`` records an
-event, the job runs in a stream of the thread behind that event, and records another one at its end; ``wait`` puts that event
-before what the caller launches next. The trainer touches a job's tensors only after ``wait``, and memory that the job allocates
-belongs to the thread's stream.
+[Note: streams of a serial thread] On an accelerator, the kernels of a job must run after those that the trainer launched
+before it submitted the job, but not in the trainer's stream, or the trainer would wait for them. So ``run`` records an event;
+the job runs in a stream of the thread that waits for this event, and records another event at its end; ``wait`` makes the
+caller's stream wait for that one. The trainer touches a job's tensors only after ``wait``, and memory that the job
+allocates belongs to the thread's stream.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Job: TypeAlias = Callable[[], None]
 
 
 class SerialWork:
-    """A job that was handed to a serial thread."""
+    """A job that was submitted to a serial thread."""
 
     def __init__(self) -> None:
         self._ended = threading.Event()
@@ -43,11 +43,11 @@ class SerialWork:
         self._launched: list[tuple[torch.device, torch.Event]] = []  # see [Note: streams of a serial thread]
 
     def is_completed(self) -> bool:
-        """Tell, without waiting, whether the job has ended."""
+        """Return, without waiting, whether the job has ended."""
         return self._ended.is_set() and all(event.query() for _, event in self._launched)
 
     def wait(self) -> None:
-        """Return when the job has ended; raise what it raised. The collectives inside have the limit of their group."""
+        """Wait until the job has ended; raise its error. No limit: its collectives have that of their group."""
         self._ended.wait()
         if self._error is not None:
             raise self._error
@@ -55,7 +55,7 @@ class SerialWork:
             torch.accelerator.current_stream(device).wait_event(event)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Let the waiting threads go on, or raise ``error`` there. The first call counts."""
+        """Wake the waiting threads, which raise ``error`` if there is one. Calls after the first do nothing."""
         if not self._ended.is_set():
             self._error = error
             self._ended.set()
@@ -67,33 +67,33 @@ _Entry: TypeAlias = tuple[float, int, Job | None, SerialWork]
 class SerialThread:
     """Runs jobs one after the other in a daemon thread of its own, which starts with the first job.
 
-    After a job that raised, every later job raises too: ranks no longer agree on what comes next.
+    After a job has raised, every later job raises too: the order of collectives may now differ between ranks.
 
     Args:
         name: of the thread.
-        what: a job of this thread, for the text of that error.
+        what: a word for a job of this thread, for the text of that error.
     """
 
     def __init__(self, name: str, what: str) -> None:
         self._name, self._what = name, what
-        self._jobs: queue.SimpleQueue[_Entry] = queue.SimpleQueue()  # may be put to within a garbage collection
+        self._jobs: queue.SimpleQueue[_Entry] = queue.SimpleQueue()  # a finalizer may put to it
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
         self._streams: dict[torch.device, torch.Stream] = {}
 
     def run(self, job: Job, devices: Iterable[torch.device] = (), urgency: float = 0) -> SerialWork:
-        """Hand over a job; return at once.
+        """Submit a job and return at once.
 
         Args:
             job: called in the thread, without autograd.
-            devices: of the job's tensors, whose streams are taken care of; CPUs have none.
-            urgency: of the jobs that wait the one with the least goes first; among equals the one that came first.
+            devices: devices of the job's tensors; see [Note: streams of a serial thread]. CPUs are ignored.
+            urgency: the waiting job with the lowest number runs first; among equals the one submitted first.
         """
-        if self._thread is None or not self._thread.is_alive():  # also in a forked child, which has no thread of ours
+        if self._thread is None or not self._thread.is_alive():  # threads do not survive a fork
             arguments = self._jobs, self._what
             self._thread = threading.Thread(target=_work, args=arguments, name=self._name, daemon=True)
             self._thread.start()
-            # The thread holds the queue, not this object: with the last reference to this object it ends.
+            # The thread refers to the queue, not to this object, so the thread ends when this object is collected.
             weakref.finalize(self, self._jobs.put, (float("inf"), next(self._numbers), None, SerialWork()))
         work = SerialWork()
         accelerators = [device for device in devices if device.type != "cpu"]
@@ -103,17 +103,17 @@ class SerialThread:
         return work
 
     def close(self) -> None:
-        """End the thread after all jobs that were handed over, the least urgent ones too. Does not wait."""
+        """Make the thread end after all submitted jobs, the least urgent ones included. Does not wait."""
         self._jobs.put((float("inf"), next(self._numbers), None, SerialWork()))
 
     def join(self, timeout_s: float | None) -> bool:
-        """Wait until the thread has ended, for so many seconds at most (None: without a limit); tell whether it has."""
+        """Wait at most so many seconds (None: without limit) until the thread has ended; return whether it has."""
         if self._thread is not None:
             self._thread.join(timeout_s)
         return self._thread is None or not self._thread.is_alive()
 
     def _in_streams(self, job: Job, work: SerialWork, devices: Iterable[torch.device]) -> Job:
-        """See [Note: streams of a serial thread]. The result must not hold this object, as the thread must not."""
+        """See [Note: streams of a serial thread]. The returned job must not refer to this object: it could not be collected."""
         behind = []
         for device in devices:
             if device not in self._streams:
@@ -132,13 +132,13 @@ class SerialThread:
 
 
 class Lane(SerialThread):
-    """A serial thread with a group of its own. Every rank must construct it, and hand it equal jobs.
+    """A serial thread with a process group of its own. Every rank must construct it, and submit equal jobs in equal order.
 
     Args:
-        group: the ranks; a twin of it is made for the lane.
+        group: the ranks; the lane makes a twin of it.
 
     Attributes:
-        group: for the jobs, and nothing else.
+        group: the twin, for the collectives of the jobs only.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -168,5 +168,5 @@ def _work(jobs: queue.SimpleQueue[_Entry], what: str) -> None:
         except BaseException as raised:
             error = raised
             failed = failed or raised
-        job = None  # its tensors must not stay until the next one comes
+        job = None  # frees the job's tensors before the wait for the next job
         work.end(error)

@@ -1,13 +1,13 @@
-"""Further groups of ranks of a group: a part of them, or all of them once more.
+"""Make further process groups from the ranks of a group: from some of them, or from all of them again.
 
-[Note: names of groups] Members of a new group find each other in the store under the group's name. PyTorch names a group that
-its members make alone after its ranks and the number of groups that the process is in: members in different numbers of groups
-wait for each other under different names, and after a group has ended its name, with the addresses under it, is found again.
-Here the name is that of the group it comes from, its ranks, and how often they made one before; each rank counts in the store.
+[Note: names of groups] The members of a new group find each other in the store under the group's name. If only the members
+call it, PyTorch makes the name from their ranks and the number of groups that the process is in: members in different
+numbers of groups wait under different names, and a name with its old addresses can recur after a group has ended. Here the
+name has the parent group's name, the ranks, and how often they have made such a group; each rank counts in the store.
 
 [Note: parts do not split] Where the default group is bound to a device, PyTorch makes the NCCL communicator of a new group by
-splitting that of the default group, for which NCCL needs all ranks of the latter. Those outside the new group do not come here
-and know nothing of it, so a part of the default group connects by itself: in its first collective, as with no device bound.
+splitting that of the default group, in which NCCL needs all of its ranks to take part. Ranks outside the new group do not
+call this function, so a partial group connects on its own: in its first collective, as when no device is bound.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ def timeout_s(group: dist.ProcessGroup) -> float:
 
 
 def twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Make a group of the same ranks: what is sent in it cannot change places with what is sent in the first one.
+    """Make a group of the same ranks, whose collectives need no common order with those of the first group.
 
-    As ``subgroup()`` of all ranks.
+    Equal to ``subgroup()`` with all ranks.
     """
     return subgroup(group, range(group.size()))
 
 
 def subgroup(group: dist.ProcessGroup, members: Sequence[int]) -> dist.ProcessGroup:
-    """Make a group of some ranks of a group, with its backend and time-out. Every member must call, and nobody else.
+    """Make a group of some ranks of a group, with its backend and time-out. Every member must call it, and no other rank.
 
-    It ends with ``torch.distributed.destroy_process_group()``, or when it is handed to that function.
+    It ends with ``torch.distributed.destroy_process_group()``, without arguments or with this group.
 
     Args:
-        group: made by ``torch.distributed`` or registered with it.
+        group: a group made by ``torch.distributed`` or registered with it.
         members: ranks in ``group``, rising; this rank is one of them.
     """
     assert list(members) == sorted(set(members)) and group.rank() in members, f"rank {group.rank()}: {members}"
@@ -57,12 +57,12 @@ def subgroup(group: dist.ProcessGroup, members: Sequence[int]) -> dist.ProcessGr
     limit, backend = datetime.timedelta(seconds=timeout_s(group)), dist.get_backend_config(group)
     default = dist.group.WORLD
     assert default is not None, "there is no process group"
-    if hasattr(default, "new_group"):  # a default group of a kind that makes all others
+    if hasattr(default, "new_group"):  # the default group makes its subgroups itself
         return _made(dist.new_group(ranks, limit, backend, use_local_synchronization=True))
     who = hashlib.sha256(" ".join(map(str, ranks)).encode()).hexdigest()[:16]
     number = store_of(group).add(f"guozhuang/subgroups/{who}/{group.rank()}", 1)
     splits = len(ranks) == default.size()  # [Note: parts do not split]
-    # PyTorch's public new_group() lets nobody choose the name; this is what it calls.
+    # PyTorch's public new_group() does not let the caller choose the name; it calls this function.
     c10d = dist.distributed_c10d
     made, _ = c10d._new_process_group_helper(
         len(ranks),
@@ -82,12 +82,12 @@ def subgroup(group: dist.ProcessGroup, members: Sequence[int]) -> dist.ProcessGr
 
 
 def end_together(made: Sequence[dist.ProcessGroup], group: dist.ProcessGroup) -> None:
-    """End groups that were made of ``group``'s ranks, after all of them have come here. Every rank must call.
+    """End groups made from ``group``'s ranks, after all of these ranks have called this. Every rank must call it.
 
     Args:
-        made: the same on all ranks; nothing that was sent in them may be under way on this rank. Others than
-            ``torch.distributed`` knows, ended ones for example, are passed over.
-        group: what they were made from; a barrier in it tells that all ranks are done with them.
+        made: the same on all ranks; no collective in them may be unfinished on this rank. Groups that
+            ``torch.distributed`` does not know, such as ended ones, are skipped.
+        group: their parent group; a barrier in it makes sure that all ranks have finished using them.
     """
     dist.barrier(group=group)
     for each in made:
@@ -96,15 +96,15 @@ def end_together(made: Sequence[dist.ProcessGroup], group: dist.ProcessGroup) ->
 
 
 def _connect_alone(made: dist.ProcessGroup, device: torch.device) -> None:
-    """Keep a group that has not connected yet from splitting the default group's communicator. Not collective."""
+    """Prevent a group that has not connected yet from splitting the default group's communicator. Not collective."""
     for kind in made._device_types:
         backend: Any = made._get_backend(kind)
-        while hasattr(backend, "wrapped_pg"):  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
+        while hasattr(backend, "wrapped_pg"):  # these wrap the backend with TORCH_DISTRIBUTED_DEBUG=DETAIL
             backend = backend.wrapped_pg
         options: Any = getattr(backend, "options", None)
         if getattr(options, "split_from", None) is not None:
             options.split_from = None
-    made.bound_device_id = device  # now it connects nothing; a barrier takes it
+    made.bound_device_id = device  # setting it now opens no connection; a barrier needs it
 
 
 def _made(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -1,30 +1,30 @@
-"""The order of a group's collectives: one at a time, on the caller's thread where nothing waits, else on the group's own.
+"""Run a group's collectives one at a time in call order: on the caller's thread if no other waits, else on the group's own.
 
 [Note: who runs what, and why in order]
-Ranks meet in barriers that are counted, so every rank must run its collectives one at a time and in the order of the calls.
-`Turns` sees to that. A collective is a job: a function that blocks until its part is done.
+Ranks synchronize in counted barriers, so every rank must run its collectives one at a time and in the order of the calls.
+`Turns` ensures that. A collective is a job: a function that blocks until this rank's part is done.
 
-- A synchronous call runs its job on the caller's own thread if no other job is waiting or under way; that saves two
-  changes of thread, several times the cost of a small collective. "Under way" is the lock `_running`, which a job holds from
-  begin to end; "waiting" is `_num_waiting`, the jobs that were handed over and have not ended. Both are looked at under
-  `_order`, and an inline call takes `_running` before it gives `_order` back: so nothing that is handed over later can run
-  before it, and nothing that was handed over earlier can still be waiting.
-- All other calls put their job into a queue. One thread takes jobs out in order; it holds `_running` during each. A
-  synchronous call that had to queue waits for its work. `_num_waiting` falls only after a job has ended, so a later
-  synchronous call that runs inline sees everything that earlier jobs did.
-- Calls from several threads at the same time have no order that all ranks could share; here each gets its turn, and
-  ranks that differ in them raise, since every collective begins by comparing what the ranks ask for.
+- A synchronous call runs its job on the caller's own thread if no other job is waiting or running; that saves two
+  thread switches, which cost several times as much as a small collective. "Running" means that the lock `_running` is held,
+  as by every job from begin to end; "waiting" is `_num_waiting`, the submitted jobs that have not ended. Both are checked
+  under `_order`, and an inline call acquires `_running` before it releases `_order`: so no job submitted later can run
+  before it, and no job submitted earlier can still be waiting.
+- All other calls put their job into a queue. One thread runs the queued jobs in order and holds `_running` during each. A
+  synchronous call that had to queue waits for its work. `_num_waiting` is decreased only after a job has ended, so a later
+  synchronous call that runs inline sees all effects of earlier jobs.
+- Calls from several threads at the same time have no order that all ranks could share; each still gets a turn, and if
+  the orders differ between ranks they raise, since every collective begins by comparing the ranks' requests.
 
-A job that fails ends its own work with the exception; what that means for later jobs is the business of the jobs.
-The thread starts with the first job that is handed over. It is a daemon, because an interpreter that ends must not wait
-for a peer that never comes; it takes the GIL only between jobs and never holds torch's locks while it waits for a job.
-A call that is made while this very thread runs a job (by a finalizer, say) could only wait for itself: it raises.
+A job that fails ends its own work with the exception; the jobs themselves decide what this means for later jobs.
+The thread starts with the first submitted job. It is a daemon, because an ending interpreter must not wait for a peer
+that never joins; it takes the GIL only between jobs and never holds torch's locks while it waits for a job.
+A call made on this thread while it runs a job (by a finalizer, for example) would wait for itself: it raises.
 
-[Note: who completes futures] What is chained to a future runs where the future is completed, and may itself wait for a
-collective (PyTorch's PowerSGD hook does). So the thread that runs jobs completes none: it hands them to a finisher, a further
-thread that starts with the first of them. One finisher completes, in order, all futures that other threads asked for. A future
-that was asked for by a callback may be what a busy finisher waits for; so it goes to one that has nothing to do, or to a
-new one. A callback may therefore wait for any work, and for any future that it asked for itself.
+[Note: who completes futures] Callbacks chained to a future run on the thread that completes it, and may themselves wait for
+a collective (PyTorch's PowerSGD hook does). So the thread that runs jobs completes none: it passes them to a finisher, a
+further thread that starts with the first future. One finisher completes, in order, all futures requested by other threads.
+A future requested inside a callback may be one that a busy finisher waits for, so it goes to an idle or a new finisher.
+A callback may therefore wait for any work, and for any future that it has requested itself.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Job = Callable[[], object]
 
 
 class DoneWork(dist._Work):
-    """The work of a call that ended before it returned."""
+    """The work of a call whose job ended before the call returned."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
@@ -58,38 +58,38 @@ class DoneWork(dist._Work):
         return True
 
     def is_completed(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def is_success(self) -> bool:
-        """Always: a failed call raises."""
+        """Return True: a failed call raises instead of returning a work."""
         return True
 
     def exception(self) -> None:
-        """None: a failed call raises."""
+        """Return None: a failed call raises instead of returning a work."""
 
     def synchronize(self) -> None:
         """Return at once."""
 
     def result(self) -> list[Tensor]:
-        """The tensors that hold the result."""
+        """Return the tensors that hold the result."""
         return list(self._tensors)
 
     def get_future(self) -> Future[list[Tensor]]:
-        """A future that has its value, the tensors of the result."""
+        """Return a completed future whose value is the tensors of the result."""
         future: Future[list[Tensor]] = Future()
         future.set_result(self.result())
         return future
 
 
 class QueuedWork(dist._Work):
-    """The work of a call that was handed to the group's thread.
+    """The work of a call that was submitted to the group's thread.
 
     Args:
-        job: what the thread does.
-        tensors: what holds the result; kept alive, with the job, until the work has ended.
-        what: for errors, e.g. ``"all_reduce of 1024 float32"``.
-        turns: whose thread it is.
+        job: the function that the thread calls.
+        tensors: the tensors that hold the result; kept alive, with the job, until the work has ended.
+        what: the call in words for errors, e.g. ``"all_reduce of 1024 float32"``.
+        turns: the object whose thread runs the job.
     """
 
     def __init__(self, job: Job, tensors: Sequence[Tensor], what: str, turns: Turns) -> None:
@@ -97,14 +97,14 @@ class QueuedWork(dist._Work):
         self._job: Job | None = job
         self._tensors, self._what, self._turns = tensors, what, turns
         self._error: BaseException | None = None
-        self._ended = threading.Lock()  # held until the job has ended: the cheapest thing to wait for
+        self._ended = threading.Lock()  # held until the job has ended; a lock is the cheapest thing to wait for
         self._ended.acquire()
         self._completed = False
-        self._futures = threading.Lock()  # over the next attribute and the moment of completion
-        self._sources: list[tuple[Future[None], bool]] = []  # and whether a callback asked for it
+        self._futures = threading.Lock()  # guards the next attribute and the setting of _completed
+        self._sources: list[tuple[Future[None], bool]] = []  # and whether a callback requested it
 
     def run(self) -> None:
-        """Do the job; the group's thread calls it, once."""
+        """Run the job; the group's thread calls this once."""
         assert self._job is not None
         failed = None
         try:
@@ -112,13 +112,13 @@ class QueuedWork(dist._Work):
         except BaseException as error:
             failed = error
         self.end(failed)
-        del failed  # its traceback refers to this frame, and would keep what the job used
+        del failed  # its traceback refers to this frame, which would keep the job's tensors alive
 
     def end(self, error: BaseException | None = None) -> None:
-        """Say that the job has ended, with ``error`` if it was never begun."""
+        """Mark the job as ended; ``error`` is its exception, or the reason why it never began."""
         if error is not None:
             self._error = error
-        self._job = None  # what it holds may be large
+        self._job = None  # frees its tensors, which may be large
         with self._futures:
             self._completed = True
             sources, self._sources = self._sources, []
@@ -127,16 +127,16 @@ class QueuedWork(dist._Work):
             self._turns.finishers.complete(source, is_nested)
 
     def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
-        """Wait until the result is there.
+        """Wait until the result is available.
 
         Args:
-            timeout: how long at most; 0 for as long as the group's own time-out lets this job, and those before it, last.
+            timeout: the longest wait; 0: only the group's own time-out limits this job and those before it.
 
         Raises:
-            PeerLost: a rank is gone or did not come.
-            MismatchError: ranks asked for different collectives.
-            WorldError: the job did not end within ``timeout``; it goes on.
-            UsageError: the job, or one before it, is what runs on this thread.
+            PeerLost: a rank is gone or did not join.
+            MismatchError: ranks called different collectives.
+            WorldError: the job did not end within ``timeout``; it continues.
+            UsageError: this thread is running the job, or one before it, so that it would wait for itself.
         """
         if not self._completed:
             self._turns.refuse_within(self._what)
@@ -157,15 +157,15 @@ class QueuedWork(dist._Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the job has ended, well or not."""
+        """Return whether the job has ended, with or without an error."""
         return self._completed
 
     def is_success(self) -> bool:
-        """Whether the job has ended well."""
+        """Return whether the job has ended without an error."""
         return self._completed and self._error is None
 
     def exception(self) -> BaseException | None:
-        """What the job raised."""
+        """Return the exception of the job, or None."""
         return self._error
 
     def synchronize(self) -> None:
@@ -173,14 +173,14 @@ class QueuedWork(dist._Work):
         self.wait()
 
     def result(self) -> list[Tensor]:
-        """The tensors that hold the result; waits for it."""
+        """Wait, and return the tensors that hold the result."""
         self.wait()
         return list(self._tensors)
 
     def get_future(self) -> Future[list[Tensor]]:
-        """A future of the tensors of the result; it raises what the job raised. See [Note: who completes futures]."""
+        """Return a future of the result tensors; it raises the job's error. See [Note: who completes futures]."""
         source: Future[None] = Future()
-        # A future that is given an exception ends the process inside DDP; one whose callback raises does not.
+        # Setting an exception on a future ends the process inside DDP; a callback that raises does not.
         outcome = source.then(self._outcome)
         with self._futures:
             is_over = self._completed
@@ -197,7 +197,7 @@ class QueuedWork(dist._Work):
 
 
 class _Finisher(threading.Thread):
-    """A thread that completes futures in the order in which it is given them; ``lock`` is over ``num_pending``."""
+    """A thread that completes futures in the order in which it receives them; ``lock`` guards ``num_pending``."""
 
     def __init__(self, name: str, lock: threading.Lock) -> None:
         super().__init__(name=name, daemon=True)
@@ -205,10 +205,10 @@ class _Finisher(threading.Thread):
         self.num_pending, self._pending = 0, lock
 
     def run(self) -> None:
-        """Complete what comes, until None."""
+        """Complete futures from the queue, until None."""
         while (source := self.sources.get()) is not None:
             source.set_result(None)
-            del source  # what hangs on it may be large
+            del source  # frees its callbacks, whose tensors may be large
             with self._pending:
                 self.num_pending -= 1
 
@@ -222,7 +222,7 @@ class Finishers:
         self._threads: list[_Finisher] = []
 
     def complete(self, source: Future[None], is_nested: bool) -> None:
-        """Have a future completed; ``is_nested``: a finisher may be waiting for it."""
+        """Have a thread complete a future. ``is_nested``: a callback requested it, so a busy finisher may be waiting for it."""
         with self._lock:
             thread = next((each for each in self._threads if not (is_nested and each.num_pending)), None)
             if thread is None:
@@ -233,7 +233,7 @@ class Finishers:
         thread.sources.put(source)
 
     def close(self, patience_s: float) -> None:
-        """End the threads once nothing is left to complete; wait for each at most so many seconds."""
+        """End the threads after the last queued future; wait for each at most so many seconds."""
         with self._lock:
             threads, self._threads = self._threads, []
         for thread in threads:
@@ -243,11 +243,11 @@ class Finishers:
 
 
 class Turns:
-    """Gives each collective of a group its turn. See [Note: who runs what, and why in order].
+    """Runs the collectives of a group one at a time in call order. See [Note: who runs what, and why in order].
 
     Args:
-        name: of the thread.
-        rank: for errors.
+        name: the thread's name.
+        rank: this process in the group, for errors.
     """
 
     def __init__(self, name: str, rank: int) -> None:
@@ -256,7 +256,7 @@ class Turns:
         self._name, self._process = name, os.getpid()
         self._order = threading.RLock()  # a finalizer may close the group wherever this thread allocates
         self._running = threading.Lock()
-        self._runner = 0  # the thread that has `_running`
+        self._runner = 0  # the id of the thread that holds `_running`
         self._num_waiting = 0
         self._jobs: SimpleQueue[QueuedWork | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -264,7 +264,7 @@ class Turns:
         self._last: Callable[[], None] | None = None
 
     def now(self, job: Job, tensors: Sequence[Tensor], what: str) -> dist.Work:
-        """Run a job before returning, when its turn has come; raises what the job raises."""
+        """Run a job before returning, after all earlier jobs; raise its error."""
         if os.getpid() != self._process:
             refuse_fork(what, self._process, self.rank)
         inline = False
@@ -285,7 +285,7 @@ class Turns:
         return work
 
     def later(self, job: Job, tensors: Sequence[Tensor], what: str) -> QueuedWork:
-        """Hand a job to the group's thread."""
+        """Submit a job to the group's thread."""
         refuse_fork(what, self._process, self.rank)
         work = QueuedWork(job, tensors, what, self)
         with self._order:
@@ -299,13 +299,13 @@ class Turns:
         return work
 
     def refuse_within(self, what: str) -> None:
-        """Raise UsageError where a wait for a job would wait for itself: on the thread that runs one."""
+        """Raise UsageError if this thread is running a job: a wait for a later job would wait for itself."""
         if self._runner == threading.get_ident():
             fix = "start it with async_op=True, and wait for it elsewhere"
             raise UsageError(explain(f"{what} was waited for inside another collective", rank=self.rank, fix=fix))
 
     def close_later(self, error: BaseException, last: Callable[[], None]) -> bool:
-        """On the thread that runs jobs: take no more, call ``last`` at its end and return True. Elsewhere: False."""
+        """On the group's thread: refuse further jobs, call ``last`` after the queued ones, return True. Elsewhere: False."""
         if threading.current_thread() is not self._thread:
             return False
         with self._order:
@@ -314,10 +314,10 @@ class Turns:
         return True
 
     def close(self, error: BaseException, patience_s: float) -> bool:
-        """Take no more jobs (later calls raise ``error``), and end the threads after those that wait.
+        """Refuse further jobs (later calls raise ``error``), and end the threads after the queued jobs.
 
         Returns:
-            Whether no job runs any more, after at most ``patience_s`` seconds for each thread.
+            True if no job runs any more, after a wait of at most ``patience_s`` seconds for each thread.
         """
         with self._order:
             self._take_no_more(error)
@@ -327,7 +327,7 @@ class Turns:
             thread.join(patience_s)
             if thread.is_alive():
                 return False
-        if not self._running.acquire(timeout=patience_s):  # a job inline, on another thread of the user
+        if not self._running.acquire(timeout=patience_s):  # a job is running inline on another thread of the user
             return False
         self._running.release()
         self.finishers.close(patience_s)
@@ -339,7 +339,7 @@ class Turns:
             self._jobs.put(None)
 
     def _work_off(self) -> None:
-        # The device of a CPU job does not matter, but inference and gradient modes are per thread.
+        # A thread has its own gradient mode; the CPU jobs here need none of autograd.
         torch.set_grad_enabled(False)
         while (work := self._jobs.get()) is not None:
             with self._running:
@@ -348,19 +348,19 @@ class Turns:
                 self._runner = 0
             with self._order:
                 self._num_waiting -= 1
-            del work  # and with it the tensors
+            del work  # frees the work's tensors before the wait for the next job
         if self._last is not None:
             self._last()
 
 
 def refuse_fork(what: str, process: int, rank: int) -> None:
-    """Raise UsageError in a process that was forked off ``process``, the rank's own, for a call of a group."""
+    """Raise UsageError for a call of a group in a process that was forked from ``process``, the rank's own."""
     if os.getpid() != process:
         text = f"{what} was called in a process that was forked off; the group belongs to the rank alone"
         raise UsageError(explain(text, rank=rank, fix="call it in the rank's own process"))
 
 
 def take_timeout(options: Any) -> float | None:
-    """The time-out of one call in seconds, or None where the options leave it to the group."""
+    """Return the time-out of one call in seconds, or None if the options leave it to the group."""
     limit: datetime.timedelta = options.timeout
     return limit.total_seconds() if limit.days >= 0 else None
