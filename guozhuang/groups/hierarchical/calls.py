@@ -1,4 +1,4 @@
-"""How a call on a group over several nodes is done: in its turn, within its time, and with an eye on the other ranks."""
+"""Run each call on a group over several nodes: in its turn, within its time-out, and checking that other ranks still live."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from guozhuang.groups.shared_memory.arguments import check_written
 from guozhuang.groups.turns import Turns, take_timeout
 from guozhuang.world import versions
 
-_SLICE = datetime.timedelta(seconds=0.2)  # between two looks at the node while waiting for the link
+_SLICE = datetime.timedelta(seconds=0.2)  # one wait for the link, before this node's processes are checked
 _SHUTDOWN_S = 5.0
 _REDUCIBLE = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64}
 )
-# Operations that both ways know; others (PREMUL_SUM) are gloo's to refuse.
+# Operations that both the node's group and gloo support; calls with others (PREMUL_SUM) go to gloo, which refuses them.
 _KNOWN = (
     *(dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX),
     *(dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR),
@@ -42,7 +42,7 @@ MakeGroup = Callable[[dist.Store, int, int, datetime.timedelta], dist.ProcessGro
 
 
 class _Refused(Exception):
-    """The arguments of a call were refused; the cause says why. The group goes on."""
+    """The arguments of a call were refused; ``__cause__`` is the reason. The group stays usable."""
 
 
 class PreparedSteps(NamedTuple):
@@ -50,9 +50,9 @@ class PreparedSteps(NamedTuple):
 
     Attributes:
         held: the tensors that hold the result.
-        what: the call in words; whatever must be equal on all ranks must be in it.
-        job: does the call in two steps; None: gloo among all ranks has to do it.
-        writes: whether this rank's ``held`` are written to.
+        what: the call in words; it must contain everything that must be equal on all ranks.
+        job: runs the call in two steps, inside the node and over the link; None: gloo among all ranks runs it.
+        writes: whether this rank writes to ``held``.
     """
 
     held: Sequence[Tensor]
@@ -65,10 +65,10 @@ Prepare = Callable[..., PreparedSteps]
 
 
 def collective(options: Callable[[], Any]) -> Callable[[Prepare], Callable[..., dist.Work]]:
-    """Make a call of a method that checks arguments: start what it prepared; tell the peers if the check fails.
+    """Turn a method that checks arguments into a call: start the prepared job; if the check fails, report it to the peers.
 
     Args:
-        options: makes the options of a call that brings none; they are the last argument.
+        options: makes the options (the last argument) of a call without options.
     """
 
     def decorate(prepare: Prepare) -> Callable[..., dist.Work]:
@@ -84,7 +84,7 @@ def collective(options: Callable[[], Any]) -> Callable[[Prepare], Callable[..., 
                 for each in held if writes else ():
                     if each.layout == torch.strided:
                         check_written(each, what, self._rank)
-            except Exception as error:  # peers that wait for this rank in vain would wait for the whole time-out
+            except Exception as error:  # reported: the peers would wait for the whole time-out
                 with contextlib.suppress(Exception):
                     self._start(
                         partial(self._refuse, error), [], f"{prepare.__name__}: refused on this rank: {error}", opts
@@ -100,7 +100,7 @@ def collective(options: Callable[[], Any]) -> Callable[[Prepare], Callable[..., 
 
 
 class Calls(PythonGroup):
-    """What every call on the group goes through. The arguments are those of ``HierarchicalGroup``."""
+    """The path of every call on the group. The arguments are those of ``HierarchicalGroup``."""
 
     def __init__(
         self,
@@ -140,49 +140,49 @@ class Calls(PythonGroup):
         empty = getattr(self._inside, "empty", lambda num_elements, dtype: torch.empty(num_elements, dtype=dtype))
         self._collectives = Collectives(nodes, self._inside, self._lane, self._wait, self._comparison.settle, empty)
         self._turns = Turns(f"guozhuang hierarchical {rank}", rank)
-        # A group that is dropped without a shutdown must not leave its thread behind.
+        # The thread of a group that is dropped without a shutdown must end.
         weakref.finalize(self, self._turns.close, WorldError("the group is gone"), 0.0)
 
     def _moves(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether tensors can be moved in two steps, and are worth it."""
+        """Return whether tensors can be moved in two steps: dense CPU tensors of one dtype, none of them empty."""
         return not self.nodes.is_flat and all(
             t.is_cpu and t.layout == torch.strided and t.numel() > 0 and t.dtype == tensors[0].dtype for t in tensors
         )
 
     def _reduces(self, tensors: Sequence[Tensor], op: Any) -> bool:
-        """Whether tensors can be combined in two steps."""
+        """Return whether tensors can be combined in two steps."""
         if not self._moves(tensors) or not any(op == known for known in _KNOWN):
             return False
         dtype = tensors[0].dtype
         if dtype.is_complex:
             return bool(op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG)
         if dtype.is_floating_point and any(op == bitwise for bitwise in _BITWISE):
-            # Gloo would say so only when others wait for it.
+            # Gloo would raise only after the other ranks have joined.
             fix = "reduce integers, or choose another operation"
             raise UsageError(explain("bits of floating-point numbers cannot be combined", value=str(dtype), fix=fix))
         return dtype in _REDUCIBLE and (dtype.is_floating_point or op != dist.ReduceOp.AVG)
 
     def _gathers(self, larger: Sequence[Tensor], smaller: Sequence[Tensor]) -> bool:
-        """Whether each of ``larger`` is made of one of ``smaller`` per rank, and the nodes allow to do it in two steps."""
+        """Return whether each of ``larger`` holds one of ``smaller`` per rank, and two steps can do it (even nodes)."""
         return (
             self.nodes.is_even
             and self._moves([*larger, *smaller])
             and all(big.numel() == self.size() * small.numel() for big, small in zip(larger, smaller, strict=True))
         )
 
-    # ---- how a call is done: in its turn, within its time, and with an eye on the other ranks
+    # ---- a call: in its turn, within its time-out, and checking that other ranks still live
 
     def _refuse(self, error: Exception) -> NoReturn:
         self._comparison.settle()
         raise _Refused from error
 
     def _by_gloo(self, method: str, *arguments: Any) -> None:
-        """Call a method of the gloo group of all ranks; its options come last."""
+        """Call a method of the gloo group of all ranks; its options are the last argument."""
         self._comparison.settle()
         try:
             self._wait(getattr(self._whole.group, method)(*arguments), method)
         except (RuntimeError, TypeError, ValueError) as error:
-            # What gloo says of connections names its own source; the rest are arguments that it refuses, on all ranks.
+            # Gloo's errors about connections name its source file; all others are refused arguments, refused on all ranks.
             if isinstance(error, WorldError) or "gloo/" in str(error):
                 raise
             raise _Refused from error
@@ -190,7 +190,7 @@ class Calls(PythonGroup):
     def _start(
         self, job: Callable[[], object], tensors: Sequence[Tensor], what: str, opts: Any, node_first: bool = False
     ) -> dist.Work:
-        """Give a call its turn; it begins with a comparison of ``what`` among all ranks."""
+        """Submit a job to the group's turns; it begins with a comparison of ``what`` among all ranks."""
         limit_s = take_timeout(opts)
 
         def run() -> None:
@@ -200,7 +200,7 @@ class Calls(PythonGroup):
             try:
                 self._comparison.begin(what, node_first)
                 job()
-                self._comparison.settle()  # where a small tensor left nothing for this lane
+                self._comparison.settle()  # still open if small tensors had no part for this lane
             except _Refused as error:
                 assert error.__cause__ is not None
                 raise error.__cause__  # noqa: B904
@@ -211,7 +211,7 @@ class Calls(PythonGroup):
         return self._turns.later(run, tensors, what) if opts.asyncOp else self._turns.now(run, tensors, what)
 
     def _wait(self, work: dist.Work, what: str) -> None:
-        """Wait for a work of gloo, with an eye on the time and on the ranks of this node."""
+        """Wait for a gloo work; meanwhile check the deadline and the ranks of this node."""
         while True:
             has_ended = work.is_completed()
             left_s = self._deadline - time.monotonic()
@@ -219,7 +219,7 @@ class Calls(PythonGroup):
                 work.wait(min(_SLICE, datetime.timedelta(seconds=max(left_s, 0.001))))
                 return
             except RuntimeError:
-                # Either the slice is over, or the work failed: then it has ended, and the next look tells.
+                # Either the slice is over, or the work failed; a failed work has ended, so the next wait raises again.
                 if has_ended:
                     raise
             self._failure.look_around(what)
@@ -235,7 +235,7 @@ class Calls(PythonGroup):
     # ---- the end
 
     def _give_up(self) -> None:
-        """See [Note: how a failure spreads]."""
+        """Abort every inner group. See [Note: how a failure spreads]."""
         if self._inside is not None:
             with contextlib.suppress(Exception):
                 self._inside.abort()
@@ -243,27 +243,27 @@ class Calls(PythonGroup):
             if crossing is not None:
                 crossing.cut()
 
-    # ---- what is asked of every group
+    # ---- methods that torch.distributed calls on every group
 
     @property
     def _device_types(self) -> list[torch.device]:
         return list(self._whole.group._device_types)
 
     def _get_backend(self, device: torch.device | str) -> Any:
-        """Gloo among all ranks, which has the options of the group; raises RuntimeError for a device it cannot serve."""
+        """Return gloo's backend among all ranks, with the group's options; raise RuntimeError for an unsupported device."""
         return self._whole.group._get_backend(torch.device(device))
 
     def get_group_store(self) -> dist.Store:
-        """The store that the group was made with."""
+        """Return the store that the group was made with."""
         return self._store
 
     def abort(self) -> None:
-        """Give the group up on this rank; what waits for it on others fails soon."""
+        """Abort the group on this rank; other ranks that wait for this one raise soon."""
         text = explain("this group was aborted", rank=self.rank(), fix="make a new group")
         self._failure.end_with(WorldError(text), "abort")
 
     def shutdown(self) -> None:
-        """End the group's thread after what it still has to do, and leave the group inside the node."""
+        """End the group's thread after its queued jobs, and leave the group inside the node."""
         text = explain("this group was shut down", rank=self.rank(), fix="make a new group")
         self._turns.close(WorldError(text), _SHUTDOWN_S)
         if self._inside is not None:

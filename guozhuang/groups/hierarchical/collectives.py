@@ -1,15 +1,15 @@
-"""The collectives that are worth doing in two steps: inside the node through its own group, between nodes lane by lane.
+"""Collectives that run in two steps: inside the node through the node's group, between nodes lane by lane.
 
-All of these block until this rank's part is done; every rank must call the same one with the same sizes. Tensors are flat.
+Every function blocks until this rank's part is done; every rank must call it with the same sizes. Tensors are flat.
 
 [Note: what overlaps]
-A large tensor goes in pieces. While gloo's threads carry the lanes' parts of one piece over the link, this thread does the
-inside part of the next, and brings the result of an earlier one to the ranks of the node: `IN_FLIGHT` pieces are on the link
-at a time, so that it never waits for memory. Inside the node and on each lane the pieces go in the same order on all ranks.
+A large tensor is cut into pieces. While gloo's threads send the lanes' parts of one piece over the link, this thread combines
+the next piece inside the node, and distributes the result of an earlier one to the ranks of the node: `IN_FLIGHT` pieces are
+on the link at a time, so that the link never idles. On the node and on each lane all ranks process pieces in the same order.
 
 [Note: all ranks get the same bits]
-A part is combined once: inside each node by the rank of its lane, or by all in an order that the group inside the node fixes,
-then by gloo's ring, after which every rank of the lane holds the same bits; the ranks of a node copy them from there.
+A part is combined once: inside each node by the rank of its lane, or by all ranks in an order fixed by the node's group;
+then by gloo's ring, after which every rank of the lane has the same bits; the ranks of a node copy the part from there.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from guozhuang.groups.gloo import Crossing
 from guozhuang.groups.hierarchical.nodes import Nodes, part_of, pieces_of
 from guozhuang.groups.hierarchical.tensors import Pool, begin_of
 
-#: Of one lane in one piece. Long enough that latency does not count, short enough that what does not overlap, the first
-#: piece's way in and the last one's way out, does not either.
+#: Bytes of one lane in one piece. Long enough that latency does not matter, short enough that the steps that overlap with
+#: nothing (the first piece before the link, the last one after it) do not matter either.
 PART_BYTES = 1 << 20
-IN_FLIGHT = 2  # gloo's own threads per group: more would only queue
+IN_FLIGHT = 2  # pieces; a gloo group has as many threads, so more would only queue
 
 Wait = Callable[[dist.Work, str], None]
 
@@ -38,12 +38,12 @@ class Collectives:
     """Collectives of one rank over its node and its lane.
 
     Args:
-        nodes: who is where.
-        inside: the group of this rank's node; None where it has one rank.
-        lane: gloo among the ranks of this rank's lane; None where the rank is in no lane.
-        wait: waits for a work of the lane, with a limit, and says what it waits in if that fails.
-        settle: raises unless all ranks of the lane ask for the same; called before the lane is used.
-        empty: allocates memory that the group inside the node reads without a copy: (number of elements, dtype).
+        nodes: the ranks of each node.
+        inside: the group of this rank's node; None if the node has only this rank.
+        lane: gloo among the ranks of this rank's lane; None if the rank is in no lane.
+        wait: waits for a work of the lane, with a limit; its second argument names the collective for the error.
+        settle: raises unless all ranks of the lane make the same call; called before the lane is used.
+        empty: allocates memory that the node's group reads without a copy: (number of elements, dtype).
     """
 
     def __init__(
@@ -58,17 +58,17 @@ class Collectives:
         self._nodes, self._inside, self._lane, self._wait, self._settle = nodes, inside, lane, wait, settle
         self._parts = Pool(empty, PART_BYTES)
         self._wholes = Pool(empty, PART_BYTES * nodes.num_lanes)
-        # Where nodes differ in size, a larger one has ranks without a lane: its lanes are served one after the other.
+        # If nodes differ in size, a larger node has ranks without a lane, and its lanes are processed one after the other.
         self._is_even_here = len(nodes.here) == nodes.num_lanes
 
     def barrier(self) -> None:
-        """Return when all ranks have come, of a call that began with a comparison in its node and only then over the link."""
+        """Return when all ranks have joined; the call's comparison must have begun with ``node_first``."""
         self._settle()
         if self._inside is not None:
             self._inside.barrier(_quiet(dist.BarrierOptions())).wait()
 
     def all_reduce(self, flat: Tensor, op: Any) -> None:
-        """Combine ``flat`` of all ranks, in place. ``op``: a ReduceOp; AVG for floating point only."""
+        """Combine ``flat`` of all ranks in place. ``op``: a ReduceOp; AVG for floating point only."""
         average = op == dist.ReduceOp.AVG
         inside_op = dist.ReduceOp.SUM if average else op
 
@@ -82,7 +82,7 @@ class Collectives:
         self._pipeline(flat, inside_op, cross, land, "all_reduce")
 
     def reduce(self, flat: Tensor, op: Any, root: int) -> None:
-        """Combine ``flat`` of all ranks into that of rank ``root``; what others hold afterwards means nothing."""
+        """Combine ``flat`` of all ranks into ``flat`` of rank ``root``; on other ranks its values are undefined afterwards."""
         average = op == dist.ReduceOp.AVG
         inside_op = dist.ReduceOp.SUM if average else op
         node = self._nodes.node_of(root)
@@ -112,7 +112,7 @@ class Collectives:
         self._pipeline(flat, None, cross, land, "broadcast", gather=self._nodes.node != node)
 
     def all_gather(self, output: Tensor, flat: Tensor) -> None:
-        """Lay ``flat`` of all ranks into ``output``, in rank order. For nodes of equal size."""
+        """Concatenate ``flat`` of all ranks into ``output`` in rank order. Only for nodes of equal size."""
         assert self._nodes.is_even
         members = self._nodes.members
         of_lane = torch.empty(len(members) * flat.numel(), dtype=flat.dtype)
@@ -129,7 +129,7 @@ class Collectives:
                 rows[rank].copy_(blocks[lane, node])
 
     def reduce_scatter(self, output: Tensor, flat: Tensor, op: Any) -> None:
-        """Combine ``flat`` of all ranks, whose r-th part is for rank r, into ``output``. For nodes of equal size."""
+        """Combine ``flat`` of all ranks and write its r-th part to ``output`` of rank r. Only for nodes of equal size."""
         assert self._nodes.is_even
         average = op == dist.ReduceOp.AVG
         inside_op = dist.ReduceOp.SUM if average else op
@@ -156,15 +156,15 @@ class Collectives:
         what: str,
         gather: bool = True,
     ) -> None:
-        """Take ``flat`` piece by piece through the steps. See [Note: what overlaps].
+        """Process ``flat`` piece by piece: inside the node, over the link, back to the node. See [Note: what overlaps].
 
         Args:
             flat: the tensor, of the same size on all ranks.
-            inside_op: how the ranks of a node combine before the link; None: every rank's values stand for the node.
-            cross: begins a part's way over the link, in place.
-            land: what is done to a part when it has arrived.
-            what: the collective.
-            gather: whether the ranks of this node take the result.
+            inside_op: the operation inside the node before the link; None: all ranks of the node have the same values.
+            cross: starts sending a part over the link, in place.
+            land: called with a part that has arrived.
+            what: the collective's name.
+            gather: whether the ranks of this node receive the result.
         """
         lanes = self._nodes.num_lanes
         longest = max(PART_BYTES // flat.element_size(), 1) * lanes
@@ -179,7 +179,7 @@ class Collectives:
             self._leave(piece, work, land, what, gather)
 
     def _enter(self, piece: _LanePiece, inside_op: Any) -> None:
-        """Combine a piece inside the node: each lane's part lies at the rank of that lane."""
+        """Combine a piece inside the node, so that the rank of each lane has the lane's part."""
         if self._inside is None or inside_op is None:
             return
         if self._is_even_here and self._nodes.num_lanes > 1:
@@ -195,7 +195,7 @@ class Collectives:
     def _leave(
         self, piece: _LanePiece, work: dist.Work | None, land: Callable[[Tensor], None], what: str, gather: bool
     ) -> None:
-        """Wait for a piece's part, and bring all parts to the ranks of the node."""
+        """Wait for this lane's part of a piece, and distribute all parts to the ranks of the node."""
         if work is not None:
             self._wait(work, what)
             land(piece.part)
@@ -211,7 +211,7 @@ class Collectives:
         piece.release()
 
     def _link(self) -> Any:
-        """Gloo among the ranks of the lane, which all ask for the same."""
+        """Return gloo among the ranks of the lane, after a check that they all make the same call."""
         assert self._lane is not None
         self._settle()
         return self._lane.group
@@ -226,23 +226,23 @@ class _LanePiece:
         self._part_buffer: Tensor | None = None
         self._whole_buffer: Tensor | None = None
         self._each = -(-values.numel() // nodes.num_lanes)
-        #: What this rank's lane carries; empty where it is in no lane.
+        #: The part that this rank's lane sends; empty if the rank is in no lane.
         self.part = self.part_of(nodes.lane) if nodes.lane is not None else values[:0]
 
     def part_of(self, lane: int) -> Tensor:
-        """Where a lane's part lies in the tensor itself."""
+        """Return the view of the tensor that is a lane's part."""
         begin, end = part_of(lane, self._values.numel(), self._num_lanes)
         return self._values[begin:end]
 
     def hold(self) -> Tensor:
-        """Move this rank's part to memory of its own, without its values; return all of that, as long as every other part."""
+        """Replace this rank's part by a buffer without copying values; return the buffer, as long as the longest part."""
         self._part_buffer = self._parts.take()
         held = begin_of(self._part_buffer, self._each, self._values.dtype)
         self.part = held[: self.part.numel()]
         return held
 
     def held(self) -> Tensor:
-        """This rank's part, as long as every other part."""
+        """Return this rank's part in a buffer as long as the longest part."""
         if self._part_buffer is None:
             part = self.part
             held = self.hold()
@@ -251,7 +251,7 @@ class _LanePiece:
         return begin_of(self._part_buffer, self._each, self._values.dtype)
 
     def padded(self) -> Tensor:
-        """The values, at a length that the lanes divide: the tensor itself where they divide its own."""
+        """Return the values padded to a multiple of the number of lanes: the tensor itself if its length is one."""
         num_elements = self._each * self._num_lanes
         if num_elements == self._values.numel():
             return self._values
@@ -264,12 +264,12 @@ class _LanePiece:
         return whole
 
     def put_back(self) -> None:
-        """Bring values that were padded back to the tensor."""
+        """Copy padded values back to the tensor."""
         if self._whole_buffer is not None:
             self._values.copy_(begin_of(self._whole_buffer, self._values.numel(), self._values.dtype))
 
     def release(self) -> None:
-        """Let others use the memory that was taken for it."""
+        """Return this piece's buffers to their pools."""
         if self._part_buffer is not None:
             self._parts.give_back(self._part_buffer)
         if self._whole_buffer is not None:
@@ -277,7 +277,7 @@ class _LanePiece:
 
 
 def _quiet(options: Any) -> Any:
-    """Options of a call that is waited for at once."""
+    """Return the options with asyncOp off, for a call whose caller waits at once."""
     options.asyncOp = False
     return options
 

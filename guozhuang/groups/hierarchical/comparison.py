@@ -1,14 +1,14 @@
-"""Whether all ranks ask for the same, found out before anything of it crosses the link.
+"""Check that all ranks make the same call, before its data crosses the link.
 
-Gloo compares nothing: it mixes up different operations of the same size, and ends the process on different sizes.
+Gloo checks nothing: it mixes up different operations of the same size, and ends the process if sizes differ.
 
 [Note: what a comparison costs]
-Every call begins with a digest of what it asks for: its name, sizes, dtype, operation and root, in 16 bytes. The digest goes
-to the ranks of the lane through gloo, and to the ranks of the node through the group inside it, which is one more
-barrier there. The one over the link is only waited for when the call first uses the link itself: it travels while the ranks
-of the node combine their values. So a large call does not notice it, and a small one pays part of one message's way.
-Comparing in the node as well as along the lane leaves no pair out: whoever differs from another rank differs from one of its
-own node, or its node's lanes differ from another node's. Ranks that see no difference learn of it as of any failure.
+Every call begins with a 16-byte digest of its name, sizes, dtype, operation and root. The digest goes to the ranks of the
+lane through gloo, and to the ranks of the node through the node's group, which costs one more barrier there. A call waits for
+the digests from the lane only when it first uses the link: they travel while the ranks of the node combine their values. So
+the cost is hidden in a large call, and is a part of one message's latency in a small one.
+Comparing in the node and along the lane covers every pair: a rank that differs from another differs from one of its own
+node, or its node's lanes differ from another node's. Ranks that see no difference are notified as of any failure.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from guozhuang.errors import MismatchError, explain
 from guozhuang.groups.gloo import Crossing
 
 FIX: Final = "let every rank make the same calls in the same order, with the same sizes and dtypes"
-_NUM_REMEMBERED = 2  # a rank can be one call ahead of another, not two: every call waits for all digests
+_NUM_REMEMBERED = 2  # one rank can be one call ahead of another, not two: every call waits for all digests
 
 
 class Disagreement(MismatchError):
-    """Ranks asked for different things; this one's view of it, without a table.
+    """Ranks made different calls; this error is one rank's view, without a table.
 
     Attributes:
-        number: of the call, counted from 1.
+        number: which call differed, counted from 1.
     """
 
     def __init__(self, number: int, rank: int) -> None:
@@ -43,14 +43,14 @@ class Disagreement(MismatchError):
 
 
 class Comparison:
-    """Compares what ranks ask for, one call after the other.
+    """Compares the calls of all ranks, one call after the other.
 
     Args:
         rank: for errors.
-        inside: the group of this rank's node, of ``num_inside`` ranks; None where it has one rank.
-        num_inside: see there.
-        lane: gloo among one rank of each node; None where this rank has no part in it.
-        num_nodes: how many ranks the lane has.
+        inside: the group of this rank's node, of ``num_inside`` ranks; None if the node has only this rank.
+        num_inside: the number of ranks in ``inside``.
+        lane: gloo among one rank of each node; None if this rank is in no lane.
+        num_nodes: the number of ranks in ``lane``.
         wait: waits for a work of the lane, with a limit.
     """
 
@@ -70,18 +70,18 @@ class Comparison:
         self._mine = torch.empty(0)
         self._work: dist.Work | None = None
         self._number = 0
-        #: Number and words of the last calls.
+        #: Number and words of the last calls, for the table of a mismatch.
         self.asked: deque[tuple[int, str]] = deque(maxlen=_NUM_REMEMBERED)
 
     def begin(self, what: str, node_first: bool = False) -> None:
-        """Say what this rank asks for, and compare with the ranks of the node.
+        """Begin the comparison of a call, and finish it among the ranks of the node.
 
         Args:
-            what: the call in words; whatever must be equal must be in it.
-            node_first: let the digest cross the link only when all ranks of the node have come.
+            what: the call in words; it must contain everything that must be equal on all ranks.
+            node_first: send the digest over the link only after all ranks of the node have joined.
 
         Raises:
-            Disagreement: ranks of this node differ.
+            Disagreement: ranks of this node made different calls.
         """
         self._number += 1
         self.asked.append((self._number, what))
@@ -95,10 +95,10 @@ class Comparison:
             self._send()
 
     def settle(self) -> None:
-        """Wait for the digests of the other nodes. Does nothing the second time.
+        """Wait for the digests of the other nodes, and compare them. A second call does nothing.
 
         Raises:
-            Disagreement: ranks of the lane differ.
+            Disagreement: ranks of the lane made different calls.
         """
         if self._work is not None:
             work, self._work = self._work, None

@@ -1,15 +1,15 @@
-"""What happens when a rank of a group over several nodes is lost: everybody learns of it, and who it was.
+"""When a rank of a group over several nodes is lost, every other rank raises an error that names the lost rank.
 
 [Note: how a failure spreads]
-A rank learns that another one is gone from the group inside its node, by a look at the processes of its node while it waits
-for the link, from gloo (a connection ended, which may be that of a rank that itself only gave up), or from the time-out.
-Whoever learns it leaves word in the store: *lost*, with rank and process, if it saw the process dead or stopped; else *heard*,
-what it knows. A rank that finds that ranks asked for different things leaves *differ*, which goes before the others, since a
-process may end because of it; and every rank that ends leaves what it asked for itself, for the table.
-Then it gives the whole group up: it aborts the group inside the node and cuts its gloo connections, so that node mates and
-partners on other nodes learn it in turn. Only then, while nobody waits for it any more, does a rank that saw no dead process
-itself look into the store for a while, to raise what was the cause in truth. A rank that waits for the link for long looks
-into the store too: its partner may be computing, and not know yet.
+A rank learns that another one is gone from the node's group, from a check of its node's processes while it waits for the
+link, from gloo (a connection ended, perhaps of a rank that itself only aborted), or from the time-out. It then writes a notice
+to the store: *lost*, with rank and process, if it saw that the process is dead or stopped; else *heard*, with its error. A
+rank that finds that ranks made different calls writes *differ*, which takes precedence, since a process may end because of the
+difference; and every rank that fails writes its own last calls, for the table.
+Then it aborts the whole group: the group inside the node, and its gloo connections, so that the ranks of its node and its
+partners on other nodes fail in turn. Only then, when nobody waits for it any more, does a rank that saw no dead process
+itself poll the store for a while, to raise an error with the real cause. A rank that waits for the link for long also reads
+the store: its partner may be computing, and not have failed yet.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from guozhuang.net.client import Client
 from guozhuang.watch.processes import GONE, STOPPED, start_of, state_of
 
 _DIFFER, _LOST, _HEARD = "differ", "lost", "heard"
-_PATIENCE_S = 0.5  # for word of a lost process: the mates of a dead rank need about 0.2 s to see it
-_STORE_S = 1.0  # for one question to the store, whose keeper may be what was lost
+_PATIENCE_S = 0.5  # how long to poll for a *lost* notice: ranks on a dead rank's node need about 0.2 s to notice
+_STORE_S = 1.0  # the limit of one request to the store, whose host may be the lost process
 _LOOK_S = 0.02
-_STORE_EVERY_S = 1.0  # between two looks into the store while waiting
+_STORE_EVERY_S = 1.0  # between two reads of the store while waiting for the link
 _FIX_LOST = "look at that rank's own error, or in the system's log there if it was killed"
 
 
 class GroupFailure:
-    """The state of a group that may have been given up, and the words for it. Every rank must construct it.
+    """The failure, if any, that ended a group, and the error to raise for it. Every rank must construct it.
 
     Args:
-        store: of this purpose alone.
-        nodes: who is where.
+        store: a store used for this purpose only.
+        nodes: the ranks of each node.
         give_up: aborts the group inside the node and cuts the connections to other nodes; must not wait or raise.
         asked: number and words of this rank's last calls.
     """
@@ -60,12 +60,12 @@ class GroupFailure:
         self._mates = {rank: tuple(map(int, store.get(f"process/{rank}").split())) for rank in mates}
 
     def check(self) -> None:
-        """Raise what ended the group, if it has ended."""
+        """Raise the error that ended the group, if there is one."""
         if self._error is not None:
             raise copy.copy(self._error)
 
     def look_around(self, what: str) -> None:
-        """Raise if a rank of this node has died, or another rank left word of a failure. For a rank that waits in ``what``."""
+        """Raise if a rank of this node has died or another rank has reported a failure; for a rank that waits in ``what``."""
         dead = self._lost_mate(also_stopped=False)
         if dead is not None:
             raise self._gone(*dead, what)
@@ -77,10 +77,10 @@ class GroupFailure:
                 raise word
 
     def end_with(self, error: BaseException, what: str) -> BaseException:
-        """Give the group up because of what a collective raised; return what it shall raise.
+        """Abort the group because of an error in a collective; return the error to raise instead.
 
         Args:
-            error: from the group inside the node, from gloo, or of this process's own.
+            error: from the group inside the node, from gloo, or from this process itself.
             what: the collective, for the text.
         """
         if self._error is not None:
@@ -94,7 +94,7 @@ class GroupFailure:
             return self._error
         is_of_others = isinstance(error, RuntimeError)
         if is_of_others and isinstance(differ := self._word(what, 0.0), MismatchError):
-            # Before a look at the processes: one that met the difference may have ended for that reason.
+            # Checked before the processes: one that saw the difference may have ended because of it.
             self._give_up()
             self._error = differ
             return differ
@@ -115,7 +115,7 @@ class GroupFailure:
         return error
 
     def late(self, what: str, peers: Sequence[int], limit_s: float) -> WorldError:
-        """What to raise when partners on other nodes did not come in time."""
+        """Return the error for partners on other nodes that did not join in time."""
         text = explain(
             f"{_named(peers)} on other nodes did not come within {limit_s:.3g} s, while this rank waited in {what}",
             rank=self._nodes.rank,
@@ -124,7 +124,7 @@ class GroupFailure:
         return _lost(text, peers, what)
 
     def _in_words(self, error: BaseException, what: str) -> BaseException:
-        """The error as one of the whole group."""
+        """Return an error about the whole group for an error of one of its inner groups."""
         if isinstance(error, PeerLost) and error.pid is not None and error.pid in (m[0] for m in self._mates.values()):
             rank = next(rank for rank, process in self._mates.items() if process[0] == error.pid)
             text = explain(
@@ -153,24 +153,24 @@ class GroupFailure:
         return PeerLost(explain(text, rank=self._nodes.rank, fix=_FIX_LOST), rank=rank, pid=pid, waiting_in=what)
 
     def _lost_mate(self, also_stopped: bool) -> tuple[int, int] | None:
-        """Rank and process of a rank of this node that is gone."""
+        """Return rank and pid of a rank of this node that is gone, or None."""
         for rank, (pid, start) in self._mates.items():
             if _is_lost(pid, start, also_stopped):
                 return rank, pid
         return None
 
-    # ---- words in the store
+    # ---- notices in the store
 
     def _tell(self, key: str, text: str) -> None:
-        self._ask(lambda: self._store.compare_set(key, "", text))  # the first one's word stays
+        self._ask(lambda: self._store.compare_set(key, "", text))  # only the first rank's notice is stored
 
     def _word(self, what: str, patience_s: float) -> WorldError | MismatchError | None:
-        """What others left: how ranks differed; who is lost, waited for a while; else what somebody heard."""
+        """Return an error from the notices: of *differ*; else of *lost*, polled for a while; else of *heard*; else None."""
         deadline = time.monotonic() + patience_s
         while True:
             told = self._ask(self._read)
             if told is None:
-                return None  # the store is gone, or slow
+                return None  # the store is gone or slow
             if _DIFFER in told:
                 return self._difference(told[_DIFFER], what)
             if _LOST in told:
@@ -189,11 +189,11 @@ class GroupFailure:
         self._ask(lambda: self._store.set(key, json.dumps(dict(self._asked))))
 
     def _difference(self, told: str, what: str) -> MismatchError:
-        """How ranks differed: a table of what they asked for in the call of that number, or what a group inside a node said."""
+        """Return the error for *differ*: with a table of all ranks' calls of that number, or a node's group's own text."""
         if not told.isdigit():
             return MismatchError(f"[rank {self._nodes.rank}] in {what}: {told}")
         self._say_what_was_asked()
-        self._give_up()  # others cannot say what they asked for as long as they wait
+        self._give_up()  # other ranks cannot write their calls while they wait in a collective
         keys = [f"asked/{rank}" for rank in range(self._nodes.size)]
         deadline = time.monotonic() + _PATIENCE_S
         while not self._ask(lambda: self._store.check(keys)) and time.monotonic() < deadline:
@@ -207,14 +207,14 @@ class GroupFailure:
         return MismatchError(f"{Disagreement(int(told), self._nodes.rank)}\n{table}")
 
     def _ask(self, question: Callable[[], Any]) -> Any:
-        """The answer of the store; None if it fails or is slow: a dead keeper can hold a client for minutes."""
+        """Return the store's answer; None if it fails or is slow, since a dead host can block a client for minutes."""
         with contextlib.suppress(Exception):
             return self._client.call(question)
         return None
 
 
 def _lost(text: str, peers: Sequence[int], what: str) -> WorldError:
-    # Only a single candidate can be named as the lost one.
+    # An error can name the lost rank only if there is a single candidate.
     return PeerLost(text, rank=peers[0], pid=None, waiting_in=what) if len(peers) == 1 else WorldError(text)
 
 
@@ -225,5 +225,5 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _is_lost(pid: int, start: int, also_stopped: bool) -> bool:
-    # 0: this system does not tell.
+    # start is 0 where the system does not report it.
     return start != 0 and state_of(pid, start) in ((GONE, STOPPED) if also_stopped else (GONE,))

@@ -1,4 +1,4 @@
-"""Which ranks share a node, and which ranks of different nodes talk to each other. Pure."""
+"""Which ranks share a node, and which ranks of different nodes communicate. Pure functions."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Nodes:
-    """The ranks of a group by node, seen from one of them.
+    """The ranks of a group by node, seen from one rank.
 
-    A *lane* is one rank of every node: lane l the l-th rank of each. There are as many lanes as the smallest node has ranks;
-    further ranks of a larger node are in no lane, their part travels through the ranks that are.
+    A *lane* is a set of one rank of every node: lane l consists of the l-th rank of each node. There are as many lanes as the
+    smallest node has ranks; further ranks of a larger node are in no lane, and their data travels through the ranks in lanes.
 
     Attributes:
-        members: for each node, in the order of their lowest ranks, its ranks in ascending order.
-        rank: whose view it is.
+        members: the ranks of each node in ascending order; nodes are ordered by their lowest rank.
+        rank: this rank.
     """
 
     members: tuple[tuple[int, ...], ...]
@@ -23,66 +23,66 @@ class Nodes:
 
     @staticmethod
     def of(identities: Sequence[str], rank: int) -> Nodes:
-        """Group the ranks by node identity, one text per rank, equal for ranks of the same node."""
+        """Group the ranks by node; ``identities`` has one text per rank, equal for ranks of the same node."""
         order = list(dict.fromkeys(identities))
         members = (tuple(r for r, text in enumerate(identities) if text == node) for node in order)
         return Nodes(tuple(members), rank)
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Return the number of ranks."""
         return sum(map(len, self.members))
 
     @property
     def node(self) -> int:
-        """The node of this rank."""
+        """Return the index of this rank's node."""
         return self.node_of(self.rank)
 
     @property
     def here(self) -> tuple[int, ...]:
-        """The ranks of this rank's node."""
+        """Return the ranks of this rank's node."""
         return self.members[self.node]
 
     @property
     def local_rank(self) -> int:
-        """This rank among those of its node."""
+        """Return this rank's index among the ranks of its node."""
         return self.here.index(self.rank)
 
     @property
     def num_lanes(self) -> int:
-        """How many ranks of every node talk to the other nodes."""
+        """Return the number of ranks per node that communicate with other nodes."""
         return min(map(len, self.members))
 
     @property
     def lane(self) -> int | None:
-        """The lane of this rank; None where its node has more ranks than there are lanes and this is one of the last."""
+        """Return this rank's lane; None if the node has more ranks than there are lanes and this rank is one of the last."""
         return self.local_rank if self.local_rank < self.num_lanes else None
 
     @property
     def is_even(self) -> bool:
-        """Whether every node has the same number of ranks, so that every rank is in a lane."""
+        """Return whether every node has the same number of ranks, so that every rank is in a lane."""
         return all(len(ranks) == self.num_lanes for ranks in self.members)
 
     @property
     def is_flat(self) -> bool:
-        """Whether no node has two ranks, so that there is nothing to share."""
+        """Return whether every node has only one rank, so that no memory can be shared."""
         return all(len(ranks) == 1 for ranks in self.members)
 
     def node_of(self, rank: int) -> int:
-        """The node of a rank."""
+        """Return the index of a rank's node."""
         return next(i for i, ranks in enumerate(self.members) if rank in ranks)
 
     def peers_of_lane(self, lane: int) -> tuple[int, ...]:
-        """The ranks of a lane, one per node, in the order of the nodes."""
+        """Return the ranks of a lane, one per node, in the order of the nodes."""
         return tuple(ranks[lane] for ranks in self.members)
 
 
 def part_of(lane: int, num_elements: int, num_lanes: int) -> tuple[int, int]:
-    """Begin and end of a lane's part of ``num_elements``: equal parts, but for the last ones, which may be shorter or empty."""
+    """Return begin and end of a lane's part of ``num_elements``: equal parts; the last ones may be shorter or empty."""
     each = -(-num_elements // num_lanes)
     return min(lane * each, num_elements), min((lane + 1) * each, num_elements)
 
 
 def pieces_of(num_elements: int, longest: int) -> list[tuple[int, int]]:
-    """Cut ``num_elements`` into pieces of ``longest`` elements, and what is left: begin and end of each."""
+    """Cut ``num_elements`` into pieces of ``longest`` elements, the last one shorter: return begin and end of each."""
     return [(begin, min(begin + longest, num_elements)) for begin in range(0, num_elements, longest)]

@@ -1,6 +1,6 @@
-"""The process group of ranks on several nodes, as torch.distributed calls it: arguments in, works out.
+"""The process group of ranks on several nodes, with the methods that torch.distributed calls.
 
-What travels how, with ranks on two nodes or more and at least two on one of them:
+The route of each call, with ranks on two nodes or more and at least two on one of them:
 
 - all_reduce, broadcast, reduce, barrier, and, where all nodes have equally many ranks, all_gather and reduce_scatter (lists of
   equal sizes, single, coalesced): inside the node through its own group, between nodes lane by lane. Every byte crosses the
@@ -9,9 +9,9 @@ What travels how, with ranks on two nodes or more and at least two on one of the
   devices, sparse ones, bool and int16 reductions: through one gloo group of all ranks.
 - send, recv, recv of any source: that gloo group, outside of the order of the collectives.
 
-With one rank per node everything goes through that gloo group. Every call but send, recv and monitored_barrier begins with a
-comparison of what the ranks ask for, see the note in ``comparison``. bfloat16 and float16 are summed inside the node as
-its group does it (in float32), then rounded; gloo adds the nodes' sums in the dtype itself.
+With one rank per node everything uses that gloo group. Every call but send, recv and monitored_barrier begins with a
+comparison of the ranks' calls, see the note in ``comparison``. The node's group sums bfloat16 and float16 in float32 and
+rounds the result; gloo then adds the nodes' sums in the dtype itself.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from guozhuang.groups.hierarchical.tensors import Flat, listed, words
 
 
 class HierarchicalGroup(Calls):
-    """A process group over several nodes that uses memory inside each of them. Every rank must construct it.
+    """A process group over several nodes that uses shared memory inside each node. Every rank must construct it.
 
-    A rank that is lost raises on every other rank, which then cannot use the group any more: within a second if it died,
-    after the time-out if its machine went silent. See the notes in ``failure`` and ``crossing``.
+    When a rank is lost, every other rank raises, and the group cannot be used any more: within a second if the process died,
+    after the time-out if its machine went silent. See the notes in ``failure`` and ``gloo``.
 
     Args:
-        store: of this group alone.
+        store: a store that only this group uses.
         rank: this process within the group.
-        size: how many ranks there are.
+        size: the number of ranks.
         timeout: the limit of each collective.
         identities: one text per rank, equal for ranks of the same node.
         inside: makes the group inside a node, of ranks that share memory, from (store, rank, size, timeout).
 
     Raises:
-        UsageError: not one identity per rank.
-        MismatchError: (from collectives, on every rank) ranks asked for different things.
-        WorldError: (from collectives) a rank is gone or did not come in time; ``PeerLost`` where it is known which one.
+        UsageError: the number of identities is not that of the ranks.
+        MismatchError: (from collectives, on every rank) ranks made different calls.
+        WorldError: (from collectives) a rank is gone or did not join in time; ``PeerLost`` if that rank is known.
     """
 
     # ---- in two steps
@@ -62,7 +62,7 @@ class HierarchicalGroup(Calls):
 
     @collective(dist.ReduceOptions)
     def reduce(self, tensors: Sequence[Tensor] | Tensor, opts: Any) -> PreparedSteps:
-        """Combine a tensor of all ranks into that of rank ``opts.rootRank``; the others' is used up."""
+        """Combine a tensor of all ranks into the tensor of rank ``opts.rootRank``; other ranks' tensors are overwritten."""
         return self._reduction("reduce", listed(tensors), opts.reduceOp, opts.rootRank)
 
     @collective(dist.BroadcastOptions)
@@ -80,14 +80,14 @@ class HierarchicalGroup(Calls):
 
     @collective(AllgatherOptions)
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any) -> PreparedSteps:
-        """Lay the tensors of all ranks into one, in rank order."""
+        """Concatenate the tensors of all ranks in rank order."""
         return self._gathering([output], [given])
 
     @collective(AllgatherOptions)
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
     ) -> PreparedSteps:
-        """``all_gather_single`` of several pairs."""
+        """Do several ``all_gather_single`` as one call."""
         return self._gathering(outputs, inputs)
 
     @collective(AllgatherOptions)
@@ -99,26 +99,26 @@ class HierarchicalGroup(Calls):
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
     ) -> PreparedSteps:
-        """``allgather`` of several tensors; ``outputs`` has a list per rank, each with one tensor per input."""
+        """Do several ``allgather`` as one call; ``outputs`` has a list per rank, each with one tensor per input."""
         if all(len(each) == len(inputs) for each in outputs):
             outputs = [list(each) for each in zip(*outputs, strict=True)]
         return self._gathering_lists(outputs, inputs)
 
     @collective(dist.ReduceScatterOptions)
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any) -> PreparedSteps:
-        """Combine the tensors of all ranks, whose r-th part is for rank r."""
+        """Combine the tensors of all ranks; rank r receives the r-th part."""
         return self._scattering([output], [given], opts.reduceOp)
 
     @collective(dist.ReduceScatterOptions)
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
     ) -> PreparedSteps:
-        """``reduce_scatter_single`` of several pairs."""
+        """Do several ``reduce_scatter_single`` as one call."""
         return self._scattering(outputs, inputs, opts.reduceOp)
 
     @collective(dist.ReduceScatterOptions)
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> PreparedSteps:
-        """Combine lists of tensors of all ranks, whose r-th tensor is for rank r."""
+        """Combine the lists of tensors of all ranks; rank r receives the r-th tensor."""
         given, pairs = [tensor for each in inputs for tensor in each], list(zip(outputs, inputs, strict=True))
         fits = all(len(each) == self._size and all(t.numel() == output.numel() for t in each) for output, each in pairs)
         fits = fits and self.nodes.is_even and self._reduces([*outputs, *given], opts.reduceOp)
@@ -130,7 +130,7 @@ class HierarchicalGroup(Calls):
         return PreparedSteps(outputs, words("reduce_scatter", given, opts.reduceOp), job if fits else None)
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        """Return when all ranks have come."""
+        """Return a work that ends when all ranks have joined."""
         opts = opts if opts is not None else dist.BarrierOptions()
         return self._start(self._collectives.barrier, [], "barrier", opts, node_first=True)
 
@@ -138,46 +138,46 @@ class HierarchicalGroup(Calls):
 
     @collective(dist.GatherOptions)
     def gather(self, outputs: Any, inputs: Sequence[Tensor], opts: Any) -> PreparedSteps:
-        """Collect the tensors of all ranks at one."""
+        """Copy the tensors of all ranks to the root."""
         return PreparedSteps(
             [tensor for each in outputs for tensor in each], words("gather", inputs, root=opts.rootRank)
         )
 
     @collective(dist.ScatterOptions)
     def scatter(self, outputs: Sequence[Tensor], inputs: Any, opts: Any) -> PreparedSteps:
-        """Hand the tensors of one rank out to all."""
+        """Copy the r-th tensor of the root's list to rank r."""
         return PreparedSteps(outputs, words("scatter", outputs, root=opts.rootRank))
 
-    # Sizes may differ, also between two ranks' views of what one gives the other: gloo's to find out.
+    # Sizes may differ between ranks, and both ends of a pair may disagree about a size; gloo checks that.
 
     @collective(dist.AllToAllOptions)
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> PreparedSteps:
-        """Exchange a tensor with every rank."""
+        """Send the r-th tensor of this rank's list to rank r, and receive one from every rank."""
         return PreparedSteps(outputs, "all_to_all")
 
     @collective(dist.AllToAllOptions)
     def all_to_all_single(
         self, output: Tensor, given: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any
     ) -> PreparedSteps:
-        """Exchange a part of a tensor with every rank."""
+        """Send the r-th part of this rank's tensor to rank r, and receive a part from every rank."""
         return PreparedSteps([output], "all_to_all")
 
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
-        """A barrier that names the ranks that did not come."""
+        """Wait for all ranks; the error names the ranks that did not join."""
         self._whole.group.monitored_barrier(*args, **kwargs)
 
     def send(self, tensors: Sequence[Tensor], destination: int, tag: int) -> dist.Work:
-        """Send to a rank."""
+        """Start sending to a rank."""
         work: dist.Work = self._whole.group.send(tensors, destination, tag)
         return work
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> dist.Work:
-        """Receive from a rank."""
+        """Start receiving from a rank."""
         work: dist.Work = self._whole.group.recv(tensors, source, tag)
         return work
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> dist.Work:
-        """Receive from whoever sends first."""
+        """Start receiving from the first rank that sends."""
         work: dist.Work = self._whole.group.recv_anysource(tensors, tag)
         return work
 
@@ -202,7 +202,7 @@ class HierarchicalGroup(Calls):
         return PreparedSteps(outputs, words("all_gather", inputs), job if self._gathers(outputs, inputs) else None)
 
     def _gathering_lists(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor]) -> PreparedSteps:
-        """Prepare an all_gather of each input into the list at its place: in two steps where all in a list are like it."""
+        """Prepare an all_gather of each input into the list of the same index: in two steps if all sizes are equal."""
         held, num_ranks = [tensor for each in outputs for tensor in each], self._size
         fits = self.nodes.is_even and self._moves([*inputs, *held]) and len(outputs) == len(inputs)
         fits = fits and all(

@@ -1,4 +1,4 @@
-"""Tensors as flat memory: what a collective works on, and memory of its own for pieces that are under way."""
+"""Tensors as flat memory for collectives, buffers for pieces in flight, and the description of a call in words."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_NUM_LISTED = 4  # sizes that are written out, of a call with several tensors
+_NUM_LISTED = 4  # how many sizes of a call's tensors are written out
 
 
 class Flat:
-    """The elements of a tensor as a contiguous 1-d tensor of real numbers, for the time of a ``with``.
+    """The elements of a tensor as a contiguous 1-d tensor of real numbers, inside a ``with`` block.
 
-    Of a tensor that is not contiguous it is a copy, which is brought back at the end if ``writes`` says so.
+    For a non-contiguous tensor it is a copy, which is copied back at the end of the block if ``writes`` is true.
     """
 
     def __init__(self, tensor: Tensor, writes: bool = True) -> None:
@@ -33,11 +33,11 @@ class Flat:
 
 
 class Pool:
-    """Buffers of one size that are used again and again.
+    """Reusable buffers of one size.
 
     Args:
         empty: allocates ``num_elements`` of a dtype.
-        buffer_bytes: of each.
+        buffer_bytes: the size of each buffer.
     """
 
     def __init__(self, empty: Callable[[int, torch.dtype], Tensor], buffer_bytes: int) -> None:
@@ -45,32 +45,32 @@ class Pool:
         self._free: list[Tensor] = []
 
     def take(self) -> Tensor:
-        """A buffer, as bytes."""
+        """Return a buffer, as bytes."""
         return self._free.pop() if self._free else self._empty(self._buffer_bytes, torch.uint8)
 
     def give_back(self, buffer: Tensor) -> None:
-        """Let the buffer be used for something else."""
+        """Return a buffer to the pool."""
         self._free.append(buffer)
 
 
 def begin_of(buffer: Tensor, num_elements: int, dtype: torch.dtype) -> Tensor:
-    """The first bytes of a buffer as elements."""
+    """Return the first bytes of a buffer as elements."""
     return buffer[: num_elements * dtype.itemsize].view(dtype)
 
 
 def listed(tensors: Sequence[Tensor] | Tensor) -> list[Tensor]:
-    """The tensors of an argument that may be a single one."""
+    """Return the tensors of an argument that may be a single tensor."""
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
 def words(collective: str, tensors: Sequence[Tensor], op: Any = None, root: int | None = None) -> str:
-    """A call in words, for errors and to compare it among ranks: ``all_reduce of 1024 float32, sum``.
+    """Describe a call in words, for errors and for the comparison among ranks: ``all_reduce of 1024 float32, sum``.
 
     Args:
         collective: its name.
-        tensors: those whose sizes and dtypes must be equal on all ranks.
+        tensors: the tensors whose sizes and dtypes must be equal on all ranks.
         op: the ReduceOp of a reduction.
-        root: the rank that gives or takes.
+        root: the rank that sends or receives.
     """
     text = collective
     if tensors:
