@@ -1,4 +1,4 @@
-"""The process group of ranks on one node. To read: program, collectives, engine, endpoint, operations, calls."""
+"""The process group of ranks on one node. Reading order: program, collectives, engine, endpoint, operations, calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["SharedMemoryGroup"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load the group when it is asked for: a program that only asks for constants needs no sockets."""
+    """Import the group on first use: a program that only needs constants then loads no sockets."""
     if name in __all__:
         return getattr(importlib.import_module(".process_group", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,13 +1,13 @@
-"""Each collective as a Program: who copies or combines which bytes, through which memory, in which round.
+"""Build each collective as a Program: which rank copies or combines which bytes, through which memory, in which round.
 
 Pure functions of addresses and sizes. A collective travels in one of three ways:
 
-- one shot: small. Every rank copies what it gives into its one-shot area; after one barrier everybody takes what it needs.
-- staged: through the rings of the ranks, in chunks; each round works on several chunks, one per stage.
-- in place: what is read (or written) lies in memory that the peers see, so nothing is copied twice.
+- one shot: for small tensors. Every rank copies its input into its one-shot area; after one barrier each rank reads its part.
+- staged: through the ranks' rings, in chunks; each round works on several chunks, one per stage.
+- in place: the inputs (or outputs) are in memory that the peers map, so nothing is copied twice.
 
-One shot and staged are the same program over different windows: see ``Window``. All bytes that leave a rank are written by
-that rank, but for results in place, where the rank that combined a part writes it to everybody.
+One shot and staged are the same program over different windows: see ``Window``. Every byte sent by a rank is written by that
+rank, except in place, where the rank that combined a part writes the result to all ranks.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from typing import Final, NamedTuple
 
 from .program import ChunkPlace, ChunkStream, Program, StreamKind
 
-ALIGNMENT_BYTES: Final = 64  # of lanes and parts: a cache line, so that two ranks never write to the same one
-NUM_SLOTS: Final = 3  # of a ring: written, combined, read
-# A chunk that is small enough for the windows of all ranks to stay in the cache, large enough for few barriers.
+ALIGNMENT_BYTES: Final = 64  # of lanes and parts: one cache line, so that no two ranks write to the same line
+NUM_SLOTS: Final = 3  # slots of a ring: in each round one is written, one combined, one read
+# Small enough that the windows of all ranks stay in the cache, large enough that few barriers are needed.
 CHUNK_BYTES: Final = 512 * 1024
-CROWDED_CHUNK_BYTES: Final = 1024 * 1024  # when ranks outnumber cores: a barrier costs a change of process
+CROWDED_CHUNK_BYTES: Final = 1024 * 1024  # used when ranks outnumber cores: each barrier then costs a context switch
 
 
 class MemoryRange(NamedTuple):
-    """Bytes of this rank's own memory."""
+    """A range of bytes in this rank's own memory."""
 
     address: int
     num_bytes: int
 
 
 class Combining(NamedTuple):
-    """How elements are combined: see ``ChunkStream``.
+    """How elements are combined, see ``ChunkStream``.
 
     Attributes:
         dtype: a ``DType``.
         op: an ``Op``.
         scale: factor after combining.
-        name: of the operation, for people.
+        name: the operation's name, for errors.
     """
 
     dtype: int
@@ -49,11 +49,11 @@ class Combining(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Memory of every rank that all ranks see, through which pieces travel: lanes side by side, each holds one chunk.
+    """Memory of every rank that all ranks map, through which pieces travel: lanes side by side, one chunk in each.
 
     Attributes:
-        bases: where it begins, by rank.
-        lane_bytes: what one lane holds; a multiple of 64.
+        bases: the window's address, by rank.
+        lane_bytes: the size of a lane; a multiple of 64.
         slot_bytes: distance between the three slots of a ring, each with all lanes; 0: one slot, every piece is one chunk.
     """
 
@@ -62,11 +62,11 @@ class Window(NamedTuple):
     slot_bytes: int
 
     def lane(self, rank: int, lane: int) -> ChunkPlace:
-        """Where a lane of a rank's window lies."""
+        """Return the place of a lane of a rank's window."""
         return ChunkPlace(self.bases[rank] + lane * self.lane_bytes, self.slot_bytes)
 
     def num_chunks(self, num_bytes: int) -> int:
-        """How many chunks the longest piece makes; at least 1, so that every program over a window has a barrier."""
+        """Return the number of chunks of the longest piece; at least 1, so that every program over a window has a barrier."""
         return max(-(-num_bytes // self.lane_bytes), 1)
 
 
@@ -75,9 +75,9 @@ def one_shot_window(bases: Sequence[int], area_bytes: int, num_lanes: int, longe
 
     Args:
         bases: address of the area, by rank.
-        area_bytes: of one area.
-        num_lanes: pieces that one rank puts into its area at the same time.
-        longest_bytes: of the longest piece of any rank.
+        area_bytes: size of one area.
+        num_lanes: how many pieces one rank has in its area at the same time.
+        longest_bytes: size of the longest piece of any rank.
     """
     lane_bytes = aligned(max(longest_bytes, 1))
     return Window(tuple(bases), lane_bytes, 0) if lane_bytes * num_lanes <= area_bytes else None
@@ -88,10 +88,10 @@ def ring_window(bases: Sequence[int], ring_bytes: int, num_lanes: int, longest_b
 
     Args:
         bases: address of the ring, by rank.
-        ring_bytes: of one ring.
-        num_lanes: pieces that one rank has on the way at the same time.
-        longest_bytes: of the longest piece of any rank.
-        crowded: ranks outnumber cores.
+        ring_bytes: size of one ring.
+        num_lanes: how many pieces one rank has in its ring at the same time.
+        longest_bytes: size of the longest piece of any rank.
+        crowded: whether ranks outnumber cores.
     """
     largest = ring_bytes // (NUM_SLOTS * num_lanes) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
     assert largest > 0, "the ring is too small for this many ranks"
@@ -106,7 +106,7 @@ def aligned(num_bytes: int) -> int:
 
 
 def parts_of(num_bytes: int, num_parts: int) -> list[tuple[int, int]]:
-    """Divide bytes into parts on cache-line borders: ``(offset, num_bytes)`` by rank; the last ones may be shorter or empty."""
+    """Divide bytes into parts at cache-line borders: ``(offset, num_bytes)`` by rank; the last ones may be shorter or empty."""
     each = aligned(-(-num_bytes // num_parts))
     bounds = [min(each * i, num_bytes) for i in range(num_parts + 1)]
     return [(low, high - low) for low, high in itertools.pairwise(bounds)]
@@ -120,15 +120,15 @@ def exchange(
     kept: Sequence[tuple[int, MemoryRange]],
     longest_bytes: int,
 ) -> Program:
-    """Move pieces between ranks: broadcast, gather, scatter, all_gather and all_to_all are choices of pieces.
+    """Move pieces between ranks: broadcast, gather, scatter, all_gather and all_to_all differ only in the pieces.
 
     Args:
         window: a window with enough lanes.
         rank: this rank.
-        sent: ``(lane, piece)`` that this rank puts into its window.
-        taken: ``(rank, lane, piece)``: what another rank puts there, and where it goes.
-        kept: ``(address, piece)``: where what stays comes from, and where it goes.
-        longest_bytes: the longest piece that any rank sends.
+        sent: ``(lane, piece)``: this rank copies the piece into this lane of its window.
+        taken: ``(rank, lane, piece)``: this rank copies that rank's lane into the piece.
+        kept: ``(address, piece)``: this rank copies its own bytes at the address into the piece.
+        longest_bytes: the size of the longest piece that any rank sends.
     """
     chunk = window.lane_bytes
     streams = [
@@ -138,7 +138,7 @@ def exchange(
         for lane, piece in sent
         if piece.num_bytes
     ]
-    # What stays is copied while others have not arrived yet.
+    # The rank's own bytes are copied before the barrier, while other ranks may not have arrived.
     streams += [_copy(piece.address, source, piece.num_bytes) for source, piece in kept if piece.num_bytes]
     streams += [
         ChunkStream(
@@ -151,13 +151,13 @@ def exchange(
 
 
 def fetch(taken: Sequence[tuple[int, MemoryRange]]) -> Program:
-    """Copy straight out of the peers' memory: ``(address, piece)``. The barrier at the end lets them change it again."""
+    """Copy directly from the peers' memory: ``(address, piece)``. After the barrier at the end peers may change that memory."""
     streams = [_copy(piece.address, source, piece.num_bytes) for source, piece in taken if piece.num_bytes]
     return Program(tuple(streams), 1, trailing_barrier=True)
 
 
 def reduce_one_shot(window: Window, rank: int, piece: MemoryRange, how: Combining, root: int | None) -> Program:
-    """Combine small tensors: everybody (or only ``root``) combines what all ranks put into their windows (1 lane)."""
+    """Combine small tensors: every rank (or only ``root``) combines the tensors in all ranks' windows (1 lane)."""
     whole, num_bytes = (ChunkPlace(piece.address),), piece.num_bytes
     if not num_bytes:
         return Program((), 2)
@@ -169,11 +169,11 @@ def reduce_one_shot(window: Window, rank: int, piece: MemoryRange, how: Combinin
 
 
 def reduce_staged(window: Window, rank: int, piece: MemoryRange, how: Combining, root: int | None) -> Program:
-    """Combine large tensors of equal size: rank r combines part r of all; all ranks (or only ``root``) collect the parts.
+    """Combine large tensors of equal size: rank r combines part r of all ranks; all ranks (or only ``root``) collect the parts.
 
-    The window has a lane per rank. A rank's own part never travels to it: in round j it puts chunk j of the other parts into
-    its window, in round j + 1 it combines chunk j of its own part out of its tensor and the peers' windows, in round j + 2 it
-    takes chunk j of the other parts. Without ``root`` the result replaces the tensor; with it only the root's changes.
+    The window has a lane per rank. A rank does not copy its own part to it: in round j it copies chunk j of the other parts
+    to its window, in round j + 1 it combines chunk j of its own part from its tensor and the peers' windows, in round j + 2 it
+    reads chunk j of the other parts. Without ``root`` the result replaces the tensor; with ``root`` only the root's changes.
     """
     ranks, chunk = range(len(window.bases)), window.lane_bytes
     parts = [
@@ -192,7 +192,7 @@ def reduce_staged(window: Window, rank: int, piece: MemoryRange, how: Combining,
     if mine.num_bytes:
         here = ChunkPlace(mine.address)
         sources = tuple(here if peer == rank else window.lane(peer, rank) for peer in ranks)
-        # Whoever collects the parts has its own at once; the others find it in the window.
+        # A rank that collects writes its part to its tensor too; other ranks read the part from its window.
         targets = ((here,) if collects else ()) + (() if root == rank else (window.lane(rank, rank),))
         streams.append(_combine(1, mine.num_bytes, chunk, targets, sources, how))
     streams += [
@@ -203,7 +203,7 @@ def reduce_staged(window: Window, rank: int, piece: MemoryRange, how: Combining,
 
 
 def reduce_in_place(addresses: Sequence[int], rank: int, num_bytes: int, how: Combining, root: int | None) -> Program:
-    """Combine tensors that all ranks see: rank r combines part r of all and writes it to all (or only to ``root``)."""
+    """Combine tensors that all ranks map: rank r combines part r of all ranks and writes it to all (or only to ``root``)."""
     offset, part_bytes = parts_of(num_bytes, len(addresses))[rank]
     if not part_bytes:
         return Program((), 1, trailing_barrier=True)
@@ -234,7 +234,7 @@ def reduce_scatter(
 
 
 def reduce_scatter_in_place(sources: Sequence[int], output: int, num_bytes: int, how: Combining) -> Program:
-    """Combine this rank's piece straight out of the memory of all ranks: ``sources`` are its addresses, by rank."""
+    """Combine this rank's piece directly from the memory of all ranks; ``sources`` are its addresses, by rank."""
     if not num_bytes:
         return Program((), 1, trailing_barrier=True)
     places = tuple(ChunkPlace(source) for source in sources)

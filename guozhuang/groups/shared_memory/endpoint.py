@@ -1,4 +1,4 @@
-"""This rank's end of the group: runs the programs of one collective after the other, and turns what went wrong into errors."""
+"""This rank's end of the group: run the programs of one collective after the other, and raise errors for failed runs."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from .engine import (
 from .program import Program, Status
 from .rendezvous import Peers
 
-MEETING: Final = Program(trailing_barrier=True)  # one barrier, to compare what ranks ask for before anything moves
-# Of programs, about; one may be some hundred bytes or, of many ranks, many kilobytes.
+MEETING: Final = Program(trailing_barrier=True)  # one barrier: compares the ranks' calls before any data moves
+# The limit of the stored programs, roughly; one program takes some hundred bytes, with many ranks many kilobytes.
 REMEMBERED_BYTES: Final = 16 << 20
-Terms = tuple[float, int]  # time-out in seconds, how long to look before sleeping in microseconds
-_PLACE: Final = struct.Struct("<Bqq")  # what a rank tells of its tensor: whether peers see it, segment, offset in bytes
+Terms = tuple[float, int]  # time-out in seconds; how long a wait spins before it sleeps, in microseconds
+_PLACE: Final = struct.Struct("<Bqq")  # a tensor's place for peers: whether they can map it, segment, offset in bytes
 
 
 class Endpoint:
-    """Runs collectives of one rank. One at a time: the caller sees to that (turns.py).
+    """Runs collectives of one rank, one at a time: the caller ensures that (turns.py).
 
     Args:
-        engine: over the control pages.
+        engine: the C engine over the control pages.
         peers: the other ranks' processes and memory.
-        arena: memory that peers see.
+        arena: the tensors of this rank that peers can map.
         rank: this process in the group.
         size: number of ranks.
     """
@@ -58,25 +58,25 @@ class Endpoint:
             tuple(main + ONE_SHOT_OFFSET + area * ONE_SHOT_BYTES for main in mains)
             for area in range(NUM_ONE_SHOT_AREAS)
         ]
-        # By rank: 1 + the rank that it lost, before it gave up. See ``LOST_OFFSET``.
+        # By rank: 1 + the rank that it lost before it broke the group. See ``LOST_OFFSET``.
         self._lost = [ctypes.c_uint32.from_address(main + LOST_OFFSET) for main in mains]
-        self.turn = 0  # which area the operation that comes next uses: as the descriptor slots, they are used in turn
+        self.turn = 0  # the area of the next operation; alternates, like the descriptor slots
         self.failure: Exception | None = None
-        self._what = b""  # the operation under way
+        self._what = b""  # the current operation in words
         self._deadline = 0.0
         self._spin_us = 0
         self._programs: dict[Hashable, Program] = {}
         self._programs_bytes = 0
-        self._is_open = False  # an operation has begun, and has further programs to run
-        self._is_told = False  # the peers know what this rank refuses
+        self._is_open = False  # an operation has begun, and further programs of it will follow
+        self._is_told = False  # the peers already know that this rank refuses the call
 
     @property
     def one_shot(self) -> tuple[int, ...]:
-        """Address of the one-shot area of every rank, for the operation that comes next."""
+        """Return the addresses of all ranks' one-shot areas for the next operation."""
         return self._one_shot[self.turn]
 
     def remembered(self, key: Hashable, build: Callable[[], Program]) -> Program:
-        """Return the program of a collective, built once per key. A key must tell everything the program depends on."""
+        """Return the program of a collective, built once per key. A key must contain everything that the program depends on."""
         program = self._programs.get(key)
         if program is None:
             program = build()
@@ -89,15 +89,15 @@ class Endpoint:
         return program
 
     def perform(self, run: Callable[[Terms], object], name: str, terms: Terms) -> None:
-        """Run a call as a unit: whatever keeps this rank from its end, the peers learn of it at once.
+        """Run a call as a unit: if this rank cannot finish it, the peers are notified at once.
 
-        A UsageError between operations is told to them in place of the next one, and leaves the group whole where all ranks
+        A UsageError between operations is reported to the peers in place of the next one; the group stays usable if all ranks
         refuse alike. After any other error this rank would be out of step, so the group is broken.
 
         Args:
             run: runs the call's operations.
-            name: of the call, the same on all ranks.
-            terms: handed to ``run``.
+            name: the call's name, the same on all ranks.
+            terms: passed to ``run``.
         """
         self._is_open = self._is_told = False
         try:
@@ -112,34 +112,33 @@ class Endpoint:
             raise
 
     def refuse(self, name: str, why: str, terms: Terms) -> None:
-        """Tell the peers, in place of an operation, that this rank's arguments cannot work: unless they all say the same,
-        the group is broken. Raises nothing of that: the caller has an error already.
-        """
+        """Report to the peers, in place of an operation, that this rank refuses its arguments: unless all ranks report the
+        same text, the group is broken. Raises no error about that: the caller has one already."""
         why = why.removeprefix(f"[rank {self.rank}] ")
         with contextlib.suppress(WorldError, MismatchError):
             self.begin(cut(f"{name}: refused on this rank: {why}".encode()), MEETING, terms)
 
     def agree_on_refusal(self, what: bytes, terms: Terms) -> None:
-        """Tell the peers what this rank will refuse; returns if all ranks do, else raises ``MismatchError``."""
+        """Report to the peers that this rank will refuse its arguments; return if all do, else raise ``MismatchError``."""
         self.begin(what, MEETING, terms)
         self._is_told = True
 
     def begin(self, what: bytes, program: Program, terms: Terms, private: bytes = b"") -> None:
-        """Begin an operation: run its first program (with a barrier at least) and compare what all ranks ask for.
+        """Begin an operation: run its first program, which must have a barrier, and compare the calls of all ranks.
 
         Args:
-            what: the operation in words; must be the same on all ranks. Cut, with a mark, where it is long.
-            program: what to do; before its first barrier it must write only to this rank's one-shot area.
-            terms: the time-out in seconds, and how long to look before sleeping in microseconds.
-            private: told to the peers, not compared.
+            what: the operation in words; must be the same on all ranks. Cut to 256 bytes.
+            program: the first program; before its first barrier it must write only to this rank's one-shot area.
+            terms: see ``Terms``.
+            private: bytes for the peers that are not compared.
 
         Raises:
-            PeerLost: a rank is gone, gave up or did not come.
-            MismatchError: ranks ask for different things.
+            PeerLost: a rank is gone, left the group, broke it, or did not join in time.
+            MismatchError: ranks made different calls.
         """
         if self.failure is not None:
             self.raise_failure()
-        if self._peers.has_freed:  # nothing of this rank is under way that could read it
+        if self._peers.has_freed:  # no operation of this rank is running that could read the freed memory
             self._peers.release_freed()
         timeout_s, self._spin_us = terms
         self._deadline = time.monotonic() + timeout_s
@@ -155,7 +154,7 @@ class Endpoint:
             self._fail(status, ranks, timeout_s)
 
     def go_on(self, program: Program) -> None:
-        """Run a further program of the operation. Raises ``PeerLost`` as ``begin`` does."""
+        """Run a further program of the current operation. Raises ``PeerLost`` as ``begin`` does."""
         left_s = self._deadline - time.monotonic()
         try:
             status, ranks = self._engine.run(program, None, b"", left_s, self._spin_us)
@@ -167,19 +166,19 @@ class Endpoint:
         self._is_open = False
 
     def meet(self, what: bytes, terms: Terms, private: bytes = b"") -> tuple[bytes, ...]:
-        """Begin an operation that moves nothing before ``go_on``; return what every rank told privately."""
+        """Begin an operation that moves no data before ``go_on``; return every rank's private bytes."""
         self._is_open = True
         return self.tell(what, terms, private)
 
     def tell(self, what: bytes, terms: Terms, private: bytes) -> tuple[bytes, ...]:
-        """Run an operation that moves nothing; return what every rank told privately."""
+        """Run an operation that moves no data; return every rank's private bytes."""
         self.begin(what, MEETING, terms, private)
         return tuple(self._engine.privates())
 
-    # What the peers see of a tensor.
+    # The place of a tensor, as peers see it.
 
     def place_of(self, tensor: Tensor) -> bytes:
-        """What to tell peers about a contiguous tensor: where they see it, or nothing (b"")."""
+        """Return a report for the peers of where a contiguous tensor lies; b"" if they cannot map it."""
         place = self._arena.locate(tensor)
         if place is None:
             return b""
@@ -187,26 +186,26 @@ class Endpoint:
         return _PLACE.pack(1, *place)
 
     def address_of(self, rank: int, told: bytes) -> int | None:
-        """Where this process sees the tensor that a rank told about; None if the rank told nothing."""
+        """Return the address in this process of the tensor that a rank reported; None if the peers cannot map it."""
         seen, segment, offset = _PLACE.unpack_from(told)
         return self._arena.address_at(rank, segment, offset) if seen else None
 
     def write_table(self, numbers: list[int]) -> None:
-        """Lay a table into this rank's one-shot area, before the operation begins."""
+        """Write a table to this rank's one-shot area before the operation begins."""
         assert len(numbers) * 8 <= ONE_SHOT_BYTES, "a table too long for the one-shot area"
         struct.pack_into(
             f"={len(numbers)}q", (ctypes.c_char * ONE_SHOT_BYTES).from_address(self.one_shot[self.rank]), 0, *numbers
         )
 
     def read_tables(self, length: int) -> list[list[int]]:
-        """The tables that the ranks laid out for this operation, after it began."""
-        areas = self._one_shot[self.turn ^ 1]  # begin() has turned already
+        """Return the tables that the ranks wrote for this operation, after it has begun."""
+        areas = self._one_shot[self.turn ^ 1]  # begin() has already switched areas
         return [list(struct.unpack(f"={length}q", ctypes.string_at(area, 8 * length))) for area in areas]
 
     # Failures.
 
     def give_up(self, error: BaseException) -> None:
-        """Break the group because of an error in this process; peers that wait for this rank learn of it within 0.1 s."""
+        """Break the group because of an error in this process; peers that wait for this rank are notified within 0.1 s."""
         what = self._words()
         if self.failure is None and isinstance(error, WorldError | MismatchError):
             self.failure = copy.copy(error)  # without its traceback, which would keep tensors alive
@@ -223,12 +222,12 @@ class Endpoint:
         self._engine.set_state(RankState.BROKEN)
 
     def leave(self) -> None:
-        """Tell the peers that this rank will not come any more."""
+        """Notify the peers that this rank has left the group."""
         if self._engine.state_of(self.rank) == RankState.ALIVE:
             self._engine.set_state(RankState.LEFT)
 
     def raise_failure(self) -> NoReturn:
-        """Raise what broke the group, afresh."""
+        """Raise a fresh copy of the error that broke the group."""
         assert self.failure is not None
         raise copy.copy(self.failure)
 
@@ -243,7 +242,7 @@ class Endpoint:
             text = self._why(Status(status), ranks, what, limit_s)
             lost = self._first_cause(ranks[0]) if status == Status.BROKEN else ranks[0]
             error = WorldError(text)
-            if lost != self.rank:  # else it was this rank that left
+            if lost != self.rank:  # else this rank itself left
                 error = PeerLost(text, rank=lost, pid=self._peers.pids[lost], waiting_in=what)
         self.give_up(error)
         try:
@@ -252,7 +251,7 @@ class Endpoint:
             del error  # its traceback refers to this frame
 
     def _first_cause(self, rank: int) -> int:
-        """The rank that a rank which gave up had lost, where it was another one; else itself."""
+        """Return the rank that ``rank`` had lost before it broke the group, if it was another one; else ``rank``."""
         lost = self._lost[rank].value - 1
         return lost if 0 <= lost < self.size and lost != self.rank else rank
 
@@ -298,12 +297,12 @@ def refuse(what: str, value: object, rank: int, fix: str = "") -> NoReturn:
 
 
 def cut(text: bytes) -> bytes:
-    """Shorten a text so that it can be compared, and with it what was cut off."""
-    room = DESCRIPTOR_BYTES - 96  # for a complaint
+    """Shorten a text for the comparison; a digest at its end stands for the part cut off."""
+    room = DESCRIPTOR_BYTES - 96  # leaves room to add a complaint
     return text if len(text) <= room else text[: room - 20] + b"..." + hashlib.sha256(text).hexdigest()[:16].encode()
 
 
 def size_of(program: Program) -> int:
-    """About how many bytes a program takes as Python objects."""
+    """Estimate how many bytes a program takes as Python objects."""
     num_places = sum(len(stream.dsts) + len(stream.srcs) for stream in program.streams)
     return 500 + 400 * len(program.streams) + 150 * num_places

@@ -1,7 +1,7 @@
-"""The memory that ranks share about themselves, and the C engine that runs programs (program.py) over it.
+"""The layout of the memory that ranks share, and the C engine that runs programs (program.py) over it.
 
-Every rank of a group maps the main segments of all ranks: a control page, then the areas for data. A control page is
-written by its own rank only. The engine is written in C; a machine where it was not built uses gloo (groups/backend.py).
+Every rank of a group maps the main segments of all ranks: a control page, then areas for data. Only its own rank writes to a
+control page. The engine is written in C; where it was not built, "shm" becomes gloo (groups/backend.py).
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ try:
 except ImportError:  # it was not built
     _engine = _sparse = None  # type: ignore[assignment]
 
-# The control page. Words are little-endian u32, each on a cache line of its own so that ranks do not disturb each other.
+# The control page. Words are little-endian u32, each on its own cache line so that ranks do not slow each other down.
 MAGIC: Final = 0x475A0001  # "GZ", layout version 1
 MAGIC_OFFSET: Final = 0
 ARRIVED_OFFSET: Final = 64  # +1 per barrier; peers wait on it as a futex
 ASLEEP_OFFSET: Final = 128  # 0, or 1 + the rank on whose `arrived` this rank sleeps
 STATE_OFFSET: Final = 192  # a RankState
-LOST_OFFSET: Final = 196  # of a BROKEN rank: 1 + the rank that it lost, 0 if it broke for another reason
-DOING_OFFSET: Final = 256  # what the rank is doing, in words, ended by NUL
+LOST_OFFSET: Final = 196  # of a BROKEN rank: 1 + the rank that it lost; 0 if it broke for another reason
+DOING_OFFSET: Final = 256  # the rank's current call in words, ended by NUL
 DOING_BYTES: Final = 120  # at most, without the NUL
 # Two descriptor slots, used in turn. See [Note: one barrier per operation] in _barrier.c.
 DESCRIPTOR_OFFSETS: Final = (512, 1024)
 DESCRIPTOR_BYTES: Final = 256  # compared among ranks, byte by byte
-PRIVATE_BYTES: Final = 128  # follows the compared part; read by peers, not compared
+PRIVATE_BYTES: Final = 128  # the private part follows the compared part; peers read it, it is not compared
 CONTROL_BYTES: Final = 4096
 
 # The main segment: the control page, then
-NUM_ONE_SHOT_AREAS: Final = 2  # used in turn, as the descriptor slots
-ONE_SHOT_BYTES: Final = 64 * 1024  # of one area
+NUM_ONE_SHOT_AREAS: Final = 2  # used alternately, like the descriptor slots
+ONE_SHOT_BYTES: Final = 64 * 1024  # the size of one area
 ONE_SHOT_OFFSET: Final = CONTROL_BYTES
 RING_OFFSET: Final = ONE_SHOT_OFFSET + NUM_ONE_SHOT_AREAS * ONE_SHOT_BYTES
-RING_BYTES: Final = 32 * 1024 * 1024  # by default; the staging ring
+RING_BYTES: Final = 32 * 1024 * 1024  # the default size of the staging ring
 MAIN_BYTES: Final = RING_OFFSET + RING_BYTES
 
 
 class RankState(enum.IntEnum):
-    """What a rank says about itself in its control page."""
+    """The state that a rank writes to its control page."""
 
     ALIVE = 0
-    LEFT = 1  # it gave the group back; it will not arrive any more
+    LEFT = 1  # the rank left the group; it will not arrive any more
     BROKEN = 2  # a collective failed on it; it will not arrive any more
 
 
 class Engine(Protocol):
-    """Runs programs of one rank; ranks meet in barriers through their control pages. One run at a time.
+    """Runs programs of one rank; ranks synchronize in barriers through their control pages. One run at a time.
 
-    Made by ``make_engine``. It keeps only addresses and descriptors: the caller keeps mappings and pidfds alive as long
-    as a run is under way.
+    Made by ``make_engine``. The engine keeps only addresses and descriptors: during a run the caller must keep mappings and
+    pidfds open.
     """
 
     def run(
@@ -70,42 +70,42 @@ class Engine(Protocol):
         """Run a program (every rank must, with the same number of rounds); arguments by position.
 
         Args:
-            program: what to do.
-            descriptor: begins an operation: at most 256 bytes that must be the same on all ranks, compared after the first
-                barrier (the program must have one). None: the run continues the operation.
+            program: the program to run.
+            descriptor: starts a new operation: at most 256 bytes that must be equal on all ranks, compared after the first
+                barrier (the program must have one). None: the run continues the current operation.
             private: at most 128 bytes that the peers can read with ``privates``; ignored if ``descriptor`` is None.
-            deadline_s: how long the whole run may take, in seconds from now.
-            spin_us: how long each wait looks before it sleeps, in microseconds; 0 to sleep at once.
+            deadline_s: the limit of the whole run, in seconds from now.
+            spin_us: how long each wait spins before it sleeps, in microseconds; 0 to sleep at once.
 
         Returns:
-            ``(status, ranks)``: 0 and no ranks if all went well; else see ``Status``.
+            ``(status, ranks)``: 0 and no ranks after success; else see ``Status``.
 
         Raises:
-            ValueError: the program or an argument makes no sense; nothing was done.
+            ValueError: the program or an argument is invalid; nothing was done.
             RuntimeError: a run is under way in another thread.
-            KeyboardInterrupt: (or what a signal handler raises) while waiting in the main thread; the rank is BROKEN then.
+            KeyboardInterrupt: (or what a signal handler raises) during a wait in the main thread; the rank is then BROKEN.
         """
 
     def descriptors(self) -> list[bytes]:
-        """The compared part (256 bytes) of the current operation, of every rank; valid until the next operation."""
+        """Return every rank's compared part (256 bytes) of the current operation; valid until the next operation."""
 
     def privates(self) -> list[bytes]:
-        """The private part (128 bytes) of the current operation, of every rank; valid until the next operation."""
+        """Return every rank's private part (128 bytes) of the current operation; valid until the next operation."""
 
     def doing(self, rank: int, /) -> str:
-        """What a rank said it is doing."""
+        """Return a rank's current call, in its own words."""
 
     def set_doing(self, text: bytes, /) -> None:
-        """Say what this rank is doing; cut after 120 bytes."""
+        """Publish this rank's current call in words; cut after 120 bytes."""
 
     def set_state(self, state: int, /) -> None:
-        """Set this rank's RankState, and wake the peers that wait for it."""
+        """Set this rank's RankState, and wake the peers that wait for this rank."""
 
     def state_of(self, rank: int, /) -> int:
-        """The RankState of a rank."""
+        """Return the RankState of a rank."""
 
     def arrived_of(self, rank: int, /) -> int:
-        """How many barriers a rank has arrived at, modulo 2**32."""
+        """Return the number of barriers that a rank has arrived at, modulo 2**32."""
 
 
 def native_built() -> bool:
@@ -114,17 +114,17 @@ def native_built() -> bool:
 
 
 def make_engine(rank: int, size: int, controls: Sequence[int], pidfds: Sequence[int]) -> Engine:
-    """Make the engine of a rank, over fresh control pages.
+    """Make the engine of a rank over fresh control pages.
 
     Args:
-        rank: of this process in the group.
+        rank: this process in the group.
         size: number of ranks.
         controls: address of each rank's control page.
-        pidfds: a descriptor per rank that tells of its end: a pidfd (readable when the process ends) or a connected socket
-            (hang-up; messages do not disturb); -1 for this rank, and where there is none.
+        pidfds: per rank a descriptor that reports the end of its process: a pidfd (becomes readable) or a connected socket
+            (hang-up; messages are ignored); -1 for this rank, and where none exists.
 
     Raises:
-        ValueError: the arguments do not fit each other.
+        ValueError: the arguments are inconsistent.
         WorldError: the C part was not built.
     """
     if not native_built():

@@ -1,7 +1,7 @@
-"""What each collective checks, compares and runs: from tensors' bytes to the programs of collectives.py.
+"""The checks, the comparison and the programs of each collective: from tensors' bytes to the programs of collectives.py.
 
-All of these block until this rank's part is done. Every rank of the group must call the same one with fitting sizes.
-Where a size is wrong on one rank only, that rank asks for something that no other rank asks for: so all of them raise.
+Every method blocks until this rank's part is done. Every rank of the group must call the same one with matching sizes.
+If a size is wrong on one rank only, that rank's description differs from all others, so all ranks raise.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NUM_KEPT_PLANS: Final = 1024
 
 
 class _ReductionPlan(NamedTuple):
-    """What does not change between reductions of the same size, dtype and kind."""
+    """The parts of a reduction that are the same for every call with this size, dtype and operation."""
 
     what: bytes
     how: Combining
@@ -34,24 +34,24 @@ class _ReductionPlan(NamedTuple):
 
 
 class Operations:
-    """The collectives of one rank over its link.
+    """The collectives of one rank over its endpoint.
 
     Args:
-        link: this rank's end.
-        crowded: ranks of this node outnumber its cores.
+        link: this rank's endpoint.
+        crowded: whether ranks of this node outnumber its cores.
     """
 
     def __init__(self, link: Endpoint, crowded: bool) -> None:
         self._link, self._crowded = link, crowded
         self._rank, self._size = link.rank, link.size
         self._plans: dict[tuple[object, ...], _ReductionPlan] = {}
-        # Around the methods below, and instead of them.
+        # ``perform`` runs the methods below; ``refuse`` is called instead of them.
         self.perform, self.refuse = link.perform, link.refuse
 
     def reduce(self, tensor: Tensor, how: Combining, root: int | None, terms: Terms, among: bytes = b"") -> None:
         """Combine a contiguous tensor of all ranks, in place, on every rank or on ``root`` only.
 
-        ``among``, compared among ranks too, says which tensors of a call this one belongs to.
+        ``among`` is compared among ranks too; it describes the other tensors of the same call.
         """
         key = (tensor.numel(), tensor.dtype, how, root, among)
         plan = self._plans.get(key) or self._plan(key, tensor, how, root, among)
@@ -89,7 +89,7 @@ class Operations:
         return collectives.reduce_staged(window, self._rank, MemoryRange(address, plan.num_bytes), plan.how, root)
 
     def broadcast(self, piece: MemoryRange, tensor: Tensor, root: int, terms: Terms) -> None:
-        """Copy the root's bytes to all ranks. ``tensor`` is what the piece lies in; the root's may be seen by the peers."""
+        """Copy the root's bytes to all ranks. ``tensor`` contains the piece; peers read the root's directly if they can."""
         what = describe(f"broadcast from rank {root}", [tensor.numel()], tensor.dtype)
         sent = [(0, piece)] if root == self._rank else []
         taken = [(root, 0, piece)] if root != self._rank else []
@@ -105,7 +105,7 @@ class Operations:
             self._staged(1, sent, taken, [], piece.num_bytes)
 
     def all_gather(self, given: MemoryRange, tensor: Tensor, outputs: Sequence[MemoryRange], terms: Terms) -> None:
-        """Copy every rank's bytes to all ranks; ``outputs`` by rank. ``tensor`` is what the given piece lies in."""
+        """Copy every rank's bytes to all ranks; ``outputs`` by rank. ``tensor`` contains the given piece."""
         counts, itemsize = _counts(outputs, tensor), tensor.itemsize
         what = describe("all_gather", counts, tensor.dtype)
         if given.num_bytes != outputs[self._rank].num_bytes:
@@ -137,9 +137,9 @@ class Operations:
         """Combine piece r of all ranks on rank r.
 
         Args:
-            output: where this rank's result goes.
-            inputs: what this rank gives, by rank.
-            whole: the tensor in which all inputs lie one after the other, if ``is_whole``; else one of the inputs.
+            output: where this rank's result is written.
+            inputs: this rank's inputs, by rank.
+            whole: the tensor that contains all inputs one after the other, if ``is_whole``; else one of the inputs.
             is_whole: see above.
             how: the operation.
             terms: see ``Terms``.
@@ -160,14 +160,14 @@ class Operations:
             link.go_on(collectives.reduce_scatter(self._ring(self._size, longest), *arguments))
             return
         mine = inputs[self._rank]
-        offset = mine.address - inputs[0].address  # the sizes are the same on all ranks
+        offset = mine.address - inputs[0].address  # sizes are equal on all ranks
         sources = [mine.address if rank == self._rank else there + offset for rank, there in enumerate(seen)]
         link.go_on(collectives.reduce_scatter_in_place(sources, output.address, output.num_bytes, how))
 
     def all_to_all(
         self, outputs: Sequence[MemoryRange], inputs: Sequence[MemoryRange], dtype: torch.dtype, terms: Terms
     ) -> None:
-        """Copy input r of every rank to rank r; sizes may all differ, as long as both ends of a pair agree."""
+        """Copy input r of every rank to rank r; all sizes may differ, as long as both ends of a pair agree."""
         link, size = self._link, self._size
         what = describe("all_to_all", [], dtype)
         link.write_table([piece.num_bytes for piece in (*inputs, *outputs)])
@@ -191,7 +191,7 @@ class Operations:
     def gather(
         self, given: MemoryRange, tensor: Tensor, outputs: Sequence[MemoryRange], root: int, terms: Terms
     ) -> None:
-        """Copy every rank's bytes (the same number on all) to the root; ``outputs`` by rank, empty elsewhere."""
+        """Copy every rank's bytes (equally many on all ranks) to the root; ``outputs`` by rank, empty on other ranks."""
         what = describe(f"gather to rank {root}", [tensor.numel()], tensor.dtype)
         if any(piece.num_bytes != given.num_bytes for piece in outputs):
             self._complain(what, f"but the root takes {_counts(outputs, tensor)}", terms)
@@ -203,7 +203,7 @@ class Operations:
     def scatter(
         self, output: MemoryRange, tensor: Tensor, inputs: Sequence[MemoryRange], root: int, terms: Terms
     ) -> None:
-        """Copy the root's piece r to rank r (the same number of bytes for all); ``inputs`` by rank, empty elsewhere."""
+        """Copy the root's piece r to rank r (equally many bytes for all); ``inputs`` by rank, empty on other ranks."""
         what = describe(f"scatter from rank {root}", [tensor.numel()], tensor.dtype)
         if any(piece.num_bytes != output.num_bytes for piece in inputs):
             self._complain(what, f"but the root gives {_counts(inputs, tensor)}", terms)
@@ -213,7 +213,7 @@ class Operations:
         self._move(what, terms, self._size, sent, taken, kept, output.num_bytes)
 
     def counts(self, what: bytes, count: int, terms: Terms) -> list[int]:
-        """Tell the peers a number in a call; return that of every rank."""
+        """Exchange one number per rank in a call; return the numbers by rank."""
         told = self._link.tell(cut(what), terms, count.to_bytes(8, "little"))
         return [int.from_bytes(each[:8], "little") for each in told]
 
@@ -231,7 +231,7 @@ class Operations:
         kept: Sequence[tuple[int, MemoryRange]],
         longest: int,
     ) -> None:
-        """Move pieces the small way or the large way."""
+        """Move pieces by one shot if they fit, else staged."""
         if collectives.aligned(longest) * num_lanes <= ONE_SHOT_BYTES:
             self._small(what, terms, num_lanes, sent, taken, kept, longest)
             return
@@ -268,21 +268,21 @@ class Operations:
         return collectives.ring_window(link.rings, link.ring_bytes, num_lanes, longest, self._crowded)
 
     def _seen(self, places: Sequence[bytes]) -> list[int] | None:
-        """Where this process sees the tensor of every rank (0 for its own), if all ranks' can be seen."""
+        """Return the address in this process of every rank's tensor (0 for its own); None if any rank's cannot be mapped."""
         if not all(place[0] for place in places):
             return None
         found = [0 if r == self._rank else self._link.address_of(r, place) for r, place in enumerate(places)]
         return [0 if address is None else address for address in found]
 
     def _complain(self, what: bytes, why: str, terms: Terms) -> NoReturn:
-        """Tell the peers of sizes that do not fit on this rank; if they are wrong in the same way on all, nobody differs."""
+        """Report sizes that do not match on this rank to the peers, and raise: UsageError if all ranks report the same."""
         what = what + f" ({why})".encode()
         self._link.agree_on_refusal(what[:DESCRIPTOR_BYTES], terms)
         refuse("sizes do not fit each other", what.decode(), self._rank, "make outputs as large as what goes into them")
 
 
 def describe(name: str, counts: Sequence[int], dtype: torch.dtype, how: Combining | None = None) -> bytes:
-    """A collective in words, the same on all ranks: ``all_reduce of 1024 float32, sum``."""
+    """Describe a collective in words, equal on all ranks: ``all_reduce of 1024 float32, sum``."""
     if not counts:
         text = f"{name} of {_name(dtype)}"
     elif len(set(counts)) == 1:

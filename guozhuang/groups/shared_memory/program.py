@@ -1,7 +1,7 @@
-"""What a collective does, as data: streams of chunks, worked on in rounds with a barrier between them.
+"""A collective as data: streams of chunks, processed in rounds with a barrier between rounds.
 
-A collective is written as one or more `Program`; an engine (engine.py) runs it. All of these are tuples, so that building
-one costs little and the C engine reads it as it is. They are immutable: a program may be kept and run again.
+A collective is written as one or more `Program`, which an engine (engine.py) runs. All types here are tuples, so that a program
+is cheap to build and the C engine can read it directly. They are immutable: a program may be stored and run again.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ import torch
 
 
 class StreamKind(enum.IntEnum):
-    """What a stream does with a chunk."""
+    """The operation of a stream on a chunk."""
 
     COPY = 0  # one source to one destination
     REDUCE = 1  # all sources, in the given order, to every destination
 
 
 class Op(enum.IntEnum):
-    """How a REDUCE combines its sources. BAND, BOR and BXOR are for integers and bool."""
+    """The operation of a REDUCE on its sources. BAND, BOR and BXOR are for integers and bool."""
 
-    SUM = 0  # integers wrap around; bool: or
-    PROD = 1  # integers wrap around; bool: and
-    MIN = 2  # NaN wins; of equal values the first; bool: and
-    MAX = 3  # NaN wins; of equal values the first; bool: or
+    SUM = 0  # integers wrap around; for bool a logical or
+    PROD = 1  # integers wrap around; for bool a logical and
+    MIN = 2  # NaN wins; of equal values the first source; for bool a logical and
+    MAX = 3  # NaN wins; of equal values the first source; for bool a logical or
     BAND = 4
     BOR = 5
     BXOR = 6
 
 
 class DType(enum.IntEnum):
-    """The element types that a REDUCE knows. F16 and BF16 are combined and scaled in float32, then rounded once."""
+    """The element types that a REDUCE supports. F16 and BF16 are combined and scaled in float32, then rounded once."""
 
     F32 = 0
     F64 = 1
@@ -66,12 +66,12 @@ ELEMENT_BYTES: Final = tuple(t.itemsize for t in TORCH_DTYPES)  # by DType
 
 
 class Status(enum.IntEnum):
-    """How a run ended. The ranks that come with it are those that did not arrive, or whose descriptor is not this rank's."""
+    """The result of a run. Its ranks are those that did not arrive, or whose descriptor differs from this rank's."""
 
     OK = 0
     LOST = 1  # the process is gone
-    LEFT = 2  # it left the group
-    BROKEN = 3  # a collective failed there
+    LEFT = 2  # the rank left the group
+    BROKEN = 3  # a collective failed on the rank
     LATE = 4  # the time-out ran out
     DIFFER = 5  # descriptors differ
 
@@ -80,7 +80,7 @@ Outcome = tuple[int, tuple[int, ...]]  # (Status as int, ranks in ascending orde
 
 
 class ChunkPlace(NamedTuple):
-    """Where the chunks of a stream lie: chunk j at ``base + j * chunk_bytes``, or in a ring of three slots.
+    """The addresses of a stream's chunks: chunk j at ``base + j * chunk_bytes``, or in a ring of three slots.
 
     Attributes:
         base: address of chunk 0.
@@ -92,17 +92,17 @@ class ChunkPlace(NamedTuple):
 
 
 class ChunkStream(NamedTuple):
-    """One line of work over ``num_bytes``, cut into chunks: in round i it works on chunk ``i - stage``, if there is one.
+    """One sequence of work over ``num_bytes``, cut into chunks: in round i it processes chunk ``i - stage``, if that exists.
 
     Attributes:
         kind: COPY (one source, one destination) or REDUCE.
         stage: the round of chunk 0; >= 0.
-        num_bytes: of one place, all chunks together; 0 is allowed. A multiple of the element size for REDUCE.
+        num_bytes: the size of one place, all its chunks together; may be 0. A multiple of the element size for REDUCE.
         chunk_bytes: > 0; the last chunk may be shorter. A multiple of the element size for REDUCE.
-        dsts: where the result goes. A destination may be one of the sources; apart from that, places must not overlap.
-        srcs: what is combined, in this order.
-        dtype: of the elements; ignored by COPY.
-        op: ignored by COPY.
+        dsts: where the result is written. A destination may be one of the sources; otherwise places must not overlap.
+        srcs: the inputs, combined in this order.
+        dtype: a ``DType``; ignored by COPY.
+        op: an ``Op``; ignored by COPY.
         scale: factor after combining; must be 1.0 for integers and bool; ignored by COPY.
     """
 
@@ -118,18 +118,18 @@ class ChunkStream(NamedTuple):
 
     @property
     def num_chunks(self) -> int:
-        """How many chunks ``num_bytes`` makes."""
+        """Return the number of chunks in ``num_bytes``."""
         return -(-self.num_bytes // self.chunk_bytes)
 
 
 class Program(NamedTuple):
-    """Streams that run side by side, with a barrier of all ranks after each round but the last.
+    """Streams that run side by side, with a barrier of all ranks after each round except the last.
 
     Attributes:
-        streams: within a round they work one after the other, in this order.
-        num_rounds: given where this rank has less to do than others: every rank must run the same number of rounds. None:
+        streams: within a round they are processed one after the other, in this order.
+        num_rounds: set if this rank has less to do than others, since every rank must run the same number of rounds. None:
             computed from the streams, see ``rounds``.
-        trailing_barrier: a barrier after the last round too.
+        trailing_barrier: whether a barrier follows the last round too.
     """
 
     streams: tuple[ChunkStream, ...] = ()
@@ -138,12 +138,12 @@ class Program(NamedTuple):
 
     @property
     def rounds(self) -> int:
-        """The number of rounds: ``num_rounds``, or until the last chunk of every stream; at least 1."""
+        """Return the number of rounds: ``num_rounds``, or enough for the last chunk of every stream; at least 1."""
         if self.num_rounds is not None:
             return self.num_rounds
         return max((s.num_chunks + s.stage for s in self.streams if s.num_bytes), default=1)
 
     @property
     def num_barriers(self) -> int:
-        """How many barriers a run of this program passes."""
+        """Return the number of barriers in a run of this program."""
         return max(self.rounds, 1) - 1 + self.trailing_barrier

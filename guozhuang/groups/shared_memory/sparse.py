@@ -1,9 +1,9 @@
-"""Sums over memory whose pages of zeros are known: they are neither written by the one side nor read by the other.
+"""Sums over memory in which pages of zeros are marked, so that they are neither written by one side nor read by the other.
 
-The gradient of an embedding has values in the few rows that a batch names, and it is most of a small language model.
-Each rank's buffer has one byte per page of 4 KiB, its *mark*: 0 says that the page holds zeros only. A mark of 1 says
-nothing; so whoever writes to a page by other means than :func:`take` sets its mark to 1 once and for all. The buffer
-itself is exact either way.
+The gradient of an embedding is non-zero only in the few rows of a batch, and is most of a small language model.
+Each rank's buffer has one byte per page of 4 KiB, its *mark*: 0 means that the page holds only zeros, 1 means that it may
+hold anything; so code that writes to a page without :func:`take` must set the page's mark to 1 permanently. The buffer's
+contents are exact in both cases.
 """
 
 from __future__ import annotations
@@ -13,42 +13,42 @@ from typing import Final
 
 try:
     from . import _sparse
-except ImportError:  # it was not built, so there are no shared-memory groups either
+except ImportError:  # the C part was not built, so there are no shared-memory groups either
     _sparse = None  # type: ignore[assignment]
 
 PAGE_BYTES: Final = 4096
 
-#: (address to write, address to read, bytes, address of the mark of the page that is written first or 0: a plain copy).
+#: (address to write, address to read, bytes, address of the mark of the first page written, or 0 for a plain copy).
 Piece = tuple[int, int, int, int]
 
 
 def take(pieces: Sequence[Piece]) -> None:
-    """Copy memory into buffers, without the GIL, but for whole pages of zeros: they are only marked as such.
+    """Copy memory into buffers without the GIL; whole pages of zeros are not copied, only marked.
 
-    Marks of pages that a piece covers in part become 1. A page that held something and becomes zero is cleared.
+    The marks of partly covered pages become 1. A page that held other values and becomes zero is cleared.
 
     Args:
-        pieces: what to copy.
+        pieces: the copies to make.
     """
     _sparse.take(pieces)
 
 
 def add(dst: int, srcs: tuple[int, ...], marks: tuple[int, ...], num_bytes: int, dtype: int, scale: float) -> None:
-    """Write ``scale`` times the sum of all sources, in their order, to ``dst``; without the GIL.
+    """Write ``scale`` times the sum of all sources, in the given order, to ``dst``; without the GIL.
 
     float16 and bfloat16 are added and scaled in float32, and rounded once.
 
     Args:
-        dst: address; apart from the sources.
-        srcs: addresses that begin at the same place of a page.
-        marks: for each source the address of the mark of its first page.
-        num_bytes: of one source; whole elements.
-        dtype: a ``program.DType`` of floating point.
+        dst: address; its memory must not overlap the sources.
+        srcs: addresses that have the same offset within a page.
+        marks: for each source, the address of its first page's mark.
+        num_bytes: the size of one source; whole elements.
+        dtype: a ``program.DType``, floating point only.
         scale: factor.
     """
     _sparse.add(dst, srcs, marks, num_bytes, dtype, scale)
 
 
 def num_pages(address: int, num_bytes: int) -> int:
-    """How many pages the memory touches."""
+    """Return the number of pages that a memory range touches."""
     return (address + num_bytes - 1) // PAGE_BYTES - address // PAGE_BYTES + 1 if num_bytes else 0
