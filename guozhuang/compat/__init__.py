@@ -1,6 +1,6 @@
-"""The interfaces of other systems, so that scripts written for them run unchanged. Leaves: nothing in the package uses them.
+"""The interfaces of other systems, so that scripts written for them run unchanged. No other part of the package imports them.
 
-Their strategies stand here as data, which the package's ``__init__`` hands to the table of strategies.
+Their strategies are declared here as data, which the package's ``__init__`` adds to the table of strategies.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def extension() -> "Extension":
-    """What every run gets so that scripts written for other systems run under ``guozhuang run`` as they are."""
+    """Return the variables and folders by which ``guozhuang run`` runs scripts written for other systems unchanged."""
     from guozhuang.compat.horovod.common.extension import EXTENSION
 
     return EXTENSION
@@ -25,7 +25,7 @@ def _horovod(model: nn.Module, optimizer: Optimizer, setup: object) -> tuple[nn.
     return strategy.prepare(model, optimizer)
 
 
-#: Name of the neighbour before it in the table, and the fields of ``guozhuang.strategies.Strategy``.
+#: For each strategy: the name of the one after which it stands in the table, and its ``guozhuang.strategies.Strategy`` fields.
 STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (
     (
         "torch-ddp",

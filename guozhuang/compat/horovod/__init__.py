@@ -1,7 +1,7 @@
-"""What scripts know as ``horovod``: the same names at the same paths, on Guozhuang.
+"""Horovod's interface on Guozhuang: the same names at the same paths.
 
-``import horovod.torch as hvd`` finds ``guozhuang.compat.horovod.torch``: under ``guozhuang run`` in any case, and everywhere
-with the extra ``horovod``. See ``redirect.py`` for how, and docs/horovod.md for what differs.
+``import horovod.torch as hvd`` finds ``guozhuang.compat.horovod.torch``: always under ``guozhuang run``, and everywhere if the
+extra ``horovod`` is installed. ``redirect.py`` shows how; docs/horovod.md lists the differences.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from guozhuang.compat.horovod.version import __version__ as __version__
 
 
 def _check_has_gpu() -> bool:
-    """Whether PyTorch has a CUDA (or ROCm) device here."""
+    """Return whether PyTorch has a CUDA (or ROCm) device on this machine."""
     import torch
 
     return torch.cuda.is_available()

@@ -1,11 +1,11 @@
-"""``import horovod.X`` gives the very module ``guozhuang.compat.horovod.X``, under both names.
+"""Make ``import horovod.X`` return the module ``guozhuang.compat.horovod.X``: one object under both names.
 
-[Note: one module, two names] A module that is imported by two names must be one object: a class of the one would not be an
-instance of the other, and its state would be there twice. So the finder below stands before those that search folders, and
-its loader runs nothing: it hands out the module that the other name has. Importing sets ``__spec__`` of what a loader hands
-out, so that it would name itself as ``horovod.X``; the loader puts back what was there. ``horovod`` itself is treated alike:
-``on_path/horovod/__init__.py`` calls ``install``, which puts ``guozhuang.compat.horovod`` into ``sys.modules`` in its place.
-Pickles therefore name ``guozhuang.compat.horovod``, and old ones that name ``horovod`` are read where that can be imported.
+[Note: one module, two names] A module that is imported by two names must be one object; otherwise each copy would have classes
+and state of its own. So the finder below stands before those that search folders, and its loader runs no code: it returns the
+module of the other name. The import system sets ``__spec__`` of a module that a loader returns, here to ``horovod.X``; the
+loader restores the former one. ``horovod`` itself is treated alike: ``on_path/horovod/__init__.py`` calls ``install``, which
+puts ``guozhuang.compat.horovod`` into ``sys.modules`` in its place. Pickles therefore name ``guozhuang.compat.horovod``; old
+ones that name ``horovod`` can be read wherever ``horovod`` can be imported.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from collections.abc import Sequence
 from types import CodeType, ModuleType
 
 _THEIRS, _OURS = "horovod", "guozhuang.compat.horovod"
-# Parts of Horovod for other frameworks, which are not here; scripts look for them by trying.
+# Parts of Horovod for other frameworks, which Guozhuang does not have; scripts try to import them to see what is installed.
 MISSING = ("_keras", "keras", "mxnet", "ray", "spark", "tensorflow")
 
 
 def install() -> None:
-    """From now on ``horovod`` and all below it are the modules of this package. Once is enough."""
+    """Make ``horovod`` and ``horovod.*`` mean the modules of this package, in this process. Repeated calls are harmless."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     sys.modules[_THEIRS] = importlib.import_module(_OURS)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Answers for what begins with ``horovod.``."""
+    """The finder of the import system for names that begin with ``horovod.``."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Where the module lies; None: it is not one of Horovod's, or there is none of that name.
+        """Return the spec of the module; None if it is not one of Horovod's, or does not exist.
 
         Raises:
-            ModuleNotFoundError: it is one of Horovod's that Guozhuang does not have; the text says so.
+            ModuleNotFoundError: Horovod has this module and Guozhuang does not; the text says so.
         """
         if not fullname.startswith(f"{_THEIRS}."):
             return None
@@ -64,7 +64,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.InspectLoader):
-    """Hands out the module that has the other name. See [Note: one module, two names]."""
+    """The loader that returns the module of the other name. See [Note: one module, two names]."""
 
     def __init__(self, ours: importlib.machinery.ModuleSpec) -> None:
         self._ours = ours
@@ -86,6 +86,6 @@ class _Loader(importlib.abc.InspectLoader):
         return loader.get_source(self._ours.name) if isinstance(loader, importlib.abc.InspectLoader) else None
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """For ``python -m horovod.X``."""
+        """Return the code of the module, which ``python -m horovod.X`` runs."""
         loader = self._ours.loader
         return loader.get_code(self._ours.name) if isinstance(loader, importlib.abc.InspectLoader) else None

@@ -1,4 +1,4 @@
-"""``strategy="horovod"``: what a Horovod script does between making its optimizer and training."""
+"""``strategy="horovod"``: makes the calls that a Horovod script makes between making its optimizer and training."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from guozhuang import world
 def prepare(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
     """Make a plain model and its optimizer train the Horovod way. Every rank must call, after ``guozhuang.init()``.
 
-    The engine that matches gradients by name is started if it does not run yet, and ends with the world. Weights, buffers and
-    the state of the optimizer are those of rank 0 afterwards. Where ranks run out of data at different times, each calls
-    ``guozhuang.compat.horovod.torch.join()`` when it has.
+    It starts the engine that matches gradients by name, if it does not run yet; the engine ends with the world. It broadcasts
+    the weights, buffers and optimizer state of rank 0. If ranks run out of data at different times, each must call
+    ``guozhuang.compat.horovod.torch.join()`` after its last batch.
 
     Returns:
         The model, and the distributed optimizer.

@@ -1,3 +1,3 @@
-"""Which release of Horovod the interface is that of."""
+"""The release of Horovod whose interface this package has."""
 
 __version__ = "0.28.1"

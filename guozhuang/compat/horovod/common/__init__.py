@@ -1,1 +1,1 @@
-"""What does not depend on the framework: the world, process sets, exceptions. Module for module at Horovod's own paths."""
+"""The parts that do not depend on the framework: world, process sets, exceptions, at the same module paths as in Horovod."""

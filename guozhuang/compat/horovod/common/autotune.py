@@ -1,11 +1,11 @@
-"""Search for fusion threshold, cycle time and cache while the job runs, by what moves the most bytes in a time.
+"""Search for the fusion threshold, cycle time and use of the cache that move the most bytes per second, while the job runs.
 
-A score is bytes per microsecond over some steps of training: a step ends when a name comes again, however many rounds it took,
-since how many it takes is what is searched for. Five scores make a sample, of which the median counts. The first sample that is
-not thrown away is of what the settings say. Then threshold (0 to 64 MiB) and cycle (1 to 100 ms) are tried together: four fixed
-points, then each time the point of the highest expected improvement under a Gaussian process through the samples so far (Jones,
-Schonlau and Welch 1998, doi:10.1023/A:1008306431147). At the best of all these the cache is tried the other way. The best of
-all is kept.
+A score is bytes per microsecond over some steps of training. A step ends when the name of a tensor is submitted again. Steps
+are counted, not rounds of negotiation, because the searched values change how many rounds a step takes. A sample is the median
+of five scores. The first sample after the warm-up measures the user's settings. Then threshold (0 to 64 MiB) and cycle (1 to
+100 ms) are varied together: first four fixed points, then each time the point of the highest expected improvement under a
+Gaussian process fitted to the samples so far (Jones, Schonlau and Welch 1998, doi:10.1023/A:1008306431147). At the best point
+the cache is switched on or off, whichever it was not, for one sample. The best of all samples is kept.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from guozhuang.errors import UsageError, explain
 from guozhuang.gradients.named import Knobs, Settings
 
 SCORES_PER_SAMPLE: Final = 5
-# MiB, and milliseconds.
+# Bounds of the search: of the fusion threshold in MiB, and of the cycle time in milliseconds.
 MAX_THRESHOLD_MB, MIN_CYCLE_MS, MAX_CYCLE_MS = 64.0, 1.0, 100.0
 FIRST_POINTS: Final = ((4.0, 5.0), (32.0, 50.0), (16.0, 25.0), (8.0, 10.0))
 HEADER: Final = (
     "hierarchical_allreduce,hierarchical_allgather,torus_allreduce,cache_enabled,"
     "cycle_time_ms,tensor_fusion_threshold,score"
 )
-# Among which the next point is looked for.
+# The number of random points among which the next one is chosen.
 _NUM_CANDIDATES = 2000
 _log = logging.getLogger("guozhuang")
 
@@ -43,16 +43,16 @@ _Search = Generator[Knobs, float, tuple[Knobs, float]]
 
 
 def check_available() -> None:
-    """Import scikit-learn, whose Gaussian process is used. Called on every rank, before any waits, in the caller's thread.
+    """Import scikit-learn, whose Gaussian process is used. Every rank calls it in ``init``, before it waits for others.
 
     Raises:
-        UsageError: it is missing, or cannot be imported.
+        UsageError: scikit-learn is missing, or cannot be imported.
     """
     what = "autotuning needs scikit-learn, which is not installed"
     if importlib.util.find_spec("sklearn") is not None:
         try:
             importlib.import_module("sklearn.gaussian_process")
-        except Exception as error:  # whatever an installation that is not whole raises
+        except Exception as error:  # a broken installation may raise anything
             what = f"autotuning needs scikit-learn, which cannot be imported: {type(error).__name__}: {error}"
         else:
             return
@@ -61,15 +61,15 @@ def check_available() -> None:
 
 @dataclass(frozen=True)
 class AutotuneSettings:
-    """How threshold, cycle and cache are searched for while the job runs; rank 0 decides for all.
+    """The settings of the search for threshold, cycle and cache; rank 0 decides for all ranks.
 
     Attributes:
-        log: a file for a line per sample; None for none.
-        warmup_samples: that are thrown away.
-        steps_per_sample: of training, that make one score; five scores make a sample.
-        max_samples: when to stop with the best.
-        noise: what the Gaussian process takes for noise, between 0 and 1.
-        fixed: names of fields of ``Knobs`` that the user has chosen and that stay.
+        log: the path of a file that gets a line per sample; None: no file.
+        warmup_samples: the number of samples that are thrown away at first.
+        steps_per_sample: the training steps of one score; five scores make a sample.
+        max_samples: the number of points to try for threshold and cycle.
+        noise: the variance of a score that the Gaussian process takes for noise, as a part of that of all scores, 0 to 1.
+        fixed: names of fields of ``Knobs`` that the user has set, and that are not searched for.
     """
 
     log: str | None = None
@@ -96,22 +96,22 @@ class AutotuneSettings:
 
 
 class GaussianTuner:
-    """See the module. One thread calls it.
+    """The search that the module describes. Only one thread may call it.
 
     Args:
         settings: how to search.
-        start: what the rounds run with until something else is said.
-        fixed: names of fields of ``Knobs`` that stay.
+        start: the values before the search, which the first sample measures.
+        fixed: names of fields of ``Knobs`` that are not searched for.
 
     Attributes:
-        best: what is kept, with its score; None while the search goes on.
+        best: the values that are kept, with their score; None while the search continues.
     """
 
     def __init__(self, settings: AutotuneSettings, start: Knobs, fixed: frozenset[str] | set[str]) -> None:
         self.best: tuple[Knobs, float] | None = None
         self._settings = settings
         self._warmups_left = settings.warmup_samples
-        self._times: Counter[str] = Counter()  # that a name came since the last score
+        self._times: Counter[str] = Counter()  # how often each name was submitted since the last score
         self._bytes, self._seconds = 0, 0.0
         self._scores: list[float] = []
         self._log = Path(settings.log) if settings.log else None
@@ -125,12 +125,12 @@ class GaussianTuner:
         self._tried = next(self._search)
 
     def observe(self, names: Iterable[str], num_bytes: int, seconds: float) -> Knobs | None:
-        """See ``Tuner``."""
+        """Count the tensors, bytes and seconds of a round; return new values to use, or None to keep them. See ``Tuner``."""
         if self.best is not None:
             return None
         names = list(names)
         is_over = any(self._times[name] >= self._settings.steps_per_sample for name in names) and self._seconds > 0
-        score = self._bytes / (self._seconds * 1e6) if is_over else None  # this round belongs to the next one
+        score = self._bytes / (self._seconds * 1e6) if is_over else None  # this round counts for the next score
         if is_over:
             self._times.clear()
             self._bytes, self._seconds = 0, 0.0
@@ -160,7 +160,7 @@ class GaussianTuner:
         return self._tried if self._tried != before else None
 
     def _searching(self, start: Knobs, fixed: frozenset[str]) -> _Search:
-        """Yield what to try next, take its score; return the best."""
+        """Yield the next values to try, and get their score from ``send``; return the best values and their score."""
         samples = [(start, (yield start))]
         space = _Space(start, fixed)
         points: list[tuple[float, ...]] = []
@@ -171,7 +171,7 @@ class GaussianTuner:
                 scores = [score for _, score in samples[1:]]
                 try:
                     point = _most_promising(points, scores, self._settings.noise)
-                except Exception as error:  # the search is not worth the job
+                except Exception as error:  # a failed search must not end the training
                     _log.warning("autotune ends its search early: %s: %s", type(error).__name__, error)
                     return max(samples, key=lambda sample: sample[1])
             points.append(point)
@@ -186,7 +186,7 @@ class GaussianTuner:
     def _write(self, knobs: Knobs, score: float) -> None:
         if self._log is None:
             return
-        # An adaptive cycle is 0; the first three are what Horovod chooses and this engine does not have.
+        # The first three columns are switches of Horovod that this engine does not have. An adaptive cycle (None) is 0.
         row = (0, 0, 0, int(knobs.use_cache), knobs.cycle_time_ms or 0, knobs.fusion_threshold_bytes, score)
         try:
             with self._log.open("a") as file:
@@ -197,7 +197,7 @@ class GaussianTuner:
 
 
 class _Space:
-    """The knobs that are searched for, each from 0 to 1."""
+    """The space of the search: a dimension from 0 to 1 for each of threshold and cycle time that is not fixed."""
 
     def __init__(self, start: Knobs, fixed: frozenset[str]) -> None:
         self._start = start
@@ -206,7 +206,7 @@ class _Space:
         self.num_dims = self._has_threshold + self._has_cycle
 
     def first(self, number: int) -> tuple[float, ...]:
-        """The fixed point of this number."""
+        """Return one of the four fixed points by its number."""
         threshold_mb, cycle_ms = FIRST_POINTS[number]
         point = [threshold_mb / MAX_THRESHOLD_MB] if self._has_threshold else []
         if self._has_cycle:
@@ -214,7 +214,7 @@ class _Space:
         return tuple(point)
 
     def knobs(self, point: tuple[float, ...]) -> Knobs:
-        """What a point stands for."""
+        """Return the threshold and cycle time of a point."""
         knobs = self._start
         if self._has_threshold:
             knobs = replace(knobs, fusion_threshold_bytes=round(point[0] * MAX_THRESHOLD_MB * 2**20))
@@ -225,11 +225,11 @@ class _Space:
 
 
 def _most_promising(points: list[tuple[float, ...]], scores: list[float], noise: float) -> tuple[float, ...]:
-    """The point whose score is expected to lie furthest above the best so far.
+    """Return the point with the highest expected improvement over the best so far.
 
     Args:
-        points: that were tried, from 0 to 1 in each dimension.
-        scores: theirs.
+        points: the points that were tried, from 0 to 1 in each dimension.
+        scores: the score of each point.
         noise: variance of a score, as a part of the variance of all scores.
     """
     from sklearn.gaussian_process import GaussianProcessRegressor  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -243,7 +243,7 @@ def _most_promising(points: list[tuple[float, ...]], scores: list[float], noise:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a few points may put the kernel's parameters at their bounds
         process.fit(np.array(points), np.array(scores))
-    # The same on every run with the same scores.
+    # The seed makes the choice reproducible for the same scores.
     candidates = np.random.default_rng(len(points)).random((_NUM_CANDIDATES, len(points[0])))
     mean, deviation = process.predict(candidates, return_std=True)
     improvement = expected_improvement(mean, deviation, float(np.max(process.predict(np.array(points)))))

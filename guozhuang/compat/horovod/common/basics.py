@@ -1,4 +1,4 @@
-"""Enter the Horovod world and leave it, and what there is to ask about it."""
+"""Enter and leave the Horovod world, and query it: ranks, sizes, and the features that are built in."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ __all__ = ["HorovodBasics", "state"]
 
 
 class HorovodBasics:
-    """The world of this process. One object for each framework module; all speak of the same world.
+    """The functions about the Horovod world, as methods. All objects of the class refer to the one world of this process.
 
     Attributes:
-        Average, Sum, Adasum, Min, Max, Product: how an all-reduce combines, as integers.
+        Average, Sum, Adasum, Min, Max, Product: the reductions of an all-reduce, as integers.
     """
 
     Average = int(Reduction.AVERAGE)
@@ -55,24 +55,24 @@ class HorovodBasics:
     Product = int(Reduction.PRODUCT)
 
     def init(self, comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
-        """Meet the other ranks and start the engine. A second call looks up process sets, or allows them, and nothing else.
+        """Meet the other ranks and start the engine. A second call only finds process sets again, or allows dynamic ones.
 
-        Every process that the launcher started must call, also those that ``comm`` leaves to another Horovod world.
+        Every process that the launcher started must call, also those that are in another Horovod world by their ``comm``.
 
         Args:
-            comm: None for all processes; ranks of some of them, rising; or an mpi4py communicator. The processes of one
-                launch may form several worlds, each with its own list.
-            process_sets: process sets to register, the same on all ranks; or "dynamic" to allow them to come and go.
+            comm: None for all processes; the ranks of some of them in rising order; or an mpi4py communicator. The processes
+                of one launch may form several worlds, each with its own list.
+            process_sets: process sets to register, the same on all ranks; or "dynamic" to allow adding and removing them later.
 
         Raises:
-            ValueError: ``comm`` or ``process_sets`` cannot be; this process is not in ``comm``; a HOROVOD_* variable is wrong,
-                or was set by a launcher that says another rank or size; a second call with another ``comm``; processes
+            ValueError: ``comm`` or ``process_sets`` is invalid; this process is not in ``comm``; a HOROVOD_* variable is wrong,
+                or names a rank or size other than the launched one; a second call with another ``comm``; processes
                 that ``comm`` names gave another one; on rank 0 alone: the file of HOROVOD_TIMELINE cannot be written.
             MismatchError: (a ValueError) ranks have different settings of the engine, or gave different process sets.
-            WorldError: a rank did not come in time; the text names it.
-            HorovodInternalError: a rank was lost, or did not come, after the ranks had met.
-            RuntimeError: in an elastic run, where ranks that were lost are no error and the next round is waited for: this
-                process is in no round any more ("removed from elastic job"), or the driver is silent.
+            WorldError: a rank did not join in time; the text names it.
+            HorovodInternalError: a rank was lost, or did not answer, after the ranks had met.
+            RuntimeError: in an elastic run the driver has removed this process ("removed from elastic job"), or is silent. A
+                lost rank is no error there: ``init`` waits for the next round.
         """
         dynamic = isinstance(process_sets, str)
         if dynamic and str(process_sets).lower() != "dynamic":
@@ -80,7 +80,7 @@ class HorovodBasics:
         listed = [] if process_sets is None or isinstance(process_sets, str) else list(process_sets)
         here = state()
         if here is not None and not _is_current(here):
-            self.shutdown()  # its world has ended without it, with all groups
+            self.shutdown()  # the world of guozhuang below it has ended, with all groups
             here = None
         if here is not None:
             _check_same(comm, here)
@@ -91,7 +91,7 @@ class HorovodBasics:
             return
         if dynamic:
             horovod_variables.set_dynamic_process_sets()
-        variables = horovod_variables.read()  # what is wrong is said before anybody is waited for
+        variables = horovod_variables.read()  # raises for wrong values before this rank waits for others
         horovod_variables.set_log_level(variables)
         os.environ.update(EXTENSION.defaults(os.environ))
         settings = horovod_variables.settings_from(variables)
@@ -103,10 +103,10 @@ class HorovodBasics:
             worker.enter(lambda membership: self._enter(comm, listed, settings, membership))
 
     def shutdown(self) -> None:
-        """Leave the world; without one it does nothing. Called at exit by itself, and by ``guozhuang.shutdown()``.
+        """Leave the world, if this process is in one. It is also called at exit, and by ``guozhuang.shutdown()``.
 
-        Waits a few seconds for the others to leave, too. What is under way fails with ``HorovodInternalError``, here and on
-        ranks that wait for this one. ``init`` may be called again afterwards, by every rank.
+        Waits a few seconds for the other ranks to leave too. Unfinished collectives fail with ``HorovodInternalError``, here
+        and on ranks that wait for this one. ``init`` may be called again afterwards, by every rank.
         """
         here = state()
         if here is None:
@@ -124,8 +124,8 @@ class HorovodBasics:
     def _enter(
         self, comm: Any, listed: Sequence[ProcessSet], settings: Settings, membership: Membership | None = None
     ) -> None:
-        """Make the Horovod world, as far as the last process set of ``listed``. Leaves nothing behind when it raises."""
-        variables = horovod_variables.read()  # now: an elastic driver has just told this process its place anew
+        """Make the Horovod world, and register the process sets of ``listed``. Leave nothing behind when it raises."""
+        variables = horovod_variables.read()  # read again: in an elastic run the rank has just been written there
         made_world = gz_world.current() is None
         world = gz_world.init(timeout_s=membership.world_timeout_s) if membership and made_world else gz_world.init()
         try:
@@ -149,20 +149,20 @@ class HorovodBasics:
             raise
 
     def is_initialized(self) -> bool:
-        """Tell whether this process is between ``init`` and ``shutdown``, and the world that it entered still there."""
+        """Tell whether this process is between ``init`` and ``shutdown``, and the world that it entered still exists."""
         here = state()
         return here is not None and _is_current(here)
 
     def start_timeline(self, file_path: str, mark_cycles: bool = False) -> None:
-        """Begin to write a Chrome trace of the collectives; on rank 0, other ranks write nothing. Not collective.
+        """Begin to write a Chrome trace of the collectives. Only rank 0 writes; ranks may call independently.
 
         Args:
-            file_path: of the JSON file; one that is being written ends.
-            mark_cycles: mark the rounds in which ranks agreed on what to run.
+            file_path: the path of the JSON file; a timeline that is being written is ended first.
+            mark_cycles: mark the rounds of negotiation in it.
 
         Raises:
             ValueError: not initialised, or HOROVOD_TIMELINE was not set before ``init``.
-            OSError: on rank 0 alone: the file cannot be written. What was being written before has ended then.
+            OSError: on rank 0 alone: the file cannot be written. The timeline before it has ended then.
         """
         here = required()
         if not here.variables.timeline:
@@ -182,7 +182,7 @@ class HorovodBasics:
         required().engine.stop_timeline()
 
     def rank(self) -> int:
-        """Return the rank of this process, from 0. ValueError before ``init``, as the next ones."""
+        """Return the rank of this process, from 0. Like the methods below it raises ValueError before ``init``."""
         return required().rank
 
     def size(self) -> int:
@@ -198,7 +198,7 @@ class HorovodBasics:
         return required().local_size
 
     def cross_rank(self) -> int:
-        """Return the place of this node among those that have a rank with this local rank."""
+        """Return the index of this node among the nodes that have a rank with this local rank."""
         return required().cross_rank
 
     def cross_size(self) -> int:
@@ -210,12 +210,12 @@ class HorovodBasics:
         return required().is_homogeneous
 
     def mpi_threads_supported(self) -> bool:
-        """Raise ValueError: MPI carries nothing here."""
+        """Raise ValueError: no collective uses MPI here."""
         required()
         raise ValueError(explain("MPI carries nothing here, so there is no answer", fix="ask mpi_enabled() first"))
 
     def mpi_enabled(self) -> bool:
-        """Tell whether MPI carries the collectives: never. It may start the ranks, as any launcher."""
+        """Tell whether MPI carries the collectives: never. It may start the ranks, like any other launcher."""
         return False
 
     def mpi_built(self) -> bool:
@@ -239,23 +239,23 @@ class HorovodBasics:
         return int(major * 1000 + minor * 100 + patch if thousands else major * 10000 + minor * 100 + patch)
 
     def ddl_built(self) -> bool:
-        """Tell whether IBM's DDL is there: no."""
+        """Tell whether IBM's DDL is built in: no."""
         return False
 
     def ccl_built(self) -> bool:
-        """Tell whether Intel's oneCCL is there: no."""
+        """Tell whether Intel's oneCCL is built in: no."""
         return False
 
     def cuda_built(self) -> bool:
-        """Tell whether tensors of CUDA devices can be given: where PyTorch was built for them."""
+        """Tell whether tensors on CUDA devices are supported, that is, whether PyTorch was built for CUDA."""
         return torch.version.cuda is not None
 
     def rocm_built(self) -> bool:
-        """Tell whether tensors of ROCm devices can be given: where PyTorch was built for them."""
+        """Tell whether tensors on ROCm devices are supported, that is, whether PyTorch was built for ROCm."""
         return torch.version.hip is not None
 
     def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]:
-        """Return the ranks of every process set by its id, the global one (0) among them."""
+        """Return the ranks of every process set by its id, including the global one (0)."""
         return {number: list(member.ranks) for number, member in sorted(required().sets.items())}
 
 
@@ -268,7 +268,7 @@ def _entered(
     *,
     made_world: bool,
 ) -> HorovodState:
-    """Start the engine among the ranks that ``comm`` chooses. Every process of the world must call."""
+    """Start the engine on the ranks that ``comm`` chooses; return the state of the Horovod world. Every process must call."""
     group, made_group = dist.group.WORLD, None
     assert group is not None, "guozhuang.world.init made or found it"
     world_ranks = _chosen(comm, world.size)
@@ -325,7 +325,7 @@ def _start_timeline(here: HorovodState, path: str) -> None:
 
 
 def _chosen(comm: Any, size: int) -> tuple[int, ...]:
-    """The ranks of the world that ``comm`` names; all of them where it is None or empty, as in Horovod."""
+    """Return the ranks of the world that ``comm`` names; all ranks if it is None or empty, as in Horovod."""
     given = None if comm is None else ranks_of(comm) if is_communicator(comm) else list(comm)
     if not given:
         return tuple(range(size))
@@ -349,7 +349,7 @@ def _engine(group: dist.ProcessGroup, settings: Settings) -> NamedEngine:
 
 
 def _told(engine: NamedEngine, world: World) -> list[tuple[int, int]]:
-    """Return of every rank its node, and its place there by the launcher's word."""
+    """Exchange and return (node rank, local rank by the launcher) of every rank."""
     mine = torch.tensor([[world.node_rank, world.local_rank]])
     try:
         (found,) = engine.world.submit(Submission(Kind.ALLGATHER, "guozhuang.places", (mine,))).wait()
@@ -359,11 +359,11 @@ def _told(engine: NamedEngine, world: World) -> list[tuple[int, int]]:
 
 
 def _is_current(here: HorovodState) -> bool:
-    """Whether the processes of a Horovod world are still connected: its world may have been left, or its groups destroyed."""
+    """Return whether the world of guozhuang that a Horovod world was made on still exists, so its ranks are connected."""
     return here.world is gz_world.current()
 
 
 def _end(group: dist.ProcessGroup | None) -> None:
-    """End a group, unless it has ended with the default group already."""
+    """Destroy a group, unless it was destroyed with the default group already."""
     if group is not None and group in dist.distributed_c10d._world.pg_map:
         dist.destroy_process_group(group)

@@ -1,19 +1,19 @@
-"""Elastic training: a function that goes on after ranks were lost or came, from the state that was committed last.
+"""Elastic training: a function that continues from the last committed state after ranks were lost or added.
 
-[Note: elastic run] ``run_fn`` calls the user's function, again and again if need be::
+[Note: elastic run] ``run_fn`` calls the user's function, and calls it again after each change::
 
-    sync the state, unless everybody holds the same -> the function -> done
-    a collective failed (``HorovodInternalError``)  -> back to the last commit ->  leave the world, enter the next one
-    hosts came or went (``HostsUpdatedInterrupt``)  -> what is, stays          ->  leave the world, enter the next one
+    sync the state, unless all ranks hold the same      ->  call the function   ->  done
+    a collective failed (``HorovodInternalError``)      ->  restore last commit ->  leave the world, enter the next one
+    hosts were added or removed (``HostsUpdatedInterrupt``) -> keep the state   ->  leave the world, enter the next one
 
-Under ``horovodrun`` with ``--host-discovery-script`` or ``--min-np`` a driver says who is in the next world
-(``horovod.runner.elastic``). Elsewhere nobody can: under ``guozhuang run`` or torchrun the set of processes is the launcher's,
-which starts *all* of them anew after a failure. So there the exception leaves ``run``, the process ends, and a script begins
-again from its own checkpoints. Hosts never come or go there.
+Under ``horovodrun`` with ``--host-discovery-script`` or ``--min-np`` a driver decides which ranks are in the next world
+(``horovod.runner.elastic``). Without a driver the set of processes is fixed: after a failure ``guozhuang run`` and torchrun
+restart *all* of them. So there the exception leaves ``run``, the process ends, and the restarted script resumes from its own
+checkpoints. Hosts are never added or removed there.
 
-[Note: who may skip a sync] Ranks that stay after others only *went* hold the same state, and need no sync. But a sync is a
-collective, and not all may have left the last world for the same reason. So each says what it would do, and all do what the
-driver says: skip only if all may, and nobody is new.
+[Note: who may skip a sync] Ranks that remain after others were only *removed* hold the same state, and need no sync. But a sync
+is a collective, and ranks may have left the last world for different reasons. So each rank reports to the driver whether it may
+skip, and all follow the driver's decision: skip only if all may, and no rank is new.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _log = logging.getLogger("guozhuang")
 
 
 class State(abc.ABC):
-    """What training needs to go on, and when it was last known to be whole. Subclasses hold it.
+    """The state from which elastic training can continue. Subclasses hold it; this class checks for changes of hosts.
 
     Args:
-        bcast_object: brings an object from rank 0 to all.
-        get_rank: the rank of this process.
+        bcast_object: broadcasts an object from rank 0 and returns it on every rank.
+        get_rank: returns the rank of this process.
     """
 
     def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int]) -> None:
@@ -52,49 +52,50 @@ class State(abc.ABC):
         self._reset_callbacks: list[Callable[[], None]] = []
 
     def register_reset_callbacks(self, callbacks: list[Callable[[], None]]) -> None:
-        """Call these each time the set of ranks has changed, after ``hvd.init()`` and before the state is synced.
+        """Call these functions each time the set of ranks has changed, after ``hvd.init()`` and before the state is synced.
 
         Args:
-            callbacks: without arguments; for what depends on ``hvd.size()``, as a learning rate. On every rank the same.
+            callbacks: functions without arguments, the same on every rank; to adapt values that depend on ``hvd.size()``, such
+                as a learning rate.
         """
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """The set of ranks has changed; ``run`` calls this."""
+        """Reset all that depends on the set of ranks, which has changed. ``run`` calls this."""
         self._host_messages = queue.Queue()
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Hosts came or went; noticed by the next ``check_host_updates``.
+        """Record that hosts were added or removed, for the next ``check_host_updates``.
 
         Args:
-            timestamp: when; later ones are larger.
+            timestamp: the time of the change; later changes have larger ones.
             update_res: a ``HostUpdateResult``.
         """
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
-        """Save the state as one to come back to, and look whether hosts came or went. Every rank must call, as often.
+        """Save the state to return to after a failure, and check for changed hosts. All ranks must call it equally often.
 
-        It costs a copy of the state in memory, and two small broadcasts: call it as often as lost work would cost more.
+        It costs a copy of the state in memory, and two small broadcasts; work since the last commit is lost after a failure.
 
         Raises:
-            HostsUpdatedInterrupt: hosts came or went; on every rank.
+            HostsUpdatedInterrupt: hosts were added or removed; on every rank.
         """
         self.save()
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Look whether hosts came or went, as rank 0 has heard. Every rank must call, as often.
+        """Check whether rank 0 has learned of added or removed hosts. All ranks must call it equally often.
 
         Raises:
-            HostsUpdatedInterrupt: they have; on every rank. ``run`` takes it.
+            HostsUpdatedInterrupt: hosts were added or removed; on every rank. ``run`` handles it.
         """
         for timestamp, result in _heard(self._rank()):
             self.on_hosts_updated(timestamp, result)
-        # What the others hear may be later or earlier: rank 0 decides, else some would leave the world and others not.
+        # Ranks may learn of a change at different times. Rank 0 decides for all, so that all leave the world together.
         before, newest, all_updates = self._last_updated_timestamp, self._last_updated_timestamp, 0
         while not self._host_messages.empty():
             timestamp, result = self._host_messages.get()
@@ -106,27 +107,27 @@ class State(abc.ABC):
 
     @abc.abstractmethod
     def save(self) -> None:
-        """Keep the state as it is, to come back to it."""
+        """Keep a copy of the present state, for ``restore``."""
 
     @abc.abstractmethod
     def restore(self) -> None:
-        """Come back to what was saved last."""
+        """Return to the state that was saved last."""
 
     @abc.abstractmethod
     def sync(self) -> None:
         """Take over the state of rank 0, and save it. Every rank must call."""
 
     def reset(self) -> None:  # noqa: B027 - most states have nothing that depends on it
-        """The set of ranks has changed: make anew what depends on it. Called before the reset callbacks."""
+        """Rebuild the parts of the state that depend on the set of ranks, which has changed. Called before reset callbacks."""
 
 
 class ObjectState(State):
-    """Plain attributes: numbers, lists, whatever can be pickled.
+    """A state of plain attributes: numbers, lists, any objects that can be pickled.
 
     Args:
-        bcast_object: brings an object from rank 0 to all.
-        get_rank: the rank of this process.
-        **kwargs: names and first values; they become attributes.
+        bcast_object: broadcasts an object from rank 0 and returns it on every rank.
+        get_rank: returns the rank of this process.
+        **kwargs: names and first values of the attributes.
     """
 
     def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
@@ -136,26 +137,26 @@ class ObjectState(State):
             setattr(self, name, value)
         self._saved_state = self._copied()
 
-    if TYPE_CHECKING:  # its attributes are what it was given
+    if TYPE_CHECKING:  # the names of its attributes are known at run time only
 
         def __getattr__(self, name: str) -> Any: ...
 
         def __setattr__(self, name: str, value: Any) -> None: ...
 
     def save(self) -> None:
-        """Keep copies of the attributes that were given names at the start."""
+        """Keep copies of the attributes that were named in the constructor."""
         self._saved_state = self._copied()
 
     def restore(self) -> None:
-        """Set them back to copies of what was kept."""
+        """Set the attributes to copies of the saved values."""
         for name, value in copy.deepcopy(self._saved_state).items():
             setattr(self, name, value)
 
     def sync(self) -> None:
-        """Take over the attributes of rank 0 *as they are*, and keep copies. Every rank must call.
+        """Broadcast the *present* attributes of rank 0, and save them. Every rank must call.
 
-        Horovod takes over those that rank 0 has saved, which fit models and optimizers (synced as they are) only after a
-        commit or a restore.
+        Horovod broadcasts the ones that rank 0 has saved. These match the models and optimizers, whose present values are
+        synced, only right after a commit or a restore.
         """
         if self._saved_state:
             for name, value in self._bcast_object(self._present()).items():
@@ -173,11 +174,11 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[...,
     """Wrap a training function, whose first argument is a ``State``. See [Note: elastic run].
 
     Args:
-        func: to be called as ``func(state, ...)``; again after each change, with the same arguments.
+        func: called as ``func(state, ...)``, and again with the same arguments after each change.
         reset: leaves the world and enters the next one.
 
     Returns:
-        The function that does this. Every rank must call it.
+        The wrapped function. Every rank must call it.
     """
 
     @functools.wraps(func)
@@ -213,9 +214,9 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[...,
 
 
 def _come_back(reset: Callable[[], None], may_skip_sync: bool) -> bool:
-    """Enter the next world; whether everybody in it may skip the sync. See [Note: who may skip a sync].
+    """Enter the next world; return whether all its ranks may skip the sync. See [Note: who may skip a sync].
 
-    One that breaks before it is whole is left for the next by ``init``, which then tells the driver that a sync is needed.
+    If a rank is lost before that world is complete, ``init`` joins the one after it, and reports that a sync is needed.
     """
     membership = _membership()
     membership.may_skip_sync = may_skip_sync
@@ -224,13 +225,13 @@ def _come_back(reset: Callable[[], None], may_skip_sync: bool) -> bool:
 
 
 def _has_state() -> None:
-    """This process has what has been trained; without a driver nobody wants to know."""
+    """Note for the driver, if there is one, that this process holds the trained state."""
     if elastic_variables.driver() is not None:
         _membership().has_state = True
 
 
 def _heard(rank: int) -> list[tuple[float, int]]:
-    """What rank 0 has heard from the driver since it was asked last; the others need not ask."""
+    """Return the changes of hosts that the driver has reported since the last call, on rank 0; on other ranks nothing."""
     if rank != 0 or elastic_variables.driver() is None:
         return []
     return [(each.timestamp, int(each.result)) for each in _membership().updates()]

@@ -1,7 +1,7 @@
-"""An elastic Horovod run, as the environment of a worker tells of it: where the driver is, and which rank the worker has now.
+"""The environment variables of a worker of an elastic Horovod run: the address of the driver, and the worker's present rank.
 
-A worker keeps its process while its rank changes from round to round. So the variables that other launchers export before a
-process begins are written here, before each ``init``.
+The rank of a worker changes from round to round while its process continues. So the variables that other launchers set before
+a process starts are written by the process itself here, before each ``init``.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from guozhuang.world import machine
 from guozhuang.world.variables import number
 
 DEFAULT_TIMEOUT_S = 600
-# In the variable, before the number of the process that is the worker.
+# Stands in the variable before the process id of the worker, once ``claim`` has added it.
 _CLAIMED_BY = " by "
-# What an outer run may have left in the driver's environment, and what each round writes anew.
+# Variables that an outer run may have left in the driver's environment, and that each round sets.
 _STALE = frozenset({
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME",
     "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GUOZHUANG_LOCAL_RANK", "GUOZHUANG_SECRET",
@@ -33,13 +33,13 @@ _log = logging.getLogger("guozhuang")
 
 @dataclass(frozen=True)
 class Driver:
-    """The driver of this worker.
+    """The address of the driver, and its number for this worker.
 
     Attributes:
-        host: where its store is reached from here; on loopback.
+        host: the address of the driver's store from here, always on loopback.
         port: the TCP port of the store.
         worker: the number by which the driver knows this process.
-        timeout_s: how long the driver may be silent, in seconds (HOROVOD_ELASTIC_TIMEOUT).
+        timeout_s: how long the driver may be silent before the worker fails, in seconds (HOROVOD_ELASTIC_TIMEOUT).
     """
 
     host: str
@@ -53,10 +53,10 @@ class Place:
     """The place of a worker in a round.
 
     Attributes:
-        rank: of the worker. size: how many there are.
-        local_rank: among those of its host. local_size: how many its host has.
-        node_rank: its host. num_nodes: how many hosts there are.
-        cross_rank: its host among those that have this local rank. cross_size: how many those are.
+        rank: the rank of the worker. size: the number of ranks.
+        local_rank: its index among the ranks of its host. local_size: the number of ranks of its host.
+        node_rank: the index of its host. num_nodes: the number of hosts.
+        cross_rank: the index of its host among the hosts that have this local rank. cross_size: the number of those hosts.
     """
 
     rank: int
@@ -70,9 +70,9 @@ class Place:
 
 
 def driver(environ: Mapping[str, str] | None = None) -> Driver | None:
-    """The driver that started this process; None if none did. This alone tells whether a run is elastic.
+    """Return the driver that started this process; None if none did. Only this tells whether a run is elastic.
 
-    None too in what a worker has forked or started: the driver knows one process by each number. See ``claim``.
+    Processes that a worker forks or starts get None as well: each worker number belongs to one process. See ``claim``.
 
     Args:
         environ: the environment to look into; None: the one of this process.
@@ -100,7 +100,7 @@ def driver(environ: Mapping[str, str] | None = None) -> Driver | None:
 
 
 def claim() -> None:
-    """This process is the worker: those that it forks or starts from now on, which inherit the variable, are none."""
+    """Add the id of this process to the variable, so that processes it starts, which inherit it, are not taken for workers."""
     text = os.environ[VARIABLE].strip()
     assert driver() is not None
     if _CLAIMED_BY not in text:
@@ -108,7 +108,7 @@ def claim() -> None:
 
 
 def environment_of_workers(more: Mapping[str, str]) -> dict[str, str]:
-    """What workers on this machine get: this process's environment and ``more``, without what an outer run has left."""
+    """Return the environment of workers on this machine: that of this process without leftovers of outer runs, and ``more``."""
     own = {
         name: value
         for name, value in os.environ.items()
@@ -118,13 +118,13 @@ def environment_of_workers(more: Mapping[str, str]) -> dict[str, str]:
 
 
 def variables(told: Driver, host: str, num_local: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """What one worker gets besides.
+    """Return the additional variables of one worker.
 
     Args:
-        told: its number, and where it reaches the store.
+        told: the worker's number, and the address of the store from there.
         host: the name of its host, as the user or the discovery script wrote it.
-        num_local: how many workers its host may have.
-        environ: what it gets otherwise; OMP_NUM_THREADS stays as it is there.
+        num_local: the largest number of workers on its host, which share the cores.
+        environ: the rest of its environment; if that sets OMP_NUM_THREADS it is kept.
     """
     found = {
         VARIABLE: f"{told.worker}@{told.host}:{told.port}",
@@ -141,10 +141,10 @@ def variables(told: Driver, host: str, num_local: int, environ: Mapping[str, str
 
 
 class Seat:
-    """Where a worker sits: writes its place into the environment of this process, round after round.
+    """The writer of a worker's place into the environment of this process, once for each round.
 
     Args:
-        told: by the driver.
+        told: the driver's address.
     """
 
     def __init__(self, told: Driver) -> None:
@@ -152,15 +152,15 @@ class Seat:
         self._interfaces: tuple[str, ...] = ()
 
     def take(self, place: Place, round_number: int, towards: str) -> None:
-        """Be this rank from the next ``init`` on.
+        """Set the environment variables from which the next ``init`` reads this worker's rank.
 
-        The driver keeps the store where the ranks meet, as torch elastic does for its ranks; rounds have parts of their own
-        there. So nothing is lost with rank 0.
+        The ranks meet in the driver's store, as torch elastic's do in its agent's store; each round has its own part there. So
+        the loss of rank 0 does not lose the store.
 
         Args:
-            place: in the round.
-            round_number: counts rounds from 1.
-            towards: an address of the driver's host as this one sees it, where ranks are on several machines; else "".
+            place: the place of the worker in the round.
+            round_number: the number of the round, counted from 1.
+            towards: an address by which this host reaches the driver's if ranks are on several machines; else "".
         """
         for name in self._interfaces:
             os.environ.pop(name, None)
@@ -195,8 +195,8 @@ class Seat:
 
 
 def verdict_key(round_number: int) -> str:
-    """The key of the driver's store at which ranks that still wait for each other look for a reason to stop waiting.
+    """Return the key of the driver's store where ranks that wait for each other look for a reason to stop waiting.
 
-    It is that of ``net.meet.roll_call`` in the first world of that round; ``session.meet`` names the part around it.
+    ``net.meet.roll_call`` uses this key in the first world of that round, under the prefix that ``session.meet`` chooses.
     """
     return f"guozhuang/{round_number}/1/verdict"

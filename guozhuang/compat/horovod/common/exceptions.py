@@ -4,18 +4,18 @@ from __future__ import annotations
 
 
 class HorovodInternalError(RuntimeError):
-    """A collective failed: ranks asked for different things, a peer is gone, or the world was left while it was under way.
+    """A collective failed: ranks submitted different operations, a peer is gone, or the world was left before it was done.
 
-    Where ranks differed the job goes on, and later collectives work. ``hvd.elastic.run`` takes it as a reason to restore
-    the last committed state and to meet again.
+    If ranks only submitted different operations, later collectives still work. ``hvd.elastic.run`` handles it: it restores
+    the last committed state and enters the next world.
     """
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """Hosts came or went during an elastic run; raised by ``state.commit()`` and ``state.check_host_updates()``.
+    """Hosts were added or removed in an elastic run; raised by ``state.commit()`` and ``state.check_host_updates()``.
 
     Attributes:
-        skip_sync: hosts only went: the ranks that stay hold the same state already.
+        skip_sync: hosts were only removed: the remaining ranks hold the same state already.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -24,7 +24,7 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 
 class HorovodVersionMismatchError(ImportError):
-    """Parts of two versions were put together."""
+    """Parts of two different versions are installed together."""
 
     def __init__(self, name: str, version: str, installed_version: str) -> None:
         super().__init__(get_version_mismatch_message(name, version, installed_version))
@@ -34,7 +34,7 @@ class HorovodVersionMismatchError(ImportError):
 
 
 def get_version_mismatch_message(name: str, version: str, installed_version: str) -> str:
-    """Say which version of ``name`` this was made for, and which one is installed."""
+    """Return the text that names the version of ``name`` that is needed, and the installed one."""
     return (
         f"this was made for {name} {version}, but {name} {installed_version} is installed. "
         f"Fix: install {name} {version}, or install this again next to the version that is there."

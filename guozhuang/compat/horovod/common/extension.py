@@ -1,4 +1,4 @@
-"""What every run gets so that Horovod's scripts run as they are, and what processes of ``horovodrun`` find besides."""
+"""The variables and folder by which every run accepts Horovod scripts, and further variables for those of ``horovodrun``."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import dataclasses
 
 from guozhuang.launch.request import Extension, with_folders
 
-# Where the driver of an elastic run is.
+# The variable that holds a worker's number and the address of the driver of an elastic run.
 ELASTIC = "GUOZHUANG_HOROVOD_ELASTIC"
-# What a launcher tells one process of who it is, in a run that is elastic or not; no other run inherits it.
+# Variables by which a launcher gives one process its rank and sizes; runs that the process starts do not inherit them.
 OF_A_PROCESS = tuple(
     "HOROVOD_" + name
     for name in ("HOSTNAME", "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "ELASTIC")
 )
-# A folder that holds the package `horovod` alone. Where Horovod itself is installed, that package steps aside for it.
+# A folder that holds only the package `horovod`; where the real Horovod is installed, that package loads the real one.
 FOLDER = "compat/horovod/on_path"
 EXTENSION = Extension(
     python_path=(FOLDER,),

@@ -1,7 +1,7 @@
-"""Process sets: some of the ranks, which run collectives among themselves.
+"""Process sets: subsets of the ranks, each of which runs collectives of its own.
 
-They are made by ``hvd.init(process_sets=[...])``, or at any time by ``hvd.add_process_set``, where every rank of the world
-calls and HOROVOD_DYNAMIC_PROCESS_SETS=1 or ``hvd.init(process_sets="dynamic")`` allowed it.
+``hvd.init(process_sets=[...])`` registers them, or ``hvd.add_process_set`` at any time: every rank of the world must call that,
+and HOROVOD_DYNAMIC_PROCESS_SETS=1 or ``hvd.init(process_sets="dynamic")`` must have allowed it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _NOT_DYNAMIC = (
 )
 
 
-# Ranks, and communicators of mpi4py, where a script gives one instead. mpi4py is imported only then.
+# A script may give lists of ranks or communicators of mpi4py. mpi4py is imported only for the latter.
 
 
 def is_communicator(given: object) -> TypeGuard[Any]:
-    """Tell an mpi4py communicator from a list of ranks."""
+    """Return whether an object is an mpi4py communicator, and not a list of ranks."""
     return hasattr(given, "Get_group") and hasattr(given, "Get_size")
 
 
@@ -47,16 +47,16 @@ def ranks_of(communicator: Any) -> list[int]:
 
 
 def checked(ranks: Sequence[int], size: int, what: str) -> tuple[int, ...]:
-    """Return ranks as a tuple.
+    """Check a list of ranks, and return it as a tuple.
 
     Args:
-        ranks: of a group of ``size``.
-        size: how many ranks there are to choose from.
-        what: what they are for; begins the text of the error.
+        ranks: the ranks, in any order.
+        size: the number of ranks in the world; valid ranks are 0 to size - 1.
+        what: the name of the argument that holds them, which begins the text of an error.
 
     Raises:
-        ValueError: there are none, one comes twice, or one is not among 0 .. size - 1.
-        TypeError: one is no whole number.
+        ValueError: the list is empty, or holds a rank twice or one that does not exist.
+        TypeError: a rank is no whole number.
     """
     chosen = tuple(operator.index(rank) for rank in ranks)
     if not chosen:
@@ -71,14 +71,14 @@ def checked(ranks: Sequence[int], size: int, what: str) -> tuple[int, ...]:
 
 
 class ProcessSet:
-    """Some of the ranks. It can be used once it is registered, by ``hvd.init`` or ``hvd.add_process_set``.
+    """A subset of the ranks. It can be used once ``hvd.init`` or ``hvd.add_process_set`` has registered it.
 
     Args:
         ranks_or_comm: ranks of the Horovod world in any order, or a communicator of mpi4py.
 
     Attributes:
-        process_set_id: 0 for all ranks, 1 and up for others; None while it is not registered.
-        ranks: rising; None for a communicator that is not registered yet.
+        process_set_id: 0 for the set of all ranks, 1 and up for others; None while it is not registered.
+        ranks: the ranks in rising order; None for a communicator that is not registered yet.
         mpi_comm: the communicator, if one was given.
 
     Raises:
@@ -96,12 +96,12 @@ class ProcessSet:
             self.ranks = sorted(operator.index(rank) for rank in ranks_or_comm)
 
     def size(self) -> int | None:
-        """Return how many ranks it has; None while it is not registered."""
+        """Return the number of ranks of the set; None while it is not registered."""
         member = self._member()
         return None if member is None else len(member.ranks)
 
     def rank(self) -> int | None:
-        """Return the place of this process in it; None while it is not registered.
+        """Return the rank of this process within the set; None while the set is not registered.
 
         Raises:
             ValueError: this process is no member.
@@ -115,7 +115,7 @@ class ProcessSet:
         return member.ranks.index(mine)
 
     def included(self) -> bool | None:
-        """Tell whether this process is a member; None while it is not registered."""
+        """Return whether this process is a member; None while the set is not registered."""
         member = self._member()
         return None if member is None else required().rank in member.ranks
 
@@ -136,15 +136,15 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Register a process set. Every rank of the world must call with the same ranks, members or not.
 
     Args:
-        process_set: one that is not registered, a sequence of ranks, or a communicator of mpi4py.
+        process_set: a process set that is not registered, a sequence of ranks, or a communicator of mpi4py.
 
     Returns:
-        The process set, registered; that which was given, if one was.
+        The registered process set; the same object if a ``ProcessSet`` was given.
 
     Raises:
-        ValueError: not initialised; not allowed (see the module); its ranks do not exist, or are those of another set; ranks
-            gave different ones (a ``MismatchError``, on all of them).
-        HorovodInternalError: a rank is lost, or did not come.
+        ValueError: not initialised; not allowed (see the module); a rank of the set does not exist; another set has the same
+            ranks; the ranks of the world gave different sets (a ``MismatchError``, on all of them).
+        HorovodInternalError: a rank is lost, or did not call in time.
     """
     here = required()
     if not here.dynamic:
@@ -162,14 +162,14 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Forget a process set. Every rank of the world must call; nothing may be under way in it.
+    """Remove a process set. Every rank of the world must call, and the set must have no unfinished operations.
 
     Returns:
-        False where it is the global one or not registered, True otherwise. Its ``process_set_id`` is None afterwards.
+        False if it is the global set or not registered, True otherwise. Its ``process_set_id`` is None then.
 
     Raises:
-        ValueError: not initialised, or not allowed (see the module); ranks gave different ones.
-        HorovodInternalError: a rank is lost, or did not come.
+        ValueError: not initialised, or not allowed (see the module); the ranks gave different sets.
+        HorovodInternalError: a rank is lost, or did not call in time.
     """
     here = required()
     number = process_set.process_set_id
@@ -198,10 +198,10 @@ def register(process_set: ProcessSet, ranks: tuple[int, ...], here: HorovodState
 
 
 def register_all(process_sets: Sequence[ProcessSet], here: HorovodState) -> None:
-    """Register those that were given to ``hvd.init``. Every rank of the world must call with the same ones.
+    """Register the process sets that were given to ``hvd.init``. Every rank of the world must call with the same ones.
 
     Raises:
-        ValueError: one has the ranks of another one before it, or all ranks; or its ranks do not exist. None is registered.
+        ValueError: two sets have the same ranks, a set has all ranks, or a rank does not exist. Nothing is registered then.
     """
     seen = {tuple(range(here.size))}
     chosen = []
@@ -218,10 +218,10 @@ def register_all(process_sets: Sequence[ProcessSet], here: HorovodState) -> None
 
 
 def find_again(process_sets: Sequence[ProcessSet], here: HorovodState) -> None:
-    """Give process sets that come to a second ``hvd.init`` the ids that sets of their ranks have.
+    """Give the process sets of a second ``hvd.init`` the ids of the registered sets that have the same ranks.
 
     Raises:
-        ValueError: one was not given to the first ``hvd.init``.
+        ValueError: no registered set has these ranks.
     """
     for each in process_sets:
         ranks = ranks_in(each, here)
@@ -235,13 +235,13 @@ def find_again(process_sets: Sequence[ProcessSet], here: HorovodState) -> None:
 
 
 def enter_global(here: HorovodState) -> None:
-    """Let the global process set stand for all ranks of a new world."""
+    """Set the ranks of the global process set to all ranks of a new world."""
     global_process_set.ranks = list(range(here.size))
     here.sets[0] = SetMember(here.engine.world, tuple(range(here.size)))
 
 
 def leave_all(here: HorovodState) -> None:
-    """Take their ids from all process sets but the global one, which exists in every world."""
+    """Unregister all process sets when the world ends; the global one keeps its id 0, and has no ranks until the next world."""
     for member in here.sets.values():
         for each in member.objects:
             each.process_set_id = None
@@ -249,10 +249,10 @@ def leave_all(here: HorovodState) -> None:
 
 
 def ranks_in(process_set: ProcessSet, here: HorovodState) -> tuple[int, ...]:
-    """Return the ranks of a process set, rising, as ranks of the Horovod world.
+    """Return the ranks of a process set as ranks of the Horovod world, in rising order.
 
     Raises:
-        ValueError: one of them does not exist, or comes twice; or there are none.
+        ValueError: a rank does not exist or is given twice; or there are none.
     """
     if not isinstance(process_set, ProcessSet):
         what = f"hvd.init takes objects of hvd.ProcessSet, not of {type(process_set).__name__}"
@@ -268,7 +268,7 @@ def ranks_in(process_set: ProcessSet, here: HorovodState) -> tuple[int, ...]:
 
 
 def member_of(process_set: ProcessSet) -> SetMember:
-    """Return what the engine knows of a process set that this process can use.
+    """Return the channel and ranks of a process set that this process is a member of.
 
     Raises:
         ValueError: not initialised; the set is not registered; this process is no member.

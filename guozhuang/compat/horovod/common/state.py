@@ -1,11 +1,11 @@
-"""The one world that this process is in, between ``hvd.init()`` and ``hvd.shutdown()``, and which rank is where in it.
+"""The Horovod world of this process, from ``hvd.init()`` to ``hvd.shutdown()``, and the place of each rank on its node.
 
-[Note: unnamed operations] Ranks match operations by name. One that got no name is called "<op>.noname.<n>", where n counts the
-unnamed operations of that kind in that process set on this rank. So ranks may issue named operations, and operations of other
-sets and kinds, in any order and number; only the unnamed ones of one kind and set must come in the same order on all ranks.
-Horovod counts all operations together, so every script that works there works here. What a rank was not allowed to submit does
-not count. When ``join`` ends nothing is under way in the global set, and ranks that left early have counted less: there
-everybody begins again at 0.
+[Note: unnamed operations] Ranks match operations by name. An operation without a name is called "<op>.noname.<n>", where n
+counts the unnamed operations of that kind in that process set on this rank. So ranks may submit named operations, and those of
+other sets and kinds, in any order and number; only the unnamed ones of one kind and set must have the same order on all ranks.
+Horovod uses one count for all operations, so a script that works there works here. An operation whose submission failed is not
+counted. Ranks that call ``join`` early have counted fewer operations; since the global set has no unfinished operations when
+``join`` ends, all ranks then count from 0 again.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from guozhuang.world import World
 
 @dataclass(eq=False)
 class SetMember:
-    """A process set as the engine knows it.
+    """A registered process set, with the engine's channel for it.
 
     Attributes:
-        channel: where its members negotiate; made on every rank, members or not.
-        ranks: of the set, rising; ranks of the Horovod world.
+        channel: the channel in which its members negotiate; it exists on every rank, members or not.
+        ranks: the ranks of the set in the Horovod world, in rising order.
         objects: the ``ProcessSet`` objects that hold its id.
     """
 
@@ -54,35 +54,35 @@ class SetMember:
         return f"{operation}.noname.{count}"
 
     def take_back(self, operation: str, full_name: str) -> None:
-        """Let the name of an unnamed operation be given again, which was not submitted; a later one may have come since."""
+        """Release the name of an unnamed operation that was not submitted, unless a later name was given out since."""
         with self._lock:
             count = self._counts.get(operation, 0)
             if full_name == f"{operation}.noname.{count - 1}":
                 self._counts[operation] = count - 1
 
     def count_again(self) -> None:
-        """Begin again at 0, on all ranks at the same point. See [Note: unnamed operations]."""
+        """Count unnamed operations from 0 again; all ranks must do so at the same point. See [Note: unnamed operations]."""
         with self._lock:
             self._counts.clear()
 
 
 @dataclass(eq=False)
 class HorovodState:
-    """What ``hvd.init()`` found and made.
+    """The state of the Horovod world in this process, as ``hvd.init()`` makes it.
 
     Attributes:
-        engine: the collectives by name, over the ranks of the Horovod world.
-        world: all processes that the launcher started; larger than the Horovod world where ``init(comm=...)`` chose some.
+        engine: matches and runs collectives by name, over the ranks of the Horovod world.
+        world: all processes that the launcher started; larger than the Horovod world if ``init(comm=...)`` chose some of them.
         variables: the HOROVOD_* variables as they were at ``init``.
-        rank: this process in the Horovod world. size: of it.
-        local_rank: this process among those of its node. local_size: how many its node has.
-        cross_rank: this node among those that have this local rank. cross_size: how many those are.
+        rank: the rank of this process in the Horovod world. size: the number of ranks there.
+        local_rank: the index of this process among the ranks of its node. local_size: the number of ranks of its node.
+        cross_rank: the index of this node among the nodes that have this local rank. cross_size: the number of those nodes.
         is_homogeneous: all nodes have equally many ranks.
-        world_ranks: the processes of the Horovod world, in the order of their ranks there, as ranks of ``world``.
-        made_world: the world of ``guozhuang`` was entered by ``hvd.init()``, and is left by ``hvd.shutdown()``.
+        world_ranks: for each rank of the Horovod world, in order, its rank in ``world``.
+        made_world: ``hvd.init()`` entered the world of ``guozhuang``, so ``hvd.shutdown()`` leaves it.
         dynamic: process sets may be added and removed.
         sets: the process sets by id; 0 is the global one.
-        made_group: of the ranks that ``init(comm=...)`` chose, if they are some; ends with the Horovod world.
+        made_group: the group of the ranks that ``init(comm=...)`` chose; None for all. It ends with the Horovod world.
         next_set: the id of the next process set.
     """
 
@@ -113,15 +113,15 @@ _current = _Current()
 
 
 def state() -> HorovodState | None:
-    """The world this process is in; None before ``hvd.init()`` and after ``hvd.shutdown()``."""
+    """Return the Horovod world of this process; None before ``hvd.init()`` and after ``hvd.shutdown()``."""
     return _current.state
 
 
 def required() -> HorovodState:
-    """As ``state()``.
+    """Return the Horovod world of this process, like ``state()``, but raise if there is none.
 
     Raises:
-        ValueError: there is none.
+        ValueError: ``hvd.init()`` has not been called.
     """
     if _current.state is None:
         raise ValueError("Horovod has not been initialized; use hvd.init().")
@@ -129,18 +129,18 @@ def required() -> HorovodState:
 
 
 def set_state(new: HorovodState | None) -> None:
-    """Enter a world, or leave it; ``basics`` calls this, nobody else."""
+    """Set the Horovod world of this process, or None; only ``basics`` calls this."""
     _current.state = new
 
 
 class RankPlace(NamedTuple):
-    """Where a rank is.
+    """The place of a rank among the nodes.
 
     Attributes:
-        local_rank: its place among the ranks of its node.
-        local_size: how many ranks its node has.
-        cross_rank: the place of its node among those that have a rank with this local rank.
-        cross_size: how many those are.
+        local_rank: its index among the ranks of its node.
+        local_size: the number of ranks of its node.
+        cross_rank: the index of its node among the nodes that have a rank with this local rank.
+        cross_size: the number of those nodes.
         is_homogeneous: all nodes have equally many ranks.
     """
 
@@ -152,12 +152,12 @@ class RankPlace(NamedTuple):
 
 
 def place_of(rank: int, told: Sequence[tuple[int, int]]) -> RankPlace:
-    """Return where a rank is.
+    """Return the place of a rank among the nodes.
 
     Args:
-        rank: of whom.
-        told: of each rank its node, and its place there by the launcher's word, which may number the ranks of a node in any
-            order. Both with gaps where some processes are no ranks.
+        rank: the rank in the Horovod world.
+        told: (node rank, local rank) of each rank as the launcher gave them. Numbers may be missing, of processes that are not
+            in the Horovod world; local ranks need not rise with the ranks.
     """
     node = told[rank][0]
     nodes = [each for each, _ in told]
@@ -175,15 +175,15 @@ def place_of(rank: int, told: Sequence[tuple[int, int]]) -> RankPlace:
 
 
 def compare_worlds(group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
-    """Check that no process is in two worlds. Every process must call; only one in a part of them waits for the others.
+    """Check that no process is in two worlds. Every process must call; only those whose world is not all of them wait.
 
     Args:
-        group: all processes.
-        ranks: those of this one's world, rising.
+        group: the group of all processes.
+        ranks: the ranks of this process's Horovod world, in rising order.
 
     Raises:
-        ValueError: two processes gave worlds that overlap and are not the same; on all that wait.
-        WorldError: a process did not come within the time-out of the group.
+        ValueError: two processes gave worlds that overlap and are not the same; on all processes that wait.
+        WorldError: a process did not call within the time-out of the group.
     """
     notices, rank = StepNotices(group, "horovod/worlds"), group.rank()
     notices.leave(0, json.dumps(list(ranks)))

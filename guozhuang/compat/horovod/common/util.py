@@ -1,4 +1,4 @@
-"""Small things that scripts, and tests written for Horovod, import from here."""
+"""Small helpers that scripts and tests written for Horovod import from this path."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _cache = functools.cache
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Tell whether a framework ("torch", "tensorflow", "mxnet") is served: "torch" alone."""
+    """Return whether a framework ("torch", "tensorflow", "mxnet") is supported: only "torch" is."""
     found = ext_base_name in _EXTENSIONS
     if verbose:
         print(f"{ext_base_name}: {'served' if found else 'not served; only torch is'}")
@@ -53,16 +53,16 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
-    """Do nothing for ``horovod.torch``.
+    """Check that a framework's extension is available, as ``horovod.torch`` always is.
 
     Args:
-        ext_name: "horovod.torch" and the like.
-        ext_env_var: what asked for it when Horovod was built; part of the error's text.
-        pkg_path: not needed: there is no compiled file to look for.
-        *args: not needed, as ``pkg_path``.
+        ext_name: the name of the extension, such as "horovod.torch".
+        ext_env_var: the variable that enables it when Horovod is built; shown in the error's text.
+        pkg_path: ignored: there is no compiled file to look for.
+        *args: ignored.
 
     Raises:
-        ImportError: another framework.
+        ImportError: the extension is of another framework.
     """
     if not extension_available(ext_name.rpartition(".")[2]):
         what = f"extension {ext_name} is not there ({ext_env_var}): PyTorch alone is served"
@@ -70,12 +70,12 @@ def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) 
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Tell whether a framework that is served sees a GPU."""
+    """Return whether the framework is supported and sees a GPU."""
     return extension_available(ext_base_name, verbose) and torch.cuda.is_available()
 
 
 def _shown(name: str, ask: Callable[[], bool | int]) -> Callable[..., Any]:
-    """Return a function that answers as a method of ``HorovodBasics``, and prints the answer where it is asked to."""
+    """Return a function with the result of a method of ``HorovodBasics``, which also prints it if called with ``verbose``."""
 
     def built(verbose: bool = False) -> bool | int:
         found = ask()
@@ -104,12 +104,12 @@ def split_list(items: Sequence[_Item], num_parts: int) -> list[Sequence[_Item]]:
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
-    """Tell whether a number is 1, 2, 4, 8, ..."""
+    """Return whether a number is a power of two: 1, 2, 4, 8, ..."""
     return num_rank > 0 and num_rank & (num_rank - 1) == 0
 
 
 def is_iterable(x: object) -> bool:
-    """Tell whether ``iter`` takes it."""
+    """Return whether an object can be iterated over."""
     try:
         iter(x)  # type: ignore[call-overload]
     except TypeError:
@@ -118,14 +118,14 @@ def is_iterable(x: object) -> bool:
 
 
 def is_version_greater_equal_than(ver: str, target: str) -> bool:
-    """Compare two versions.
+    """Return whether version ``ver`` is at least ``target``.
 
     Args:
         ver: any version.
-        target: "major.minor.patch".
+        target: a version of the form "major.minor.patch".
 
     Raises:
-        ValueError: one is no text, or ``target`` has another form.
+        ValueError: one of them is no string, or ``target`` has another form.
     """
     if not (isinstance(ver, str) and isinstance(target, str)):
         raise ValueError(explain("versions are compared as texts", value=(ver, target)))
@@ -135,10 +135,10 @@ def is_version_greater_equal_than(ver: str, target: str) -> bool:
 
 
 def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[int | None, bool | None], int]:
-    """Return a function of ``(op, average)`` that says which reduction is meant; ``average`` is what came before ``op``.
+    """Return a function that chooses the reduction from ``(op, average)``; ``average`` is the deprecated form of ``op``.
 
     Args:
-        reduce_ops: has the attributes ``Average`` and ``Sum``.
+        reduce_ops: an object with the attributes ``Average`` and ``Sum``.
     """
 
     def chosen(op: int | None, average: bool | None) -> int:
@@ -151,7 +151,7 @@ def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[int | 
             what = "op takes the place of average, and both were given"
             raise ValueError(explain(what, value=f"op={op}, average={average}", fix="leave average out"))
         text = "the argument average is deprecated. Fix: op=hvd.Average in place of True, op=hvd.Sum in place of False."
-        # The line that is meant calls the collective, and that calls this.
+        # stacklevel=3: the warning points at the script's line, which called the collective that called this function.
         warnings.warn(text, DeprecationWarning, stacklevel=3)
         return int(reduce_ops.Average if average else reduce_ops.Sum)
 
@@ -160,10 +160,10 @@ def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[int | 
 
 @contextlib.contextmanager
 def env(**wanted: str | None) -> Iterator[None]:
-    """Inside of it the environment of this process has these variables; None removes one. Not for several threads at once.
+    """Set environment variables for the ``with`` block, or remove those given as None; restore them after it. Not thread-safe.
 
     Raises:
-        TypeError: a value is no text; nothing is changed then.
+        TypeError: a value is no string; nothing is changed then.
     """
     before = {name: os.environ.get(name) for name in wanted}
     try:

@@ -1,5 +1,5 @@
-"""What the variables HOROVOD_* say, for scripts that were written for Horovod: read once, checked, and named where they are
-of no use here."""
+"""The environment variables HOROVOD_*, for scripts written for Horovod: they are read and checked here, and those without
+effect are named in the log."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .autotune import AutotuneSettings, check_available
 _BEGIN = "HOROVOD_"
 _log = logging.getLogger("guozhuang")
 
-# The variables that were named in the log of this process already.
+# The variables that this process has named in its log already.
 _named: set[str] = set()
 
 LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
@@ -26,10 +26,10 @@ LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 
 @dataclass(frozen=True)
 class HorovodVariables:
-    """A field for each variable, without HOROVOD_ before its name; None where it is not set, or empty.
+    """The values of all variables HOROVOD_*, by name without that prefix, in lower case; None for one not set, or empty.
 
-    Sizes are bytes, ``cycle_time`` milliseconds, what ends in ``_seconds`` seconds; ``start_timeout`` and ``elastic_timeout``
-    are seconds too. ``timeline`` is a path, or DYNAMIC. ``others`` are variables beginning with HOROVOD_ that no field is for.
+    Sizes are in bytes, ``cycle_time`` in milliseconds, fields that end in ``_seconds`` in seconds, as are ``start_timeout`` and
+    ``elastic_timeout``. ``timeline`` is a path, or DYNAMIC. ``others`` names all set variables HOROVOD_* that have no field.
     """
 
     fusion_threshold: int | None = None
@@ -52,7 +52,7 @@ class HorovodVariables:
     elastic: bool | None = None
     elastic_timeout: float | None = None
     start_timeout: float | None = None
-    # Of this process, as the launcher has it.
+    # The place of this process, as the launcher gave it.
     hostname: str | None = None
     rank: int | None = None
     size: int | None = None
@@ -61,7 +61,7 @@ class HorovodVariables:
     cross_rank: int | None = None
     cross_size: int | None = None
     gloo_iface: str | None = None
-    # What says how Horovod's own engine is to work, and is of no use here.
+    # Settings of Horovod's own engine, which have no effect here.
     log_hide_time: bool | None = None
     hierarchical_allreduce: bool | None = None
     hierarchical_allgather: bool | None = None
@@ -81,13 +81,13 @@ class HorovodVariables:
 
 
 def read(environ: Mapping[str, str] | None = None) -> HorovodVariables:
-    """What the environment says.
+    """Read and check the variables of an environment.
 
     Args:
         environ: the environment; None: the one of this process.
 
     Raises:
-        UsageError: a variable holds what it cannot be; the text names it, its value and what is allowed.
+        UsageError: a variable has a value that is not allowed; the text names both, and the allowed values.
     """
     found = os.environ if environ is None else environ
     values: dict[str, object] = {}
@@ -101,14 +101,14 @@ def read(environ: Mapping[str, str] | None = None) -> HorovodVariables:
 
 
 def set_dynamic_process_sets() -> None:
-    """Note for this process, and those that it starts, that process sets may be added later: hvd.init(..., "dynamic")."""
+    """Set the variable that allows process sets to be added after ``init``, for this process and those that it starts."""
     os.environ[_name("dynamic_process_sets")] = "1"
 
 
 def without_meaning(variables: HorovodVariables) -> list[str]:
-    """The variables that are set and change nothing here; not those that ask for what is so anyway, as a 0 for a switch.
+    """Return the set variables that have no effect here, except those whose value asks for the behaviour that Guozhuang has.
 
-    Some mean something to processes of ``horovodrun`` alone, which it tells their rank.
+    Some have an effect only in processes of ``horovodrun``, which gives them their rank by variables.
     """
     inert = dict(_INERT)
     if variables.rank is None or variables.size is None:
@@ -120,16 +120,16 @@ def without_meaning(variables: HorovodVariables) -> list[str]:
 
 
 def check_world(variables: HorovodVariables, rank: int, size: int) -> None:
-    """Check that a launcher that told this process its place by HOROVOD_RANK and HOROVOD_SIZE was understood.
+    """Check that HOROVOD_RANK and HOROVOD_SIZE, if set, agree with the rank and size that were found.
 
-    Horovod's own launcher tells it nothing else, and each of its processes would be a world of one here, unnoticed.
+    Horovod's own launcher sets only these, which do not make a world here: each of its processes would train alone, unnoticed.
 
     Args:
-        variables: of this process.
-        rank: of this process in the world as it was launched. size: of that world.
+        variables: the variables of this process.
+        rank: the rank of this process among all that were launched. size: the number of launched processes.
 
     Raises:
-        UsageError: the variables say otherwise.
+        UsageError: the variables hold another rank or size.
     """
     told = (variables.rank, variables.size)
     if told[0] in (None, rank) and told[1] in (None, size):
@@ -143,11 +143,11 @@ def check_world(variables: HorovodVariables, rank: int, size: int) -> None:
 
 
 def log_what_means_nothing(rank: int, variables: HorovodVariables | None = None) -> None:
-    """Say on rank 0 which variables are set that change nothing; each is named once in the life of the process.
+    """Log on rank 0 which set variables have no effect; a process names each only once.
 
     Args:
-        rank: of this process; the others say nothing.
-        variables: as ``read`` gave them; None: those of this process's environment.
+        rank: the rank of this process; only rank 0 logs.
+        variables: the result of ``read``; None: read this process's environment.
 
     Raises:
         UsageError: see ``read``.
@@ -162,13 +162,13 @@ def log_what_means_nothing(rank: int, variables: HorovodVariables | None = None)
         _log.warning("%s: %s", what, ", ".join(names))
 
 
-# What means something to processes of horovodrun alone.
+# Fields that have an effect only in processes of horovodrun.
 _OF_HOROVODRUN = (
     "start_timeout", "elastic", "hostname", "rank", "size", "local_rank", "local_size", "cross_rank", "cross_size",
 )  # fmt: skip
-# The fields that change nothing, with the values that ask for what is so anyway.
+# The fields without effect, each with the values that ask for the behaviour that Guozhuang has anyway.
 _INERT: dict[str, tuple[object, ...]] = {
-    "log_hide_time": (True,),  # our log has no dates, which False asks for
+    "log_hide_time": (True,),  # the log has no dates, so only False asks for something else
     "hierarchical_allreduce": (False,),
     "hierarchical_allgather": (False,),
     "torus_allreduce": (False,),
@@ -255,9 +255,9 @@ _WHOLE_RANGES: dict[str, tuple[int, int | None]] = {
 _PARSERS: dict[str, Callable[[str, str], object]] = {"bool": _switch, "int": _whole, "float": _decimal, "str": _text}
 
 
-# What they ask of the engine.
+# The engine's settings that follow from the variables.
 
-# A variable that fixes a knob of the tuner, and the field of ``Knobs`` that it fixes.
+# Variables that, if set, fix a value that autotuning would search for, and the field of ``Knobs`` that each fixes.
 _FIXES = {"fusion_threshold": "fusion_threshold_bytes", "cycle_time": "cycle_time_ms", "cache_capacity": "use_cache"}
 _LEVELS = {
     "trace": logging.DEBUG,
@@ -270,7 +270,7 @@ _LEVELS = {
 
 
 def settings_from(variables: HorovodVariables) -> Settings:
-    """Return the engine's settings; what is not set stays as the engine has it.
+    """Return the engine's settings; those whose variable is not set keep their defaults.
 
     Raises:
         UsageError: autotuning is asked for, and scikit-learn is missing.
@@ -291,7 +291,7 @@ def settings_from(variables: HorovodVariables) -> Settings:
 
 
 def set_log_level(variables: HorovodVariables) -> None:
-    """Let the log of ``guozhuang`` say as much as HOROVOD_LOG_LEVEL asks for, on stderr where nobody else takes it."""
+    """Set the level of the logger ``guozhuang`` to HOROVOD_LOG_LEVEL; log to standard error if no handler is set up."""
     if variables.log_level is None:
         return
     level = _LEVELS[variables.log_level]

@@ -1,4 +1,4 @@
-"""Starting processes: ``horovod.run`` for a function, ``horovodrun`` (launch.py) for a program."""
+"""Start processes: ``horovod.run`` for a function, ``horovodrun`` (launch.py) for a program."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["run"]
 
 
 class _Unsaid(int):
-    """A number that the caller did not give."""
+    """A default number; its type tells it from the same number given by the caller."""
 
 
 _ONE = _Unsaid(1)
@@ -47,46 +47,45 @@ def run(
     min_np: int | None = None,
     max_np: int | None = None,
 ) -> list[Any]:
-    """Call a function in new processes, which may use ``hvd.init()`` and all else, and wait for its results.
+    """Call a function in new processes, which may call ``hvd.init()``, and wait for its results.
 
-    Called by one process, which is none of them. The function, its arguments and what it returns go through cloudpickle.
+    The calling process is not one of the ranks. The function, its arguments and its results are pickled with cloudpickle.
 
     Args:
         func: the function.
-        args: its arguments.
-        kwargs: its arguments by name.
-        num_proc: how many processes; in an elastic run those that must be there at the begin, and if it is left out
-            ``min_num_proc``.
-        min_num_proc: makes the run elastic: how many processes must be left for it to go on.
-        max_num_proc: elastic: how many there may be; None: as many as there are slots.
-        slots: elastic: of each host, where nobody else says.
-        reset_limit: elastic: how often the processes may change; None: any number of times.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        num_proc: the number of processes; in an elastic run the number needed to begin, by default ``min_num_proc``.
+        min_num_proc: makes the run elastic: the smallest number of processes with which it continues.
+        max_num_proc: elastic: the largest number of processes; None: one for each slot.
+        slots: elastic: the slots of a host for which ``hosts``, the file or the script gives no number.
+        reset_limit: elastic: how many times the set of processes may change; None: any number of times.
         cooldown_range: elastic: least and most seconds for which a host that failed gets no further processes.
-        hosts: "host1:2,host2:2", hosts and how many processes each can take; None: this one takes all.
-        hostfile: the same in a file, a line "host1 slots=2" each.
-        host_discovery_script: makes the run elastic: a program that prints a host a line.
+        hosts: hosts and the number of processes that each can take, as "host1:2,host2:2"; None: all run on this host.
+        hostfile: a file with the same, one host per line as "host1 slots=2".
+        host_discovery_script: makes the run elastic: a program that prints one host per line.
         start_timeout: seconds for the hosts to be reached, and again to be ready; elastic: for a process to call ``hvd.init``.
-        ssh_port: of the hosts.
-        ssh_identity_file: private key for ssh.
-        disable_cache: nothing is cached anyway.
-        output_filename: a folder that gets rank.<rank>/stdout and stderr of each process too, on its host.
-        verbose: say what is done.
-        use_gloo: as it is anyway.
-        use_mpi: changes nothing, and is said to.
-        mpi_args: mean nothing here, and are said to.
-        network_interface: deprecated: as ``network_interfaces``.
-        network_interfaces: names of the network interfaces to use, in a list or with commas between; the first is used.
-        executable: the Python of the processes; None: this one.
-        np: deprecated: ``num_proc``.
-        min_np: deprecated: ``min_num_proc``.
-        max_np: deprecated: ``max_num_proc``.
+        ssh_port: the port of ssh on the hosts.
+        ssh_identity_file: a private key for ssh.
+        disable_cache: has no effect: nothing is cached.
+        output_filename: a folder that also gets the output of each process, in rank.<rank>/stdout and stderr, on its host.
+        verbose: log each step of the launcher.
+        use_gloo: has no effect: processes are always started without MPI.
+        use_mpi: has no effect but a message that says so.
+        mpi_args: has no effect but a message that says so.
+        network_interface: deprecated name of ``network_interfaces``.
+        network_interfaces: names of network interfaces, as a list or separated by commas; only the first is used.
+        executable: the Python that runs the processes; None: the one of this process.
+        np: deprecated name of ``num_proc``.
+        min_np: deprecated name of ``min_num_proc``.
+        max_np: deprecated name of ``max_num_proc``.
 
     Returns:
-        What the function returned in each process, in the order of ranks; in an elastic run of the first ``min_num_proc``.
+        The result of the function in each process, in rank order; in an elastic run those of the first ``min_num_proc`` ranks.
 
     Raises:
         ValueError: arguments that exclude each other, or a number that makes no sense; nothing was started.
-        RuntimeError: a process ended with anything but 0 (an exception of the function, for one). The others were ended.
+        RuntimeError: a process ended with anything but 0, as after an exception of the function. The others were ended.
     """
     for name, value, new in (
         ("np", np, "num_proc"),
@@ -115,7 +114,7 @@ def run(
     named = network_interface if network_interfaces is None else network_interfaces
     nics = named.split(",") if isinstance(named, str) else list(named or ())
 
-    from guozhuang.compat.horovod.runner import function_run  # the launcher, which few scripts need
+    from guozhuang.compat.horovod.runner import function_run  # imported late: few scripts need the launcher
 
     return function_run.call(
         lambda: func(*args, **(kwargs or {})),

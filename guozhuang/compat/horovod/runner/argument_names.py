@@ -1,4 +1,4 @@
-"""What ``horovodrun`` and its options are called where ``horovod.run`` takes them: a function and its arguments."""
+"""Translate messages about options of ``horovodrun`` into messages about arguments of the function ``horovod.run``."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _OPTION = re.compile(r"(?<![\w-])(" + "|".join(map(re.escape, _NAMES)) + r")(?![
 
 
 def translated(text: str) -> str:
-    """A text about options, about arguments instead."""
+    """Return a text with each option of ``horovodrun`` replaced by the argument of ``horovod.run``."""
     return _OPTION.sub(lambda found: _NAMES[found[1]], text)
 
 
 @contextlib.contextmanager
 def spoken() -> Iterator[None]:
-    """A UsageError that comes out of this speaks of arguments."""
+    """Translate a UsageError raised in the ``with`` block, so that it names arguments instead of options."""
     try:
         yield
     except UsageError as error:

@@ -1,4 +1,4 @@
-"""The command line of ``horovodrun``: what can be asked for, read and checked; nothing is started here."""
+"""The command line of ``horovodrun``: its options, read and checked. Nothing is started here."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Read the command line, and the file that ``--config-file`` names.
 
     Args:
-        arguments: after ``horovodrun``.
+        arguments: the words after ``horovodrun``.
 
     Returns:
         A field for each option; ``command``: the program and its arguments.
 
     Raises:
         UsageError: options that cannot work, or not together.
-        SystemExit: an unknown option, ``--help`` or ``--version``; the parser has said so.
+        SystemExit: an unknown option, ``--help`` or ``--version``; the parser has printed a message.
     """
     found = command_line.read(parser(), arguments)
     found.command = [*filter(None, [found.program]), *found.training_script_args]
@@ -39,12 +39,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def is_elastic(found: argparse.Namespace) -> bool:
-    """Whether workers may come and go."""
+    """Return whether the options ask for an elastic run, in which workers may join and leave."""
     return found.host_discovery_script is not None or found.min_num_proc is not None
 
 
 def parser() -> argparse.ArgumentParser:
-    """Every option of ``horovodrun``."""
+    """Return the parser, with every option of ``horovodrun``."""
     found = argparse.ArgumentParser(
         prog="horovodrun",
         usage="horovodrun -np N [options] program [arguments ...]",
@@ -151,7 +151,7 @@ def _add_controllers(parser: argparse.ArgumentParser) -> None:
 
 
 class _ConfigFile(argparse.Action):
-    """What was said before the file gives way to it."""
+    """Keep the path, and forget which options were given: the file overrides those before it, and later ones override it."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
@@ -179,7 +179,7 @@ def _read(path: str) -> object:
 
 
 def check_counts(found: argparse.Namespace) -> None:
-    """Fill in and check how many processes there are to be.
+    """Fill in the number of processes, and check all counts and time-outs.
 
     Raises:
         UsageError: a number that makes no sense.
@@ -213,10 +213,10 @@ def check_counts(found: argparse.Namespace) -> None:
 
 
 def check_ssh(found: argparse.Namespace) -> None:
-    """Check what ssh is to be told, also where no host is to be reached by it.
+    """Check the options for ssh, also if no host is to be reached by it.
 
     Raises:
-        UsageError: a port or a file that cannot be.
+        UsageError: the port is not one of TCP, or the file cannot be read.
     """
     if found.ssh_port is not None and not 0 < found.ssh_port < 65536:
         raise UsageError(
@@ -229,7 +229,7 @@ def check_ssh(found: argparse.Namespace) -> None:
 
 
 def check(found: argparse.Namespace) -> None:
-    """Check what does not go together, and what is missing; see ``check_counts`` and ``check_ssh`` too.
+    """Check all options: their values, their combinations, and that a program is given.
 
     Raises:
         UsageError: options that cannot work, or not together.

@@ -1,4 +1,4 @@
-"""What ``horovodrun --check-build`` shows."""
+"""The table that ``horovodrun --check-build`` prints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from guozhuang.compat.horovod.version import __version__
 
 
 def table() -> str:
-    """What there is, in Horovod's own order of rows, and then what Guozhuang has besides."""
+    """Return the table: which features are available, in Horovod's order, then Guozhuang's own."""
     frameworks = {"TensorFlow": False, "PyTorch": True, "MXNet": False}
     controllers = {"MPI": util.mpi_built(), "Gloo": util.gloo_built()}
     operations = {

@@ -1,4 +1,4 @@
-"""An elastic run of ``horovodrun``: what the command line asks for, handed to the driver."""
+"""Start an elastic run of ``horovodrun``: turn its command line into settings for the elastic driver."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _START_TIMEOUT_S = 30.0
 
 
 def run(found: argparse.Namespace, more: Mapping[str, str] | None = None) -> int:
-    """Run it to its end; see ``static_run.run`` for the arguments. The exit code is the driver's.
+    """Run the job to its end, and return the driver's exit code. ``static_run.run`` describes the arguments.
 
     Raises:
-        UsageError: nothing was started, because it cannot work.
+        UsageError: the options cannot work; nothing was started.
     """
     from guozhuang.compat.horovod.runner.elastic.driver import run_elastic
 
@@ -26,10 +26,10 @@ def run(found: argparse.Namespace, more: Mapping[str, str] | None = None) -> int
 
 
 def settings_of(found: argparse.Namespace, more: Mapping[str, str] | None = None) -> ElasticSettings:
-    """The command line in the form that the driver takes.
+    """Return the command line as settings for the driver.
 
     Raises:
-        UsageError: hosts or variables that cannot be read; srun or mpirun started several of us, and no host was named.
+        UsageError: hosts or variables that cannot be read; srun or mpirun started several horovodruns, and no host was named.
     """
     told = horovod_variables.read()
     named = static_run.hosts_of(found)

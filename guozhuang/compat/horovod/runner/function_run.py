@@ -1,4 +1,4 @@
-"""``horovod.run``: a function in many processes, by the launcher that ``horovodrun`` uses."""
+"""``horovod.run``: call a function in many processes, started by the launcher that ``horovodrun`` uses."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _TASK = "guozhuang.compat.horovod.runner.task"
 
 
 def call(function: Callable[[], Any], executable: str | None, **asked: Any) -> list[Any]:
-    """Call the function in every process.
+    """Start the processes, call the function in each, and collect the results.
 
     Args:
-        function: without arguments; it is pickled by cloudpickle.
-        executable: the Python that runs it; None: the one of this process.
-        **asked: fields of what ``arguments.parse`` returns; what is left out is as without the option.
+        function: takes no arguments; it is pickled by cloudpickle.
+        executable: the Python that runs the processes; None: the one of this process.
+        **asked: values of options, by their field names in the result of ``arguments.parse``; others keep their defaults.
 
     Returns:
-        What it returned in each process, in the order of ranks; in an elastic run of the first ``min_num_proc``.
+        The result of the function in each process, in rank order; in an elastic run those of the first ``min_num_proc`` ranks.
 
     Raises:
-        UsageError: what was asked for cannot work; nothing was started.
+        UsageError: the options cannot work; nothing was started.
         RuntimeError: a process ended with anything but 0, or left no result.
     """
     found = arguments.parser().parse_args([])
@@ -54,13 +54,13 @@ def call(function: Callable[[], Any], executable: str | None, **asked: Any) -> l
 
 
 def _run(found: argparse.Namespace, mailbox: Mailbox) -> int:
-    """Run the processes to their end; how many results there are to be."""
+    """Run the processes to their end; return the number of results to expect."""
     failures: list[str] = []
     if arguments.is_elastic(found):
         code = elastic_run.run(found, mailbox.variables)
     else:
         code = static_run.run(found, failures.append, mailbox.variables)
-    if code == 128 + signal.SIGINT and not failures:  # of this process; one of a rank is its failure
+    if code == 128 + signal.SIGINT and not failures:  # Ctrl-C ended this process; a rank ended by SIGINT is in failures
         raise KeyboardInterrupt
     if failures or code != 0:
         raise RuntimeError("\n".join(failures) or f"the run ended with exit code {code}; see what was said before")

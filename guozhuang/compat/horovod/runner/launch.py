@@ -1,4 +1,4 @@
-"""``horovodrun``: what it is asked for, put into words for Guozhuang's launcher.
+"""The program ``horovodrun``: reads its command line and runs the job with Guozhuang's launcher.
 
 ``horovodrun ...``, ``python -m horovod.runner.launch ...`` and ``python -m guozhuang.compat.horovod.runner.launch ...`` are the
 same.
@@ -20,20 +20,20 @@ _WHO = "horovodrun"
 
 
 def run_commandline(argv: Sequence[str] | None = None) -> int:
-    """Do what ``horovodrun`` was asked for.
+    """Run ``horovodrun`` with a command line.
 
     Args:
-        argv: the arguments behind the program's name; None: those of this process.
+        argv: the arguments after the program's name; None: those of this process.
 
     Returns:
-        0 if every process ended with 0, or ``--check-build`` was asked for; 1 if one did not, after saying which, or if another
-        host could not start its own; 2 for a command line that cannot work, as this host sees it; 128 + its number if this
-        process was ended by a signal.
+        0 if every process ended with 0, or for ``--check-build``; 1 if a process did not, after naming it, or if another host
+        could not start its processes; 2 for a command line that this host finds cannot work; 128 + its number if a signal
+        ended this process.
     """
     try:
         found = parse_args(argv)
         if found.check_build:
-            from guozhuang.compat.horovod.runner import check_build  # with the engine, which no launcher needs
+            from guozhuang.compat.horovod.runner import check_build  # imported late: it imports the engine
 
             print(check_build.table(), flush=True)
             return 0
@@ -57,11 +57,11 @@ def run_commandline(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def talking(who: str, verbose: bool) -> Iterator[None]:
-    """Show what the launcher does, where that is asked for.
+    """Show the launcher's log on standard error inside the ``with`` block, if ``verbose``.
 
     Args:
-        who: stands before each line.
-        verbose: whether it is asked for.
+        who: the name that begins each line.
+        verbose: whether to show it.
     """
     if not verbose:
         yield
@@ -72,7 +72,7 @@ def talking(who: str, verbose: bool) -> Iterator[None]:
     before = log.level, log.propagate
     log.addHandler(handler)
     log.setLevel(logging.INFO)
-    log.propagate = False  # said once, also where the caller has set up logging
+    log.propagate = False  # each line appears once, also if the caller has set up logging
     try:
         yield
     finally:
@@ -87,7 +87,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def notes(found: argparse.Namespace) -> list[str]:
-    """What was asked for and changes nothing, or not as the user may think; a sentence each."""
+    """Return a sentence for each given option that has no effect, or another effect than the user may expect."""
     said = []
     if found.use_mpi:
         said.append("--mpi changes nothing: processes are started by Guozhuang's launcher, without mpirun")

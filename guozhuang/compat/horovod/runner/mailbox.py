@@ -1,8 +1,8 @@
-"""How the function of ``horovod.run`` comes to its processes, and what they return comes back.
+"""Send the function of ``horovod.run`` to its processes, and their results back.
 
-[Note: pickles] Reading a pickle can run anything, so none is read that did not come from this run. The mailbox is a store on
-loopback of the launcher's host, behind doors (``guozhuang.net.door``) that let in who knows a secret of the run. Other users
-of that host could reach the store itself; so each pickle is signed with the secret too.
+[Note: pickles] Unpickling can run any code, so only pickles of this run are read. The mailbox is a store on loopback of the
+launcher's host, behind doors (``guozhuang.net.door``) that let in only processes that know the secret of the run. Other users
+of that host could reach the store directly, so each pickle is also signed with the secret.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from guozhuang.net.store import connect, serve
 
 _SECRET_BYTES = 32
 _LOOPBACK = "127.0.0.1"
-_LIMIT_S = 60.0  # for a part that was announced to be there
+_LIMIT_S = 60.0  # for the mailbox to be reached, and for each request to its store
 _KNOCK_S = 5.0
 _PAUSE_S = 0.5  # between two rounds of knocking
 _MAX_DOORS = 16
-# PyTorch's store takes no value of more than 8 MiB.
+# A pickle is cut into parts of this size: PyTorch's store takes no value of more than 8 MiB.
 _PART_BYTES = 4 << 20
 _FUNCTION = "function"
 
 
 class Mailbox:
-    """The launcher's side. ``close`` ends it.
+    """The launcher's side of the mailbox. ``close`` ends it.
 
     Args:
-        function: a pickle, for every process.
-        nics: the network interfaces at which other hosts may come; None: none will come; empty: all.
+        function: the pickled function, for every process.
+        nics: the network interfaces on which to open doors for other hosts; None: no doors; empty: on all interfaces.
     """
 
     def __init__(self, function: bytes, nics: Sequence[str] | None) -> None:
@@ -48,42 +48,42 @@ class Mailbox:
         _put(self._store, self._secret, _FUNCTION, function)
         self._doors: list[Door] = []
         for address in [_LOOPBACK, *([] if nics is None else _addresses(nics))]:
-            with contextlib.suppress(OSError):  # the others will do, or nobody comes in and says so
+            with contextlib.suppress(OSError):  # another door may do; if none does, the processes report it
                 family = socket.AF_INET6 if ":" in address else socket.AF_INET
                 listener = socket.create_server((address, 0), family=family)
                 self._doors.append(Door(listener, self._store.port, self._secret))
 
     @property
     def variables(self) -> dict[str, str]:
-        """For the environment of the processes."""
+        """The variables by which the processes find the mailbox, for their environment."""
         doors = ",".join(f"{host}:{port}" for host, port in (door.address for door in self._doors))
         return {"GUOZHUANG_TASK": f"{self._secret.hex()}@{doors}"}
 
     def result(self, rank: int) -> bytes | None:
-        """What the process of that rank returned, a pickle; None if nothing came.
+        """Return the pickled result of a rank; None if it left none.
 
         Raises:
-            WorldError: it was changed on its way.
+            WorldError: the signature is wrong, so another process has written or changed it.
         """
         key = _result_of(rank)
         return _get(self._store, self._secret, key) if self._store.check([key]) else None
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Close the doors, so that no process can connect any more."""
         for door in self._doors:
             door.close()
 
 
 @contextlib.contextmanager
 def visit(secret: bytes, doors: Sequence[tuple[str, int]]) -> Iterator[Visitor]:
-    """Come to the mailbox from one of the processes. A host that is busy may answer late, so it is tried again for a minute.
+    """Connect to the mailbox from one of the processes. A busy host may answer late, so it tries again for a minute.
 
     Args:
-        secret: of the run.
-        doors: addresses and ports, of which one lets us in.
+        secret: the secret of the run.
+        doors: address and port of each door; the first that lets the process in is used.
 
     Raises:
-        WorldError: none did.
+        WorldError: no door let the process in.
     """
     host, port, first = _entered(secret, doors)
     passage = passage_from(first, host, port, secret)
@@ -94,7 +94,7 @@ def visit(secret: bytes, doors: Sequence[tuple[str, int]]) -> Iterator[Visitor]:
 
 
 def _entered(secret: bytes, doors: Sequence[tuple[str, int]]) -> tuple[str, int, socket.socket]:
-    """The door that let us in, and the way through it."""
+    """Return host and port of the first door that lets this process in, and the connection through it."""
     deadline = time.monotonic() + _LIMIT_S
     while True:
         refused = []
@@ -113,21 +113,21 @@ def _entered(secret: bytes, doors: Sequence[tuple[str, int]]) -> tuple[str, int,
 
 
 class Visitor:
-    """A process's side; see ``visit``."""
+    """A process's side of the mailbox; ``visit`` makes it."""
 
     def __init__(self, store: dist.Store, secret: bytes) -> None:
         self._store, self._secret = store, secret
 
     def function(self) -> bytes:
-        """The pickle that the launcher left.
+        """Return the pickled function that the launcher left.
 
         Raises:
-            WorldError: it was changed on its way.
+            WorldError: the signature is wrong, so another process has written or changed it.
         """
         return _get(self._store, self._secret, _FUNCTION)
 
     def leave(self, rank: int, result: bytes) -> None:
-        """Leave what the process of that rank returns, a pickle."""
+        """Send the pickled result of a rank."""
         _put(self._store, self._secret, _result_of(rank), result)
 
 
@@ -139,10 +139,10 @@ def _put(store: dist.Store, secret: bytes, key: str, data: bytes) -> None:
     parts = [data[at : at + _PART_BYTES] for at in range(0, len(data), _PART_BYTES)]
     signature = _signature(secret, key, data)
     for number, part in enumerate(parts):
-        # A process may leave a result twice, in two rounds of an elastic run: parts of both must not mix.
-        store.set(f"{key}/{signature}/{number}", part)  # type: ignore[arg-type]  # bytes are taken, and come back
+        # The key has the signature: a rank may leave two results, in two elastic rounds, and their parts must not mix.
+        store.set(f"{key}/{signature}/{number}", part)  # type: ignore[arg-type]  # the store takes bytes too
     store.set(key, f"{len(parts)} {signature}")
-    store.get(key)  # its answer comes after all has arrived: what was set may still be on its way otherwise
+    store.get(key)  # a set returns before the store has it; the answer to this get comes after all of them
 
 
 def _get(store: dist.Store, secret: bytes, key: str) -> bytes:
@@ -158,7 +158,7 @@ def _signature(secret: bytes, key: str, data: bytes) -> str:
 
 
 def _addresses(nics: Sequence[str]) -> list[str]:
-    """Of this host, that others might reach; those of ``nics`` alone if it names any."""
+    """Return the addresses of this host that other hosts might reach; only those of ``nics`` if it names any."""
     if nics:
         return [interfaces.named(name).address for name in nics]
     found = [

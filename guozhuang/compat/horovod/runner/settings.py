@@ -1,4 +1,4 @@
-"""What an elastic run is to be: filled in by ``horovodrun`` and ``horovod.run``, read by the elastic driver."""
+"""The settings of an elastic run: filled in by ``horovodrun`` and ``horovod.run``, read by the elastic driver."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class ElasticSettings:
-    """An elastic run.
+    """The settings of an elastic run.
 
     Attributes:
         command: the program of a worker and its arguments.
-        num_proc: how many workers there must be before training starts; at least ``min_np``.
-        min_np: how many workers must be left for training to go on.
-        max_np: how many workers there may be; None: as many as there are slots.
-        slots_per_host: for hosts whose slots the script does not say; None: 1.
-        host_discovery_script: prints a host a line, "name" or "name:slots"; None: the hosts are those of ``hosts``.
-        hosts: (name, slots) of each host where no script finds them; None with a script.
+        num_proc: the number of workers needed before training starts; at least ``min_np``.
+        min_np: the smallest number of workers with which training continues.
+        max_np: the largest number of workers; None: one for each slot.
+        slots_per_host: the slots of a host for which the script prints no number; None: 1.
+        host_discovery_script: prints one host per line, "name" or "name:slots"; None: the hosts are those of ``hosts``.
+        hosts: (name, slots) of each host; None if there is a script.
         elastic_timeout_s: how long the driver waits for enough slots, and workers for each other, after a change.
         reset_limit: how many times the set of workers may change; None: any number.
         cooldown_range: least and most seconds for which a host whose worker failed gets no further ones; None: for ever.
-        ssh_port: of all hosts; None: as ssh decides.
-        ssh_identity_file: private key for ssh; None: as ssh decides.
+        ssh_port: the port of ssh on all hosts; None: ssh's configuration decides.
+        ssh_identity_file: a private key for ssh; None: ssh's configuration decides.
         env: variables that workers get besides those of this process.
-        output_filename: folder that gets rank.<rank>/stdout and stderr of each worker; None: nothing is written.
+        output_filename: a folder that gets rank.<rank>/stdout and stderr of each worker; None: nothing is written.
         prefix_timestamp: put the time before each line that is shown.
-        start_timeout_s: how long a worker that was started may take to come to the driver.
-        verbose: say what the driver does.
-        network_interfaces: names of those to be used; empty: the driver's own choice.
+        start_timeout_s: for how long a round waits for a new worker to call ``hvd.init()``; also limits reaching a host.
+        verbose: report each step of the driver.
+        network_interfaces: names of the network interfaces to use; empty: they are chosen automatically.
     """
 
     command: Sequence[str]

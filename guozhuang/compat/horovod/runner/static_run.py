@@ -1,4 +1,4 @@
-"""A run of ``horovodrun`` with a fixed number of processes, by the launcher that ``guozhuang run`` is."""
+"""Run ``horovodrun`` with a fixed number of processes, by translating its options into those of ``guozhuang run``."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ def run(found: argparse.Namespace, failed: Callable[[str], None], more: Mapping[
     """Start the processes and stay until the last one has ended.
 
     Args:
-        found: the command line, as ``arguments.parse`` gives it.
+        found: the command line, as ``arguments.parse`` returns it.
         failed: called with a text if a process ended with anything but 0, or a host was lost. The others have been ended.
         more: further variables for the processes.
 
     Returns:
-        0 if all ended well; else the exit code of the first that did not, or 128 + the number of the signal that ended this.
+        0 if all processes ended with 0; else the exit code of the first that did not, or 128 + the number of the signal that
+        ended this process.
 
     Raises:
-        UsageError: nothing was started, because it cannot work.
+        UsageError: the options cannot work; nothing was started.
     """
     placed = places(found)
     words, of_the_job = words_for(found, placed)
@@ -52,7 +53,7 @@ def run(found: argparse.Namespace, failed: Callable[[str], None], more: Mapping[
 
 
 def text_of(who: str, code: int) -> str:
-    """What is said of a run that failed."""
+    """Return the message for a run that failed: its first failed process and the exit code."""
     return (
         "Horovod detected that one or more processes exited with non-zero status, and ended the others. The first one was:\n"
         f"Process name: {who}\nExit code: {code}"
@@ -60,7 +61,7 @@ def text_of(who: str, code: int) -> str:
 
 
 def hosts_of(found: argparse.Namespace) -> list[Host]:
-    """The hosts that the command line or its file names; empty without any.
+    """Return the hosts that the command line or its hostfile names; empty if there are none.
 
     Raises:
         UsageError: they cannot be read.
@@ -71,7 +72,7 @@ def hosts_of(found: argparse.Namespace) -> list[Host]:
 
 
 def places(found: argparse.Namespace) -> list[tuple[str, int]]:
-    """How many processes each host gets, in the order of their ranks.
+    """Return the name of each host and its number of processes, in the order of their ranks.
 
     Raises:
         UsageError: more processes than slots.
@@ -83,16 +84,16 @@ def places(found: argparse.Namespace) -> list[tuple[str, int]]:
 
 
 def words_for(found: argparse.Namespace, placed: Sequence[tuple[str, int]]) -> tuple[list[str], dict[str, str]]:
-    """The command line of ``guozhuang run`` for it, and what other hosts get of this environment besides what they get anyway.
+    """Return the command line of ``guozhuang run``, and the variables of this environment that other hosts get in addition.
 
     Raises:
-        UsageError: an option that is of no use without further hosts; srun or mpirun started several of us, and no host was
+        UsageError: an option that has no use without other hosts; srun or mpirun started several horovodruns, and no host was
             named.
     """
     words = ["-np", str(found.num_proc)]
     of_the_job: dict[str, str] = {}
     if len(placed) == 1 and are_here([placed[0][0]]):
-        words.append("--standalone")  # whatever a scheduler says of further nodes
+        words.append("--standalone")  # one node only, even if a scheduler's variables name more
         if found.hosts is None and found.hostfile is None:
             nodes.refuse_others("horovodrun")
             if found.ssh_identity_file is not None:
@@ -115,7 +116,7 @@ def words_for(found: argparse.Namespace, placed: Sequence[tuple[str, int]]) -> t
 
 
 def variables_for(found: argparse.Namespace) -> dict[str, str]:
-    """What the processes find in their environment because of the command line.
+    """Return the environment variables that the command line sets for the processes.
 
     Raises:
         UsageError: a number that is not allowed.
@@ -125,10 +126,10 @@ def variables_for(found: argparse.Namespace) -> dict[str, str]:
         told["NCCL_IB_DISABLE"] = "1"
     if found.start_timeout is not None:
         told["HOROVOD_START_TIMEOUT"] = f"{found.start_timeout:g}"
-    horovod_variables.read(told)  # what a process would refuse is refused here, before any is started
+    horovod_variables.read(told)  # raises here for a value that the processes would refuse
     return told
 
 
 def are_here(names: Sequence[str]) -> bool:
-    """Whether all these hosts are this machine."""
+    """Return whether all these hosts are this machine."""
     return all(map(ssh.is_here, names))

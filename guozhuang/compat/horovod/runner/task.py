@@ -1,6 +1,6 @@
-"""What each process of ``horovod.run`` does: fetch the function, call it, leave what it returns.
+"""The program of each process of ``horovod.run``: fetches the function, calls it, and sends back its result.
 
-``python -m guozhuang.compat.horovod.runner.task``, started by the launcher.
+The launcher starts it as ``python -m guozhuang.compat.horovod.runner.task``.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from guozhuang.errors import UsageError, explain
 
 
 def main() -> None:
-    """Do all of it. An exception of the function ends the process, with its traceback."""
+    """Fetch the function, call it and send the result. An exception of the function ends the process with its traceback."""
     import cloudpickle
 
     secret, doors = _requested()
     with mailbox.visit(secret, doors) as visitor:
         path, function = pickle.loads(visitor.function())
-    # Modules that lie beside the caller's script are found here as well.
+    # The caller's path is added, so that modules beside its script can be imported.
     sys.path += [entry for entry in path if entry not in sys.path]
     result = cloudpickle.dumps(cloudpickle.loads(function)())
     with mailbox.visit(secret, doors) as visitor:
@@ -30,9 +30,10 @@ def main() -> None:
 
 
 def _requested() -> tuple[bytes, list[tuple[str, int]]]:
-    """(secret, the doors at which a function to be run waits), as ``horovod.run`` told this process; no other one sees it.
+    """Return the secret and the doors of the mailbox that holds the function.
 
-    Told by environment variable GUOZHUANG_TASK, as in ``00ff...@127.0.0.1:41234,10.0.0.1:41235``, which is removed.
+    They come from environment variable GUOZHUANG_TASK, as in ``00ff...@127.0.0.1:41234,10.0.0.1:41235``. It is removed, so that
+    processes started from here do not inherit the secret.
 
     Raises:
         UsageError: the variable is missing, or holds something else.
@@ -48,9 +49,9 @@ def _requested() -> tuple[bytes, list[tuple[str, int]]]:
 
 
 def _rank() -> int:
-    """The rank of this process among all that were launched, in an elastic run the one it has now.
+    """Return the rank of this process among all that were launched; in an elastic run its present one.
 
-    Not that in the Horovod world: of these there may be several, ``hvd.init(comm=...)``.
+    It may differ from the rank in the Horovod world: with ``hvd.init(comm=...)`` there may be several such worlds.
     """
     here = state()
     rank = horovod_variables.read().rank if here is None else here.world.rank

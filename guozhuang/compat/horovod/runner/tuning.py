@@ -1,4 +1,4 @@
-"""What ``horovodrun`` takes on the command line, or in a file, and hands on to the ranks as a variable HOROVOD_*."""
+"""The options of ``horovodrun``, on the command line or in a file, that are passed to the ranks as variables HOROVOD_*."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from guozhuang.errors import UsageError, explain
 
 @dataclass(frozen=True)
 class Setting:
-    """One of them.
+    """One such option.
 
     Attributes:
-        name: of the option, with underscores: ``--cycle-time-ms`` is cycle_time_ms.
-        kind: of the value; bool is a switch.
-        variable: without HOROVOD_ before it.
-        section: of the file, with the key there; of a switch that the option turns off, the key that says the opposite has
-            a "!" before it.
-        text: for ``--help``.
-        off: the option that turns a switch off.
+        name: the name of the option, with underscores: cycle_time_ms for ``--cycle-time-ms``.
+        kind: the type of the value; bool is a switch.
+        variable: the variable's name without HOROVOD_; a "!" before it: the variable means the opposite of the switch.
+        section: section and key of the option in a file; a "!" before the key: the key means the opposite of the switch.
+        text: the description for ``--help``.
+        off: the option that sets a switch to False.
         least: the smallest number allowed.
         most: the largest number allowed.
         choices: the words allowed.
-        factor: the variable counts in units that are so many times smaller.
+        factor: the variable holds the value times this factor, as for MiB that are given in bytes.
     """
 
     name: str
@@ -42,18 +41,18 @@ class Setting:
 
     @property
     def option(self) -> str:
-        """As it is written on the command line."""
+        """The option as it is written on the command line."""
         return "--" + self.name.replace("_", "-")
 
     def checked(self, value: Any, where: str) -> Any:
-        """The value, if it can be one.
+        """Return the value, converted, if it is allowed.
 
         Args:
-            value: from the command line or the file.
-            where: it was found, for the error's text.
+            value: the value from the command line or the file.
+            where: the option, or the place in the file, for the error's text.
 
         Raises:
-            UsageError: it is of another kind, or a number that is not allowed.
+            UsageError: the value has another type, or is not allowed.
         """
         allowed = self._allowed(value)
         if allowed:
@@ -61,7 +60,7 @@ class Setting:
         return str(value).upper() if self.choices else self.kind(value)
 
     def _allowed(self, value: Any) -> str:
-        """What it must be, in words; "" if it is."""
+        """Return "" if the value is allowed, else a text that says which values are."""
         if self.kind is bool:
             return "" if isinstance(value, bool) else "true or false"
         if self.choices is not None:
@@ -175,12 +174,12 @@ SETTINGS = (
 
 
 class Store(argparse.Action):
-    """Keep the value, and that it was given after the last ``--config-file``."""
+    """Store the value, and add the option to ``said``: those after the last ``--config-file``, which it does not override."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
     ) -> None:
-        """Called by argparse."""
+        """Store the value; argparse calls this for each option."""
         setattr(namespace, self.dest, self.const if self.nargs == 0 else values)
         namespace.said = {*getattr(namespace, "said", ()), self.dest}
 
@@ -199,15 +198,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def take_file(found: argparse.Namespace, content: object, path: str) -> None:
-    """Put what a configuration file says where the command line has said nothing after it.
+    """Set the options of a configuration file, except those that the command line gives after ``--config-file``.
 
     Args:
-        found: the command line, as parsed.
-        content: of the file.
-        path: of the file, for errors.
+        found: the parsed command line, which is changed.
+        content: the content of the file, as the YAML parser returns it.
+        path: the path of the file, for errors.
 
     Raises:
-        UsageError: a section, key or value that is unknown or cannot be.
+        UsageError: a section or key is unknown, or a value is not allowed.
     """
     said: set[str] = getattr(found, "said", set())
     for (section, key), value in _flat(content, path).items():
@@ -235,7 +234,7 @@ def take_file(found: argparse.Namespace, content: object, path: str) -> None:
 
 
 def variables(found: argparse.Namespace) -> dict[str, str]:
-    """What the ranks find in their environment.
+    """Return the variables HOROVOD_* for the environment of the ranks.
 
     Raises:
         UsageError: a number that is not allowed.
@@ -259,7 +258,7 @@ _SECTIONS = sorted({section for section, _ in _BY_KEY} | {"controller", "verbose
 
 
 def _flat(content: object, path: str) -> dict[tuple[str, str], Any]:
-    """(section, key) -> value; the key is empty where a section is a value itself."""
+    """Return the file's values by (section, key); the key is "" for a section that has a value instead of keys."""
     fix = f"the sections are {', '.join(_SECTIONS)}"
     if content is None:
         return {}

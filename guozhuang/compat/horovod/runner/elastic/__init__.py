@@ -1,16 +1,16 @@
-"""Elastic runs: workers come and go, and the others go on.
+"""Elastic runs: workers join and leave while the job runs, and the remaining workers continue to train.
 
-Read in this order: ``discovery`` (which hosts there are), ``blacklist``, ``assignment`` (which rank each slot gets), ``job``
-(when a round begins, who is started and ended), ``board`` (what the driver and the workers tell each other), ``crew`` and
-``remote_crew`` (processes), ``printing`` and ``writing`` (what they print), ``driver`` (puts it together), ``worker`` and
-``lost_peers`` (the other side).
+Read in this order: ``discovery`` (which hosts exist), ``blacklist``, ``assignment`` (which rank each slot gets), ``job`` (when
+a round begins, which workers are started and ended), ``board`` (the messages between driver and workers), ``crew`` and
+``remote_crew`` (the worker processes), ``printing`` and ``writing`` (their output), ``driver`` (runs these parts), ``worker``
+and ``lost_peers`` (the worker's side).
 
-[Note: rounds] A round is a set of workers, each with its rank. The driver announces the next one only when all who shall be in
-it, and live, have come to wait for it: nobody connects to a process that is not there. Who was lost in the meantime is simply
-not in it. A worker comes when a collective failed (a peer is gone), or because ``commit()`` told that hosts came or went.
-Workers that are started for new slots come first, and only then the running ones are told: they train until then.
+[Note: rounds] A round is a set of workers, each with its rank. The driver announces the next round only when every living
+worker that shall be in it waits for it, so no rank connects to a process that does not exist. Workers lost in the meantime are
+left out. A worker waits for a new round when a collective failed (a peer is gone), or when ``commit()`` found that hosts were
+added or removed. New workers are started first; the running ones train on, and are notified only when the new ones wait.
 
-[Note: bytes] All that driver and workers tell each other goes through one ``torch.distributed.TCPStore``, which the driver
-keeps on loopback, and where the ranks of each round meet too, so that nothing is lost with rank 0. To other hosts it opens
-doors that ask for a secret of this run (``guozhuang.net.door``), and ssh starts there what starts the workers.
+[Note: bytes] All messages between driver and workers go through one ``torch.distributed.TCPStore``. The driver keeps it on
+loopback; the ranks of each round meet in it too, so the loss of rank 0 does not lose the store. Other hosts reach it through
+doors that ask for a secret of this run (``guozhuang.net.door``); on them ssh starts the process that starts the workers.
 """

@@ -1,7 +1,8 @@
-"""Which slots of which hosts get workers, and which rank each has. Pure.
+"""Choose which slots of which hosts get workers, and the rank of each. Pure functions.
 
-Survivors keep their order, and come before all others on their host, as do their hosts before hosts without survivors. So rank
-0 is a survivor wherever there is one: what it holds is what all begin with. Ranks of a host follow each other.
+Survivors of the last round keep their order. They get lower ranks than new workers on their host, and their hosts lower ranks
+than hosts without survivors. So rank 0, whose state all ranks take over, is a survivor if there is one. The ranks of a host are
+consecutive.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from guozhuang.compat.horovod.common.elastic_variables import Place
 
 @dataclass(frozen=True)
 class HostSlot:
-    """Room for one worker.
+    """A slot of a host, in which one worker can run.
 
     Attributes:
         host: the name of the host.
-        index: counts the slots of the host; not the local rank, which may change.
+        index: the number of the slot on its host, from 0; not the local rank, which may change from round to round.
     """
 
     host: str
@@ -26,12 +27,12 @@ class HostSlot:
 
 
 def choose(hosts: Mapping[str, int], living: Sequence[HostSlot], max_np: int | None) -> list[HostSlot]:
-    """The slots that shall have workers, in the order of their ranks.
+    """Return the slots that shall have workers, in the order of their ranks.
 
     Args:
-        hosts: the slots of each host that may be used, in the order in which they were found.
-        living: slots whose workers live, in the order of their ranks.
-        max_np: how many workers there may be; None: one in each slot.
+        hosts: the number of slots of each usable host, in the order in which the hosts were found.
+        living: slots whose workers are alive, in the order of their ranks.
+        max_np: the largest number of workers; None: one in each slot.
     """
     limit = sum(hosts.values()) if max_np is None else max_np
     kept = [slot for slot in living if slot.index < hosts.get(slot.host, 0)][:limit]
@@ -43,7 +44,7 @@ def choose(hosts: Mapping[str, int], living: Sequence[HostSlot], max_np: int | N
 
 
 def places(slots: Sequence[HostSlot]) -> list[Place]:
-    """The place of each of these slots, which stand in the order of their ranks, those of a host together."""
+    """Return the ``Place`` (ranks and sizes) of each slot; the slots are given in rank order, those of a host consecutively."""
     hosts = list(dict.fromkeys(slot.host for slot in slots))
     sizes = {host: sum(slot.host == host for slot in slots) for host in hosts}
     found, local_ranks = [], dict.fromkeys(hosts, 0)

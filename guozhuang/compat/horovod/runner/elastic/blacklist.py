@@ -1,4 +1,4 @@
-"""Hosts on which a worker failed: for ever, or for a while that doubles with each failure. Pure: the clock is an argument."""
+"""The hosts that get no workers because one failed there, for ever or for a time that doubles with each failure. Pure."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 
 
 class Blacklist:
-    """Which hosts get no workers.
+    """The hosts that get no workers at present. It reads no clock: each call gets the time.
 
     Args:
-        cooldown_range: the least and the most seconds for which a host is left alone; None: for ever.
+        cooldown_range: the least and the most seconds for which a host gets no workers; None: for ever.
     """
 
     def __init__(self, cooldown_range: tuple[float, float] | None = None) -> None:
@@ -18,14 +18,14 @@ class Blacklist:
         self._until: dict[str, float] = {}
 
     def add(self, host: str, now: float) -> float:
-        """Put a host on it. Failures of a host that is on it already, as of other workers there, are the same failure.
+        """Blacklist a host on which a worker failed. Further failures count only after its time on the list has passed.
 
         Args:
             host: its name.
-            now: by the clock that all calls use, in seconds.
+            now: the present time in seconds, by one clock for all calls.
 
         Returns:
-            For how many seconds from now; infinite without a range.
+            The seconds from now for which the host stays blacklisted; infinite without a cooldown range.
         """
         if not self.holds(host, now):
             self._counts[host] = self._counts.get(host, 0) + 1
@@ -33,15 +33,15 @@ class Blacklist:
         return self._until[host] - now
 
     def holds(self, host: str, now: float) -> bool:
-        """Whether it is on it."""
+        """Return whether a host is blacklisted at the time ``now``."""
         return now < self._until.get(host, -math.inf)
 
     def was_added(self, host: str) -> bool:
-        """Whether it was ever put on it."""
+        """Return whether a host was ever blacklisted."""
         return host in self._until
 
     def is_for_ever(self, host: str) -> bool:
-        """Whether it never comes back."""
+        """Return whether a host is blacklisted for the rest of the run."""
         return self._until.get(host, -math.inf) == math.inf
 
     def _cooldown_s(self, count: int) -> float:

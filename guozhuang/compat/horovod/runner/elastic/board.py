@@ -1,4 +1,4 @@
-"""What the driver and its workers write for each other into the driver's store. See [Note: bytes] in the package."""
+"""The messages that the driver and its workers exchange through the driver's store. See [Note: bytes] in the package."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch.distributed as dist
 from guozhuang.compat.horovod.common.elastic_variables import Place, verdict_key
 
 _PART = "horovod elastic"
-_KEPT_ROUNDS = 20  # a worker that waits reads the newest round, and none that is older than its own
+_KEPT_ROUNDS = 20  # older rounds are deleted from the store: a waiting worker reads only the newest one
 
 
 class HostUpdateResult(enum.IntFlag):
-    """What became of the hosts; both bits: some came and others went."""
+    """How the set of hosts changed; both bits are set if some were added and others removed."""
 
     no_update = 0
     removed = 1
@@ -29,11 +29,11 @@ class Round:
     """One round, as the driver announces it.
 
     Attributes:
-        number: counts from 1.
-        may_skip_sync: all who are in it hold the same state already.
-        places: of each worker that is in it.
-        towards: for hosts whose ranks reach others over a network, an address of the driver's host as seen from there.
-        updated: the time stamp of the newest ``Update`` that this round is the answer to.
+        number: counts rounds from 1.
+        may_skip_sync: all its workers hold the same state already, so none needs to be sent.
+        places: the place of each of its workers, by worker number.
+        towards: by worker number, the address by which its host reaches the driver's; empty if all are on one machine.
+        updated: the time stamp of the newest ``Update`` that this round takes into account.
     """
 
     number: int
@@ -45,11 +45,11 @@ class Round:
 
 @dataclass(frozen=True)
 class Update:
-    """Hosts came or went; a new round is to be had by who comes for it.
+    """A notice that hosts were added or removed: workers that ask for a new round will get one.
 
     Attributes:
-        timestamp: in seconds since the epoch, rising.
-        result: what became of the hosts.
+        timestamp: seconds since the epoch; each notice has a larger one than the last.
+        result: how the set of hosts changed.
     """
 
     timestamp: float
@@ -58,12 +58,12 @@ class Update:
 
 @dataclass(frozen=True)
 class News:
-    """What a waiting worker sees.
+    """The part of the store that a worker polls while it waits for a round.
 
     Attributes:
         newest: the number of the newest round; 0: none yet.
-        over: why no round will come any more; "": one may.
-        beat: changes as long as the driver is at work.
+        over: the reason why no further round will begin; "" while one may.
+        beat: the driver's heartbeat, a count that rises as long as the driver works.
     """
 
     newest: int
@@ -72,10 +72,10 @@ class News:
 
 
 class DriverBoard:
-    """The driver's side.
+    """The driver's side of the messages.
 
     Args:
-        store: of this process.
+        store: the store that the driver's process serves.
     """
 
     def __init__(self, store: dist.Store) -> None:
@@ -87,14 +87,14 @@ class DriverBoard:
             self._store.set(name, value)
 
     def beat(self) -> None:
-        """Say that the driver is at work."""
+        """Write a heartbeat, by which workers see that the driver works."""
         self._beat += 1
         self._store.set("beat", str(self._beat))
 
     def announce(
         self, number: int, may_skip_sync: bool, places: Mapping[int, Place], towards: Mapping[int, str]
     ) -> None:
-        """Begin a round."""
+        """Announce a round, which begins it; see ``Round`` for the arguments."""
         told = Round(number, may_skip_sync, places, towards, self._updated)
         old = number - _KEPT_ROUNDS
         for name in (f"round/{old}", f"lost/{old}"):
@@ -104,25 +104,25 @@ class DriverBoard:
         self._store.set("newest", str(number))
 
     def give_up(self, number: int, why: str) -> None:
-        """A worker of a round is gone: nobody is to wait for it any more, in a collective or for it to come into the round."""
+        """Report that a worker of a round is gone: no rank is to wait for it, in a collective or while the world is made."""
         self._store.set(f"lost/{number}", why)
         self._whole.set(verdict_key(number), why)
 
     def forget(self, worker: int) -> None:
-        """A worker has ended; nobody reads any more what it wrote."""
+        """Delete the message of a worker that has ended."""
         self._store.delete_key(f"waiting/{worker}")
 
     def update(self, result: HostUpdateResult, timestamp: float) -> None:
-        """Tell the running workers that hosts came or went."""
+        """Notify the running workers that hosts were added or removed."""
         self._updated = max(timestamp, self._updated + 1e-3)
         self._store.set("update", json.dumps([self._updated, int(result)]))
 
     def dismiss(self, why: str) -> None:
-        """No further round will come."""
+        """Tell waiting workers that no further round will begin, and why."""
         self._store.set("over", why)
 
     def arrivals(self, running: list[int]) -> dict[int, tuple[int, bool, bool, bool]]:
-        """Who came to wait since the last call: what each gave to ``come``.
+        """Return, by worker number, what waiting workers gave to ``come``; empty if no worker called it since the last look.
 
         Args:
             running: the workers to look for.
@@ -141,10 +141,10 @@ class DriverBoard:
 
 
 class WorkerBoard:
-    """A worker's side. Calls wait for an answer of the driver's process without a limit: let a thread make them.
+    """A worker's side of the messages. A call may block for ever if the driver hangs, so it needs a thread of its own.
 
     Args:
-        store: the driver's.
+        store: the connection to the driver's store.
         worker: the number of this worker.
     """
 
@@ -152,29 +152,29 @@ class WorkerBoard:
         self._store, self._worker = dist.PrefixStore(_PART, store), worker
 
     def come(self, after: int, may_skip_sync: bool, has_state: bool, has_entered: bool) -> None:
-        """Wait from now on for the round that follows ``after``; the others as in ``Membership``."""
+        """Report that this worker waits for the round that follows ``after``; see ``Membership`` for the other arguments."""
         self._store.set(f"waiting/{self._worker}", json.dumps([after, may_skip_sync, has_state, has_entered]))
         self._store.add("arrivals", 1)
 
     def news(self) -> News:
-        """How things stand."""
+        """Read the newest round's number, whether the job is over, and the driver's heartbeat."""
         newest, over, beat = (value.decode() for value in self._store.multi_get(["newest", "over", "beat"]))
         return News(int(newest), over, int(beat))
 
     def round(self, number: int) -> Round:
-        """A round that was announced."""
+        """Read a round that was announced."""
         told = json.loads(self._store.get(f"round/{number}"))
         places = {int(worker): Place(**place) for worker, place in told["places"].items()}
         towards = {int(worker): str(address) for worker, address in told["towards"].items()}
         return Round(int(told["number"]), bool(told["may_skip_sync"]), places, towards, float(told["updated"]))
 
     def lost(self, number: int) -> str:
-        """Which worker of a round is gone, and how it ended; "" as long as none is."""
+        """Read which worker of a round is gone, and how it ended; "" as long as none is."""
         key = f"lost/{number}"
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def update(self) -> Update | None:
-        """The newest change of hosts; None as long as there was none."""
+        """Read the newest change of hosts; None if there was none yet."""
         if not self._store.check(["update"]):
             return None
         timestamp, result = json.loads(self._store.get("update"))

@@ -1,8 +1,8 @@
-"""The worker processes of one machine: started, read, ended.
+"""Start the worker processes of one machine, read their output, and end them.
 
-[Note: one queue] What happens to workers comes as events into one queue, whoever noticed it: threads that read the pipes and
-wait for the processes here, or those that hear from other hosts (``remote_crew``). So who owns the queue decides in one thread.
-Processes are started by that thread too, which ends last: the kernel ends them with it (guard.py, "no orphans").
+[Note: one queue] All events of workers go into one queue: from the threads here that read pipes and wait for processes, and
+from those that receive messages of other hosts (``remote_crew``). So the thread that reads the queue makes all decisions alone.
+It also starts the processes, and is the last thread to end: the kernel kills them when it does (guard.py, "no orphans").
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from guozhuang.compat.horovod.runner.elastic.writing import Room
 from guozhuang.launch import rank
 
 _WHO = "horovodrun"
-_CANNOT_BE_STARTED = 126  # as a shell says it
-# Between SIGTERM and SIGKILL.
+_CANNOT_BE_STARTED = 126  # the exit code that shells use for it
+# Seconds between SIGTERM and SIGKILL.
 GRACE_S = 5.0
-# For a pipe that a process of the worker's still holds after its end.
+# Seconds to read on after a worker's end: a process that it started may still hold its pipes open.
 _DRAIN_S = 1.0
 _JOIN_S = 5.0
 _CHUNK_BYTES = 1 << 16
@@ -34,7 +34,7 @@ _CHUNK_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Started:
-    """A worker has a process."""
+    """Event: the process of a worker was started."""
 
     worker: int
     pid: int
@@ -42,7 +42,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Printed:
-    """A worker wrote to "stdout" or "stderr"."""
+    """Event: a worker wrote to "stdout" or "stderr"."""
 
     worker: int
     stream: str
@@ -51,7 +51,7 @@ class Printed:
 
 @dataclass(frozen=True)
 class Ended:
-    """The process of a worker has ended, and all it wrote has come; ``code`` as of ``subprocess``."""
+    """Event: the process of a worker has ended, after its last ``Printed``; ``code`` is the return code of ``subprocess``."""
 
     worker: int
     code: int
@@ -59,7 +59,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Reached:
-    """Another host is ready; it came by this address of the driver's host."""
+    """Event: another host is ready; it reached the driver's host by this address."""
 
     host: str
     address: str
@@ -67,7 +67,7 @@ class Reached:
 
 @dataclass(frozen=True)
 class Lost:
-    """Another host could not be reached, or is gone with all its workers."""
+    """Event: another host could not be reached, or is gone with all its workers."""
 
     host: str
     why: str
@@ -75,7 +75,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Said:
-    """Another host says something of its own."""
+    """Event: ssh or the supervisor of another host printed a line, which no worker wrote."""
 
     host: str
     text: str
@@ -85,11 +85,11 @@ Event = Started | Printed | Ended | Reached | Lost | Said
 
 
 class LocalWorkers:
-    """Workers on this machine.
+    """The workers on this machine.
 
     Args:
-        events: where all that happens goes.
-        room: for what they print; whoever takes it from ``events`` gives it back.
+        events: the queue that gets all events of the workers.
+        room: counts bytes that were read from workers; the reader of ``events`` calls ``give`` when it has written them.
     """
 
     def __init__(self, events: queue.Queue[Event], room: Room) -> None:
@@ -99,12 +99,12 @@ class LocalWorkers:
         self._kill_at: dict[int, float] = {}
 
     def start(self, worker: int, command: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Start a worker; to be called by the thread that lives as long as it shall.
+        """Start a worker. The calling thread must outlive it: the kernel kills the worker when that thread ends.
 
         Args:
             worker: its number.
-            command: the program and its arguments; one that cannot be started ends with 126 or 127, saying so.
-            environ: all of its environment.
+            command: the program and its arguments; if it cannot be started, the worker prints why and ends with 126 or 127.
+            environ: its whole environment.
         """
         stub = [sys.executable, "-I", "-S", str(rank.__file__), str(os.getpid()), ""]
         try:
@@ -131,7 +131,7 @@ class LocalWorkers:
         self._threads.append(self._thread(self._wait, worker, process, readers))
 
     def end(self, worker: int, grace_s: float = GRACE_S) -> None:
-        """Ask a worker to end, and kill it after the grace; 0: at once."""
+        """Send SIGTERM to a worker, and let ``look`` kill it ``grace_s`` seconds later; with 0 kill it at once."""
         process = self._processes.get(worker)
         if process is None or process.returncode is not None:
             return
@@ -140,7 +140,7 @@ class LocalWorkers:
         self._kill_at[worker] = time.monotonic() + grace_s
 
     def look(self) -> None:
-        """Kill whose grace is over, and forget who has ended; to be called now and then."""
+        """Kill workers whose grace is over, and drop those that have ended. To be called regularly."""
         for worker, at in list(self._kill_at.items()):
             if time.monotonic() >= at:
                 del self._kill_at[worker]
@@ -151,7 +151,7 @@ class LocalWorkers:
         self._processes = {number: each for number, each in self._processes.items() if each.returncode is None}
 
     def close(self) -> None:
-        """Kill what is left, and wait for the threads. Nobody need take what they still print."""
+        """Kill the remaining workers, and wait for the threads, which no longer wait for room for the output."""
         self._room.close()
         for process in self._processes.values():
             with contextlib.suppress(ProcessLookupError):
@@ -174,7 +174,7 @@ class LocalWorkers:
                 self._room.wait()
 
     def _wait(self, worker: int, process: subprocess.Popen[bytes], readers: Sequence[threading.Thread]) -> None:
-        # Not reaped yet, so that its number, which is its session's too, is nobody else's: what it left behind goes with it.
+        # WNOWAIT: until it is reaped its id, also the id of its session, cannot be reused; killpg ends what it left running.
         with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         with contextlib.suppress(ProcessLookupError, PermissionError):

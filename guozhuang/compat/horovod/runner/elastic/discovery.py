@@ -1,4 +1,4 @@
-"""Which hosts there are: asked of the user's script every second, or fixed."""
+"""Find the hosts of an elastic run: by the user's script, which is run every second, or from a fixed list."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Protocol
 from guozhuang.launch.hosts.placement import parse_hosts
 
 _ASK_EVERY_S = 1.0
-# A script that hangs is ended; the hosts stay what they were.
+# Limit in seconds for the script; after it the script is killed, and the hosts found before stay.
 _SCRIPT_S = 60.0
 _JOIN_S = 5.0
 
@@ -23,17 +23,17 @@ class DiscoveryError(RuntimeError):
 
 
 class HostSource(Protocol):
-    """Where hosts are found."""
+    """A source of hosts: a script, or a fixed list."""
 
     def find(self) -> dict[str, int]:
-        """The slots of each host, in their order."""
+        """Return the number of slots of each host, in the order of the hosts."""
 
     def close(self) -> None:
-        """From another thread: a ``find`` that is under way ends soon."""
+        """Make a ``find`` that runs in another thread end soon."""
 
 
 class FixedHosts:
-    """Hosts that stay the same.
+    """A fixed list of hosts.
 
     Args:
         hosts: (name, slots) of each.
@@ -43,32 +43,32 @@ class FixedHosts:
         self._hosts = merged(hosts)
 
     def find(self) -> dict[str, int]:
-        """The slots of each host, in their order."""
+        """Return the number of slots of each host, in the order of the hosts."""
         return dict(self._hosts)
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: ``find`` never blocks."""
 
 
 class HostDiscoveryScript:
-    """A command that prints a host a line, ``name:slots`` or ``name``.
+    """A command of the user that prints one host per line, ``name:slots`` or ``name``.
 
     Args:
-        script: for the shell.
-        default_slots: of a host that is printed without a number.
+        script: the command, run by the shell.
+        default_slots: the slots of a host that is printed without a number.
     """
 
     def __init__(self, script: str, default_slots: int) -> None:
         self._script, self._default_slots = script, default_slots
-        self._lock = threading.Lock()  # for the two that follow
+        self._lock = threading.Lock()  # guards the next two attributes
         self._process: subprocess.Popen[str] | None = None
         self._is_over = False
 
     def find(self) -> dict[str, int]:
-        """The slots of each host, in the order of the script. One call at a time.
+        """Run the script and return the slots of each host, in the order printed. Only one thread may call it at a time.
 
         Raises:
-            DiscoveryError: it ended with something else than 0, hung, was ended by ``close``, or printed what is no host.
+            DiscoveryError: the script did not end with 0, hung, was killed by ``close``, or printed a line that is no host.
         """
         with self._lock:
             if self._is_over:
@@ -79,7 +79,7 @@ class HostDiscoveryScript:
             )  # fmt: skip
         try:
             out, err = process.communicate(timeout=_SCRIPT_S)
-        except BaseException as error:  # an interrupt too
+        except BaseException as error:  # KeyboardInterrupt too: the script must not be left running
             self._kill()
             process.wait()
             if not isinstance(error, subprocess.TimeoutExpired):
@@ -95,7 +95,7 @@ class HostDiscoveryScript:
         return parse(out, self._default_slots)
 
     def close(self) -> None:
-        """End the script if it runs, with all that it has started. It is not run any more."""
+        """Kill the script if it runs, with all processes that it started, and never run it again."""
         with self._lock:
             self._is_over = True
         self._kill()
@@ -107,11 +107,11 @@ class HostDiscoveryScript:
 
 
 def parse(text: str, default_slots: int) -> dict[str, int]:
-    """What a discovery script printed: the slots of each host.
+    """Return the slots of each host that a discovery script printed.
 
     Args:
-        text: a host a line; empty lines are skipped.
-        default_slots: of a host without a number.
+        text: one host per line; empty lines are skipped.
+        default_slots: the slots of a host without a number.
 
     Raises:
         DiscoveryError: a line is no host.
@@ -120,7 +120,7 @@ def parse(text: str, default_slots: int) -> dict[str, int]:
     for line in filter(None, map(str.strip, text.splitlines())):
         try:
             [host] = parse_hosts(line, "the output of the discovery script")
-        except ValueError as error:  # a UsageError among them
+        except ValueError as error:  # includes UsageError
             raise DiscoveryError(
                 f"the discovery script printed a line that is no host with its slots: {line!r}"
             ) from error
@@ -129,7 +129,7 @@ def parse(text: str, default_slots: int) -> dict[str, int]:
 
 
 def merged(hosts: Sequence[tuple[str, int]]) -> dict[str, int]:
-    """A host that is named twice has the slots of both."""
+    """Return the slots of each host; those of a host that is named twice are added."""
     found: dict[str, int] = {}
     for name, slots in hosts:
         found[name] = found.get(name, 0) + slots
@@ -137,11 +137,11 @@ def merged(hosts: Sequence[tuple[str, int]]) -> dict[str, int]:
 
 
 class Watch:
-    """Asks again and again, in a thread of its own. ``close`` ends it.
+    """A thread that asks for the hosts every second. ``close`` ends it.
 
     Args:
-        source: of the hosts; ``close`` closes it.
-        say: called, in that thread, when asking begins to fail, and when it works again.
+        source: the source of the hosts; ``close`` closes it too.
+        say: called in that thread with a text when the source begins to fail, and when it works again.
     """
 
     def __init__(self, source: HostSource, say: Callable[[str], None]) -> None:
@@ -152,11 +152,11 @@ class Watch:
         self._thread.start()
 
     def newest(self) -> dict[str, int]:
-        """What was found last."""
+        """Return the hosts found last, with their slots."""
         return self._newest
 
     def close(self) -> None:
-        """End the thread, and a script that still runs."""
+        """End the thread, and a script that is still running."""
         self._over.set()
         self._source.close()
         self._thread.join(_JOIN_S)

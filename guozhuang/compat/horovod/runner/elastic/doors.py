@@ -1,4 +1,4 @@
-"""The doors of the driver's host, by which workers of other hosts reach its store. See [Note: bytes] in the package."""
+"""The doors of the driver's host, through which workers on other hosts reach its store. See [Note: bytes] in the package."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _log = logging.getLogger("guozhuang")
 
 
 class Doors:
-    """One on each address of this host, from the first ``open`` on.
+    """The doors of this host, one on each of its addresses, from the first ``open`` on.
 
     Args:
-        store_port: of the store, on loopback.
-        names: of the network interfaces to be used; empty: all.
+        store_port: the port of the driver's store on loopback.
+        names: the network interfaces to use; empty: all.
 
     Attributes:
-        secret: what opens them.
+        secret: the bytes that a connecting host must know to be let in.
     """
 
     def __init__(self, store_port: int, names: Sequence[str]) -> None:
@@ -34,7 +34,7 @@ class Doors:
         self.secret = secrets.token_bytes(_SECRET_BYTES)
 
     def open(self) -> list[tuple[str, int]]:
-        """Address and port of each, those that other hosts may reach first; the last one is on loopback.
+        """Open the doors if need be; return the address and port of each, loopback last, since no other host can reach it.
 
         Raises:
             UsageError: an interface that was named does not exist, or has no address.
@@ -52,7 +52,7 @@ class Doors:
         return [door.address for door in self._doors]
 
     def close(self) -> None:
-        """Close them, and all connections through them."""
+        """Close the doors, and all connections through them."""
         for door in self._doors:
             door.close()
         self._doors = []

@@ -1,4 +1,4 @@
-"""The driver of an elastic run: carries out what ``job`` decides. See the package for how it works as a whole."""
+"""The driver of an elastic run: carries out the decisions of ``job``. The package's docstring describes the whole."""
 
 from __future__ import annotations
 
@@ -54,25 +54,25 @@ _WHO = "horovodrun"
 _TURN_S, _BEAT_S = 0.05, 1.0
 _LOOPBACK = "127.0.0.1"
 _STORE_S = 300.0  # limit of the store's operations
-# For ended workers to be seen to have ended, after their grace.
+# Seconds to wait, after their grace, for the events that workers have ended.
 _LAST_S = 5.0
-_LAST_WORDS_S = 1.0  # for them to be read, after a signal
+_LAST_WORDS_S = 1.0  # for the last output to be written, after a signal
 _LAST_LINES = 12
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def run_elastic(settings: ElasticSettings) -> int:
-    """Run workers on hosts that come and go, until the job is done. Blocks; no worker is left when it returns.
+    """Run workers on a changing set of hosts until the job is done. Blocks; no worker is left when it returns.
 
-    What workers print is shown on standard output and standard error, as ``[rank] line``; so is what the driver has to say.
-    To be called by the main thread where signals shall end the workers in order.
+    The output of workers is shown on standard output and standard error, as ``[rank] line``; the driver's own messages go to
+    standard error. Call it in the main thread if signals are to end the workers in an orderly way.
 
     Args:
-        settings: what to run, on how many.
+        settings: the program, and the number of workers.
 
     Returns:
-        0 if a worker ended with 0 (from then on others are no longer replaced) and all have ended; 1 if the job failed, after
-        saying who was the first; 128 + its number if a signal ended the driver.
+        0 if a worker ended with 0 (from then on no worker is replaced) and all have ended; 1 if the job failed, after
+        naming the first worker that failed; 128 + its number if a signal ended the driver.
 
     Raises:
         UsageError: the settings contradict each other, or the discovery script does not work; nothing was started then. Or a
@@ -121,7 +121,7 @@ class _Driver:
         )
         self._job = ElasticJob(limits, Blacklist(settings.cooldown_range))
         self._environment = elastic_variables.environment_of_workers(settings.env)
-        if settings.network_interfaces:  # the same name on every host, as in a run that is not elastic
+        if settings.network_interfaces:  # every host uses the interface of this name, as in a run that is not elastic
             chosen = interfaces.named(settings.network_interfaces[0])
             self._environment |= interfaces.variables(chosen, self._environment, override=True)
         most = max(settings.max_np or 0, settings.num_proc, sum(slots for _, slots in settings.hosts or ()))
@@ -139,16 +139,16 @@ class _Driver:
         self._guard = guard.Guard(self._run_name, "")
         self._crew = LocalWorkers(self._events, self._room)
         self._remote: dict[str, RemoteCrew] = {}
-        self._addresses: dict[str, str] = {}  # of this host, as others have reached it
+        self._addresses: dict[str, str] = {}  # host name -> the address of this host by which that host reached it
         self._is_local: dict[str, bool] = {}
         self._signals: list[int] = []
         self._next_beat = 0.0
 
     def run(self, watch: Watch) -> int:
-        """Do all of it."""
-        # Signals are only noted until the last of it: a second Ctrl-C must not leave workers behind.
+        """Run the job to its end, and return the exit code."""
+        # Signals are only recorded until the clean-up is done: a second Ctrl-C must not leave workers behind.
         with _noted(self._signals), contextlib.ExitStack() as ending:
-            # Nothing of the run is left afterwards, whichever of these fails; the last one is called first.
+            # Clean-up in reverse order, last one first; if one raises the rest are called all the same.
             for do in (
                 self._printing.close, self._show_the_rest, self._doors.close, self._guard.close,
                 lambda: guard.end_all(self._run_name, {}, 0.0), self._close_crews, self._end_workers,
@@ -166,7 +166,7 @@ class _Driver:
                     return self._conclude(orders.over)
 
     def _hear(self, wait_s: float) -> None:
-        """Take in what has happened, and wait for it a moment."""
+        """Wait up to ``wait_s`` seconds for an event, then handle all events and messages; write a heartbeat when it is due."""
         with contextlib.suppress(queue.Empty):
             self._understand(self._events.get(timeout=wait_s))
             for _ in range(1000):  # a worker that never stops printing must not hold the driver up
@@ -279,7 +279,7 @@ class _Driver:
             self._remote[worker.slot.host].end(worker.number, grace_s)
 
     def _here(self, host: str) -> bool:
-        """Whether a host is this machine. The port of ssh is that of the others."""
+        """Return whether a host is this machine, whatever port of ssh was given: that is meant for remote hosts."""
         if host not in self._is_local:
             self._is_local[host] = ssh.is_here(host)
         return self._is_local[host]
@@ -309,7 +309,7 @@ class _Driver:
             while any(worker.code is None for worker in self._job.workers) and time.monotonic() < deadline:
                 self._hear(_TURN_S)
                 if len(self._signals) > num_signals:
-                    break  # told again: at once
+                    break  # another signal: kill at once, without waiting for the grace
 
     def _close_crews(self) -> None:
         with contextlib.ExitStack() as ending:
@@ -321,7 +321,7 @@ class _Driver:
                 self._understand(self._events.get_nowait())
 
     def _show_the_rest(self) -> None:
-        """Whoever reads our output may take as long as they like; after a signal not."""
+        """Wait until all output is written, however slow its reader; after a signal wait for a second at most."""
         while not (self._printing.wait(_TURN_S) or self._signals):
             pass
         self._printing.wait(_LAST_WORDS_S)
@@ -336,12 +336,12 @@ class _Driver:
 
 @contextlib.contextmanager
 def _noted(signals: list[int]) -> Iterator[None]:
-    """Note the signals that end a launcher, and do nothing else; outside the main thread they cannot come."""
+    """Only record the signals that would end a launcher; does nothing outside the main thread, which alone receives signals."""
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         for number in _ENDING:
-            # None: a handler that is not Python's, and could not be put back.
-            if signal.getsignal(number) not in (signal.SIG_IGN, None):  # the first under nohup
+            # SIG_IGN: set by nohup, for one. None: a handler that Python did not set, and could not restore.
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
                 before[number] = signal.signal(number, lambda number, _: signals.append(number))
     try:
         yield
@@ -351,11 +351,11 @@ def _noted(signals: list[int]) -> Iterator[None]:
 
 
 def _towards(hosts: Sequence[str], reached: Mapping[str, str]) -> dict[str, str]:
-    """For each host of a round an address of the driver's host as seen from there; nothing where all are this machine.
+    """Return for each host of a round an address by which it reaches the driver's host; empty if all are this machine.
 
     Args:
-        hosts: of the round.
-        reached: the addresses by which hosts came here; loopback: a host that is this machine all the same.
+        hosts: the hosts of the round.
+        reached: the address by which each host connected to this one; loopback if the host is this very machine.
     """
     outside = {host: reached[host] for host in hosts if reached.get(host, _LOOPBACK) != _LOOPBACK}
     return {host: outside.get(host, next(iter(outside.values()))) for host in hosts} if outside else {}

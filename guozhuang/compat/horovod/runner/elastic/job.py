@@ -1,15 +1,15 @@
-"""The decisions of an elastic run: who is started, who is ended, when a round begins, and when all is over. Pure.
+"""The decisions of an elastic run: which workers to start and end, when a round begins, when the job is over. Pure.
 
-The driver tells what happened (``found``, ``came``, ``ended``) and carries out what ``turn`` returns; the clock is an argument.
+The driver reports events (``found``, ``came``, ``ended``) and carries out what ``turn`` returns; the time is an argument.
 
-[Note: who fails] A worker that ends with anything but 0 takes its host with it: the host is left alone (``blacklist``), and its
-other workers are ended, because what kills one of them mostly kills the others. Workers that were told to end, or whose host is
-no longer among those found, may end as they like. Once one that has a slot has ended with 0 the job is done: no round begins
-any more, and the others may finish, as long as they give signs of life.
+[Note: who fails] When a worker ends with anything but 0 its host is blacklisted, and the other workers there are ended, because
+what kills one of them mostly kills the others. Workers that the driver ended by a signal, or whose host is no longer found, may
+end with any code. Once a worker that has a slot has ended with 0 the job is done: no further round begins, and the other
+workers may finish, as long as they print something from time to time.
 
-[Note: who has the state] A new worker holds nothing until its first sync is done. Should all others be lost before, it must not
-begin the training anew as if nothing had been. So each tells what it holds when it comes; rank 0 is one that has the state,
-and when somebody had it and nobody has it any more, the job has failed.
+[Note: who has the state] A new worker holds no trained state until its first sync is done. If all other workers are lost before
+that, it must not restart the training from scratch unnoticed. So each worker reports whether it has the state when it waits for
+a round; rank 0 is one that has it, and the job fails when some worker had it and none of those that wait has it any more.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from guozhuang.compat.horovod.runner.elastic.assignment import HostSlot, choose
 from guozhuang.compat.horovod.runner.elastic.blacklist import Blacklist
 from guozhuang.launch.failures import how
 
-# A worker whose host was removed learns it from the next round; after so long without an end it is ended.
+# A worker whose host was removed learns it from the next round; if it still runs so many seconds later it is ended.
 _REMOVED_S = 30.0
-# So many rounds in a row may break before anybody is in them.
+# The job fails after so many rounds in a row in which no worker completed ``hvd.init()``.
 _EMPTY_ROUNDS = 10
 _STATE_LOST = "all workers that had the state have failed or were ended: nobody holds it any more"
 
 
 @dataclass(eq=False)
 class Worker:
-    """One process.
+    """One worker process, running or ended. Times are in seconds, by the clock that ``turn`` gets.
 
     Attributes:
-        number: counts all that were started.
-        slot: where it is.
-        started: when.
-        round: the newest one that it is in; 0: none yet.
-        rank: in that round.
-        is_waiting: it has come to wait for the next one.
-        may_skip_sync: it holds what the survivors hold.
-        has_state: when it came last, it had what had been trained; see [Note: who has the state].
-        has_entered: when it came last, it had been in its round, with ``hvd.init()`` done.
-        heard: when it last began, ended or printed something.
-        leaving: since when it is no part of the run any more, so that its end is no failure; None: it is one.
-        is_told: it was told to end, by a signal.
-        code: how it ended; None while it runs.
-        pid: of its process, where that is known.
+        number: the worker's number, counting all that were started from 0.
+        slot: the host and slot it runs in.
+        started: the time of its start.
+        round: the newest round that it is in; 0: none yet.
+        rank: its rank in that round.
+        is_waiting: it waits for the next round.
+        may_skip_sync: it holds the same state as the other survivors, as it last reported.
+        has_state: it had the trained state when it last reported; see [Note: who has the state].
+        has_entered: it had completed ``hvd.init()`` in its last round when it last reported.
+        heard: the time when it last printed something.
+        leaving: the time since when it is no longer part of the run, so that its end is no failure; None: it is part of it.
+        is_told: the driver has sent it a signal to end.
+        code: its return code, as ``subprocess`` gives it; None while it runs.
+        pid: its process id; 0 where it is not known.
     """
 
     number: int
@@ -67,13 +67,13 @@ class Worker:
 
     @property
     def place(self) -> tuple[bool, float, int]:
-        """For the order of ranks: who has the state, or may have it, before who has not; then by rank, and by age."""
+        """Return the sort key for ranks: workers that have or may have the state first, then by former rank, then by age."""
         may_have_it = self.has_state if self.is_waiting else self.round > 0
         return not may_have_it, math.inf if self.rank is None else self.rank, self.number
 
     @property
     def title(self) -> str:
-        """What it is called in texts."""
+        """Return the name of the worker in messages, such as "rank 1 (host a, process 123)"."""
         name = f"rank {self.rank}" if self.rank is not None else "a worker without a rank yet"
         process = f", process {self.pid}" if self.pid else ""
         return f"{name} (host {self.slot.host}{process})"
@@ -81,7 +81,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class ElasticLimits:
-    """See ``settings.ElasticSettings``."""
+    """The limits of a run; ``settings.ElasticSettings`` describes each field."""
 
     num_proc: int
     min_np: int
@@ -93,17 +93,17 @@ class ElasticLimits:
 
 @dataclass
 class Orders:
-    """What the driver is to do, in this order.
+    """The actions of one turn, for the driver to carry out.
 
     Attributes:
-        say: lines for the user.
-        end: workers to be ended, with a signal.
-        start: new workers.
-        changed: hosts came (``added``) or went (``removed``): to be told to the running workers.
-        announce: the workers of a new round, in the order of their ranks; empty: none begins.
-        may_skip_sync: in that round everybody holds the same state already.
-        dismiss: tell those who wait for a round that none will come.
-        over: the exit code of the job; None: it goes on.
+        say: lines to show to the user.
+        end: workers to end with a signal.
+        start: new workers to start.
+        changed: "added", "removed" or both: how hosts changed, to be reported to the running workers.
+        announce: the workers of a new round, in the order of their ranks; empty: no round begins.
+        may_skip_sync: all workers of that round hold the same state already.
+        dismiss: the reason why no further round will begin, to be reported to waiting workers; "" if one may.
+        over: the exit code of the job; None: it continues.
     """
 
     say: list[str] = field(default_factory=list)
@@ -117,11 +117,11 @@ class Orders:
 
 
 class ElasticJob:
-    """See the module.
+    """The state of an elastic run, from which ``turn`` decides what happens next. See the module.
 
     Args:
-        limits: of the run.
-        blacklist: its hosts that are left alone.
+        limits: the numbers of workers and time-outs of the run.
+        blacklist: the hosts that get no workers because one failed there.
     """
 
     def __init__(self, limits: ElasticLimits, blacklist: Blacklist) -> None:
@@ -130,19 +130,19 @@ class ElasticJob:
         self.workers: list[Worker] = []
         self.round = 0
         self.first_failure: Worker | None = None
-        self._round_failed = False  # a worker of the newest round
+        self._round_failed = False  # a worker that had been in a round has failed since the newest round began
         self._had_state = False
         self._succeeded: Worker | None = None
         self._succeeded_at = -math.inf
         self._is_dismissed = False
-        self._told: set[int] = set()  # the workers whose coming or going was told since the newest round began
-        self._num_empty = 0  # rounds in a row that nobody was in
+        self._told: set[int] = set()  # numbers of new and leaving workers that the running ones know of, in this round
+        self._num_empty = 0  # rounds in a row in which no worker completed hvd.init()
         self._said: list[str] = []
         self._short_since = self._broken_since = -math.inf
         self._has_started = False
 
     def found(self, hosts: Mapping[str, int]) -> None:
-        """The discovery found these hosts with these slots."""
+        """Take over the hosts that the discovery found, with their numbers of slots."""
         if dict(hosts) == self._hosts:
             return
         gone = ", ".join(host for host in self._hosts if host not in hosts)
@@ -154,24 +154,24 @@ class ElasticJob:
             self._said.append(f"hosts are now: {there}" + (f" (gone: {gone})" if gone else ""))
 
     def came(self, number: int, after: int, may_skip_sync: bool, has_state: bool, has_entered: bool = True) -> None:
-        """A worker waits for the round after round ``after``."""
+        """Record that a worker waits for the round after round ``after``; ``Worker`` describes the other arguments."""
         worker = self.workers[number]
         worker.is_waiting, worker.may_skip_sync, worker.has_state = worker.round == after, may_skip_sync, has_state
         worker.has_entered = has_entered
         self._had_state = self._had_state or has_state
 
     def heard(self, number: int, now: float) -> None:
-        """A worker gave a sign of life."""
+        """Record the time at which a worker printed something."""
         self.workers[number].heard = now
 
     def ended(self, number: int, code: int, now: float) -> None:
-        """The process of a worker has ended; ``code`` as of ``subprocess``."""
+        """Record that the process of a worker has ended; ``code`` is its return code as ``subprocess`` gives it."""
         worker = self.workers[number]
         worker.code, worker.is_waiting = code, False
         if worker.is_told:
             return
         others = [each for each in self.workers if each.code is None and each.leaving is None and self._has_slot(each)]
-        # When all hosts seem to be gone, whoever ends with 0 has done the job all the same.
+        # Without a slot an end with 0 counts as success only if no other running worker has one, as when all hosts seem gone.
         if worker.leaving is not None or (not self._has_slot(worker) and (code != 0 or others)):
             self._said.append(f"{worker.title} has left with {how(code)}: its slot is gone")
         elif code == 0:
@@ -182,7 +182,7 @@ class ElasticJob:
             self._said.append(f"{worker.title} ended with {how(code)}; {self._fail(worker, now)}")
 
     def turn(self, now: float) -> Orders:
-        """What is to be done now."""
+        """Decide what to do at the time ``now``."""
         orders = Orders(say=self._said)
         self._said = []
         running = [worker for worker in self.workers if worker.code is None]
@@ -202,7 +202,7 @@ class ElasticJob:
         return orders
 
     def slots_of(self, host: str) -> int:
-        """How many workers a host may have; at least 1."""
+        """Return how many workers a host may have; at least 1, also for a host that is gone."""
         return max(self._hosts.get(host, 1), 1)
 
     def _has_slot(self, worker: Worker) -> bool:
@@ -210,19 +210,19 @@ class ElasticJob:
 
     @property
     def members(self) -> list[Worker]:
-        """All workers of the newest round, living or not, in the order of their ranks."""
+        """Return all workers of the newest round, running or ended, in the order of their ranks."""
         found = [worker for worker in self.workers if self.round and worker.round == self.round]
         return sorted(found, key=lambda worker: worker.rank or 0)
 
     def _fail(self, worker: Worker, now: float) -> str:
-        """See [Note: who fails]. Returns what becomes of the host, in words."""
+        """Record a failure and blacklist the host; return for how long, in words. See [Note: who fails]."""
         self.first_failure = self.first_failure or worker
         self._round_failed = self._round_failed or bool(worker.round)
         held_s = self._blacklist.add(worker.slot.host, now)
         return f"its host gets no workers {'any more' if math.isinf(held_s) else f'for {held_s:.0f} s'}"
 
     def _finish(self, running: list[Worker], now: float, orders: Orders) -> None:
-        """Let the others finish. One that hangs is not waited for: the job is done."""
+        """Let the remaining workers finish after a success; end those that were in no round yet, or are silent for too long."""
         assert self._succeeded is not None
         timeout_s = self._limits.elastic_timeout_s
         if not self._is_dismissed:
@@ -245,7 +245,7 @@ class ElasticJob:
         orders.end.append(worker)
 
     def _let_go(self, unwanted: list[Worker], now: float, orders: Orders) -> list[Worker]:
-        """Workers without a slot: end those whose host failed, or who hold no state; the others learn it, and are returned."""
+        """End workers without a slot whose host failed or that were in no round yet; return the rest, to be notified."""
         going = []
         for worker in unwanted:
             if self._blacklist.holds(worker.slot.host, now):
@@ -258,14 +258,14 @@ class ElasticJob:
         return going
 
     def _end_those_that_stay(self, running: list[Worker], now: float, orders: Orders) -> None:
-        """Who has no slot any more learned it from the newest round, or from collectives that fail."""
+        """End workers that still run long after their slot was removed, though the newest round told them to leave."""
         for worker in running:
             if worker.leaving is not None and not worker.is_told and now > worker.leaving + _REMOVED_S:
                 orders.say.append(f"ending {worker.title}: its slot has been gone for {_REMOVED_S:.0f} s")
                 self._end(worker, now, orders)
 
     def _is_lost(self, kept: list[Worker], going: list[Worker], orders: Orders) -> bool:
-        """Whether nothing can come of it any more."""
+        """Return whether the job has failed for good: its state is lost, or no host can be used again. Then set ``over``."""
         if self.round and self._round_failed and not going and not any(worker.round for worker in kept):
             orders.say.append(_STATE_LOST)
         elif (
@@ -285,7 +285,7 @@ class ElasticJob:
         return True
 
     def _is_short(self, wanted: list[HostSlot], kept: list[Worker], now: float, orders: Orders) -> bool:
-        """Whether there is too little to go on with; over if that has been so for too long. What runs goes on meanwhile."""
+        """Return whether too few slots, or no holder of the state, are left; set ``over`` if that lasts too long."""
         least = self._limits.min_np if self._has_started else self._limits.num_proc
         timeout_s = self._limits.elastic_timeout_s
         what = ""
@@ -316,7 +316,7 @@ class ElasticJob:
         self, wanted: list[HostSlot], running: list[Worker], kept: list[Worker], now: float, orders: Orders
     ) -> None:
         self._has_started = True
-        # One that leaves keeps its slot until it is gone.
+        # A worker that leaves occupies its slot until its process has ended.
         busy = {worker.slot for worker in running}
         for slot in wanted:
             if slot not in busy:
@@ -328,12 +328,12 @@ class ElasticJob:
     def _form(
         self, wanted: list[HostSlot], kept: list[Worker], going: list[Worker], now: float, orders: Orders
     ) -> None:
-        """See [Note: rounds] in the package."""
+        """Begin the next round if it is needed and all its workers wait for it. See [Note: rounds] in the package."""
         members = [worker for worker in kept if worker.round]
         ready = [worker for worker in kept if not worker.round and worker.is_waiting]
         late = [worker for worker in kept if not worker.round and not worker.is_waiting]
         awaited = [worker for worker in late if now < worker.started + self._limits.start_timeout_s]
-        # Somebody of the newest round is gone, or wants a new one. Who is to leave, and trains, breaks nothing.
+        # A worker of the newest round is gone or waits for the next one. One that shall leave but still trains breaks nothing.
         is_broken = any(each.code is not None or each.leaving is not None or each.is_waiting for each in self.members)
         self._broken_since = now if is_broken and math.isinf(self._broken_since) else self._broken_since
         self._tell(ready if not awaited else [], going, orders)
@@ -365,16 +365,16 @@ class ElasticJob:
         self._announce(wanted, [*coming, *ready], going, now, orders)
 
     def _tell(self, ready: list[Worker], going: list[Worker], orders: Orders) -> None:
-        """Running workers learn at once of those that leave, and of new ones when these have come."""
+        """Notify the running workers of removed slots at once, and of new workers when these wait for a round."""
         gone, new = {worker.number for worker in going}, {worker.number for worker in ready}
         if self.round and (gone | new) - self._told:
             orders.changed = frozenset(["removed"] * bool(gone) + ["added"] * bool(new))
             self._told |= gone | new
 
     def _end_the_silent(self, members: list[Worker], late: list[Worker], now: float, orders: Orders) -> bool:
-        """Whether somebody was waited for too long: a worker that hangs counts as one that failed.
+        """End workers that were waited for too long, as failed ones; return whether there were any.
 
-        New workers wait for those that train to commit, however long that takes.
+        There is no limit for running workers to commit while only new workers wait for them.
         """
         timeout_s = self._limits.elastic_timeout_s
         silent = [worker for worker in late if now >= worker.started + timeout_s]
@@ -390,7 +390,7 @@ class ElasticJob:
     def _announce(
         self, wanted: list[HostSlot], coming: list[Worker], going: list[Worker], now: float, orders: Orders
     ) -> None:
-        # Not everybody who is wanted has come: ranks follow the order of those who have.
+        # Some slots may have no waiting worker: ranks are numbered among the workers that wait.
         at = {worker.slot: worker for worker in coming}
         chosen = [at[slot] for slot in wanted if slot in at]
         orders.may_skip_sync = all(worker.round and worker.may_skip_sync for worker in chosen)

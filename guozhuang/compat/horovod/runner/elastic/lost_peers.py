@@ -1,12 +1,12 @@
-"""A thread that breaks the collectives of a round when the driver says that one of its workers is gone.
+"""A thread that aborts the collectives of a round when the driver reports that one of its workers is gone.
 
-Mostly they have broken by then: the kernel closes the connections of a process that ends. But of a host without power, or
-behind a cut cable, nobody hears anything; a collective would wait for it until its time-out. The driver misses it after some
-seconds.
+Mostly they have failed by then: when a process ends the kernel closes its connections. But a host without power, or behind a
+cut cable, closes none, and a collective would wait for it until its time-out. The driver notices such a host within seconds,
+because its heartbeats stop.
 
-[Note: the right round] The main thread goes on to the next round by itself. So what is to be broken is given for a round, from
-the moment on that somebody may wait in it, also while its world is still being made; and what comes after its round was found
-broken is broken at once.
+[Note: the right round] The main thread moves on to the next round by itself. So each abort callback is registered for one
+round, as soon as a thread may wait in that round, also while its world is still being made; a callback that is registered
+after the round was found broken is called at once.
 """
 
 from __future__ import annotations
@@ -23,43 +23,43 @@ _log = logging.getLogger("guozhuang")
 
 
 class LossBoard(Protocol):
-    """What the driver says; a ``WorkerBoard``."""
+    """The part of ``WorkerBoard`` that tells of lost workers."""
 
     def lost(self, number: int) -> str:
         """See ``WorkerBoard``."""
 
 
 class LostPeers:
-    """Begins at once, and ends with the process.
+    """The thread; it starts when the object is made, and ends with the process.
 
     Args:
-        board: where the driver says it.
-        look_every_s: how long to pause between looks, in seconds.
+        board: where the driver reports lost workers.
+        look_every_s: the pause between two looks at the board, in seconds.
     """
 
     def __init__(self, board: LossBoard, look_every_s: float = _LOOK_S) -> None:
         self._board, self._look_every_s = board, look_every_s
-        self._lock = threading.Lock()  # for the three that follow
+        self._lock = threading.Lock()  # guards the next three attributes
         self._round = 0
         self._aborts: list[Callable[[], object]] = []
-        self._why = ""  # the round is broken
+        self._why = ""  # the reason why the round is broken; "" while it is not
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="horovod lost peers", daemon=True)
         self._thread.start()
-        # The interpreter must not end while the thread is in PyTorch's store.
+        # The interpreter must not end while the thread is inside a call of PyTorch's store.
         atexit.register(self.close)
 
     def begin(self, number: int) -> None:
-        """This worker is in another round from now on; 0: in none."""
+        """Watch another round from now on; 0: none. Callbacks of the round before are dropped."""
         with self._lock:
             self._round, self._aborts, self._why = number, [], ""
 
     def breaks(self, number: int, abort: Callable[[], object]) -> None:
-        """Call this, in the thread, when a worker of that round is gone; at once where it is known to be.
+        """Register a callback for the thread to call when a worker of the round is gone; call it at once if one is already.
 
         Args:
-            number: of the round. One that is not the newest any more is nobody's concern.
-            abort: makes whoever waits for that worker stop; may be called more than once, and from any thread.
+            number: the number of the round. If it is not the newest any more, nothing is registered.
+            abort: makes all waits for that worker fail; it may be called more than once, and from any thread.
         """
         with self._lock:
             if number != self._round:
@@ -70,11 +70,11 @@ class LostPeers:
             _call(abort)
 
     def lost(self) -> str:
-        """Why the newest round is broken, as the driver has said; "" as long as it has not."""
+        """Return the driver's reason why the newest round is broken; "" as long as there is none."""
         return self._why
 
     def look(self) -> None:
-        """What the thread does every second."""
+        """Ask the driver once whether a worker of the round is gone, and if so call the callbacks; the thread repeats this."""
         with self._lock:
             number, is_broken = self._round, bool(self._why)
         if not number or is_broken:
@@ -98,12 +98,12 @@ class LostPeers:
         while not self._over.wait(self._look_every_s):
             try:
                 self.look()
-            except RuntimeError as error:  # the driver is gone; whoever waits for it says so
+            except RuntimeError as error:  # the driver is gone; the main thread reports that when it waits for it
                 _log.debug("the driver does not answer: %s", error)
 
 
 def _call(abort: Callable[[], object]) -> None:
     try:
         abort()
-    except Exception as error:  # it has ended by itself
+    except Exception as error:  # the collectives, or their group, have ended already
         _log.debug("there is nothing left to break: %s", error)

@@ -1,4 +1,4 @@
-"""What workers print: shown by lines, each with the rank that the worker has at that time, and kept in files if asked for.
+"""Show the output of workers line by line, each line with the worker's rank at that time, and write it to files if asked to.
 
 See [Note: a reader that takes nothing] in ``writing``.
 """
@@ -17,19 +17,19 @@ from guozhuang.launch.console.escapes import without_escapes
 from guozhuang.launch.console.screen import Lines, mark
 from guozhuang.launch.console.target import Target, is_same
 
-_KEPT_LINES = 40  # of each worker, for the report of a failure
-_MAX_WAITING_BYTES = 1 << 20  # of a worker without a rank, for its file
+_KEPT_LINES = 40  # the last lines of each worker that are kept for the report of a failure
+_MAX_WAITING_BYTES = 1 << 20  # output of a worker kept per stream until it has a rank, and so a file
 
 
 class Printing:
-    """Standard output and standard error of the driver, and the files.
+    """The output of all workers and of the driver: on the driver's standard output and error, and in files.
 
     Args:
-        who: the name of a worker without a rank.
+        who: returns the name that stands before the lines of a worker without a rank, given its number.
         timestamps: put the time before each line that is shown.
-        folder: for ``rank.<rank>/stdout`` and ``stderr``; None: no files are written.
-        most_ranks: how many there may be: as many digits has <rank>.
-        shown: called, in another thread, with how many of the bytes given to ``take`` have been written.
+        folder: the folder for ``rank.<rank>/stdout`` and ``stderr``; None: no files are written.
+        most_ranks: the largest possible number of ranks; it sets the number of digits of <rank> in file names.
+        shown: called in another thread with the number of bytes given to ``take`` that have been written.
 
     Raises:
         UsageError: the folder cannot be made.
@@ -62,7 +62,7 @@ class Printing:
         self._writer = Writer(list(dict.fromkeys(self._targets.values())), shown)
 
     def is_rank(self, worker: int, rank: int) -> None:
-        """From now on a worker is this rank."""
+        """Use this rank for a worker from now on, and write its output so far to the rank's files."""
         self._ranks[worker] = rank
         for stream in self._targets:
             waiting = self._waiting.pop((worker, stream), None)
@@ -70,13 +70,13 @@ class Printing:
                 self._write(worker, stream, bytes(waiting))
 
     def take(self, worker: int, stream: str, data: bytes) -> None:
-        """A worker wrote to "stdout" or "stderr"; cut anywhere."""
+        """Take bytes that a worker wrote to "stdout" or "stderr"; they may begin and end inside a line."""
         self._write(worker, stream, data)
         self._show(worker, stream, self._lines.setdefault((worker, stream), Lines()).feed(data))
         self._writer.drawn(len(data))
 
     def ended(self, worker: int) -> None:
-        """All that a worker wrote has come."""
+        """Show the unfinished last lines of a worker, which will write nothing more."""
         for stream in self._targets:
             lines = self._lines.pop((worker, stream), None)
             if lines is not None:
@@ -84,24 +84,24 @@ class Printing:
         self._writer.drawn()
 
     def forget(self, worker: int) -> None:
-        """Nobody will ask for its ``last_lines``."""
+        """Drop the lines of a worker that were kept for ``last_lines``."""
         self._kept.pop(worker, None)
 
     def last_lines(self, worker: int, number: int) -> list[str]:
-        """What a worker printed last."""
+        """Return the last ``number`` lines that a worker printed."""
         return list(self._kept.get(worker, ()))[-number:]
 
     def say(self, text: str) -> None:
-        """Something of the driver's own, in lines of their own."""
+        """Show a text of the driver on standard error, never inside a line of a worker."""
         self._targets["stderr"].screen.lines(b"", [line.encode(errors="replace") for line in text.splitlines()])
         self._writer.drawn()
 
     def wait(self, limit_s: float) -> bool:
-        """Wait until all that was given is shown; whether it is."""
+        """Wait until all output is written, ``limit_s`` seconds at most; return whether it is."""
         return self._writer.wait(limit_s)
 
     def close(self) -> None:
-        """Write what still waits for a rank that never came, and close the files. Nothing more is shown."""
+        """Write the output of workers that never got a rank to ``worker.<number>``, and close the files. Show nothing more."""
         self._writer.close()
         for (worker, stream), data in self._waiting.items():
             self._put(f"worker.{worker}", stream, bytes(data))
@@ -131,7 +131,7 @@ class Printing:
         del waiting[:-_MAX_WAITING_BYTES]
 
     def _put(self, name: str, stream: str, data: bytes) -> None:
-        """Add to a file; where that is impossible, say so once and go on: the workers must not wait for it."""
+        """Append to a file. If that fails, report it once and write no more files: the workers must not wait for the disk."""
         if self._folder is None:
             return
         try:

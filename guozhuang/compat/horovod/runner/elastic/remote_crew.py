@@ -1,6 +1,6 @@
-"""The driver's end of another host: ssh, the supervisor there, and what it tells of its workers.
+"""The driver's side of the workers on another host: starts ``remote_host`` there by ssh, and turns its messages into events.
 
-See ``remote_host`` for what runs there. Each host has a thread here, which reads what comes and gives signs of life.
+Each host has a thread here, which reads the messages and sends heartbeats.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _CLOSE_S = 10.0
 
 @dataclass(frozen=True)
 class HostConfig:
-    """What every host is told.
+    """The settings that all remote hosts of a run share.
 
     Attributes:
         doors: address and port of each door of the driver's host.
-        secret: of the run.
-        same: the identity of the driver's host.
-        timeout_s: of the elastic job.
-        start_timeout_s: limit for a host to be reached.
-        environment: what workers there get besides what they find.
-        ssh: how to connect.
+        secret: the secret of the run, which opens the doors.
+        same: the identity of the driver's host, by which a remote host sees that it is that very machine.
+        timeout_s: how long the driver may be silent before workers give up (--elastic-timeout).
+        start_timeout_s: limit in seconds for a host to be reached, and to reach the driver.
+        environment: variables that workers there get besides those of their host.
+        ssh: the options of ssh.
     """
 
     doors: Sequence[tuple[str, int]]
@@ -54,23 +54,23 @@ class HostConfig:
 
 
 class RemoteCrew:
-    """Workers on another host.
+    """The workers on another host. The connection is opened when the object is made.
 
     Args:
-        host: its name, for ssh.
-        told: to it.
-        events: where all that happens goes; see [Note: one queue] in ``crew``.
-        room: for what workers print, as in ``LocalWorkers``.
+        host: the name of the host, for ssh.
+        told: the settings that are sent to the host.
+        events: the queue that gets all events; see [Note: one queue] in ``crew``.
+        room: counts bytes that were read from workers, as in ``LocalWorkers``.
 
     Attributes:
-        host: as above.
-        is_lost: nothing can be started there by this object any more.
+        host: the name of the host.
+        is_lost: the connection is gone for good; a new object is needed to start workers there.
     """
 
     def __init__(self, host: str, told: HostConfig, events: queue.Queue[Event], room: Room) -> None:
         self.host, self._told, self._events, self._room = host, told, events, room
         self._link = Link(host, 0, False)
-        self._lock = threading.Lock()  # for the two that follow
+        self._lock = threading.Lock()  # guards the next two attributes
         self._running: set[int] = set()
         self.is_lost = False
         self._unread = bytearray()
@@ -101,12 +101,12 @@ class RemoteCrew:
         self._thread.start()
 
     def start(self, worker: int, command: Sequence[str], num_local: int) -> None:
-        """Start a worker there, at once or as soon as the host is reached.
+        """Start a worker on the host, at once or as soon as the host is reached.
 
         Args:
-            worker: its number.
+            worker: the number of the worker.
             command: the program and its arguments.
-            num_local: how many workers the host may have.
+            num_local: the largest number of workers on the host, by which they share its cores.
         """
         with self._lock:
             if self.is_lost:
@@ -116,11 +116,11 @@ class RemoteCrew:
         self._link.say({"worker": worker, "command": list(command), "num_local": num_local})
 
     def end(self, worker: int, grace_s: float) -> None:
-        """Ask a worker to end; it is killed after the grace."""
+        """Send a worker SIGTERM, and SIGKILL after the grace."""
         self._link.say({"worker": worker, "stop": grace_s})
 
     def close(self) -> None:
-        """End the host's part of the run: its workers are killed, also where the connection is gone, a little later."""
+        """End the run on the host: its workers are killed, a little later if the connection is lost."""
         self._is_over = True
         if not self._link.is_closed:
             self._link.say({"end": 0})
@@ -133,7 +133,7 @@ class RemoteCrew:
         while not link.is_closed:
             writing = link.writing()
             with contextlib.suppress(OSError, ValueError):
-                # A host that is being reached has nothing to print, and a limit.
+                # Before the host is reached its messages are always read: they are no output, and its time is limited.
                 reading = [] if self._is_reached and self._room.is_full() else link.reading()
                 found = select.select(reading, [] if writing is None else [writing], [], _LOOK_S)
                 for descriptor in found[0]:

@@ -1,12 +1,12 @@
-"""What the supervisor of another host runs: it finds the way to the driver's store, and starts and ends workers there.
+"""The program on a remote host of an elastic run: connects to the driver's store, and starts and ends the workers there.
 
-``python -m guozhuang.compat.horovod.runner.elastic.remote_host IN OUT``, where IN is a descriptor for lines of JSON from the
-driver: first what the host is told, then requests. What happens goes to standard output, a line of JSON each (``remote_crew``
-reads it). The wire below both is that of ``guozhuang.launch.hosts.supervisor``; as there, all ends when nobody holds the
-other end of IN.
+The supervisor runs ``python -m guozhuang.compat.horovod.runner.elastic.remote_host IN OUT``, where IN is a descriptor for lines
+of JSON from the driver: first the settings, then requests. Each event is written to standard output as a line of JSON, which
+``remote_crew`` reads. Both streams travel over the connection of ``guozhuang.launch.hosts.supervisor``; the program ends when
+the other end of IN is closed.
 
-The driver opens a door on each of its addresses; the first that lets this host in is taken. A passage leads from loopback here
-through that door to the store, so that workers, and all scripts, find the store on loopback on every host.
+The driver opens a door on each of its addresses; this program uses the first that lets it in. A passage then leads from
+loopback here through that door to the store, so workers reach the store on loopback on every host.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _MOST_AT_ONCE = 1000  # a worker that never stops printing must not keep request
 
 
 def come_through(doors: Sequence[tuple[str, int]], secret: bytes) -> tuple[Passage, str]:
-    """The way to the driver, and the address by which it was reached.
+    """Connect to the driver's host; return the passage to its store, and the address by which it was reached.
 
     Args:
-        doors: address and port of each, the likeliest first.
-        secret: of the run.
+        doors: address and port of each door, in the order in which to try them.
+        secret: the secret of the run.
 
     Raises:
-        WorldError: none of them lets this host in; the text says why of each.
+        WorldError: no door lets this host in; the text gives the reason for each.
     """
     why = []
     for host, port in doors:
@@ -57,7 +57,7 @@ def come_through(doors: Sequence[tuple[str, int]], secret: bytes) -> tuple[Passa
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Be one host of the run, until the driver or a signal says that it is over."""
+    """Start and end workers at the driver's requests, until the driver or a signal ends it; return the exit code."""
     told_to_end: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, _: told_to_end.append(number))
@@ -131,7 +131,7 @@ def _tell(event: Event) -> None:
 
 def _say(message: dict[str, Any]) -> None:
     data = json.dumps(message).encode() + b"\n"
-    with contextlib.suppress(OSError):  # the supervisor is gone, and this process about to be
+    with contextlib.suppress(OSError):  # the supervisor is gone, and will end this process
         while data:
             data = data[os.write(1, data) :]
 

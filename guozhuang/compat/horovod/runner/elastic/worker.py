@@ -1,10 +1,10 @@
-"""A worker's side of an elastic run: it comes to the driver for each round, and hears of hosts that came or went.
+"""A worker's side of an elastic run: it joins each round through the driver, and learns of hosts that were added or removed.
 
-``hvd.init()`` calls ``enter``; ``hvd.elastic.run`` and ``state.commit()`` ask the ``membership`` for the rest.
+``hvd.init()`` calls ``enter``; ``hvd.elastic.run`` and ``state.commit()`` use the ``Membership``.
 
-[Note: a round that breaks before it begins] A worker may be lost while the others make their world: before the first
-``hvd.init()`` is done, or when they come back after a failure. That is no failure of those others, whose hosts would be left
-alone for it. So they come for the next round by themselves, after a pause that grows; it is the driver who knows when to stop.
+[Note: a round that breaks before it begins] A worker may be lost while the others make their world: in the first
+``hvd.init()``, or after a failure. The others must not end with an error then, or the driver would blacklist their hosts too.
+So they wait for the next round by themselves, after a pause that grows; the driver decides when there were too many.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from guozhuang.gradients.named import NegotiationError
 from guozhuang.net import client
 from guozhuang.net.store import connect
 
-# A waiting worker looks at the store after such pauses.
+# Pauses between two looks at the store, while a worker waits.
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.01, 0.2
-# Before the next round is asked for, where one broke before it began: so long, and twice as long each time.
+# Pause before asking for the next round, where one broke before it began; doubled each time.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
-# For the driver to tell that a worker is gone, whose connections end before that.
+# Wait for the driver to report a lost worker: its connections break before the driver knows.
 _WORD_S = 3.0
-# The ranks of a round have all come when it begins: they meet in less than the driver waits for them to come back.
+# Limit for the ranks of a round to meet, as a part of the elastic time-out: shorter than the driver waits for them to return.
 _SHARE_OF_TIMEOUT, _LEAST_TIMEOUT_S, _MOST_TIMEOUT_S = 1 / 3, 20.0, 600.0
 _FIX = "look at the output of horovodrun; its process may be stopped, or its host not be reachable"
 _T = TypeVar("_T")
@@ -39,7 +39,7 @@ _log = logging.getLogger("guozhuang")
 
 
 class RemovedError(RuntimeError):
-    """This worker is in no round any more: its host or slot is gone, or the job is over. It should end."""
+    """The driver has removed this worker: its host or slot is gone, or the job is over. The process should end."""
 
 
 class SilentDriverError(WorldError):
@@ -47,16 +47,18 @@ class SilentDriverError(WorldError):
 
 
 class Membership:
-    """This process as a worker of a driver. ``membership()`` makes the one that there is.
+    """This process as a worker of an elastic driver. A process has at most one; ``membership()`` makes it.
+
+    ``join`` reports ``may_skip_sync``, ``has_state`` and ``has_entered`` to the driver.
 
     Args:
-        told: what the environment says of the driver.
+        told: the driver's address and this worker's number, from the environment.
 
     Attributes:
-        current: the newest round that this worker came into; None before the first.
-        may_skip_sync: to be told to the driver when this worker joins next: it holds what the others of its round hold.
-        has_state: to be told too: it has what has been trained, because it was synced since its process began.
-        has_entered: to be told too: in the newest round it came as far as the end of ``hvd.init()``.
+        current: the newest round that this worker joined; None before the first.
+        may_skip_sync: this worker holds the same state as the other ranks of its round.
+        has_state: this worker has the trained state, because it was synced since its process began.
+        has_entered: this worker has completed ``hvd.init()`` in the newest round.
         world_timeout_s: limit for the ranks of a round to connect, and of collectives of ``torch.distributed``'s default group.
 
     Raises:
@@ -75,10 +77,10 @@ class Membership:
         self._lost_peers = LostPeers(self._board)
 
     def join(self) -> Round:
-        """Wait until the driver begins the next round with this worker in it, and take the place there.
+        """Wait until the driver begins the next round with this worker in it, and write its rank there into the environment.
 
         Raises:
-            RemovedError: there is no place in it, or none will come.
+            RemovedError: the round has no place for this worker, or no further round will begin.
             SilentDriverError: the driver is gone, or silent for longer than HOROVOD_ELASTIC_TIMEOUT.
         """
         self._lost_peers.begin(0)
@@ -88,19 +90,19 @@ class Membership:
         return found
 
     def breaks(self, abort: Callable[[], object]) -> None:
-        """Call this, from another thread, when the driver tells that a worker of the newest round is gone.
+        """Register a callback that another thread calls when the driver reports that a worker of the newest round is gone.
 
         Args:
-            abort: makes collectives of this round fail.
+            abort: makes the collectives of this round fail.
         """
         if self.current is not None:
             self._lost_peers.breaks(self.current.number, abort)
 
     def has_lost(self, wait_s: float = 0.0) -> bool:
-        """Whether the driver has told that a worker of the newest round is gone.
+        """Return whether the driver has reported that a worker of the newest round is gone.
 
         Args:
-            wait_s: how long at most to wait for it, in seconds.
+            wait_s: how long to wait for such a report, in seconds.
         """
         deadline = time.monotonic() + wait_s
         while not self._lost_peers.lost() and time.monotonic() < deadline:
@@ -108,7 +110,7 @@ class Membership:
         return bool(self._lost_peers.lost())
 
     def updates(self) -> list[Update]:
-        """Hosts that came or went since the last call, and since the newest round began."""
+        """Return the newest change of hosts, or nothing if the newest round or an earlier call has taken it into account."""
         found = self._ask(self._board.update)
         if found is None or found.timestamp <= self._newest_update:
             return []
@@ -119,7 +121,7 @@ class Membership:
         return self._ask(lambda: self._board.round(number))
 
     def _ask(self, do: Callable[[], _T]) -> _T:
-        """See [Note: waiting for a store] in ``world.waiting``."""
+        """Make a request to the store with a time limit. See [Note: waiting for a store] in ``net.client``."""
         try:
             return client.within(self._told.timeout_s, self._where, do, fix=_FIX)
         except RuntimeError as error:  # a WorldError, or what PyTorch's store raises
@@ -167,7 +169,7 @@ class Membership:
 
 @dataclass
 class _Membership:
-    """What this process is; the driver knows it by one number for as long as it lives."""
+    """Holds the one ``Membership`` of this process, which keeps its worker number for life."""
 
     membership: Membership | None = None
 
@@ -176,7 +178,7 @@ _here = _Membership()
 
 
 def membership() -> Membership | None:
-    """This process as a worker of an elastic driver; None where it is none, as in what a worker has forked or started."""
+    """Return the membership of this process; None if no elastic driver started it, as in a process that a worker started."""
     told = elastic_variables.driver()
     if told is None:
         return None
@@ -187,21 +189,21 @@ def membership() -> Membership | None:
 
 
 def enter(make_world: Callable[[Membership], _T]) -> _T:
-    """Come into the next round with ``Membership.join``, and make its world; ``hvd.init()`` calls it, where there is a driver.
+    """Join the next round with ``Membership.join``, and make its world. ``hvd.init()`` calls it if there is a driver.
 
     See [Note: a round that breaks before it begins].
 
     Args:
-        make_world: meets the other ranks; called again, in the next round, where one of them was lost meanwhile. When it raises
-            it leaves nothing behind.
+        make_world: meets the other ranks; called again, in the next round, if one of them was lost meanwhile. When it raises
+            it must leave nothing behind.
 
     Returns:
         What ``make_world`` returns.
 
     Raises:
-        RemovedError: the worker is in no round any more ("removed from elastic job").
+        RemovedError: the driver has removed this worker ("removed from elastic job").
         SilentDriverError: the driver is gone, or silent for longer than HOROVOD_ELASTIC_TIMEOUT.
-        Exception: whatever else ``make_world`` raises that no lost rank has led to.
+        Exception: any other error of ``make_world`` that no lost rank explains.
     """
     here = membership()
     assert here is not None, "an elastic driver started this process"

@@ -1,9 +1,9 @@
-"""Showing what workers print to a reader that may be slow, or take nothing at all for a while.
+"""Write the output of workers to a reader that may be slow, or read nothing at all for a while.
 
-[Note: a reader that takes nothing] A terminal that was stopped, or a pager, takes nothing for as long as it likes, and then the
-workers wait, as a single process would. The driver must not: workers wait for its rounds and its signs of life, and it may
-itself be told to end. So a thread of its own writes (``Writer``), and what was read from workers and not written yet is counted
-(``Room``): when that is much, no more is read from their pipes. What else happens to workers goes on being noticed.
+[Note: a reader that takes nothing] A stopped terminal, or a pager, may stop reading for any length of time. Then the workers
+block when they print, as a single process would. The driver must not block: workers need its rounds and heartbeats, and it must
+react to signals. So a separate thread writes (``Writer``), and the bytes read from workers but not written yet are counted
+(``Room``): when there are too many, the workers' pipes are not read. All other events of workers are handled meanwhile.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _MOST_BYTES = 1 << 22
 
 
 class Room:
-    """For what workers have printed, from when it is read until it is written. From any thread.
+    """A count of the bytes that were read from workers and are not written yet. Thread-safe.
 
     Args:
-        most_bytes: so much, and a little more: who reads looks for room before it reads.
+        most_bytes: the limit. It may be exceeded a little, because readers check it before they read.
     """
 
     def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
@@ -28,38 +28,38 @@ class Room:
         self._changed = threading.Condition()
 
     def take(self, num_bytes: int) -> None:
-        """So much was read."""
+        """Add bytes that were read from a worker."""
         with self._changed:
             self._num_bytes += num_bytes
 
     def give(self, num_bytes: int) -> None:
-        """So much was written."""
+        """Subtract bytes that were written."""
         with self._changed:
             self._num_bytes -= num_bytes
             self._changed.notify_all()
 
     def is_full(self) -> bool:
-        """Whether nothing is to be read now."""
+        """Return whether the limit is reached, so that workers' pipes should not be read now."""
         return self._num_bytes >= self._most_bytes and not self._is_closed
 
     def wait(self) -> None:
-        """Wait until it is not full."""
+        """Wait until the count is below the limit."""
         with self._changed:
             self._changed.wait_for(lambda: not self.is_full())
 
     def close(self) -> None:
-        """The end is near: it is never full again."""
+        """Release all waiting readers: from now on it is never full."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
 
 class Writer:
-    """The thread that writes what was drawn. ``close`` ends it.
+    """The thread that writes queued output to the terminal or file. ``close`` ends it.
 
     Args:
-        targets: that are queued.
-        written: called in the thread, with how many of the bytes given to ``drawn`` have been written.
+        targets: the outputs, each with a queue of lines to write.
+        written: called in the thread with the number of bytes given to ``drawn`` that have been written.
     """
 
     def __init__(self, targets: Sequence[Target], written: Callable[[int], object]) -> None:
@@ -70,18 +70,18 @@ class Writer:
         self._thread.start()
 
     def drawn(self, num_bytes: int = 0) -> None:
-        """Something was drawn on a target, made of so many bytes that a worker printed."""
+        """Report that lines were queued on a target, made of ``num_bytes`` bytes that a worker printed."""
         with self._changed:
             self._num_bytes, self._is_drawn = self._num_bytes + num_bytes, True
             self._changed.notify_all()
 
     def wait(self, limit_s: float) -> bool:
-        """Wait until all is written; whether it is."""
+        """Wait until all is written, ``limit_s`` seconds at most; return whether it is."""
         with self._changed:
             return self._changed.wait_for(lambda: not (self._is_drawn or self._is_writing), limit_s)
 
     def close(self) -> None:
-        """Write nothing more; what is being written to somebody who takes nothing is left alone."""
+        """Write nothing more, and end the thread; do not wait for it if it is blocked in a write."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
