@@ -1,1 +1,1 @@
-"""Autograd hooks to full buckets to exchanges (``reducer``), and collectives that are matched by name (``named``)."""
+"""Turns autograd's hooks into exchanges of full buckets (``reducer``), and matches collectives by name (``named``)."""

@@ -1,8 +1,8 @@
-"""Which gradients travel together: sizes and caps to a layout, and the flat tensor with its views. No communication.
+"""Groups parameters into buckets by their sizes, and makes each bucket's flat tensor with its views. No communication.
 
 The layout follows PyTorch's DDP (Li et al., 2020, https://arxiv.org/abs/2006.15704): parameters in the order in which their
-gradients become ready, a small first bucket so that communication starts early, then buckets up to a cap. A cap holds:
-a bucket passes it only when a single parameter does.
+gradients become ready, a small first bucket so that communication starts early, then buckets up to a cap. A bucket is larger
+than its cap only if it is a single parameter that is larger.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ Allocate: TypeAlias = Callable[[int, torch.dtype, torch.device], Tensor]
 
 
 def in_process_memory(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate zeros as PyTorch does."""
+    """Allocate zeros in ordinary memory, by ``torch.zeros``."""
     return torch.zeros(num_elements, dtype=dtype, device=device)
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
-    """Return the dtype of a parameter's gradients; a program may choose another one than that of the parameter."""
+    """Return the dtype of a parameter's gradients; by ``grad_dtype`` a program may choose one that the parameter has not."""
     return parameter.grad_dtype or parameter.dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """What the layout needs to know of one parameter. A sparse gradient has no place in a flat tensor and travels alone."""
+    """The properties of one parameter that decide its bucket. A sparse gradient fits no flat tensor and is exchanged alone."""
 
     num_elements: int
     dtype: torch.dtype
@@ -48,7 +48,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Caps:
-    """Upper bounds of the buckets in bytes, in the order in which they are filled; the last one holds for all that follow."""
+    """Upper bounds of the buckets' sizes in bytes, in the order of the buckets; all further buckets have the last bound."""
 
     each: tuple[int, ...]
 
@@ -61,7 +61,7 @@ class Caps:
 
     @classmethod
     def usual(cls, cap_bytes: int = DEFAULT_CAP_BYTES) -> Caps:
-        """Build a first bucket of at most 1 MiB, then ``cap_bytes`` each."""
+        """Return caps of at most 1 MiB for the first bucket and ``cap_bytes`` for each further one."""
         return cls((min(FIRST_CAP_BYTES, cap_bytes), cap_bytes))
 
 
@@ -69,9 +69,9 @@ def assign(slots: Sequence[Slot], order: Iterable[int], caps: Caps) -> list[tupl
     """Group parameters into buckets.
 
     Args:
-        slots: every parameter, by index.
+        slots: the properties of every parameter, by index.
         order: the indices in the order in which gradients are expected; each index once.
-        caps: bounds of the buckets; they are counted separately for each (dtype, device).
+        caps: bounds of the buckets' sizes; the buckets of each (dtype, device) are counted separately.
 
     Returns:
         Buckets as tuples of parameter indices, in the order in which they are expected to fill up. All parameters of a
@@ -112,11 +112,11 @@ class Bucket:
 
     Attributes:
         index: place in the order of exchanges.
-        is_last: whether no bucket follows.
+        is_last: whether it is the last bucket of the layout.
         names: names of the parameters, in the order of their views.
         parameters: the parameters themselves.
-        flat: 1-dimensional, dtype and device of the parameters; empty for a sparse bucket. Between steps it may be replaced:
-            ask the bucket for it each time.
+        flat: 1-dimensional, of the gradients' dtype and device; empty for a sparse bucket. It may be replaced between steps, so
+            read this attribute each time.
         views: one tensor per parameter, of its shape and memory format, sharing memory with ``flat``; none if sparse.
         sparse: whether the bucket is a single parameter with sparse gradients.
     """
@@ -140,7 +140,7 @@ class Bucket:
         self.renew()
 
     def renew(self) -> None:
-        """Take new memory, of zeros; whoever holds a view keeps the old."""
+        """Replace ``flat`` and the views by new memory of zeros; a program that holds an old view keeps the old memory."""
         first = self.parameters[0]
         num_elements = 0 if self.sparse else sum(p.numel() for p in self.parameters)
         self.flat = self._allocate(num_elements, gradient_dtype(first), first.device)
@@ -158,7 +158,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A layout made real: the buckets, and for each parameter the index of its bucket."""
+    """The buckets that were allocated for a layout, and for each parameter the index of its bucket."""
 
     layout: list[tuple[int, ...]]
     buckets: list[Bucket]
@@ -166,7 +166,7 @@ class Placement:
 
     @property
     def dense(self) -> list[Bucket]:
-        """The buckets that travel as flat tensors."""
+        """The buckets that have a flat tensor: all but the sparse ones."""
         return [bucket for bucket in self.buckets if not bucket.sparse]
 
 
@@ -191,8 +191,8 @@ def place(
 def _view_like(parameter: Tensor, flat: Tensor, offset: int) -> Tensor:
     """Return a tensor in ``flat``'s memory from ``offset`` (elements) on, with the shape and memory format of ``parameter``.
 
-    Made by ``set_``, not by slicing: autograd then does not see a view, and in-place calls that it refuses on views
-    (``p.grad.detach_()`` of older training scripts) work.
+    The tensor is made by ``set_``, not by slicing, so that autograd does not take it for a view: then in-place calls work that
+    autograd refuses on views (``p.grad.detach_()`` in older training scripts).
     """
     stride = parameter.stride() if _fills_its_memory(parameter) else _row_major(parameter.shape)
     empty = torch.empty(0, dtype=flat.dtype, device=flat.device)
@@ -200,7 +200,7 @@ def _view_like(parameter: Tensor, flat: Tensor, offset: int) -> Tensor:
 
 
 def same_place(tensor: Tensor) -> Tensor:
-    """Return another tensor over the same memory, which autograd does not take for a view."""
+    """Return a second tensor over the memory of ``tensor``; autograd does not take it for a view."""
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 

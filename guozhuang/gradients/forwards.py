@@ -1,13 +1,13 @@
-"""Which backwards are to be synchronized: those of a graph that a synchronized forward made, or a part of it.
+"""Decides which backwards are synchronized: those whose graph contains a node that a synchronized forward made.
 
-[Note: whose graph] A forward decides whether its backward is synchronized, and most backwards say so themselves: they pass a
+[Note: whose graph] A forward decides whether its backward is synchronized. Most backwards are easy to recognize: they pass a
 tensor that the forward returned. Some do not: an auxiliary loss that the model keeps, a gradient penalty, which is built from
 the graph by ``autograd.grad(create_graph=True)``. Others only look like them: a call of the bare module, a forward inside
-``no_sync``. To tell these apart the graph itself is looked at. Autograd numbers its nodes as it makes them, so the numbers at
+``no_sync``. To tell these apart the graph itself is searched. Autograd numbers its nodes as it makes them, so the numbers at
 the beginning and at the end of a synchronized forward say which nodes are that forward's. A backward that has not passed an
-output is looked at when it brings its first gradient: its roots are in the frame that runs the engine, and the graph below them
-is searched for a node with such a number. Numbers fall along the edges of a graph, so the search ends where they become too
-small.
+output is examined at its first gradient: its roots stand in the stack frame that runs autograd's engine, and the graph below
+them is searched for a node with such a number. Numbers fall along the edges of a graph, so the search ends where they become
+too small.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NUM_KEPT = 1024
 
 
 def current_number() -> int:
-    """Return the number that autograd gives the next node of this thread."""
+    """Return the sequence number that autograd will give to the next node that this thread makes."""
     return int(torch.autograd._get_sequence_nr())
 
 
@@ -38,24 +38,24 @@ class Forwards:
     def __init__(self) -> None:
         self._starts: list[int] = []
         self._ends: list[int] = []
-        self._task, self._is_ours = -1, False  # the backward that was looked at last, and what was found
+        self._task, self._is_ours = -1, False  # the backward that was examined last, and whether it is synchronized
 
     def add(self, start: int) -> None:
-        """Take note that backwards through the nodes from this number up to now are to be synchronized."""
+        """Record that backwards through nodes with numbers from ``start`` up to now are to be synchronized."""
         end = current_number()
         if end > start:
-            at = bisect.bisect(self._starts, start)  # another thread counts by itself
+            at = bisect.bisect(self._starts, start)  # not always at the end: each thread has numbers of its own
             self._starts.insert(at, start)
             self._ends.insert(at, end)
         if len(self._starts) > _NUM_KEPT:
             del self._starts[0], self._ends[0]
 
     def made_what_runs(self, name: str, rank: int) -> bool:
-        """Tell whether the backward that runs now goes through a synchronized forward.
+        """Return whether the backward that runs now goes through a synchronized forward.
 
         Args:
-            name: of the parameter to which it has brought a gradient, for the error.
-            rank: of this process, for the error.
+            name: name of the parameter that has just got a gradient, for the error.
+            rank: rank of this process, for the error.
 
         Raises:
             UsageError: the roots of the backward are not found.
@@ -90,9 +90,10 @@ class Forwards:
 
 
 def _roots() -> list[Any] | None:
-    """Return the nodes from which the running backward began, and those of backwards around it; None if they are not found.
+    """Return the nodes from which the running backward and backwards around it began; None if they are not found.
 
-    On accelerators a backward runs in threads of the engine, while the frame is in the thread that called it.
+    They are read from stack frames of all threads: on accelerators a backward runs in threads of autograd's engine, while the
+    frame with its roots belongs to the thread that called ``backward``.
     """
     for frame in (sys._getframe(), *sys._current_frames().values()):
         outputs: list[Any] = []

@@ -1,12 +1,12 @@
-"""What a reducer knows of one backward that synchronizes, and how its exchanges get onto the timeline.
+"""The state of one backward that synchronizes, and the recording of its exchanges on the timeline.
 
 [Note: nested backward]
 Re-entrant checkpointing runs an inner backward inside the outer one. A parameter that is used in several such parts, or
-inside and outside of one, gets several gradients in one pass, and after the first of them nobody can tell whether more will
-come. The first pass (and the first after each change of the parameters) therefore starts no bucket before its end, and
-watches: under `static_graph` it counts each parameter's gradients, and later passes wait for that many; otherwise a parameter
-that was ever seen in an inner backward is taken as ready at the end of the pass only. What remains, a parameter that turns up
-in an inner backward for the first time when its bucket has left, cannot be repaired (its bucket is being summed) and raises.
+inside and outside of one, gets several gradients in one pass, and after the first of them nothing shows whether more will
+come. The first pass (and the first after each change of the parameters) therefore starts no bucket before its end, and only
+observes: under `static_graph` it counts each parameter's gradients, and later passes wait for that many; otherwise a parameter
+that ever got a gradient in an inner backward counts as ready at the end of the pass only. One case remains: a parameter gets a
+gradient in an inner backward for the first time when its bucket was sent already. This raises, as the bucket is being summed.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class ReducerOptions:
     """How a reducer treats gradients.
 
     Args:
-        find_unused: parameters may get no gradient; the ranks agree on which after each pass.
-        static_graph: every pass is like the first; unused parameters are agreed on once.
-        skip_unused: do not exchange a bucket of which no parameter was used; every rank must use the same ones.
+        find_unused: some parameters may get no gradient; after each pass the ranks agree which ones.
+        static_graph: every pass is like the first; the ranks agree on unused parameters once.
+        skip_unused: do not exchange a bucket of which no parameter was used; every rank must use the same parameters.
         batched_copy: copy a bucket's gradients with one call when it is full, not one by one as they come.
-        overlap: start buckets while backward runs; False where the model itself communicates in backward and ranks may differ
-            in what they use, so that only the end of backward is at the same place on all of them.
-        delayed: names of parameters that travel last, in buckets of their own.
+        overlap: start buckets while backward runs. False where the model itself communicates in backward and ranks may use
+            different parameters: then only the end of backward comes at the same place of all ranks' collectives.
+        delayed: names of parameters that are exchanged last, in buckets of their own.
         trigger: name of the parameter whose gradient these buckets wait for.
     """
 
@@ -52,31 +52,31 @@ class ReducerOptions:
 
 @dataclass
 class Pass:
-    """The backward under way. Lists are by parameter index, but ``waiting`` and ``works`` by bucket.
+    """A backward that is running and synchronizes. Lists are by parameter index, but ``waiting`` and ``works`` by bucket.
 
     [Note: who drops a work last] Gloo's threads keep a work for a moment after it has been waited for, and a work holds Python
-    objects of the backward that issued it. If the thread is the last to drop it, it needs the interpreter, and when that is
-    just shutting down the process aborts. So a pass holds all works that it issued, and the reducer holds the last pass.
+    objects of the backward that issued it. If the thread is the last to drop it, it needs the interpreter, and if that is just
+    shutting down, the process aborts. So a pass holds all works that it issued, and the reducer holds the last pass.
     """
 
-    task: int  # the graph task in which it was opened
-    left: list[int]  # gradients still to come
-    waiting: list[int]  # parameters still to come
-    fired: list[int]  # gradients that came
-    shadow: bool = False  # this rank has run out of data and only takes part
-    graph_start: int | None = None  # autograd's number at the beginning, if this backward makes a graph itself
+    task: int  # autograd's graph task in which the pass began
+    left: list[int]  # number of gradients still to come
+    waiting: list[int]  # number of parameters whose gradients are still to come
+    fired: list[int]  # number of gradients that came
+    shadow: bool = False  # this rank has run out of data and only takes part in the others' exchanges
+    graph_start: int | None = None  # autograd's sequence number at the beginning, if this backward itself makes a graph
     num_fired: int = 0
     next_bucket: int = 0
     works: list[Work | None] = field(default_factory=list)  # None: nothing was started for that bucket
-    others: list[object] = field(default_factory=list)  # further works, see [Note: who drops a work last]
+    others: list[object] = field(default_factory=list)  # works other than of buckets, see [Note: who drops a work last]
     order: list[int] = field(default_factory=list)
     predicted_unused: list[int] = field(default_factory=list)
-    on_timeline: dict[int, tuple[Work, int]] = field(default_factory=dict)  # by bucket: under way, and since when in ns
-    watchers: list[threading.Thread] = field(default_factory=list)  # for the timeline
+    on_timeline: dict[int, tuple[Work, int]] = field(default_factory=dict)  # by bucket: work that runs, its start in ns
+    watchers: list[threading.Thread] = field(default_factory=list)  # wait to record the ends of works
 
 
 def late_gradient(name: str, options: ReducerOptions, rank: int) -> RuntimeError:
-    """Compose the error for a gradient that came after its bucket had left. See [Note: nested backward]."""
+    """Compose the error for a gradient that came after its bucket was sent. See [Note: nested backward]."""
     promise, other = "", ", or static_graph=True if steps are alike"
     if options.static_graph:
         promise = " although static_graph=True promised that every step is alike"
@@ -86,10 +86,10 @@ def late_gradient(name: str, options: ReducerOptions, rank: int) -> RuntimeError
 
 
 def record_start(current: Pass, bucket: Bucket, work: Work, start_ns: int, timeline: Timeline) -> None:
-    """Note on the timeline that the exchange of a bucket has begun, and watch for its end.
+    """Record on the timeline that the exchange of a bucket has begun, and arrange that its end is recorded.
 
-    A thread of our own waits for it. A callback of the work would run in a thread of the group, which at the end of the process
-    aborts, see [Note: who drops a work last]. A work that is more than a wait is only asked when a gradient comes.
+    A thread of our own waits for a work of torch. A callback of the work would run in a thread of the group, which could abort
+    the process at its end, see [Note: who drops a work last]. Any other work is polled whenever a gradient comes.
     """
     timeline.mark(f"bucket {bucket.index} started", "buckets", start_ns, num_bytes=bucket.num_bytes)
     if not isinstance(work, dist.Work):
@@ -97,7 +97,7 @@ def record_start(current: Pass, bucket: Bucket, work: Work, start_ns: int, timel
         return
 
     def watch() -> None:
-        with contextlib.suppress(RuntimeError):  # raised where the pass waits for it
+        with contextlib.suppress(RuntimeError):  # the pass waits for the same work, and raises the error
             work.wait()
         _add_exchange(timeline, bucket.index, start_ns)
 
@@ -107,7 +107,7 @@ def record_start(current: Pass, bucket: Bucket, work: Work, start_ns: int, timel
 
 
 def record_ends(current: Pass, timeline: Timeline, at_end: bool = False) -> None:
-    """Note which exchanges have ended since the last look; ``at_end`` all have."""
+    """Record exchanges that have ended since the last call; with ``at_end``, record all as ended."""
     for index, (work, start_ns) in list(current.on_timeline.items()):
         if at_end or work.is_completed():
             _add_exchange(timeline, index, start_ns)
@@ -121,7 +121,7 @@ def _add_exchange(timeline: Timeline, index: int, start_ns: int) -> None:
 
 
 def weakly(method: Callable[..., None], *args: Any) -> Callable[..., None]:
-    """Return a hook that calls a bound method while its object lives, and holds neither."""
+    """Return a hook that calls a bound method as long as its object lives, without keeping that object alive."""
     reference = weakref.WeakMethod(method)
 
     def hook(*_: Any) -> None:

@@ -1,14 +1,13 @@
-"""Autograd hooks to full buckets to exchanges, while backward runs.
+"""Collects gradients in buckets by autograd's hooks, and exchanges each full bucket while backward runs.
 
 [Note: one pass]
 A *pass* is one backward that synchronizes. It opens when the first gradient reaches an output of the model (a tensor hook,
 which runs in the outermost graph task) or, where backward passes no output, a parameter; see [Note: whose graph] in
-forwards.py. Opening queues one callback, which
-the autograd engine runs when that graph task has ended: `_finish`. In between, each parameter's hook puts its gradient into
-the bucket; a bucket whose parameters are all there is started, but never before the buckets of lower index. So every rank
-starts bucket 0, 1, 2, ... in that order, however its own gradients come. What is not there when backward ends (unused
-parameters) is filled in by `_finish`. A pass in which no parameter got a gradient was `torch.autograd.grad` on an input
-and is dropped.
+forwards.py. Opening queues one callback, `_finish`, which the autograd engine runs when that graph task has ended. In between,
+each parameter's hook puts its gradient into the bucket; a bucket that has all its gradients is started, but never before the
+buckets of lower index. So every rank starts bucket 0, 1, 2, ... in that order, in whatever order its own gradients come. For
+parameters that have no gradient when backward ends (unused ones), `_finish` fills in zeros. A pass in which no parameter got a
+gradient was `torch.autograd.grad` on an input and is dropped.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ class Reducer:
         named_parameters: all parameters it may ever handle, with their names; those that require a gradient take part.
         sparse: names of parameters whose gradients are sparse.
         group: the ranks.
-        exchange: what is done with a full bucket.
-        caps: bounds of the buckets.
+        exchange: the method by which full buckets are exchanged.
+        caps: upper bounds of the buckets' sizes.
         options: see :class:`ReducerOptions`.
 
     Attributes:
         step: number of passes so far.
-        exchange_step: gives the step that the exchange is told, where that is not this number.
-        num_active_ranks: what a mean is divided by; fewer than the group while some ranks have run out of data.
+        exchange_step: returns the step number to pass to the exchange; None: ``step``.
+        num_active_ranks: divisor of a mean; less than the group's size while some ranks have run out of data.
         timeline: where spans are recorded; None (the default) costs nothing.
     """
 
@@ -89,7 +88,7 @@ class Reducer:
         return tuple((p.requires_grad, p.dtype, p.device) for _, p in self._candidates)
 
     def _find_selection(self) -> Selection:
-        """Return the selection of the parameters that require a gradient now, as it was left or new."""
+        """Return the selection of the parameters that require a gradient now: the one used for them before, or a new one."""
         selection = self._selections.pop(self._signature, None)
         if selection is None:
             chosen = [(name, p) for name, p in self._candidates if p.requires_grad]
@@ -130,11 +129,11 @@ class Reducer:
         self.exchange = exchange
         dense = self._selection.placement.dense
         self._state = exchange.prepare(dense, self.group, before)
-        # Accelerators run callbacks of works when they are issued, so all rounds are issued in order.
+        # On accelerators callbacks of works run as soon as the works are issued, so later rounds are issued in order anyway.
         self._in_turn = not exchange.one_round and any(bucket.flat.device.type == "cpu" for bucket in dense)
 
     def exchange_state(self) -> dict[str, Any]:
-        """Return what the exchange keeps, for a checkpoint. Every rank must call."""
+        """Return the state of the exchange, for a checkpoint. Every rank must call."""
         return self.exchange.state_dict(self._state)
 
     def named_layout(self) -> list[list[str]] | None:
@@ -142,29 +141,31 @@ class Reducer:
         return self._selection.named_layout()
 
     def load_exchange_state(self, saved: Mapping[str, Any], step: int, layout: list[list[str]] | None = None) -> None:
-        """Go on from what ``exchange_state`` and ``named_layout`` returned at that step. Every rank must call."""
+        """Restore what ``exchange_state`` and ``named_layout`` returned at step ``step``. Every rank must call."""
         if layout is not None and self._selection.restore(layout):
             self.use(self.exchange)
         self.exchange.load_state_dict(self._state, saved)
         self.step = step
 
     def close(self) -> None:
-        """Take the hooks off the parameters; their gradients stay local from then on."""
+        """Remove the hooks from the parameters; their gradients stay local from then on."""
         self._selection.disconnect()
 
     def before_forward(self) -> list[str]:
-        """Account for the last pass and take up changes of the layout. Every rank calls it before a forward with gradients.
+        """Check the last pass for unused parameters and apply changes of the layout.
+
+        Every rank calls it before a forward with gradients.
 
         Returns:
-            Names of the parameters that changed (``requires_grad`` was switched); where there are any, the caller compares
-            the ranks.
+            Names of the parameters that changed (``requires_grad``, dtype or device); if there are any, the caller checks that
+            they changed on all ranks.
 
         Raises:
             UnusedParameterError: a parameter got no gradient since the forward before the last pass.
-            RuntimeError: the last backward was broken off in the middle of an exchange.
+            RuntimeError: the last backward was interrupted in the middle of an exchange.
         """
         self._forward_start = current_number()
-        if torch._C._current_graph_task_id() != -1:  # a checkpointed part is computed again, inside a backward
+        if torch._C._current_graph_task_id() != -1:  # inside a backward: activation checkpointing repeats a forward
             return []
         if self._pass is not None:
             self._drop_broken_pass(self._pass)
@@ -200,10 +201,10 @@ class Reducer:
     # ---- a pass (see [Note: one pass]) ------------------------------------------------------------------------------
 
     def after_forward(self, outputs: Sequence[Tensor]) -> None:
-        """Average what backwards through this forward bring; :meth:`before_forward` was called at its beginning.
+        """Average the gradients of backwards through this forward; :meth:`before_forward` was called at its beginning.
 
         Args:
-            outputs: what it returned and autograd computed.
+            outputs: the tensors with a graph that the forward returned.
         """
         self._forwards.add(self._forward_start)
         hook = weakly(self.on_output)
@@ -220,7 +221,7 @@ class Reducer:
 
     def _open(self) -> Pass:
         current, selection = self._begin(), self._selection
-        if torch.is_grad_enabled():  # create_graph=True: backwards through what this one makes are passes, too
+        if torch.is_grad_enabled():  # create_graph=True: backwards through the graph made here are passes, too
             current.graph_start = current_number()
         Variable._execution_engine.queue_callback(self._finish)
         if self.options.find_unused and not self.options.static_graph and selection.predictable:
@@ -234,13 +235,13 @@ class Reducer:
         return current
 
     def on_output(self) -> None:
-        """Take note that backward has reached an output."""
+        """Open a pass, if none is open: backward has reached an output of the model."""
         with self._lock:
             if self._pass is None:
                 self._open()
 
     def on_gradient(self, index: int) -> None:
-        """Take note that a gradient was accumulated."""
+        """Put a gradient that autograd has accumulated into its bucket, and start the buckets that are full."""
         with self._lock:
             selection = self._selection
             current = self._pass
@@ -264,7 +265,7 @@ class Reducer:
             if left > 0:
                 return
             bucket = selection.placement.bucket_of[index]
-            if left < 0:  # it had been taken for unused, or came more often than in the first pass
+            if left < 0:  # the parameter was taken for unused, or got more gradients than in the first pass
                 if selection.views.filled[index] or bucket < current.next_bucket:
                     raise late_gradient(self.names[index], self.options, self.group.rank())
                 selection.predictable = False
@@ -277,7 +278,7 @@ class Reducer:
                 self._start_full(current)
 
     def _count_down(self, current: Pass, index: int) -> bool:
-        """Wait for one parameter less; tell whether a bucket became full."""
+        """Count down the gradients that this parameter's buckets wait for; return whether a bucket became full."""
         is_any_full = False
         for bucket in self._selection.counts_for[index]:
             current.waiting[bucket] -= 1
@@ -291,7 +292,7 @@ class Reducer:
             self.timeline.mark(f"bucket {bucket} ready", "buckets", step=self.step)
 
     def _start_full(self, current: Pass) -> None:
-        """Start the buckets that are full, in order."""
+        """Start the exchange of full buckets in order, up to the first one that is not full."""
         while current.next_bucket < len(self.buckets) and current.waiting[current.next_bucket] == 0:
             self._start(current, self.buckets[current.next_bucket])
             current.next_bucket += 1
@@ -305,7 +306,7 @@ class Reducer:
             if not views.filled[i]:
                 views.fill(i, keep=not self._is_used(current, i))
         if bucket.sparse or (self.options.skip_unused and not any(self._is_used(current, i) for i in members)):
-            current.works.append(None)  # sparse buckets follow when backward has ended
+            current.works.append(None)  # sparse buckets are exchanged when backward has ended
             return
         timeline, step = self.timeline, self.step if self.exchange_step is None else self.exchange_step()
         start_ns = 0 if timeline is None else timeline.now()
@@ -317,7 +318,7 @@ class Reducer:
             self._wait(bucket.index, work)
 
     def _is_used(self, current: Pass, index: int) -> bool:
-        if current.shadow:  # as in the last pass of its own, for what all ranks use alike
+        if current.shadow:  # without a backward here: assume the same parameters as in this rank's last pass
             return not self._selection.unused_last[index]
         return current.fired[index] > 0 or self._selection.accumulated[index]
 
@@ -347,7 +348,7 @@ class Reducer:
     def _complete(self, current: Pass) -> None:
         selection, n = self._selection, len(self.parameters)
         for b, waiting in enumerate(current.waiting):
-            if waiting:  # what is not there now does not come any more
+            if waiting:  # backward has ended, so no more gradients come
                 current.waiting[b] = 0
                 self._mark_ready(b)
         self._start_full(current)
@@ -364,9 +365,9 @@ class Reducer:
         used = [True] * n
         if asking is not None:
             used = selection.used_in_first_pass = asking.result()
-        elif self.options.static_graph:  # agreed on once; what unsynchronized backwards used is alike everywhere
+        elif self.options.static_graph:  # agreed once; unsynchronized backwards are the same on all ranks
             used = [a or b for a, b in zip(selection.used_in_first_pass, used_here, strict=True)]
-        elif self.options.skip_unused:  # what was not sent is not the result of anything
+        elif self.options.skip_unused:  # the view of a bucket that was not sent holds no result
             used = [current.works[b] is not None or self.buckets[b].sparse for b in selection.placement.bucket_of]
         self._exchange_sparse(current, used)
         for i in range(n):
@@ -398,11 +399,11 @@ class Reducer:
             raise self.cause_of(error, f"the exchange of bucket {bucket} of {len(self.buckets)}") from error
 
     def cause_of(self, error: RuntimeError, what: str) -> RuntimeError:
-        """Compose the error for a collective that failed: what another rank has said of it, or that a rank is gone."""
+        """Compose the error for a collective that failed: the cause that another rank reported, or that a rank is gone."""
         return self._unused.cause_of(error, what, self.step)
 
     def _learn(self, current: Pass) -> None:
-        """Take from the first pass what later ones rely on; the order of buckets is the one that rank 0 saw."""
+        """Learn from the first pass: the order of buckets, as rank 0 saw it, and the number of each parameter's gradients."""
         selection = self._selection
         if selection.learning:
             proposed, device = selection.propose_order(current.order), self.buckets[0].flat.device

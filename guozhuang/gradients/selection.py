@@ -1,7 +1,7 @@
-"""The parameters that take part now: their buckets, and what earlier passes have taught about them.
+"""The parameters that require a gradient now: their buckets, and facts about them that earlier passes have shown.
 
-A selection changes when ``requires_grad`` of a parameter is switched. One that comes back (a GAN that freezes its halves in
-turn) is found again as it was left.
+Another selection is used when ``requires_grad`` of a parameter is switched. The reducer keeps old selections, so a GAN that
+freezes its halves in turn gets each selection back in the state in which it was left.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from .views import GradientViews
 
 
 class Selection:
-    """Lists are by parameter index.
+    """The parameters that require a gradient now, with their buckets. Lists have one entry for each parameter, by its index.
 
     Args:
-        named_parameters: those that require a gradient.
+        named_parameters: the parameters that require a gradient, with their names.
         sparse: names of parameters whose gradients are sparse.
-        caps: bounds of the buckets.
-        allocate: where their memory comes from.
-        delayed: names of parameters that travel last, in a bucket of their own.
-        trigger: the parameter whose gradient that bucket waits for; None for no other than its own.
+        caps: upper bounds of the buckets' sizes.
+        allocate: allocates the buckets' memory.
+        delayed: names of parameters that are exchanged last, in a bucket of their own.
+        trigger: name of a parameter for whose gradient the delayed bucket waits too; None: it waits for its own gradients only.
 
     Attributes:
-        counts_for: the buckets that wait for a parameter.
-        seen: got a gradient since the last pass was accounted for.
-        accumulated: holds gradients of backwards that were not synchronized.
-        nested: got a gradient in an inner backward.
-        expected: gradients in a pass; another number than 1 only under ``static_graph``.
-        used_in_first_pass: by any rank; kept for ``static_graph``.
-        unused_last: what this rank did not use in its last pass.
-        predictable: the graph shows before backward which parameters it will reach.
-        watching: this rank has not seen a backward of its own yet.
-        learning: the ranks have not agreed on the order of buckets yet.
-        restored: the layout is that of a checkpoint, and stays.
+        counts_for: for each parameter, the buckets that wait for its gradient.
+        seen: whether the parameter got a gradient since :meth:`missing` was last called.
+        accumulated: whether ``.grad`` holds gradients of backwards that were not synchronized.
+        nested: whether the parameter ever got a gradient in an inner backward.
+        expected: number of gradients that the parameter gets in one pass; other than 1 only under ``static_graph``.
+        used_in_first_pass: whether any rank used the parameter in the first pass; read under ``static_graph`` only.
+        unused_last: whether this rank left the parameter unused in its last pass.
+        predictable: whether the graph shows, before backward, which parameters it will reach.
+        watching: whether this rank has not completed a pass of its own yet.
+        learning: whether the ranks have not agreed on the order of buckets yet.
+        restored: whether the layout comes from a checkpoint; then it does not change any more.
     """
 
     def __init__(
@@ -71,13 +71,13 @@ class Selection:
         self._lay_out(self._assign(range(n - 1, -1, -1)))
 
     def take_over(self, other: Selection) -> None:
-        """Carry over what another selection knows of the gradients that parameters hold now."""
+        """Copy from another selection which parameters hold gradients that were not synchronized yet."""
         accumulated = {id(p) for p, flag in zip(other.parameters, other.accumulated, strict=True) if flag}
         self.accumulated = [id(p) in accumulated and p.grad is not None for p in self.parameters]
         self.seen = self.accumulated.copy()
 
     def _assign(self, order: Sequence[int]) -> list[tuple[int, ...]]:
-        """Group parameters into buckets, the delayed ones behind all others."""
+        """Group parameters into buckets; the delayed parameters form the last one."""
         late = [i for i in order if self.names[i] in self._delayed]
         whole = Caps((max(1, sum(self._slots[i].num_bytes for i in late)),))
         layout: list[tuple[int, ...]] = []
@@ -104,32 +104,32 @@ class Selection:
         return counts
 
     def came(self, index: int, in_pass: bool) -> None:
-        """Take note of a gradient: one that a pass averages, or one that stays local until the next pass."""
+        """Record that a parameter got a gradient; one that came outside a pass stays local until the next pass."""
         self.seen[index] = True
         if not in_pass:
             self.accumulated[index] = True
 
     def connect(self, on_gradient: Callable[[int], Callable[[Any, Any], None]]) -> None:
-        """Hook each parameter: ``on_gradient(index)`` makes the hook, called when a gradient has been accumulated.
+        """Hook each parameter: ``on_gradient(index)`` returns the hook that is called once a gradient has been accumulated.
 
-        The hooks are on the nodes that accumulate, after all hooks of the parameters themselves: a user's hook may change the
-        gradient until then. The nodes are held, because a parameter refers to its node weakly.
+        The hooks are registered on autograd's accumulation nodes, so they run after all hooks on the parameters themselves, in
+        which a user may still change the gradient. The nodes are held here, because a parameter refers to its node weakly.
         """
         self.disconnect()
         self.nodes = [get_gradient_edge(p).node for p in self.parameters]
         self._handles = [node.register_hook(on_gradient(i)) for i, node in enumerate(self.nodes)]
 
     def disconnect(self) -> None:
-        """Take the hooks off; gradients stay local from then on."""
+        """Remove the hooks; gradients stay local from then on."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def unreachable(self) -> list[int]:
-        """Return the parameters that the graph task under way will not reach; the engine knows before it runs."""
+        """Return the indices of parameters that the running backward will not reach, as autograd's engine knows beforehand."""
         try:
             return [i for i, node in enumerate(self.nodes) if not torch._C._will_engine_execute_node(node)]
-        except RuntimeError:  # torch.autograd.grad(..., parameters) accumulates nothing; the pass will be dropped
+        except RuntimeError:  # torch.autograd.grad(..., parameters), which accumulates nothing; the pass is dropped
             return []
 
     def missing(self) -> list[str]:
@@ -139,26 +139,26 @@ class Selection:
         return missing
 
     def propose_order(self, came: Sequence[int]) -> list[int]:
-        """Return all parameters in the order in which their last gradients came; those that had none behind, reversed."""
+        """Return all indices in the order in which last gradients came; then those without a gradient, in reverse order."""
         last_place = {index: place for place, index in enumerate(came)}
         n = len(self.parameters)
         return sorted(range(n), key=lambda i: last_place.get(i, len(came) + n - i))
 
     def adopt_order(self, order: Sequence[int]) -> None:
-        """Lay out the buckets in this order from the next :meth:`renew` on."""
+        """Order the buckets like this from the next :meth:`renew` on; every rank calls it with the same order."""
         self.learning = False
         if not self.restored:
             self._new_layout = self._assign(order)
 
     def named_layout(self) -> list[list[str]] | None:
-        """Return the names of each bucket's parameters, for a checkpoint; None while the ranks have not agreed on an order."""
+        """Return the names of each bucket's parameters, for a checkpoint; None before the ranks have agreed on an order."""
         if self.learning and not self.restored:
             return None
         layout = self.placement.layout if self._new_layout is None else self._new_layout
         return [[self.names[i] for i in members] for members in layout]
 
     def restore(self, named_layout: Sequence[Sequence[str]]) -> bool:
-        """Lay out the buckets as a checkpoint tells, for good, if it tells of these parameters; tell whether it did."""
+        """Use the layout of a checkpoint from now on, if it names the same parameters; return whether it does."""
         place_of = {name: i for i, name in enumerate(self.names)}
         if sorted(name for members in named_layout for name in members) != sorted(self.names):
             return False
@@ -166,13 +166,13 @@ class Selection:
         for members in layout:
             kinds = {(slot.dtype, slot.device, slot.sparse) for slot in (self._slots[i] for i in members)}
             if len(kinds) != 1 or (kinds.pop()[2] and len(members) > 1):
-                return False  # dtypes have changed since then
+                return False  # dtypes or devices have changed since the checkpoint was saved
         self.restored, self._new_layout = True, None
         self._lay_out(layout)
         return True
 
     def renew(self) -> bool:
-        """Take up the adopted order, between a backward and the next forward; tell whether the buckets are new."""
+        """Apply the adopted order, between a backward and the next forward; return whether the buckets are new."""
         layout, self._new_layout = self._new_layout, None
         if layout is None or layout == self.placement.layout:
             return False

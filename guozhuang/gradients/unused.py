@@ -1,7 +1,7 @@
-"""Parameters that got no gradient: agreed on between ranks where that was expected, reported for all ranks where it was not.
+"""Finds parameters that no rank used, where that is allowed, and composes the error about unused ones where it is not.
 
-Ranks may differ in what they miss. The rank that noticed leaves a notice, so that ranks that see only a broken exchange can
-say the cause too.
+Ranks may lack gradients of different parameters. A rank that raises the error first leaves a notice in the store, so that other
+ranks, whose exchange only breaks, can name the cause too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..groups import StepNotices
 
 
 class UnusedReport:
-    """What the ranks of a group have missed. Every rank must construct it, in the same order as others.
+    """Reports parameters without a gradient on any rank. Every rank must construct its reports, in the same order.
 
     Args:
         group: the ranks.
@@ -27,7 +27,7 @@ class UnusedReport:
         self._notices = StepNotices(group, "unused") if self._size > 1 else None
 
     def error(self, missing: Sequence[str], step: int) -> UnusedParameterError:
-        """Leave a notice of what this rank missed in a step and compose the error with the notices of all ranks."""
+        """Leave a notice of the parameters that had no gradient here and compose the error from the notices of all ranks."""
         found = {self._rank: ", ".join(missing)}
         if self._notices is not None:
             self._notices.leave(step, ", ".join(missing))
@@ -37,7 +37,7 @@ class UnusedReport:
     def error_elsewhere(self, step: int) -> UnusedParameterError | None:
         """Compose the error if another rank has left a notice about this rank's step or the one before.
 
-        An older notice was for an error that the program has caught, and says nothing of what goes wrong now.
+        An older notice belongs to an error that the program has caught, and does not explain a failure of now.
         """
         if self._notices is None:
             return None
@@ -48,9 +48,9 @@ class UnusedReport:
         """Compose the error for a collective that failed: the unused parameters of another rank, or a rank that is gone.
 
         Args:
-            error: what the collective raised.
-            what: names it.
-            step: in which it was.
+            error: the error that the collective raised.
+            what: the collective, in words.
+            step: number of the step in which it failed.
         """
         elsewhere = self.error_elsewhere(step)
         if elsewhere is None and isinstance(error, PeerLost):
@@ -75,14 +75,14 @@ class UnusedReport:
 
 
 class UsedAnywhere:
-    """Whether any rank of the group had a gradient, for each parameter: one all-reduce, under way from the start.
+    """Finds out for each parameter whether any rank had a gradient, by an all-reduce that starts with the construction.
 
     Every rank must construct it at the same point of the pass.
 
     Args:
-        flags: which parameters this rank used; as many on every rank.
+        flags: for each parameter whether this rank used it; every rank passes equally many.
         group: the ranks.
-        device: where the group communicates.
+        device: device of the tensor that is reduced; the group must support it.
     """
 
     def __init__(self, flags: Sequence[bool], group: dist.ProcessGroup, device: torch.device) -> None:
@@ -92,7 +92,7 @@ class UsedAnywhere:
             self._work = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, group=group, async_op=True)
 
     def result(self) -> list[bool]:
-        """Wait for the other ranks and return the answer, the same on all of them."""
+        """Wait for the all-reduce; return for each parameter whether any rank used it, the same on all ranks."""
         if self._work is not None:
             self._work.wait()
         return [bool(flag) for flag in self._flags.tolist()]

@@ -1,8 +1,8 @@
-"""One parameter's gradient on its way into the flat tensor of its bucket, and what ``.grad`` is afterwards.
+"""Copies each parameter's gradient into its view of the bucket's flat tensor, and makes that view the parameter's ``.grad``.
 
-Autograd either adds to an existing ``.grad`` or, after ``zero_grad`` has set it to None, hands over the tensor it has just
-computed. In the first case ``.grad`` already is the view and nothing moves; in the second one copy, which also scales, puts it
-there, and ``.grad`` becomes the view. That copy moves fewer bytes than adding to a zeroed view would.
+Autograd either adds to an existing ``.grad`` or, after ``zero_grad`` has set it to None, makes the tensor that it has just
+computed the ``.grad``. In the first case ``.grad`` already is the view and nothing is copied. In the second case one copy,
+which also scales, fills the view, and ``.grad`` becomes the view; this moves fewer bytes than adding to a zeroed view would.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .buckets import Placement, same_place
 
 
 class _WithValue(torch.autograd.Function):
-    """The value of one tensor with the graph of another."""
+    """Returns a tensor with the value of one tensor and the autograd graph of another."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, value: Tensor) -> Tensor:
@@ -30,19 +30,19 @@ class _WithValue(torch.autograd.Function):
 
 
 class HandedOut:
-    """The tensors that programs get as ``p.grad``, each over the memory of a view that only we hold.
+    """The tensors that programs get as ``p.grad``, each over the memory of a view that only this package holds.
 
     [Note: gradients with other memory] A program may give a gradient other memory and keep the tensor: ``p.grad.data = x``.
-    Then the object in ``p.grad`` is still the one that was handed out, but what the ranks exchange is not in it. So the views
+    Then the object in ``p.grad`` is still the one that was handed out, but its memory is not the bucket's. So the views
     themselves are never handed out, and a gradient counts as being in its place only while the object in ``p.grad`` is the
-    one handed out *and* still has storage, offset, strides and dtype of the view. Anything else is copied to its place like a
-    gradient that autograd made.
+    one handed out *and* still has storage, offset, strides and dtype of the view. Any other tensor is copied to its place like
+    a gradient that autograd made.
 
     Args:
-        views: by parameter; None for one that has no place in a flat tensor.
+        views: the view of each parameter; None for a sparse parameter, which has none.
 
     Attributes:
-        tensors: what was handed out last, by parameter.
+        tensors: for each parameter, the tensor that was last handed out as its ``.grad``.
     """
 
     def __init__(self, views: Sequence[Tensor | None]) -> None:
@@ -50,28 +50,28 @@ class HandedOut:
         self.tensors = [None if view is None else same_place(view) for view in views]
 
     def place(self, index: int, view: Tensor) -> None:
-        """Let the gradient of a parameter lie somewhere else from now on."""
+        """Replace the view in which the gradient of a parameter lies."""
         self._views[index], self.tensors[index] = view, same_place(view)
 
     def holds(self, index: int, gradient: Tensor | None) -> bool:
-        """Tell whether a gradient is the one that was handed out, and still lies in its place."""
+        """Return whether a gradient is the tensor that was handed out and still has the memory of the view."""
         view = self._views[index]
         if gradient is None or view is None or gradient is not self.tensors[index]:
             return False
         return gradient.is_set_to(view) and gradient.dtype == view.dtype
 
     def hand(self, index: int) -> Tensor | None:
-        """Return what ``p.grad`` is to be; a new tensor if the program has given the last one other memory."""
+        """Return the tensor to set as ``p.grad``; a new one if the program has given other memory to the last one."""
         view, tensor = self._views[index], self.tensors[index]
         if view is not None and tensor is not None and not tensor.is_set_to(view):
             tensor = self.tensors[index] = same_place(view)
         return tensor
 
     def accumulating(self, parameters: Sequence[Tensor], indices: Iterable[int]) -> bool:
-        """Tell whether any of these parameters' gradients is in its place now, to be added to.
+        """Return whether any of these parameters' ``.grad`` is in its place now, so that autograd would add to it.
 
-        Tensors that the program has given other memory are replaced by new ones, but for those in ``p.grad``, which
-        :meth:`holds` finds.
+        Handed-out tensors to which the program has given other memory are replaced by new ones. This may leave out tensors that
+        are still in ``p.grad``: :meth:`holds` checks those.
         """
         found = False
         views, tensors = self._views, self.tensors
@@ -89,22 +89,22 @@ class HandedOut:
         return found
 
     def version(self, index: int) -> int:
-        """Return autograd's count of the changes that were made in place to what was handed out."""
+        """Return how often the handed-out tensor was changed in place, by autograd's version counter."""
         handed = self.hand(index)
         return 0 if handed is None else handed._version
 
     def num_references(self, indices: Iterable[int]) -> int:
-        """Return by how many the most referred to of these tensors is referred to."""
+        """Return the largest reference count among these parameters' handed-out tensors."""
         return max((sys.getrefcount(self.tensors[i]) for i in indices), default=0)
 
 
 class GradientViews:
-    """The views of all parameters, and what is remembered between filling and settling them in one pass.
+    """The views of all parameters, and the data that one pass keeps from :meth:`fill` to :meth:`settle`.
 
     [Note: kept gradients] After ``zero_grad`` has set ``.grad`` to None a program may still hold the gradient of an earlier
-    step, or something that shares its memory. It must not change under its hands. Nobody says so, but reference counts do:
-    more references to a view or to the flat tensor's memory than our own. Such a bucket takes new memory before it is filled.
-    Where a ``.grad`` still is its view, gradients are being accumulated, and who holds it expects to see that.
+    step, or a tensor that shares its memory, and its numbers must not change. Reference counts show this: there are more
+    references to a view or to the flat tensor's memory than our own. Such a bucket takes new memory before it is filled.
+    Where a ``.grad`` still is its view, gradients are being accumulated, and a program that holds it expects to see that.
 
     Args:
         parameters: the parameters, by index.
@@ -124,7 +124,7 @@ class GradientViews:
         """Start a pass.
 
         Args:
-            scale: what gradients are multiplied with on their way in.
+            scale: factor by which gradients are multiplied as they are copied into their views.
         """
         self.scale = scale
         self.filled = [False] * len(self._parameters)
@@ -134,7 +134,7 @@ class GradientViews:
         self._graphs: dict[int, Tensor] = {}  # gradients of backward(create_graph=True)
 
     def end(self) -> None:
-        """End a pass: let go of what it remembered."""
+        """End a pass: release the gradients that were kept for :meth:`settle`."""
         self._kept, self._graphs = {}, {}
 
     def _take_views(self, b: int) -> None:
@@ -144,12 +144,12 @@ class GradientViews:
             self._handed.place(i, view)
 
     def _count_references(self, b: int) -> tuple[int, int]:
-        """Count references to the memory of a bucket and to the gradients in it."""
+        """Return the numbers of references to a bucket's memory, and to the most referenced of its gradients."""
         memory = torch._C._storage_Use_Count(self._placement.buckets[b].flat.untyped_storage()._cdata)
         return memory, self._handed.num_references(self._placement.layout[b])
 
     def _leave_kept(self, b: int) -> None:
-        """Give a bucket new memory if its old one is held elsewhere, see [Note: kept gradients]."""
+        """Give a bucket new memory if the program still holds the old memory, see [Note: kept gradients]."""
         members = self._placement.layout[b]
         if self._handed.accumulating(self._parameters, members):
             return
@@ -160,11 +160,11 @@ class GradientViews:
             self._take_views(b)
 
     def fill(self, index: int, keep: bool = False) -> None:
-        """Put the gradient, scaled, into its view; zeros where there is none.
+        """Copy the gradient, scaled, into its view; zeros where there is none.
 
         Args:
-            index: the parameter.
-            keep: remember the gradient as it was, for :meth:`settle` to put back.
+            index: index of the parameter.
+            keep: keep a copy of the unscaled gradient, so that :meth:`settle` can put it back.
         """
         self.filled[index] = True
         view = self._views[index]
@@ -188,7 +188,7 @@ class GradientViews:
             parameter.grad = self._handed.hand(index) if gradient is handed else handed
 
     def _fill_other(self, index: int, gradient: Tensor, view: Tensor) -> None:
-        with torch.no_grad():  # under create_graph, autograd records during backward
+        with torch.no_grad():  # with create_graph=True autograd would record these operations
             view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
             view.mul_(self.scale)
         if gradient.requires_grad:
@@ -197,7 +197,7 @@ class GradientViews:
             self._parameters[index].grad = self._handed.hand(index)
 
     def fill_together(self, indices: Sequence[int]) -> None:
-        """Fill several with one copying call; for many small parameters."""
+        """Fill the views of several parameters with one copying call, which is faster for many small ones."""
         sources, targets = [], []
         for i in indices:
             view, gradient = self._views[i], self._parameters[i].grad
@@ -219,11 +219,11 @@ class GradientViews:
             torch._foreach_mul_(targets, self.scale)
 
     def settle(self, index: int, used: bool) -> None:
-        """Give the parameter its result, when the exchange has ended.
+        """Make the result of the exchange the parameter's ``.grad``, when the exchange has ended.
 
         Args:
-            index: the parameter.
-            used: whether any rank had a gradient for it in this pass. Where none had, ``.grad`` is what it was before.
+            index: index of the parameter.
+            used: whether any rank had a gradient for it in this pass. If none had, ``.grad`` is set to its value from before.
         """
         view = self._views[index]
         if view is None:
@@ -234,13 +234,13 @@ class GradientViews:
             if kept is not None:
                 view.copy_(kept)
         elif (local := self._graphs.get(index)) is not None:
-            # Every rank differentiates its own part of the mean; the pass of that second backward averages the parts.
+            # A second backward differentiates, on every rank, that rank's part of the mean; its own pass averages the parts.
             with torch.enable_grad():
                 parameter.grad = _WithValue.apply(local, view)  # type: ignore[no-untyped-call]
         elif parameter.grad is None:
             parameter.grad = self._handed.hand(index)
 
     def show(self, index: int) -> None:
-        """Make the result the gradient on a rank without data: a sharded optimizer steps there too."""
+        """Make the result the gradient on a rank that has run out of data: a sharded optimizer steps there too."""
         if self._views[index] is not None:
             self._parameters[index].grad = self._handed.hand(index)
