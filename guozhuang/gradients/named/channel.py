@@ -1,16 +1,16 @@
-"""The ranks that negotiate with each other: who submits, the thread that goes from round to round, and how both end.
+"""A channel: some ranks that negotiate collectives with each other, by submissions and a thread that carries out the rounds.
 
-[Note: threads of a channel] Any thread may submit or wait; one thread of the channel holds the rounds and carries out what
-they decide. ``_changed`` guards what both see: what is fresh, what is under way, the pace, how the channel ends. The thread
-holds it only to look and to take, never in a collective. A handle leaves ``_under_way`` under the lock, and whoever took it out
-ends it; so it ends once, by the thread or by ``stop``, and its name is free before anybody who waits goes
-on. The thread is a daemon: an interpreter that ends does not wait for a peer that never comes.
+[Note: threads of a channel] Any thread may submit or wait; one thread of the channel takes part in the rounds and carries out
+their decisions. ``_changed`` guards the state that both use: new and pending handles, the pace, the end of the channel. The
+thread holds that lock only to read and change this state, never during a collective. A handle is removed from ``_under_way``
+under the lock, and the thread that removed it ends it; so a handle ends once, by the channel's thread or by ``stop``, and its
+name is free before any waiting thread continues. The thread is a daemon, so that a process can exit although a peer is missing.
 
-[Note: pace] A round costs each rank some tens of microseconds, and wakes all of them, so it should find much to do; but what is
-ready early should travel while backward still computes. Without a fixed cycle a rank comes when somebody waits, or polls; when
-a bucketful of bytes has come together; or when what came first is a tenth of a second old: longer than the backward of a small
-model, which so goes as one. If a round made nothing ready, ranks are pending on each other's next requests: the next one comes
-after a pause that doubles, unless there is something new on this rank.
+[Note: pace] A round costs each rank some tens of microseconds, and wakes all ranks, so it should find much to do; but gradients
+that are ready early should be sent while backward still computes. Without a fixed cycle a rank takes part in a round when a
+thread waits or polls, when 25 MiB were submitted, or when the oldest new submission is a tenth of a second old: that is longer
+than the backward of a small model, whose gradients so are sent at once. If a round made nothing ready, ranks wait for each
+other's next requests: the next round comes after a pause, which doubles each time, unless this rank has a new submission.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.02
 
 
 class Pace:
-    """Decides when; knows no clock: every moment is an argument, in seconds. See [Note: pace].
+    """Decides when a round begins. It reads no clock: every time is an argument, in seconds. See [Note: pace].
 
     Args:
-        cycle_time_ms: between the beginnings of two rounds; None: as above.
+        cycle_time_ms: time between the beginnings of two rounds; None: no fixed cycle, see [Note: pace].
 
     Attributes:
-        cycle_time_ms: may be set between rounds.
-        is_urgent: the rank comes to every round at once: it has joined, or leaves.
+        cycle_time_ms: the same; may be set between rounds.
+        is_urgent: whether this rank takes part in every round at once, because it has joined, leaves or has failed.
     """
 
     def __init__(self, cycle_time_ms: float | None) -> None:
@@ -61,7 +61,7 @@ class Pace:
         self._pause_s = 0.0
 
     def submitted(self, num_bytes: int, now: float) -> bool:
-        """Take note of a submission; tell whether ``due`` has to be asked anew."""
+        """Record a submission; return whether it may change the result of ``due``."""
         is_idle = self._num_pending == 0
         if self._num_fresh == 0:
             self._oldest = now
@@ -70,22 +70,22 @@ class Pace:
         self._num_fresh += 1
         self._fresh_bytes += num_bytes
         is_enough = self._fresh_bytes >= BYTES and not was_enough
-        if is_idle or self._num_fresh == 1:  # what is fresh waits for no pause
+        if is_idle or self._num_fresh == 1:  # a new submission ends the pause after a fruitless round
             return True
         return self.cycle_time_ms is None and (is_enough or self._num_wanted > 0)
 
     def wanted(self) -> None:
-        """Take note that somebody waits for something that is pending."""
+        """Record that a thread waits for a pending submission, or polls it."""
         self._num_wanted += 1
 
     def settled(self, was_wanted: bool) -> None:
-        """Take note that something pending has ended."""
+        """Record that a pending submission has ended, and whether a thread waited for it."""
         self._num_pending -= 1
         if was_wanted:
             self._num_wanted -= 1
 
     def due(self, now: float) -> float | None:
-        """When the next round is due, now or later; None if there is nothing to come for."""
+        """Return the time of the next round, at least ``now``; None if this rank has no reason for one."""
         if self.is_urgent:
             return now
         if self._num_pending == 0:
@@ -101,27 +101,27 @@ class Pace:
         return max(now, self._ended + pause_s)
 
     def begins(self, now: float) -> None:
-        """Take note that a round begins with all that was submitted."""
+        """Record that a round begins, and takes in all new submissions."""
         self._began = now
         self._num_fresh, self._fresh_bytes = 0, 0
 
     def ends(self, now: float, was_fruitful: bool) -> None:
-        """Take note of the end of a round: whether it made something ready."""
+        """Record that a round ends, and whether it made a collective ready."""
         self._ended = now
         self._pause_s = 0.0 if was_fruitful else min(max(2 * self._pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a channel is given by its engine.
+    """The objects of an engine that its channels use.
 
     Attributes:
-        settings: of the engine.
-        tracing: records what the channel does.
-        touch: tells the watch that something is pending.
-        broke: to be called with what ended the channel's thread, from that thread.
-        left: to be called with the ranks that left, and the words for it, if this rank did not leave itself.
-        tuner: on rank 0 of the world's channel, if there is one.
+        settings: the settings of the engine.
+        tracing: the engine's timeline.
+        touch: wakes the watch, because a collective was submitted.
+        broke: takes the channel and the error that ended its thread; called from that thread.
+        left: takes the channel and the text of the error; called when other ranks have left the channel.
+        tuner: the tuner, on rank 0 in the world's channel; None elsewhere and without autotuning.
     """
 
     settings: Settings
@@ -133,19 +133,19 @@ class Surroundings:
 
 
 class NamedChannel:
-    """Ranks that negotiate with each other. A ``NamedEngine`` makes it, on every rank of its group.
+    """Some ranks that negotiate collectives with each other. A ``NamedEngine`` makes it, on every rank of its group.
 
     Args:
-        number: of the channel, the same on all ranks.
-        ranks: of the engine's group, rising.
-        rank: this process among them; None if it is none of them.
-        carriers: of the members.
-        around: what the engine gives.
+        number: number of the channel, the same on all ranks.
+        ranks: its ranks in the engine's group, in rising order.
+        rank: rank of this process in the channel; None if it is no member.
+        carriers: the groups that carry the channel; None if this process is no member.
+        around: the objects of the engine that the channel uses.
 
     Attributes:
-        number, ranks: as above. rank: this process in the channel; None: no member. settings: of the engine.
+        number, ranks, rank: see the arguments. settings: the settings of the engine.
         size: number of ranks.
-        group: what carries the data; None where this process is no member, and after the end.
+        group: the group that carries most data; None if this process is no member, and after the end.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class NamedChannel:
         self._pace = Pace(around.settings.cycle_time_ms)
         self._threshold_bytes = around.settings.fusion_threshold_bytes
         self._leaves = False
-        self._ended: NegotiationError | None = None  # why nothing is taken any more
+        self._ended: NegotiationError | None = None  # why the channel has ended; None while it accepts submissions
         self._knobs: Knobs | None = None
         self._observed_s = self._last_round_s = time.monotonic()
         self._thread: threading.Thread | None = None
@@ -173,16 +173,16 @@ class NamedChannel:
         self._thread = threading.Thread(target=self._work, name=f"guozhuang negotiated {number}", daemon=True)
         self._thread.start()
 
-    # What others call.
+    # ---- Methods for users of the channel.
 
     def submit(self, submission: Submission) -> Handle:
-        """Ask for a collective; return at once. It begins when all ranks of the channel have asked, in whatever order.
+        """Submit a collective and return its handle at once; it starts when all ranks of the channel have submitted it.
 
-        From any thread. The tensors must not be touched before the handle is done.
+        Ranks may submit in any order, and from any thread. The tensors must not be used before the handle is done.
 
         Raises:
-            ValueError: this process is no member, or was forked off one; or the submission cannot work.
-            DuplicateNameError: something of that name is under way.
+            ValueError: this process is no member, or was forked from one; or the submission is invalid.
+            DuplicateNameError: an earlier submission of that name has not ended.
             NegotiationError: the channel has ended; the text says why.
         """
         if self._thread is None:
@@ -208,14 +208,14 @@ class NamedChannel:
         return handle
 
     def join(self, device: int | None = None) -> Handle:
-        """Say that this rank has nothing more to reduce: it feeds zeros to all-reduces until all ranks of the channel joined.
+        """Declare that this rank has no more data: it supplies zeros to all-reduces until all ranks of the channel have joined.
 
-        Other kinds fail on the ranks that ask for them in the meantime. What this rank has under way ends before the join does.
-        Errors are those of ``submit``.
+        In the meantime other kinds of collectives fail on the ranks that submit them. Earlier submissions of this rank end
+        before the handle of the join does. Raises the errors of ``submit``.
 
         Args:
-            device: index of the accelerator on which zeros are made where others' tensors are on theirs, if this rank never
-                had any. None: the one that is current in the calling thread.
+            device: index of the accelerator on which zeros are made for other ranks' tensors on accelerators, if this rank
+                never submitted any there. None: the accelerator that is current in the calling thread.
         """
         if device is None and torch.accelerator.is_available():
             device = torch.accelerator.current_device_index()
@@ -233,39 +233,39 @@ class NamedChannel:
 
     @property
     def num_rounds(self) -> int:
-        """Rounds that this rank took part in."""
+        """Number of rounds that this rank took part in."""
         return self._rounds.num_rounds
 
     @property
     def num_full_rounds(self) -> int:
-        """Those of them in which ranks exchanged more than readiness."""
+        """Number of rounds in which ranks exchanged messages, not only the vector of bytes."""
         return self._rounds.num_full_rounds
 
     def pending_since(self) -> dict[str, float]:
-        """What is under way, and since when on the monotonic clock; a join from the last round on."""
+        """Return the pending names with the monotonic time of each submission; for a join, that of the last round if later."""
         with self._changed:
             return {
                 name: handle.since if handle.request.kind != Kind.JOIN else max(handle.since, self._last_round_s)
                 for name, handle in self._under_way.items()
             }
 
-    # How it ends; the engine calls these.
+    # ---- The end of the channel; only the engine calls these.
 
     def leave(self) -> None:
-        """Begin to leave: in the next round, or at once where the thread has ended."""
+        """Begin to leave the channel: the thread does so in the next round, without waiting for it here."""
         with self._changed:
             self._leaves = self._pace.is_urgent = True
             self._changed.notify_all()
 
     def wait_left(self, patience_s: float) -> bool:
-        """Wait until the thread has ended; tell whether it has."""
+        """Wait at most ``patience_s`` until the thread has ended; return whether it has."""
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(patience_s)
             return not self._thread.is_alive()
         return True
 
     def stop(self, error: NegotiationError) -> None:
-        """Take nothing more, and fail what is under way; the thread ends as soon as it is in no collective."""
+        """Refuse further submissions and fail the pending ones; the thread ends as soon as it is in no collective."""
         with self._changed:
             if self._ended is None:
                 self._ended = error
@@ -278,21 +278,21 @@ class NamedChannel:
             handle.end(error)
 
     def abort(self) -> None:
-        """Break the groups, so that no thread waits in a collective, here or on a peer."""
+        """Break the groups, so that no thread waits in their collectives any more, here or on a peer."""
         if self._carriers is not None:
             self._carriers.abort()
 
     def give_back(self) -> None:
-        """Give the groups back, once the thread has ended."""
+        """Close the groups; call it only after the thread has ended."""
         self.group = None
         if self._carriers is not None:
             self._executor.close()
             self._carriers.close()
 
-    # The thread.
+    # ---- The thread.
 
     def _refuse_process(self) -> NoReturn:
-        """Neither the thread nor the connections are in a process that was forked off; nothing would ever end there."""
+        """Raise UsageError: a forked process has neither the thread nor the connections, so no handle would ever end there."""
         what = f"this process was forked off the one (pid {self._process}) that makes the collectives"
         fix = "submit and wait there, or begin a world in the new process"
         raise UsageError(explain(what, value=os.getpid(), fix=fix))
@@ -316,12 +316,12 @@ class NamedChannel:
             if self._ended is None:
                 try:
                     self._around.broke(self, error)
-                except BaseException:  # nobody else would tell those who wait
+                except BaseException:  # fail the pending handles, or their threads would wait for ever
                     self.stop(NegotiationError(str(error)))
                     raise
 
     def _take_part(self) -> bool:
-        """Hold one round when it is due and carry out what it decides; tell whether there will be another one."""
+        """Take part in one round when it is due and carry out its decisions; return whether there will be another round."""
         with self._changed:
             while True:
                 if self._ended is not None:
@@ -339,7 +339,7 @@ class NamedChannel:
         outcome = self._rounds.hold([(each.submission.name, each.request) for each in fresh], leaves, knobs)
         del fresh
         with self._changed:
-            if self._ended is not None:  # what it had has failed; zeros in place of it would be taken for it
+            if self._ended is not None:  # handles have failed; without them this rank would send zeros in their place
                 return False
             handles = {
                 each.name: self._under_way[each.name] for each in outcome.responses if each.name in self._under_way
@@ -386,20 +386,20 @@ class NamedChannel:
             self._observed_s = now
 
     def _settle(self, names: Sequence[str], error: NegotiationError | None = None) -> None:
-        """Take handles out and end them. See [Note: threads of a channel]."""
+        """Remove handles from ``_under_way`` and end them. See [Note: threads of a channel]."""
         taken = []
         with self._changed:
             for name in names:
                 handle = self._under_way.pop(name, None)
                 if handle is not None:
                     self._pace.settled(handle.is_wanted)
-                    handle.is_wanted = True  # who waits from now on must not be counted
+                    handle.is_wanted = True  # so that a thread that waits from now on is not counted
                     taken.append(handle)
         for handle in taken:
             handle.end(error)
 
     def _part(self, leaving: Sequence[int], leaves: bool) -> None:
-        """End the channel, because ranks of it leave."""
+        """End the channel, because some of its ranks leave."""
         who = ", ".join(f"rank {self.ranks[rank]}" for rank in leaving)
         with self._changed:
             names = list(self._under_way)

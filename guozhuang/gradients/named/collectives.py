@@ -1,11 +1,12 @@
-"""The collectives that carry data, by the methods of the group itself.
+"""The collectives that carry data; they call the methods of a group directly.
 
-``torch.distributed`` does not know the group that goes through gloo in connections that can be cut, and hides what such a group
-raises behind an error of its own. Each call returns when the result is there; on an accelerator, when it is ordered in the
-current stream.
+``torch.distributed``'s functions cannot be used: they do not know the group over gloo connections that can be cut, and replace
+a group's errors by errors of their own. Each call returns when the result is there; on an accelerator, when it is ordered in
+the current stream.
 
-[Note: whose error] What a group raises is mostly the loss of a peer; what this package, or PyTorch in its hands, raises is its
-own fault. Both are RuntimeErrors. So the former is wrapped where it comes from, and whoever ends the engine tells them apart.
+[Note: whose error] An error that a group raises mostly means that a peer is lost; an error from other code of this package is a
+fault of its own. Both are RuntimeErrors. So a group's errors are wrapped in ``CarrierError`` where they are raised, and the
+engine, when it ends, tells the two apart by that.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ _R = TypeVar("_R")
 
 
 class CarrierError(RuntimeError):
-    """A group failed in a collective; the cause is what it raised. See [Note: whose error]."""
+    """A group failed in a collective; ``__cause__`` is the group's own error. See [Note: whose error]."""
 
 
 def carried(call: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Let a function that does nothing but call a group tell the group's errors as such. See [Note: whose error]."""
+    """Wrap a function that only calls a group, so that the group's errors become ``CarrierError``. See [Note: whose error]."""
 
     @functools.wraps(call)
     def calling(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -45,31 +46,31 @@ def carried(call: Callable[_P, _R]) -> Callable[_P, _R]:
 
 @carried
 def all_reduce(tensor: Tensor, op: Any, group: Any) -> None:
-    """Combine a tensor of all ranks, in place."""
+    """Reduce a tensor over all ranks, in place."""
     group.allreduce([tensor], _options(dist.AllreduceOptions, reduceOp=op)).wait()
 
 
 @carried
 def broadcast(tensor: Tensor, root: int, group: Any) -> None:
-    """Copy the tensor of a rank of the group to all ranks."""
+    """Copy the tensor of rank ``root`` of the group to all ranks, in place."""
     group.broadcast([tensor], _options(dist.BroadcastOptions, rootRank=root)).wait()
 
 
 @carried
 def all_gather(output: Tensor, given: Tensor, group: Any) -> None:
-    """Lay the tensors of all ranks one after the other."""
+    """Write the tensors of all ranks into ``output``, one after the other."""
     group._allgather_base(output, given, _options(torch._C._distributed_c10d.AllgatherOptions)).wait()
 
 
 @carried
 def reduce_scatter(output: Tensor, given: Tensor, op: Any, group: Any) -> None:
-    """Combine the r-th part of all ranks' tensors on rank r."""
+    """Reduce the r-th parts of all ranks' tensors into ``output`` on rank r."""
     group._reduce_scatter_base(output, given, _options(dist.ReduceScatterOptions, reduceOp=op)).wait()
 
 
 @carried
 def all_to_all(output: Tensor, given: Tensor, takes: Sequence[int], gives: Sequence[int], group: Any) -> None:
-    """Send the r-th part of each rank's tensor to rank r; parts in elements, none for equal ones."""
+    """Send part r of each rank's tensor to rank r; sizes of the parts are in elements, and empty lists mean equal parts."""
     group.alltoall_base(output, given, list(takes), list(gives), _options(dist.AllToAllOptions)).wait()
 
 

@@ -1,14 +1,14 @@
-"""What carries a channel: the words of its rounds, and its data.
+"""The groups that carry a channel: the vectors and messages of its rounds, and its data.
 
-[Note: an idle peer is no error] A rank that has something pending waits in a round until all others have something too, which
-may be an hour. So, once the group that carries the words is made, its time-out is put out of reach, and the limit is kept by
-the engine's watch (stalls.py), which sees what is pending and for how long. A lost peer breaks the group all the same: shared
-memory looks at the processes, gloo at its connections. What ends a wait from outside is ``abort``, which breaks it here and for
-the peers.
+[Note: an idle peer is no error] A rank with a pending request waits in a round until all other ranks have one, too, which may
+take an hour. So, once the group for the rounds is made, its time-out is set to a week, and the engine's watch (stalls.py) keeps
+the limit instead: it knows which requests are pending and for how long. A lost peer breaks the group all the same: shared
+memory checks the processes, gloo its connections. Only ``abort`` ends a wait from outside: it breaks the group here and for the
+peers.
 
-[Note: what a device has begun] A collective of NCCL is done for the watch as soon as it lies in the device's queue; the device
-may still wait there for a peer that is gone. Then NCCL's own watchdog ends the process after the time-out of the group, unless
-this engine has failed before: its ``abort`` ends NCCL's communicators here, and with them that wait.
+[Note: what a device has begun] A collective of NCCL has ended for the watch as soon as it lies in the device's queue; the
+device may still wait there for a peer that is gone. Then NCCL's own watchdog ends the process after the time-out of the group,
+unless this engine has failed before: its ``abort`` ends NCCL's communicators here, and with them that wait.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _OUT_OF_REACH_S: Final = 7 * 24 * 3600.0
 
 
 class Words:
-    """The two collectives of rounds. Every call is collective; one thread of each rank makes them, in one order.
+    """The two collectives of a round. One thread of each rank calls them, in the same order on all ranks.
 
     Args:
-        group: carries CPU tensors of the ranks; its methods are called directly.
+        group: a group that can send CPU tensors; its methods are called directly.
         size: number of ranks.
     """
 
@@ -43,12 +43,12 @@ class Words:
         self._group, self._size = group, size
 
     def least(self, vector: Tensor) -> None:
-        """Make each byte of ``vector`` the least of all ranks, in place."""
+        """Replace each byte of ``vector`` by its minimum over all ranks, in place."""
         if self._size > 1:
             collectives.all_reduce(vector, dist.ReduceOp.MIN, self._group)
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """Return the messages of all ranks, of any length but 0."""
+        """Return the messages of all ranks, in rank order; messages may differ in length but must not be empty."""
         if self._size == 1:
             return [message]
         lengths = self._gathered(torch.tensor([len(message)])).view(-1).tolist()
@@ -58,7 +58,7 @@ class Words:
         return [each[:length].numpy().tobytes() for each, length in zip(taken, lengths, strict=True)]
 
     def close(self) -> None:
-        """Let go of the group."""
+        """Drop the reference to the group."""
         self._group = None
 
     def _gathered(self, given: Tensor) -> Tensor:
@@ -68,21 +68,21 @@ class Words:
 
 
 class Carriers:
-    """The groups of a channel. Every member must construct it, and nobody else.
+    """The groups of a channel. Every member of the channel must construct it, and no other rank.
 
-    Shared memory carries all of it. Otherwise words, and what the CPU has for gloo, go through gloo in connections that can be
-    cut; what other backends carry goes through a twin of the engine's group.
+    Where the engine's group is a shared-memory one, a second such group carries everything. Otherwise rounds, and CPU tensors
+    under gloo, use gloo connections that can be cut; for other backends a second group like the engine's carries the data.
 
     Args:
-        group: of the engine.
-        members: ranks in ``group``, rising; this rank is one of them.
-        store: of this channel alone.
+        group: the group of the engine.
+        members: the channel's ranks in ``group``, in rising order; this rank is one of them.
+        store: a store that only this channel uses.
 
     Attributes:
-        words: of the rounds.
-        cpu: carries tensors on the CPU.
-        device: carries all others.
-        averages: kinds of device whose floating-point numbers the groups average by themselves.
+        words: the collectives of the rounds.
+        cpu: the group for tensors on the CPU.
+        device: the group for all other tensors.
+        averages: types of device on which the groups average floating-point numbers by themselves.
     """
 
     def __init__(self, group: dist.ProcessGroup, members: Sequence[int], store: dist.Store) -> None:
@@ -112,18 +112,18 @@ class Carriers:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """What carries most of the data."""
+        """The group that carries tensors on accelerators; where there are none, all data."""
         group: dist.ProcessGroup = self.device
         return group
 
     def abort(self) -> None:
-        """Break the groups, here and for the peers; from any thread."""
+        """Break the groups, here and for the peers. Any thread may call it."""
         for abort in self._aborts:
-            with contextlib.suppress(Exception):  # it is broken then
+            with contextlib.suppress(Exception):  # a group that raises is broken already
                 abort()
 
     def close(self) -> None:
-        """Give the groups back. Nothing of this rank may be under way."""
+        """Close the groups. No collective of this rank may be running."""
         for close in self._closes:
             close()
         self._closes, self._aborts = [], []
@@ -138,13 +138,13 @@ class Carriers:
 
 
 def _abort(group: Any) -> None:
-    """Break a group of PyTorch's own, as far as its backends can be broken: NCCL can. See [Note: what a device has begun]."""
+    """Abort those backends of a group of PyTorch that can be aborted, as NCCL. See [Note: what a device has begun]."""
     for device in group._device_types:
         with contextlib.suppress(Exception):
             group._get_backend(device).abort()
 
 
 def _give_back(group: dist.ProcessGroup) -> None:
-    """End a group, unless it has ended with the default group already."""
+    """Destroy a group, unless it was destroyed together with the default group."""
     if group in dist.distributed_c10d._world.pg_map:
         dist.destroy_process_group(group)

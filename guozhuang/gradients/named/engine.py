@@ -1,4 +1,4 @@
-"""All channels of a process: how they are made, how they fail together, and how they end."""
+"""The engine of collectives that are matched by name: makes channels, lets them fail together, and ends them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .submission import NegotiationError
 from .tracing import Tracing
 
 _LOG = logging.getLogger("guozhuang")
-_LEAVE_S: Final = 5.0  # for the others to leave too
-_END_S: Final = 2.0  # for a thread whose groups are broken
-# For the end of a process, whose connections end before it, or the word of a rank that knows more.
+_LEAVE_S: Final = 5.0  # limit of the wait for other ranks to leave too
+_END_S: Final = 2.0  # limit of the wait for a channel's thread to end, after its groups were broken
+# Limit of the wait for the cause of a failure: a process that ends (its connections break earlier), or another rank's message.
 _PATIENCE_S: Final = 1.0
 _LEAST_STOP_S: Final = 30 * 60.0
 _FIX: Final = "look at that rank's own error, or in the system's log if it was killed"
@@ -34,24 +34,24 @@ _FIX: Final = "look at that rank's own error, or in the system's log if it was k
 class NamedEngine:
     """Collectives that are matched by name. Every rank of the group must construct it.
 
-    [Note: failing together] After a rank is lost no collective can end, in any channel. So the first thread that meets an error
-    ends the engine on its rank: it breaks all groups, by which the other ranks learn of it at once; finds out who was lost,
-    from the processes of its node, or from the word of another rank; fails everything under way; and leaves word itself. What
-    is submitted later fails with the same text. Making a new engine, in a new world, is up to the user.
+    [Note: failing together] After a rank is lost no collective can end, in any channel. So the first thread that gets an error
+    ends the engine on its rank: it breaks all groups, so that the other ranks fail at once, too; finds out which rank was lost,
+    from the processes of its node or from another rank's message in the store; writes such a message itself; and fails all
+    pending submissions. Later submissions fail with the same text. It is up to the user to make a new engine in a new world.
 
     Args:
-        group: the ranks; a group that ``torch.distributed`` knows, of whatever backend.
-        settings: equal on all ranks.
+        group: the ranks; a group that ``torch.distributed`` knows, of any backend.
+        settings: the settings, equal on all ranks.
 
     Attributes:
         world: the channel of all ranks.
-        failure: why the engine stands still; None as long as it works, and after ``close``.
+        failure: the error with which the engine has failed; None as long as it works, or if it was closed without a failure.
 
     Raises:
         MismatchError: ranks have different settings.
-        UsageError: autotuning is asked for, and cannot be; on ranks where it could be, a MismatchError.
+        UsageError: the settings ask for autotuning, and this rank cannot do it; ranks that could raise a MismatchError.
         NegotiationError: another rank is lost.
-        WorldError: ranks did not come within the time-out of the group.
+        WorldError: some rank did not construct its engine within the time-out of the group.
     """
 
     def __init__(self, group: dist.ProcessGroup, settings: Settings) -> None:
@@ -59,7 +59,7 @@ class NamedEngine:
         self._group, self._settings = group, settings
         self._rank, self._size, self._limit_s = group.rank(), group.size(), timeout_s(group)
         self._process = os.getpid()
-        self._lock = threading.RLock()  # over failure, channels and closing
+        self._lock = threading.RLock()  # guards failure, _channels and _closed
         self._closed = False
         self._channels: list[NamedChannel] = []
         self._num_made = 0
@@ -81,14 +81,14 @@ class NamedEngine:
         """Make a channel of some ranks. Every rank of the engine's group must call it, with the same ranks.
 
         Args:
-            ranks: in the engine's group, in any order.
-            called: the user's word for it, in errors.
+            ranks: ranks in the engine's group, in any order.
+            called: the user's word for a channel, for errors.
 
         Raises:
             ValueError: there is no such rank, or one is named twice.
             MismatchError: (a ValueError) ranks called with different ranks.
-            NegotiationError: the engine stands still.
-            WorldError: ranks did not come within the time-out of the group.
+            NegotiationError: the engine has failed or was closed.
+            WorldError: some rank did not call within the time-out of the group.
         """
         self._raise_failure()
         wanted = sorted(ranks)
@@ -100,13 +100,13 @@ class NamedEngine:
         return self._make(wanted)
 
     def remove(self, channel: NamedChannel) -> None:
-        """End a channel. Every rank of the engine's group must call it; what is under way in it fails.
+        """End a channel. Every rank of the engine's group must call it; submissions pending in the channel fail.
 
         Raises:
-            ValueError: it is the world's, or none of this engine.
+            ValueError: it is the world's channel, or not a channel of this engine.
             MismatchError: ranks called with different channels.
-            NegotiationError: the engine stands still.
-            WorldError: ranks did not come within the time-out of the group.
+            NegotiationError: the engine has failed or was closed.
+            WorldError: some rank did not call within the time-out of the group.
         """
         self._raise_failure()
         if channel is self.world or channel not in self._channels:
@@ -120,31 +120,31 @@ class NamedEngine:
         self._end([channel])
 
     def start_timeline(self, path: str, mark_cycles: bool = False) -> None:
-        """Begin to write a Chrome trace of what is negotiated and done; rank 0 of the engine's group writes it.
+        """Begin to write a Chrome trace of all collectives; rank 0 of the engine's group writes it.
 
-        Not collective. The file is complete at every moment.
+        Not collective. The file is a complete JSON document at every moment.
 
         Raises:
-            UsageError: one is being written.
+            UsageError: a trace is being written already.
             OSError: the file cannot be written.
         """
         self._tracing.start(path, mark_cycles)
 
     def stop_timeline(self) -> None:
-        """End the trace, if one is being written. Not collective."""
+        """End the trace, if a trace is being written. Not collective."""
         self._tracing.stop()
 
     def fail(self, why: str) -> None:
-        """Stand still from now on; what is under way fails, here and on the other ranks. See [Note: failing together].
+        """End the engine with an error; pending submissions fail here and on the other ranks. See [Note: failing together].
 
-        For who learns in another way that a rank is lost; from any thread. Not collective; nothing after ``close``.
+        For callers that find out by themselves that a rank is lost; in any thread. Not collective. No effect after ``close``.
         """
         self._stop(NegotiationError(explain(why, rank=self._rank)))
 
     def close(self) -> None:
-        """Leave; what is under way on any rank fails. Every rank should call it, and gets some seconds for it.
+        """End the engine; pending submissions fail on all ranks. Every rank should call it within some seconds of the others.
 
-        Again does nothing, nor does it in a process that was forked off. Nothing is left behind: threads, groups, files.
+        A second call does nothing, nor does a call in a forked process. Threads, groups and the timeline's file are closed.
         """
         if os.getpid() != self._process:
             return
@@ -158,7 +158,7 @@ class NamedEngine:
         self._words.close()
         self._tracing.stop()
 
-    # How channels begin and end.
+    # ---- How channels begin and end.
 
     def _begin(self, settings: Settings) -> NamedChannel:
         tuner = refusal = None
@@ -172,7 +172,7 @@ class NamedEngine:
         try:
             self._agree("settings of negotiated collectives", lines, "give all ranks the same settings")
         finally:
-            if refusal is not None:  # only now, so that the others hear of it and do not wait
+            if refusal is not None:  # raised only now, so that the other ranks fail the comparison and do not wait
                 raise refusal
         self._words.read_cards()
         return self._make(range(self._size), tuner)
@@ -181,7 +181,7 @@ class NamedEngine:
         agree(self._group, what, lines, self._limit_s, fix, self._look)
 
     def _look(self) -> None:
-        """Raise if a rank cannot come to what all of them do together."""
+        """Raise NegotiationError if the engine has failed or another rank is lost, so that no rank waits for it in vain."""
         self._raise_failure()
         self._words.read_cards()
         if lost := self._lost(0.0):
@@ -199,7 +199,7 @@ class NamedEngine:
         with self._lock:
             self._channels = [*self._channels, channel]
             stands_still = self.failure is not None or self._closed
-        if stands_still:  # whoever ended all channels may have come before this one
+        if stands_still:  # the thread that ended all channels did not see this one, if it was added later
             channel.stop(NegotiationError("the engine stands still"))
             channel.abort()
             if channel.wait_left(_END_S):
@@ -210,7 +210,7 @@ class NamedEngine:
     def _connect(self, members: Sequence[int], store: dist.Store) -> Carriers:
         try:
             return Carriers(self._group, members, store)
-        except RuntimeError as error:  # a rank is lost, or did not come
+        except RuntimeError as error:  # a rank is lost, or did not connect in time
             what = f"the ranks {list(members)} could not connect: {error}"
             failure = NegotiationError(self._lost(_PATIENCE_S) or explain(what, rank=self._rank, fix=_FIX))
             self._stop(failure)
@@ -218,14 +218,14 @@ class NamedEngine:
             raise failure from error
 
     def _end(self, channels: Sequence[NamedChannel]) -> None:
-        """Leave channels, together with their other ranks if those come in time."""
+        """Leave channels together with their other ranks, or alone if those do not leave in time."""
         for channel in channels:
             channel.leave()
         deadline = time.monotonic() + (_LEAVE_S if self.failure is None else _END_S)
         alone = [each for each in channels if not each.wait_left(max(0.0, deadline - time.monotonic()))]
         if alone and self._closed:
             self._words.tell(f"rank {self._rank} has shut down")
-        for channel in alone:  # before what is under way fails here: others must not take part in it any more
+        for channel in alone:  # before handles fail here: other ranks must not complete those collectives
             channel.abort()
         text = explain("negotiated collectives were shut down on this rank", rank=self._rank)
         for channel in channels:
@@ -236,27 +236,27 @@ class NamedEngine:
             else:
                 _LOG.debug("rank %d: a thread is still in a collective of ranks %s", self._rank, channel.ranks)
 
-    # How it fails. See [Note: failing together].
+    # ---- How the engine fails. See [Note: failing together].
 
     def _broke(self, channel: NamedChannel, error: BaseException) -> None:
         with self._lock:
             if self._closed or channel not in self._channels:
-                return  # it was broken on purpose, and is about to be stopped
+                return  # its groups were broken on purpose, and it is about to be stopped
             if self.failure is not None:
-                return  # because of it; whoever is finding out the cause stops this channel too
-            self.failure = NegotiationError(str(error))  # until more is known
+                return  # the thread that found the first failure stops this channel, too
+            self.failure = NegotiationError(str(error))  # replaced as soon as the cause is known
         _LOG.debug("rank %d: a channel of ranks %s broke", self._rank, channel.ranks, exc_info=error)
         for each in self._channels:
             each.abort()
         try:
             text = self._why(channel, error)
-        except Exception as another:  # whatever it is, those who wait must be told
+        except Exception as another:  # any error at all: waiting threads must still get a failure
             _LOG.debug("rank %d: the cause was not found out", self._rank, exc_info=another)
             text = explain(f"negotiated collectives cannot go on: {error}", rank=self._rank)
         self._fail(text, error)
 
     def _left(self, channel: NamedChannel, text: str) -> None:
-        """Without a rank the world is not whole; other channels end by themselves."""
+        """End the engine if ranks have left the world's channel; any other channel ends alone."""
         if channel is self.world:
             self._stop(NegotiationError(text))
 
@@ -273,7 +273,7 @@ class NamedEngine:
             failure.__cause__ = cause
         self.failure = failure
         try:
-            self._words.tell(text)  # before anybody here learns of it, who may end the process
+            self._words.tell(text)  # first, because a thread here that gets the failure may end the process
             for channel in self._channels:
                 channel.abort()
         finally:
@@ -281,8 +281,8 @@ class NamedEngine:
                 channel.stop(failure)
 
     def _why(self, channel: NamedChannel, error: BaseException) -> str:
-        """Say what ended the engine, and name the lost rank where that can be found out."""
-        if not isinstance(error, CarrierError):  # not what a lost peer leads to; see [Note: whose error]
+        """Return the text of the error for what ended the engine; it names the lost rank if that can be found out."""
+        if not isinstance(error, CarrierError):  # no lost peer causes such an error; see [Note: whose error]
             what = f"negotiated collectives ended after {type(error).__name__}: {error}"
             return explain(what, rank=self._rank, fix="mend the cause")
         if text := self._lost(_PATIENCE_S):
@@ -294,9 +294,9 @@ class NamedEngine:
         return explain(what, rank=self._rank, fix=_FIX)
 
     def _lost(self, patience_s: float) -> str:
-        """Name ranks that are known to be gone, or say what others told; "" if nothing comes to light within the time."""
+        """Return a text on ranks that have ended, or what other ranks wrote; "" if nothing is found within the time."""
         ended, words = self._words.news(patience_s)
-        if words:  # who ended after an error has left word of it
+        if words:  # a rank that fails writes the cause before it ends
             told = "; ".join(dict.fromkeys(words[rank] for rank in sorted(words)))
             return explain(f"negotiated collectives cannot go on: {told}", rank=self._rank)
         if ended:
@@ -315,7 +315,7 @@ class NamedEngine:
 
 
 def _tuner(settings: Settings, decides: bool) -> Tuner | None:
-    """Return the tuner of rank 0; the others could have none if it were to be theirs, so they check, too."""
+    """Check on every rank that a tuner can be made; return it on rank 0, None on other ranks and without autotuning."""
     if settings.autotune is None:
         return None
     settings.autotune.check()

@@ -1,13 +1,13 @@
-"""Carries out what a round made ready: one batch after the other, in the same order on every rank of the channel.
+"""Carries out the collectives that a round made ready, batch by batch, in the same order on every rank of the channel.
 
 [Note: in place and packed] Tensors that are reduced together form one flat tensor. A single tensor, and a group whose tensors
-lie one after the other in memory, is reduced as it is: no copies. Others are packed into a buffer that lasts, and unpacked;
-so a large tensor is reduced by itself: copying it would cost more than another message. A rank that has joined feeds zeros:
-it knows shapes and dtypes from the others' requests, so it makes the same collectives of the same sizes. Only whether this rank
-copies is its own affair.
+lie one after the other in memory, is reduced in place, without copies. Other tensors are packed into a permanent buffer, and
+unpacked after the reduction; so a large tensor is reduced alone: to copy it would cost more than another message. A rank that
+has joined supplies zeros: it knows shapes and dtypes from other ranks' requests, so it makes the same collectives of the same
+sizes. Whether a rank packs or reduces in place may differ between ranks, as it does not change the collective.
 
-[Note: streams of a channel] On an accelerator a batch runs in a stream of the channel, behind the event that each submission
-recorded in the stream of whoever submitted it; what waits on a handle puts the end of the batch before what it launches next.
+[Note: streams of a channel] On an accelerator a batch runs in a stream of the channel, after the event that each submission
+recorded in the submitting thread's stream. ``Handle.wait`` makes the waiting thread's stream wait for the end of the batch.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from .reductions import adaptive_sum, combine, scale
 from .requests import NamedRequest, Response
 from .submission import Handle, Kind, Reduction, Submission
 
-# Larger ones go alone: packing pays only where a message costs more than copying its bytes.
+# Larger tensors are sent alone: packing pays only where a message costs more than copying its bytes.
 _PACKED_BYTES: Final = {Kind.ALLREDUCE: 1 << 20, Kind.BROADCAST: 256 << 10}
-_NUM_TAKEN: Final = 100  # uses of a buffer between two looks at how much was needed
+_NUM_TAKEN: Final = 100  # uses of a buffer after which it may shrink to the most that they needed
 
 
 def batches(responses: Sequence[Response], threshold_bytes: int, fuse_groups: bool) -> list[list[Response]]:
-    """Divide responses into what is done at once, in order. Pure: the same on every rank.
+    """Divide responses into batches that are carried out at once. The result is the same on every rank.
 
-    Each batch begins with the first response that is left, and takes what fits to it and into the threshold, looking past what
-    does not fit as long as what was taken and what was passed over stay within the threshold.
+    Each batch begins with the first remaining response and adds later ones with the same key that fit into the threshold. It
+    skips others as long as the bytes of all that were taken or skipped stay within the threshold.
 
     Args:
-        responses: without error, in the order that all ranks know.
-        threshold_bytes: of one batch; a larger response goes alone.
-        fuse_groups: whether a response of several tensors goes with others.
+        responses: responses without error, in the same order on all ranks.
+        threshold_bytes: most bytes of one batch; a larger response is a batch of its own.
+        fuse_groups: whether a response of several tensors may share a batch.
     """
     left = deque((response, _key(response, fuse_groups), response.request.num_bytes) for response in responses)
     num_alike = Counter(key for _, key, _ in left)
@@ -52,7 +52,7 @@ def batches(responses: Sequence[Response], threshold_bytes: int, fuse_groups: bo
         num_alike[key] -= 1
         taken, passed, passed_bytes = [first], [], 0
         looks, num_ahead = key is not None and num_bytes < threshold_bytes, num_alike[key]
-        while looks and num_ahead:  # nobody looks through all that is left for what is not there
+        while looks and num_ahead:  # num_ahead: how many of the same key remain, to end the search early
             other = response, other_key, more = left.popleft()
             num_ahead -= other_key == key
             if other_key == key and num_bytes + more <= threshold_bytes:
@@ -69,7 +69,7 @@ def batches(responses: Sequence[Response], threshold_bytes: int, fuse_groups: bo
 
 
 def _key(response: Response, fuse_groups: bool) -> Hashable | None:
-    """Return what must be equal for responses to go together; None for one that goes alone."""
+    """Return the properties that responses of one batch must share; None for a response that is a batch of its own."""
     request = response.request
     if (len(request.shapes) > 1 and not fuse_groups) or request.num_bytes > _PACKED_BYTES.get(request.kind, -1):
         return None
@@ -81,7 +81,7 @@ def _key(response: Response, fuse_groups: bool) -> Hashable | None:
 
 
 class Scratch:
-    """Memory that is taken again and again, one piece at a time. It grows at once, and shrinks when less was needed for long.
+    """A buffer for one use at a time. It grows when more is needed, and shrinks when 100 uses needed less than half of it.
 
     Args:
         allocate: makes flat tensors: ``allocate(num_elements, dtype, device)``.
@@ -93,12 +93,15 @@ class Scratch:
         self._most = self._num_taken = 0
 
     def take(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a piece, with anything in it; the last one must not be used any more. Dtype and device must not change."""
+        """Return a part of the buffer, uninitialized; the part returned before must not be used any more.
+
+        Dtype and device must be the same in all calls.
+        """
         self._most, self._num_taken = max(self._most, num_elements), self._num_taken + 1
         size = 0 if self._held is None else self._held.numel()
         shrinks = self._num_taken >= _NUM_TAKEN and 2 * self._most < size
         if self._held is None or size < num_elements or shrinks:
-            self._held = None  # before the other one is made
+            self._held = None  # free the old buffer before the new one is allocated
             self._held = self._allocate(self._most if shrinks else num_elements, dtype, device)
         if self._num_taken >= _NUM_TAKEN:
             self._most = self._num_taken = 0
@@ -107,7 +110,7 @@ class Scratch:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One tensor of an all-reduce. A rank that has joined has neither input nor output for it."""
+    """One tensor of an all-reduce; on a rank that has joined, ``given`` and ``output`` are None."""
 
     num_elements: int
     dtype: torch.dtype
@@ -119,14 +122,14 @@ class Executor:
     """Carries out batches on this rank. One thread uses it.
 
     Args:
-        group: carries the data.
-        cpu_group: carries that of tensors on the CPU, where the former does not.
-        rank: this process in the channel.
-        allocate: makes flat zeros in memory that the group reduces in place.
-        averages: kinds of device whose floating-point numbers the group averages by itself.
+        group: the group for tensors on accelerators.
+        cpu_group: the group for tensors on the CPU; may be the same.
+        rank: rank of this process in the channel.
+        allocate: allocates flat zeros in memory that the group reduces in place.
+        averages: types of device on which the group averages floating-point numbers by itself.
 
     Attributes:
-        joined_on: the index of the device on which zeros of a rank that has joined are made, if it never had tensors.
+        joined_on: index of the device on which a rank that has joined makes zeros, if it never submitted tensors on one.
     """
 
     def __init__(
@@ -143,15 +146,15 @@ class Executor:
         self._allocate, self._averages = allocate, averages
         self._buffers: dict[tuple[torch.dtype, torch.device], Scratch] = {}
         self._streams: dict[torch.device, torch.Stream] = {}
-        self._device: torch.device | None = None  # where this rank's tensors were
+        self._device: torch.device | None = None  # accelerator of the tensors that this rank submitted last
         self.joined_on = 0
 
     def carry_out(self, batch: Sequence[Response], handles: Mapping[str, Handle]) -> None:
-        """Do a batch, and put the results into the handles; every rank of the channel must call, with the same batch.
+        """Carry out a batch and put the results into the handles. Every rank of the channel must call, with the same batch.
 
         Args:
-            batch: from ``batches``.
-            handles: what this rank has pending under the batch's names; nothing where it has joined.
+            batch: one of the lists that ``batches`` returns.
+            handles: this rank's handles by name; a rank that has joined lacks them.
         """
         kind = batch[0].request.device
         if kind == "cpu":
@@ -179,7 +182,7 @@ class Executor:
                 tensor.record_stream(stream)
 
     def close(self) -> None:
-        """Let go of groups and memory."""
+        """Drop the references to groups and memory."""
         self._group = self._cpu_group = None
         self._buffers.clear()
 
@@ -227,7 +230,7 @@ class Executor:
                 self._reduce(together, batch[0].request, device, group)
 
     def _reduce(self, parts: Sequence[_Part], request: NamedRequest, device: torch.device, group: Any) -> None:
-        """Reduce tensors of one dtype as one. See [Note: in place and packed]."""
+        """Reduce tensors of one dtype as one flat tensor. See [Note: in place and packed]."""
         flat = _stretch(parts)
         if flat is not None:
             self._reduce_flat(flat, parts, request, group)
@@ -238,7 +241,7 @@ class Executor:
         pieces = flat.split([part.num_elements for part in parts])
         if all(part.given is not None for part in parts):
             torch.cat([part.given.reshape(-1) for part in parts if part.given is not None], out=flat)
-        else:  # this rank has joined, but for what it asked for before
+        else:  # this rank has joined: zeros, except for tensors that it submitted before
             for part, piece in zip(parts, pieces, strict=True):
                 piece.zero_() if part.given is None else piece.copy_(part.given.reshape(-1))
         self._reduce_flat(flat, parts, request, group)
@@ -270,14 +273,14 @@ def _outputs(submission: Submission) -> Sequence[Tensor]:
 
 
 def _pairs(handle: Handle) -> list[tuple[Tensor, Tensor]]:
-    """Return inputs and outputs; the same object where they are the same."""
+    """Return pairs of input and output; both are one object if the output is written to the input."""
     given = handle.submission.tensors
     written = [_writable(tensor) for tensor in given]
     return list(zip(written, written if handle.outputs is given else map(_writable, handle.outputs), strict=True))
 
 
 def _writable(tensor: Tensor) -> Tensor:
-    """Return the tensor, or the same memory: what was made in ``torch.inference_mode`` can be written only there."""
+    """Return the tensor; if it was made in ``torch.inference_mode``, and so is read-only here, a writable one on its memory."""
     if not tensor.is_inference():
         return tensor
     alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -285,7 +288,7 @@ def _writable(tensor: Tensor) -> Tensor:
 
 
 def _stretch(parts: Sequence[_Part]) -> Tensor | None:
-    """Return the outputs as one flat tensor, holding the inputs, if they are one; None if they have to be packed."""
+    """Return the outputs, filled with the inputs, as one flat tensor; None if they are not contiguous and must be packed."""
     first = parts[0].output
     if first is None:
         return None

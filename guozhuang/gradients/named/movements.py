@@ -1,6 +1,6 @@
-"""What is moved, not reduced to the same everywhere: all-gather, broadcast, all-to-all, reduce-scatter.
+"""All-gather, broadcast, all-to-all and reduce-scatter: the collectives other than all-reduce.
 
-All of these are collective over a group. Tensors travel as bytes, so every dtype goes over every group.
+Every rank of the group must call them. But for reduce-scatter, tensors are sent as bytes, so every group can send every dtype.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .requests import NamedRequest
 
 
 def all_gather(given: Tensor, rows: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Return the tensors of all ranks, one below the other.
+    """Return the tensors of all ranks, joined along dim 0 in rank order.
 
     Args:
-        given: (rows of this rank, ...).
-        rows: of each rank.
+        given: tensor of this rank, of shape (rows of this rank, ...).
+        rows: number of rows of each rank.
         group: the ranks.
     """
     output = given.new_empty((sum(rows), *given.shape[1:]))
@@ -48,13 +48,13 @@ def all_gather(given: Tensor, rows: Sequence[int], group: dist.ProcessGroup) -> 
 def broadcast(
     given: Sequence[Tensor], outputs: Sequence[Tensor], root: int, rank: int, group: dist.ProcessGroup
 ) -> None:
-    """Copy the root's tensors to all ranks; several travel as one.
+    """Copy the root's tensors to all ranks; several tensors are packed into one.
 
     Args:
-        given: of this rank; only the root's matter.
-        outputs: like them, or the same.
-        root: a rank of the group.
-        rank: this process in the group.
+        given: tensors of this rank; only the root's values matter.
+        outputs: tensors to write to, of the same shapes and dtypes, or ``given`` itself.
+        root: rank in the group.
+        rank: rank of this process in the group.
         group: the ranks.
     """
     if rank == root:
@@ -77,12 +77,12 @@ def broadcast(
 def all_to_all(
     given: Tensor, splits: Sequence[Sequence[int]], rank: int, group: dist.ProcessGroup
 ) -> tuple[Tensor, list[int]]:
-    """Send each rank its rows; return what came, in rank order, and how many rows from each.
+    """Send each rank its rows; return the received rows, in rank order, and how many came from each rank.
 
     Args:
-        given: (rows, ...).
-        splits: of each rank: how many rows go to each rank.
-        rank: this process in the group.
+        given: tensor of this rank, of shape (rows, ...).
+        splits: for each rank, how many rows it sends to each rank.
+        rank: rank of this process in the group.
         group: the ranks.
     """
     gives, takes = list(splits[rank]), [row[rank] for row in splits]
@@ -98,12 +98,12 @@ def all_to_all(
 
 
 def reduce_scatter(given: Tensor, request: NamedRequest, rank: int, averages: bool, group: dist.ProcessGroup) -> Tensor:
-    """Reduce a tensor of all ranks and return this rank's rows; the first ranks get one more where they do not divide.
+    """Reduce a tensor over all ranks and return this rank's rows; if rows do not divide evenly, the first ranks get one more.
 
     Args:
-        given: (rows, ...), the same shape on all ranks; it stays as it is.
-        request: reduction and scales.
-        rank: this process in the group.
+        given: tensor of shape (rows, ...), the same shape on all ranks; it is not changed.
+        request: the request, for its reduction and scales.
+        rank: rank of this process in the group.
         averages: see ``combine``.
         group: the ranks.
     """

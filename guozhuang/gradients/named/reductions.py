@@ -1,4 +1,4 @@
-"""Reductions: scales, averages, sums of integers and of truth values, and the adaptive sum of tensors in one flat tensor."""
+"""Reductions over the ranks with scales and averages, also of integers and booleans, and the adaptive sum (Adasum)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from . import collectives
 from .requests import NamedRequest
 from .submission import Reduction
 
-_NUM_COLUMNS: Final = 1 << 18  # of an adaptive sum, that are seen as float64 at a time
+_NUM_COLUMNS: Final = 1 << 18  # columns of an adaptive sum that are converted to float64 at a time, to limit memory
 
 _OPS: Final = MappingProxyType(
     {
@@ -31,17 +31,17 @@ _OPS: Final = MappingProxyType(
 def combine(
     given: Tensor, request: NamedRequest, size: int, averages: bool, collective: Callable[[Tensor, Any], Tensor]
 ) -> Tensor:
-    """Reduce a tensor as a request wants it; return the result.
+    """Reduce a tensor over the ranks with the reduction and scales of a request; return the result.
 
-    Integers are scaled and averaged as float64 and cut toward zero. Truth values are true where one is (MIN, PRODUCT: where all
-    are). Floating-point numbers of 16 bits are scaled in 32.
+    Integers are scaled and averaged as float64 and cut toward zero. A boolean result is true where any rank has true (MIN,
+    PRODUCT: where all ranks have). 16-bit floating-point numbers are scaled in 32 bits.
 
     Args:
-        given: of this rank; it is overwritten.
-        request: reduction and scales; the tensor's dtype may be any of its dtypes.
+        given: tensor of this rank; it is overwritten.
+        request: the request, for its reduction and scales; the tensor's dtype may be any of its dtypes.
         size: number of ranks.
         averages: whether the group averages floating-point numbers by itself.
-        collective: reduces, on all ranks, from what it is given to what it returns.
+        collective: a function of a tensor and a ``ReduceOp`` that reduces the tensor over all ranks and returns the result.
     """
     scale(given, request.prescale)
     if given.dtype == torch.bool:
@@ -61,7 +61,7 @@ def combine(
 
 
 def scale(tensor: Tensor, factor: float, divisor: int = 1) -> None:
-    """Multiply a tensor, and divide it, in place."""
+    """Multiply a tensor by ``factor`` and divide it by ``divisor``, in place."""
     if factor == 1.0 and divisor == 1:
         return
     if not tensor.is_floating_point():
@@ -73,12 +73,12 @@ def scale(tensor: Tensor, factor: float, divisor: int = 1) -> None:
 
 
 def adaptive_sum(flat: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> None:
-    """Replace tensors by their adaptive sum over the ranks, each by itself, as ``exchange.adasum`` does. Every rank must call.
+    """Replace each tensor by its adaptive sum over the ranks, with the factors of ``exchange.adasum``. Every rank must call.
 
     Args:
-        flat: the tensors, one after the other, of floating-point numbers; some at least.
-        sizes: their numbers of elements.
-        group: of any size.
+        flat: the tensors, one after the other, of floating-point numbers; not empty.
+        sizes: number of elements of each tensor.
+        group: the ranks; their number may be any.
     """
     size, rank = group.size(), group.rank()
     length = -(-flat.numel() // size)

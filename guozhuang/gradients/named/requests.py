@@ -1,6 +1,6 @@
-"""What one rank asks of the others under a name: made of a submission, sent as JSON, and compared between ranks.
+"""The description of a submission that other ranks get: made from it, sent as JSON, and compared between ranks.
 
-What peers send is data and is never run.
+Data from peers is parsed as JSON and never executed.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _NEEDS_ROWS: Final = (Kind.ALLGATHER, Kind.REDUCESCATTER, Kind.ALLTOALL)
 
 
 class NamedRequest(NamedTuple):
-    """What one rank asks for under a name. Two are equal if nothing about them could change what is done.
+    """One rank's submission under a name, without its data. Two are equal if they lead to the same collective.
 
     Attributes:
         shapes: shapes of the tensors.
         dtypes: dtypes of the tensors.
-        device: the kind of device that the tensors are on.
+        device: the type of the tensors' device, as "cpu".
 
-    The others are those of ``Submission``.
+    The other fields have the meaning of those of ``Submission``.
     """
 
     kind: Kind
@@ -48,17 +48,17 @@ class NamedRequest(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Size of all tensors."""
+        """Size of all tensors together, in bytes."""
         return sum(prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
 
 
 class Response(NamedTuple):
-    """What all ranks that have not joined asked for, and what comes of it.
+    """The requests of all ranks under one name, complete but for ranks that have joined, and whether they fit together.
 
     Attributes:
-        name: under which they asked.
-        requests: by rank in the channel.
-        error: why it fails on all of them; None if it is done.
+        name: name of the submissions.
+        requests: the request of each rank, by rank in the channel.
+        error: why the collective fails on all of them; None if it is carried out.
     """
 
     name: str
@@ -67,18 +67,18 @@ class Response(NamedTuple):
 
     @property
     def request(self) -> NamedRequest:
-        """The request of some rank: what must be equal is read from it."""
+        """The request of one of the ranks; only properties that are equal on all ranks may be read from it."""
         return next(iter(self.requests.values()))
 
 
 @dataclass(frozen=True)
 class Message:
-    """What a rank tells all others in a full round.
+    """The message of one rank to all others in a full round.
 
     Attributes:
-        requests: new ones, by name.
-        leaves: whether the rank takes part for the last time.
-        knobs: new settings (threshold in bytes, cycle in ms, cache), from rank 0.
+        requests: pairs of a name and a request that were not sent before.
+        leaves: whether the rank takes part in a round for the last time.
+        knobs: new settings (threshold in bytes, cycle in ms, use of the cache); only rank 0 sends them.
     """
 
     requests: Sequence[tuple[str, NamedRequest]] = ()
@@ -103,7 +103,7 @@ class Message:
 
     @classmethod
     def decoded(cls, data: bytes) -> Message:
-        """Return the message that the bytes hold."""
+        """Return the message that was encoded as these bytes."""
         requests, leaves, knobs = json.loads(data)
         return cls([(name, _request(*rest)) for name, *rest in requests], leaves, tuple(knobs) if knobs else None)
 
@@ -132,18 +132,18 @@ def _request(
     )
 
 
-# Made of a submission.
+# ---- From a submission to a request.
 
 
 def request_of(submission: Submission, size: int) -> NamedRequest:
-    """Return what other ranks must know of a submission.
+    """Check a submission and return the request that describes it to other ranks.
 
     Args:
-        submission: of this rank.
-        size: how many ranks the channel has.
+        submission: the submission of this rank.
+        size: number of ranks of the channel.
 
     Raises:
-        ValueError: it cannot work, whatever other ranks ask for.
+        ValueError: the submission is invalid, whatever other ranks ask for.
     """
     kind, tensors, outputs = submission.kind, submission.tensors, submission.outputs
     if kind in _NO_TENSORS:
@@ -176,7 +176,7 @@ def request_of(submission: Submission, size: int) -> NamedRequest:
         tuple([tensor.dtype for tensor in tensors]),
         device.type,
         submission.reduction,
-        float(submission.prescale),  # these travel as JSON, which knows no numbers of numpy
+        float(submission.prescale),  # requests are sent as JSON, which cannot encode numpy's numbers
         float(submission.postscale),
         root,
         splits,
@@ -218,7 +218,7 @@ def _splits(submission: Submission, size: int) -> tuple[int, ...]:
     if len(submission.tensors) != 1:
         _refuse(submission, "alltoall takes one tensor", len(submission.tensors))
     tensor, splits = submission.tensors[0], submission.splits
-    num_rows = tensor.shape[0] if tensor.ndim else 0  # all ranks are told of a tensor without rows
+    num_rows = tensor.shape[0] if tensor.ndim else 0  # difference() reports a tensor without dims on all ranks
     if splits is None:
         if num_rows % size:
             _refuse(submission, f"the first dim does not divide by {size} ranks", num_rows, "give splits")
@@ -234,16 +234,16 @@ def _refuse(submission: Submission, what: str, value: object, fix: str = "") -> 
     raise ValueError(explain(f"{submission.name}: {what}", value=value, fix=fix))
 
 
-# Compared between ranks.
+# ---- Comparing requests of several ranks.
 
 
 def difference(name: str, requests: Mapping[int, NamedRequest], ranks: Sequence[int]) -> str | None:
-    """Say in what the requests differ, or why they cannot be done; None if nothing stands against them.
+    """Return in which property the requests differ, or why they cannot be carried out; None if they can.
 
     Args:
-        name: under which they came.
-        requests: by rank in the channel, one at least.
-        ranks: what each rank of the channel is called.
+        name: name of the submissions.
+        requests: requests by rank in the channel, at least one.
+        ranks: for each rank of the channel, its number in error texts.
     """
     (first, one), *rest = sorted(requests.items())
     for rank, other in rest:
@@ -259,7 +259,7 @@ def difference(name: str, requests: Mapping[int, NamedRequest], ranks: Sequence[
 
 
 def joined_difference(kind: Kind, name: str, joined: Collection[int], ranks: Sequence[int]) -> str | None:
-    """Say that something cannot be done as long as ranks have joined; None if it can."""
+    """Return the error for a collective that does not work while ranks have joined; None if it works."""
     if not joined or kind in (Kind.ALLREDUCE, Kind.JOIN):
         return None
     who = ", ".join(f"rank {ranks[rank]}" for rank in sorted(joined))
@@ -270,7 +270,7 @@ _Aspect = tuple[str, Callable[[NamedRequest], object], Callable[[NamedRequest], 
 
 
 def _aspects(kind: Kind, ranks: Sequence[int]) -> list[_Aspect]:
-    """Return what must be equal, the most telling first: name, value and words for the value of each."""
+    """Return the properties that must be equal, most informative first: a name, and functions for its value and its text."""
     reduces, by_rows = kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER), kind in (Kind.ALLGATHER, Kind.ALLTOALL)
     aspects: list[_Aspect] = [
         ("collective operations", lambda r: r.kind, lambda r: r.kind.value),
@@ -280,7 +280,7 @@ def _aspects(kind: Kind, ranks: Sequence[int]) -> list[_Aspect]:
     ]
     if reduces:
         aspects.append(("reduce operations", lambda r: r.reduction, lambda r: r.reduction.name.lower()))
-    # The number of rows may differ where each rank brings its own.
+    # In an all-gather and an all-to-all ranks may have different numbers of rows.
     same = (lambda r: [(len(shape), shape[1:]) for shape in r.shapes]) if by_rows else (lambda r: r.shapes)
     aspects.append((f"{kind.value} tensor shapes", same, _shapes))
     if kind == Kind.BROADCAST:

@@ -1,26 +1,26 @@
-"""One round of negotiation: what each rank has pending goes in, what all of them do next comes out, the same on each.
+"""One round of negotiation: each rank puts in its pending requests, and all ranks get the same list of collectives to do next.
 
-[Note: rounds] There is no coordinator. A round tells every rank the same facts; all decide alike from them.
+[Note: rounds] There is no coordinator. A round gives every rank the same facts, and all decide alike from them.
 
-1. One all-reduce (minimum) of a vector of bytes. Byte 0: 1 if this rank has nothing else to tell. Byte 1 + s, for slot s of the
-   cache: 2 if this rank has what the slot holds pending (or has joined, and takes part in everything), 0 if it asks for
-   something else under that name, else 1. The minimum says what is ready on all ranks (2), and what is out of date (0).
-   In a steady state this is all: one small all-reduce.
-2. What is out of date is evicted; who has it pending asks in full. If byte 0 says that some rank has something to tell, all
-   ranks exchange messages: requests that no slot stands for, joins, whether a rank leaves, new settings from rank 0. Each rank
-   keeps the same table of requests, and takes from it what no rank is missing from any more.
-3. Both together, cached ones first, are the responses of the round. What ranks disagree in is an error of its own, and only of
-   those who asked. The others enter the cache when their name comes for the second time: names that come once, as those of
-   unnamed operations, would push lasting ones out.
-4. When all ranks have joined, one more round ends it. What slots stand for and some rank has pending is done in it, with zeros
-   from the others; so here a byte is 1 if this rank has it pending, else 2.
+1. One all-reduce (minimum) of a vector of bytes. Byte 0: 0 if this rank has a message, else 1. Byte 1 + s, for slot s of the
+   cache: 2 if the request in the slot is pending on this rank (or the rank has joined, and so takes part in everything), 0 if
+   this rank has another request under the slot's name, else 1. So the minimum is 2 for slots that are ready on all ranks, and 0
+   for slots that are out of date. In a steady state this small all-reduce is the whole round.
+2. Slots that are out of date are evicted; a rank on which such a request is pending sends it in full. If byte 0 shows that a
+   rank has a message, all ranks exchange messages: requests without a slot, joins, whether a rank leaves, new settings from
+   rank 0. Each rank keeps the same table of requests, and removes a name from it when all ranks have asked for it.
+3. Names ready by their slots, and then names complete in the table, are the responses of the round. If the ranks' requests
+   for a name do not fit together, that name's response is an error. Other names get a slot when they come for the second time:
+   names that come once, as those of unnamed operations, would push lasting ones out.
+4. When all ranks have joined, one more round ends the join. Each slot that is pending on some rank is carried out in it, with
+   zeros from the other ranks; so in this round a byte is 1 if the slot is pending on this rank, else 2.
 
-A rank comes to a round when it has something pending, has joined, or leaves. So a round waits for all ranks to have something,
-and an idle rank costs nothing: before that, nothing could have been done. What has joined supplies zeros (execution.py).
+A rank takes part in a round when it has a request pending, has joined, or leaves. So a round begins when all ranks have a
+reason, and this delays nothing: before that, no collective was ready. A rank that has joined supplies zeros (execution.py).
 
-[Note: slots] Every rank puts, uses and evicts the same names in the same order, because it does so only for what a round told
-all of them. So a slot means the same everywhere without a word about it. A rank compares what it is asked for with what it
-asked under that name before; where that is equal on all ranks, all that was agreed on is still true.
+[Note: slots] Every rank puts, uses and evicts the same names in the same order, because it does so only after facts that a
+round gave to all ranks. So a slot means the same on all ranks without further messages. A rank compares a new request with its
+earlier one in the slot; if they are equal on all ranks, the cached response is still valid.
 """
 
 from __future__ import annotations
@@ -43,48 +43,48 @@ if TYPE_CHECKING:
     from .control import Words
 
 _OUT_OF_DATE, _NOT_HERE, _READY = 0, 1, 2
-_ASKED, _QUIET = 1, 2  # in the last round of a join
-_MOST_SEEN: Final = 4096  # names that came once
+_ASKED, _QUIET = 1, 2  # bytes of slots in the last round of a join: pending on this rank, or not
+_MOST_SEEN: Final = 4096  # names without a slot that are remembered
 # Kinds that are not worth a slot of the cache: used once (barrier, join), or different each time (all-to-all).
 _NOT_CACHED: Final = (Kind.BARRIER, Kind.JOIN, Kind.ALLTOALL)
 
 
 class ResponseCache:
-    """Responses by slot, the longest unused given up first. See [Note: slots].
+    """Responses by slot; the least recently used one is evicted first. See [Note: slots].
 
     Args:
-        capacity: how many at most.
+        capacity: most responses to hold.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._slots: dict[str, int] = {}
-        self._held: OrderedDict[int, Response] = OrderedDict()  # the longest unused first
+        self._held: OrderedDict[int, Response] = OrderedDict()  # least recently used first
         self._free: list[int] = []
-        self.num_slots = 0  # that were ever in use
+        self.num_slots = 0  # number of slots that were ever in use
 
     def __len__(self) -> int:
         return len(self._held)
 
     def slot_of(self, name: str) -> int | None:
-        """Where a name is held."""
+        """Return the slot of a name; None if it has none."""
         return self._slots.get(name)
 
     def name_at(self, slot: int) -> str:
-        """The name that a slot stands for."""
+        """Return the name of the response in a slot."""
         return self._held[slot].name
 
     def at(self, slot: int) -> Response | None:
-        """What a slot holds."""
+        """Return the response in a slot; None if it is empty."""
         return self._held.get(slot)
 
     def use(self, slot: int) -> Response:
-        """What a slot holds, which thereby is the last to be given up."""
+        """Return the response in a slot and mark it as most recently used."""
         self._held.move_to_end(slot)
         return self._held[slot]
 
     def put(self, response: Response) -> list[int]:
-        """Hold a response under a new name. Returns the slots that were given up for it."""
+        """Put a response into a slot, under its new name; return the slots that were evicted for it."""
         if self.capacity == 0:
             return []
         given_up = []
@@ -102,24 +102,24 @@ class ResponseCache:
         return given_up
 
     def evict(self, slot: int) -> None:
-        """Give up what a slot holds."""
+        """Empty a slot."""
         del self._slots[self._held.pop(slot).name]
         heapq.heappush(self._free, slot)
 
     def slots(self) -> list[int]:
-        """Those that hold something, rising."""
+        """Return the numbers of slots in use, in rising order."""
         return sorted(self._held)
 
 
 @dataclass
 class RoundOutcome:
-    """What a round decided, equal on all ranks.
+    """The decisions of one round, equal on all ranks.
 
     Attributes:
-        responses: in the order in which they are done.
+        responses: the responses, in the order in which they are carried out.
         leaving: ranks that took part for the last time.
-        knobs: new settings, valid from this round on.
-        last_joined: who joined last, if all have joined now.
+        knobs: new settings, valid from this round on; None: no change.
+        last_joined: the rank that joined last, if all ranks have joined now.
     """
 
     responses: list[Response] = field(default_factory=list)
@@ -129,18 +129,18 @@ class RoundOutcome:
 
 
 class Rounds:
-    """This rank's part in the rounds of a channel. See [Note: rounds]. One thread uses it.
+    """This rank's part in the rounds of a channel. See [Note: rounds]. Only one thread may use it.
 
     Args:
-        words: joins the ranks.
-        rank: this process in the channel.
-        ranks: what the ranks of the channel are called in errors.
-        cache_capacity: of the cache; the same on all ranks.
+        words: the collectives among the channel's ranks.
+        rank: rank of this process in the channel.
+        ranks: for each rank of the channel, its number in error texts.
+        cache_capacity: most responses in the cache; the same on all ranks.
 
     Attributes:
         joined: ranks that have joined, in the order in which they did.
-        num_rounds: that this rank took part in.
-        num_full_rounds: those in which messages were exchanged.
+        num_rounds: number of rounds that this rank took part in.
+        num_full_rounds: number of rounds in which messages were exchanged.
     """
 
     def __init__(self, words: Words, rank: int, ranks: Sequence[int], cache_capacity: int) -> None:
@@ -148,29 +148,29 @@ class Rounds:
         self._cache = ResponseCache(cache_capacity)
         self._asked: dict[
             str, dict[int, NamedRequest]
-        ] = {}  # names that not all ranks asked for, by rank; the same on every rank
-        self._counted: dict[int, tuple[str, NamedRequest]] = {}  # pending on this rank and in the cache, by slot
-        self._unsent: list[tuple[str, NamedRequest]] = []  # pending on this rank, and not in the table yet
-        self._mine = np.full(64, _NOT_HERE, dtype=np.uint8)  # by slot
-        self._seen: dict[str, None] = {}  # names that came and have no slot; the oldest first
+        ] = {}  # the table: by name and rank, requests that not all ranks have sent yet; the same on every rank
+        self._counted: dict[int, tuple[str, NamedRequest]] = {}  # by slot: pending here and in the cache
+        self._unsent: list[tuple[str, NamedRequest]] = []  # requests pending on this rank that are not in the table yet
+        self._mine = np.full(64, _NOT_HERE, dtype=np.uint8)  # by slot: the byte that this rank puts into the vector
+        self._seen: dict[str, None] = {}  # names that came once and have no slot; the oldest first
         self._joins: dict[int, NamedRequest] = {}
         self.joined: list[int] = []
         self.num_rounds = self.num_full_rounds = 0
 
     @property
     def has_joined(self) -> bool:
-        """Whether this rank has."""
+        """Whether this rank has joined."""
         return self._rank in self.joined
 
     def hold(
         self, fresh: Sequence[tuple[str, NamedRequest]], leaves: bool = False, knobs: Knobs | None = None
     ) -> RoundOutcome:
-        """Hold a round. Every rank of the channel must come.
+        """Carry out a round and return its decisions. Every rank of the channel must call.
 
         Args:
-            fresh: what this rank has asked for since the last round.
-            leaves: whether it takes part for the last time.
-            knobs: new settings for all ranks; of rank 0.
+            fresh: names and requests that were submitted on this rank since the last round.
+            leaves: whether this rank takes part for the last time.
+            knobs: new settings for all ranks; only rank 0 gives any.
         """
         ends_join = len(self.joined) == len(self._ranks)
         out_of_date = self._sort(fresh)
@@ -180,7 +180,7 @@ class Rounds:
         self.num_rounds += 1
         told = vector.numpy()
         for slot in np.flatnonzero(told[1:] == _OUT_OF_DATE).tolist():
-            self._saw(self._cache.name_at(slot))  # it changes, and lasts
+            self._saw(self._cache.name_at(slot))  # the changed request gets a slot as soon as it is complete
             self._cache.evict(slot)
             self._forget(slot)
         ready = np.flatnonzero(told[1:] == (_ASKED if ends_join else _READY)).tolist()
@@ -195,7 +195,7 @@ class Rounds:
         return outcome
 
     def _sort(self, fresh: Sequence[tuple[str, NamedRequest]]) -> list[int]:
-        """Find the slots that stand for new requests; return those that the new requests show to be out of date."""
+        """Sort new requests into cached and unsent ones; return the slots that are out of date because of them."""
         out_of_date = []
         for name, request in fresh:
             slot = self._cache.slot_of(name)
@@ -234,7 +234,7 @@ class Rounds:
         return response._replace(error=self._joined_error(response.name, response.request))
 
     def _forget(self, slot: int) -> None:
-        """What this rank counted on in a slot is asked for in full."""
+        """Send a request that was pending by its slot in full, because the slot was evicted."""
         self._mine[slot] = _NOT_HERE
         found = self._counted.pop(slot, None)
         if found is not None:
@@ -280,7 +280,7 @@ class Rounds:
         return response
 
     def _saw(self, name: str) -> bool:
-        """Take note of a name; tell whether it came before, as far as is known."""
+        """Record a name; return whether it was recorded before, among the last 4096 names without a slot."""
         if name in self._seen:
             return True
         if len(self._seen) >= _MOST_SEEN:
@@ -294,7 +294,7 @@ class Rounds:
         return joined_difference(request.kind, name, self.joined, self._ranks)
 
     def _take(self, knobs: Knobs) -> None:
-        """Give the cache up, or begin a new one."""
+        """Apply new settings to the cache: drop it, or begin an empty one, if its use was switched."""
         is_used = self._cache.capacity > 0
         if is_used != knobs.use_cache:
             for slot in self._cache.slots():

@@ -1,4 +1,4 @@
-"""The settings of an engine, and what may change some of them while it runs."""
+"""The settings of an engine, and the interface of a tuner that may change some of them while the engine runs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Knobs:
-    """What a tuner may change; the fields are those of ``Settings``.
+    """The settings that a tuner may change; see the fields of ``Settings``.
 
     Attributes:
-        fusion_threshold_bytes: of one fused operation; 0: nothing is fused.
-        cycle_time_ms: between two rounds; None: as bytes and waiting ask.
-        use_cache: whether requests are remembered.
+        fusion_threshold_bytes: most bytes of one fused operation; 0: nothing is fused.
+        cycle_time_ms: time between the beginnings of two rounds; None: see ``Settings``.
+        use_cache: whether requests are cached.
     """
 
     fusion_threshold_bytes: int
@@ -23,48 +23,49 @@ class Knobs:
 
 
 class Tuner(Protocol):
-    """Turns what was observed into knobs. It lives on rank 0 of the world."""
+    """Chooses knobs from measurements of rounds. Only rank 0 of the world has one."""
 
     def observe(self, names: Iterable[str], num_bytes: int, seconds: float) -> Knobs | None:
-        """Learn of one round of the world's channel that moved something.
+        """Measure one round of the world's channel in which data was sent.
 
         Args:
-            names: of what was reduced or moved in it. A step may take one round or many; in the next one names come again.
-            num_bytes: that were reduced or moved in it, of this rank's tensors.
-            seconds: since the end of the last such round, so with all that was computed in between.
+            names: names of the collectives of that round. A training step may take one round or many; a name that comes again
+                shows that the next step has begun.
+            num_bytes: size of this rank's tensors in them.
+            seconds: time since the end of the last such round, including computation between the two.
 
         Returns:
-            New knobs, which all ranks take in the same round soon after; None to go on as before.
+            New knobs, which all ranks apply in the same later round; None to keep the present ones.
         """
         ...
 
 
 class Autotune(Protocol):
-    """How a tuner is made."""
+    """Makes the tuner of an engine."""
 
     def check(self) -> None:
-        """Raise UsageError where no tuner could be made; called on every rank, before any waits, in the caller's thread."""
+        """Raise UsageError if this rank could make no tuner; called on every rank before any of them waits for another."""
         ...
 
     def make(self, settings: Settings) -> Tuner:
-        """Make the tuner, on rank 0; UsageError if that fails."""
+        """Return the tuner; called on rank 0 only. Raises UsageError if it cannot be made."""
         ...
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How an engine works. Equal on all ranks.
+    """The settings of an engine, which must be equal on all ranks.
 
     Attributes:
-        fusion_threshold_bytes: of small tensors that travel as one; 0: none do.
-        cycle_time_ms: between two rounds. None: a round begins when somebody waits, when enough bytes came together (4 MiB the
-            first time, then 25 MiB), or when what was submitted first has waited for 100 ms.
-        cache_capacity: how many requests are remembered, so that a repeated one costs a byte; 0: none.
-        fuse_groups: whether a grouped operation may travel with others.
-        stall_check: whether what waits for long is reported.
-        stall_warning_s: after how many seconds, and how often from then on.
-        stall_stop_s: after how many seconds everything fails; 0: after the time-out of the group, 30 minutes at least.
-        autotune: makes what searches for the first three while the job runs; rank 0 decides for all.
+        fusion_threshold_bytes: most bytes of small tensors that are sent as one; 0: each is sent by itself.
+        cycle_time_ms: time between the beginnings of two rounds. None: a round begins when a thread waits or polls, when 25 MiB
+            were submitted, or when the oldest submission has waited for 100 ms.
+        cache_capacity: number of cached requests; a cached request is announced by one byte. 0: no cache.
+        fuse_groups: whether a grouped operation may be fused with others.
+        stall_check: whether collectives that wait for long are reported.
+        stall_warning_s: seconds before the first report of a collective, and between further ones.
+        stall_stop_s: seconds of waiting after which everything fails; 0: the time-out of the group, at least 30 minutes.
+        autotune: makes a tuner that searches for the first three settings while the job runs; None: they are fixed.
     """
 
     fusion_threshold_bytes: int = 128 << 20

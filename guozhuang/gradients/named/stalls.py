@@ -1,9 +1,9 @@
-"""Watches what is pending for long: says which ranks are missing, ends what would wait for ever, and finds out who is lost.
+"""Watches collectives that are pending for long: names the missing ranks, ends waits that exceed the limit, finds lost ranks.
 
-[Note: the watch] One thread per engine, asleep as long as nothing is pending; then it looks once a second, and does not even
-ask the store if all is younger than that. A rank with something old pending asks all others, through the store, what they have
-pending; every watch that is awake answers within a second, and a rank that does not answer has nothing pending. So who has a
-name is known, and who is missing. Of the ranks that have it the lowest one says so in its log.
+[Note: the watch] Each engine has one watch thread, which sleeps as long as nothing is pending. Then it looks once a second, and
+uses the store only if a submission is older than that. A rank with an old submission asks all others, through the store, what
+they have pending; every watch that is awake answers within a second, and a rank that does not answer has nothing pending. So
+it is known which ranks have submitted a name and which are missing. The lowest rank that has submitted it logs a warning.
 """
 
 from __future__ import annotations
@@ -27,47 +27,48 @@ from .submission import JOIN_NAME, NegotiationError
 if TYPE_CHECKING:
     from .channel import NamedChannel
 
-_STORE_S: Final = 1.0  # for one answer of a store whose keeper may be what was lost
+_STORE_S: Final = 1.0  # limit for one answer of the store; the process that serves it may be the lost one
 _LOOK_S: Final = 0.02
 _LOG = logging.getLogger("guozhuang")
-_NUM_TOLD: Final = 20  # names of one rank
+_NUM_TOLD: Final = 20  # most names that a warning lists for one missing rank
 
 
 class EngineStore:
-    """The store in which an engine's ranks leave words for each other. Every rank must construct it.
+    """The messages that an engine's ranks leave for each other in a store. Every rank must construct it.
 
-    Nobody waits in the store for another rank: each looks whether a word is there, and reads it only then. The store is
-    asked in a thread, because its keeper may be what was lost. The thread starts at once: when an interpreter ends, none can.
+    No call waits in the store for another rank: it checks whether a key exists, and reads it only then. A thread makes the
+    requests to the store, because the process that serves it may be the lost one. The thread starts in the constructor, because
+    a thread cannot be started any more while an interpreter ends.
 
     Args:
-        store: of this engine alone.
-        rank: this process.
+        store: a store that only this engine uses.
+        rank: rank of this process.
         size: number of ranks.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
         self._node = node_identity(SHARE_MEMORY)
-        self._processes: dict[int, Process] = {}  # of ranks that have constructed theirs
+        self._processes: dict[int, Process] = {}  # by rank, of ranks whose cards were read
         self._client = Client(_STORE_S, retries=True, starts=True)
         store.set(f"card/{rank}", str(this_process(self._node)))
 
     def close(self) -> None:
-        """End the thread; nothing is told or asked any more."""
+        """End the thread; the store is not used any more."""
         self._client.close()
 
     def read_cards(self) -> None:
-        """Learn the processes of all ranks that have constructed theirs."""
+        """Read the process (node and pid) of each rank that has written its card; every rank does so on construction."""
         with contextlib.suppress(RuntimeError):
             for rank in range(self._size):
                 card = None if rank in self._processes else self._read(f"card/{rank}")
                 if card is not None:
                     self._processes[rank] = Process.read(card)
 
-    # Failures.
+    # ---- Failures.
 
     def tell(self, word: str) -> None:
-        """Leave word of why this rank goes or stands still, if the store takes it."""
+        """Write to the store why this rank leaves or has failed; ignore a store that does not answer."""
 
         def leave() -> None:
             self._store.set(f"word/{self._rank}", word)
@@ -77,7 +78,7 @@ class EngineStore:
             self._client.call(leave)
 
     def words(self) -> dict[int, str]:
-        """What other ranks left; nothing if the store does not say."""
+        """Return by rank why other ranks left or failed, as they wrote it; empty if the store does not answer."""
         found = {}
         with contextlib.suppress(RuntimeError):
             if self._client.call(lambda: self._store.add("words", 0)):
@@ -88,9 +89,9 @@ class EngineStore:
         return found
 
     def news(self, patience_s: float) -> tuple[dict[int, int], dict[int, str]]:
-        """The pids of other ranks of this node that have ended, and what ranks left; as soon as there is any, or after so long.
+        """Return pids of this node's ranks that have ended, and what ranks wrote; wait ``patience_s`` at most for either.
 
-        Of ranks that have ended only those words are told that they left themselves: others may have ended because of it.
+        If ranks have ended, only what they themselves wrote is returned: other ranks may have failed because of them.
         """
         deadline = time.monotonic() + patience_s
         while True:
@@ -100,28 +101,28 @@ class EngineStore:
                 return ended, {rank: word for rank, word in words.items() if rank in ended} if ended else words
             time.sleep(_LOOK_S)
 
-    # Stalls. Only the engine's watch calls these; they raise RuntimeError.
+    # ---- Stalls. Only the engine's watch calls these; they raise RuntimeError if the store does not answer.
 
     def ask(self) -> int:
-        """Ask all ranks what they have pending; return the number of the question."""
+        """Ask all ranks which names they have pending; return the number of this question."""
         return self._client.call(lambda: int(self._store.add("asked", 1)))
 
     def num_asked(self) -> int:
-        """How many questions were asked."""
+        """Return how many questions all ranks together have asked."""
         return self._client.call(lambda: int(self._store.add("asked", 0)))
 
     def answer(self, number: int, pending: Mapping[int, Sequence[str]]) -> None:
-        """Say what this rank has pending.
+        """Write which names this rank has pending.
 
         Args:
-            number: of questions asked before.
-            pending: names by the number of their channel.
+            number: number of the last question, which this answers.
+            pending: the names, by the number of their channel.
         """
         said = json.dumps([number, {str(key): pending[key] for key in pending}])
         self._client.call(lambda: self._store.set(f"pending/{self._rank}", said))
 
     def answers(self, number: int) -> dict[int, dict[int, list[str]]]:
-        """By rank, what those have pending that answered this question or a later one."""
+        """Return the pending names, by rank and channel, of the ranks that answered this question or a later one."""
         found = {}
         for rank in range(self._size):
             said = self._read(f"pending/{rank}")
@@ -132,20 +133,20 @@ class EngineStore:
         return found
 
     def _read(self, key: str) -> str | None:
-        """Return what is there; None if nothing is. Raises RuntimeError."""
+        """Return the value of a key; None if it does not exist. Raises RuntimeError if the store does not answer."""
         return self._client.call(lambda: self._store.get(key).decode() if self._store.check([key]) else None)
 
 
 class StallWatch:
-    """The watch of an engine. See [Note: the watch].
+    """The thread that watches an engine's pending submissions. See [Note: the watch].
 
     Args:
-        store: of the engine.
-        rank: this process.
+        store: the engine's messages.
+        rank: rank of this process.
         settings: the limits.
-        stop_s: after how many seconds all that is pending fails.
-        channels: those that there are.
-        stop: ends the engine on this rank.
+        stop_s: age of a submission, in seconds, at which everything pending fails.
+        channels: returns the engine's channels.
+        stop: ends the engine on this rank with an error.
         tick_s: seconds between two looks.
     """
 
@@ -164,13 +165,13 @@ class StallWatch:
         self._is_awake, self._closed = threading.Event(), threading.Event()
         self._num_answered = 0
         self._next_warning = 0.0
-        self._question: tuple[int, float] | None = None  # number, and when the answers are there
-        self.num_looks = 0  # that asked the store
+        self._question: tuple[int, float] | None = None  # number of the own question, and the time to read the answers
+        self.num_looks = 0  # looks that used the store
         self._thread = threading.Thread(target=self._work, name="guozhuang negotiated watch", daemon=True)
         self._thread.start()
 
     def touch(self) -> None:
-        """Something is pending from now on."""
+        """Wake the watch, because a collective was submitted."""
         if not self._is_awake.is_set():
             self._is_awake.set()
 
@@ -184,7 +185,7 @@ class StallWatch:
     def _work(self) -> None:
         while True:
             self._is_awake.wait()
-            self._is_awake.clear()  # before the look, so that what comes after it wakes this thread again
+            self._is_awake.clear()  # before the look, so that a later submission wakes this thread again
             while not self._closed.wait(self._tick_s):
                 since = {channel.number: channel.pending_since() for channel in self._channels()}
                 if not any(since.values()):
@@ -208,7 +209,7 @@ class StallWatch:
             self._end(since, now)
 
     def _ask_around(self, since: dict[int, dict[str, float]], now: float, age_s: float) -> None:
-        """Hear of what has ended the engine elsewhere, answer what was asked, ask and warn."""
+        """End the engine if another rank's has failed; else answer questions, ask a question, or warn of missing ranks."""
         if words := self._store.words():
             self._stop(NegotiationError("; ".join(words.values())))
             return
@@ -237,7 +238,7 @@ class StallWatch:
     def _missing(
         self, number: int, since: dict[int, dict[str, float]], before: float
     ) -> list[tuple[str, list[int], list[int]]]:
-        """Of what has been pending since before a moment: name, ranks that have it, ranks that are missing."""
+        """Return (name, ranks that submitted it, missing ranks) for names that are pending since ``before`` or longer."""
         answers = self._store.answers(number)
         found = []
         for channel in self._channels():
@@ -246,7 +247,7 @@ class StallWatch:
                     continue
                 pending = {rank: answers.get(rank, {}).get(channel.number, ()) for rank in channel.ranks}
                 has = sorted({self._rank, *(rank for rank in channel.ranks if name in pending[rank])})
-                # Who has joined needs nothing to have it done.
+                # A rank that has joined takes part in everything without a submission.
                 lacks = [rank for rank in channel.ranks if rank not in has and JOIN_NAME not in pending[rank]]
                 if lacks:
                     found.append((name, has, lacks))
@@ -261,9 +262,9 @@ class StallWatch:
             _LOG.debug("%s", _words(others, for_s, self._rank))
 
     def _end(self, since: dict[int, dict[str, float]], now: float) -> None:
-        """Ask once more who is missing, and end the engine."""
+        """Ask once more which ranks are missing, and end the engine."""
         missing: list[tuple[str, list[int], list[int]]] = []
-        with contextlib.suppress(RuntimeError):  # then nobody knows
+        with contextlib.suppress(RuntimeError):  # without the store the error names no missing ranks
             number = self._ask(since)
             self._closed.wait(2.5 * self._tick_s)
             missing = self._missing(number, since, now - self._stop_s)

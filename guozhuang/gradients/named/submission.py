@@ -1,4 +1,4 @@
-"""What one rank asks for, and what it gets: submissions, handles, and their errors."""
+"""Submissions of collectives by a rank, the handles that it gets for them, and their errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from .requests import NamedRequest
 
-JOIN_NAME: Final = "join"  # of every submission of that kind
+JOIN_NAME: Final = "join"  # name of every submission of kind JOIN
 DTYPES: Final = frozenset(
     {
         *(torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool),
@@ -24,7 +24,7 @@ DTYPES: Final = frozenset(
 
 
 class Kind(enum.Enum):
-    """What a submission asks for; its value is the word for it in names, errors and the timeline."""
+    """The kind of a collective; the value is the word for it in names and errors."""
 
     ALLREDUCE = "allreduce"
     ALLGATHER = "allgather"
@@ -36,7 +36,7 @@ class Kind(enum.Enum):
 
 
 class Reduction(enum.IntEnum):
-    """How the tensors of the ranks become one."""
+    """The operation by which a reduction combines the tensors of all ranks."""
 
     AVERAGE = 0
     SUM = 1
@@ -47,10 +47,10 @@ class Reduction(enum.IntEnum):
 
 
 class NegotiationError(RuntimeError):
-    """A collective failed: ranks asked for different things, a rank was lost, left or joined. The text says which.
+    """A collective failed: ranks asked for different collectives, or a rank was lost, left or joined. The text says which.
 
     Attributes:
-        is_of_kinds: the ranks asked for different kinds of collectives under one name.
+        is_of_kinds: whether the ranks asked for different kinds of collectives under one name.
     """
 
     def __init__(self, text: str, is_of_kinds: bool = False) -> None:
@@ -58,29 +58,29 @@ class NegotiationError(RuntimeError):
         self.is_of_kinds = is_of_kinds
 
     def again(self) -> NegotiationError:
-        """Return an error that says the same, to be raised elsewhere."""
+        """Return a copy of this error: each waiting thread raises a copy of its own."""
         return NegotiationError(str(self), self.is_of_kinds)
 
 
 class DuplicateNameError(ValueError):
-    """A submission of the same name is under way on this rank."""
+    """This rank submitted a name while an earlier submission of that name had not ended."""
 
 
 @dataclass(frozen=True)
 class Submission:
-    """One collective, as one rank asks for it. Ranks may submit in any order; what has the same name belongs together.
+    """One rank's request for a collective. Ranks may submit in any order; submissions of the same name belong together.
 
     Attributes:
-        kind: which collective.
-        name: by which ranks match, with the kind in it: ``"allreduce.layer.weight"``.
-        tensors: the inputs, contiguous. Several form one unit: all of them or none.
-        outputs: where results are written, of the inputs' shapes and dtypes; may be the inputs themselves. None: new tensors.
+        kind: the kind of collective.
+        name: the name by which ranks match, beginning with the kind: ``"allreduce.layer.weight"``.
+        tensors: the inputs, contiguous. Several form one unit: all of them succeed or none.
+        outputs: tensors to write results to, of the inputs' shapes and dtypes; may be the inputs themselves. None: new tensors.
             For all-reduce and broadcast only.
-        reduction: of all-reduce and reduce-scatter.
-        prescale: multiplies the inputs of a reduction.
-        postscale: multiplies its result.
-        root: of a broadcast; a rank in the channel.
-        splits: of an all-to-all, how many rows of dim 0 go to each rank; the sum may be less than there are. None: evenly.
+        reduction: operation of an all-reduce or a reduce-scatter.
+        prescale: factor that multiplies the inputs of a reduction.
+        postscale: factor that multiplies the result of a reduction.
+        root: of a broadcast, the rank in the channel whose tensors all ranks get.
+        splits: of an all-to-all, how many rows of dim 0 go to each rank; the last rows may go nowhere. None: evenly.
     """
 
     kind: Kind
@@ -95,18 +95,18 @@ class Submission:
 
 
 class Handle:
-    """A submission under way. ``done`` and ``wait`` may be called from any thread; all else is for the channel.
+    """The future result of a submission. Any thread may call ``done`` and ``wait``; the rest is for the channel.
 
     Attributes:
         received_splits: after ``wait()`` of an all-to-all: how many rows came from each rank.
         last_joined: after ``wait()`` of a join: the rank (in the channel) that joined last; the same on all ranks.
-        submission: what was asked for. request: what other ranks know of it.
-        since: when it was submitted, on the monotonic clock, in seconds.
-        ready: on an accelerator: the event after which the inputs are there.
-        outputs: the results, once it has been carried out.
-        launched: on an accelerator: device, and the event after which the outputs are there.
-        is_wanted: somebody waits, or it is too late for haste; the channel's lock is over it.
-        has_ended: it was completed, or has failed.
+        submission: the collective that was submitted. request: the description of it that other ranks get.
+        since: time of the submission, on the monotonic clock, in seconds.
+        ready: on an accelerator, the event after which the inputs are computed.
+        outputs: the results, once the collective has been carried out.
+        launched: on an accelerator, the device and the event after which the outputs are computed.
+        is_wanted: whether a thread waits or polls, or the collective has ended; guarded by the channel's lock.
+        has_ended: whether the collective was completed or has failed.
     """
 
     def __init__(
@@ -124,12 +124,12 @@ class Handle:
         self.launched: tuple[torch.device, torch.Event] | None = None
         self.is_wanted = self.has_ended = False
         self._hurry = hurry
-        self._ended = threading.Lock()  # held until the end: the cheapest thing to wait for
+        self._ended = threading.Lock()  # held until the end; a lock is the cheapest object to wait for
         self._ended.acquire()
         self._error: NegotiationError | None = None
 
     def done(self) -> bool:
-        """Tell, without waiting, whether it has ended, well or not. Not ended: the channel makes haste from now on."""
+        """Return at once whether it was completed or has failed; if neither, the channel starts its next round early."""
         if not self.has_ended:
             if not self.is_wanted:
                 self._hurry(self)
@@ -137,13 +137,13 @@ class Handle:
         return self.launched is None or self.launched[1].query()
 
     def wait(self) -> list[Tensor]:
-        """Return the outputs when they are there; those of a barrier or a join are none.
+        """Wait for the collective and return its outputs; a barrier or a join has none.
 
-        On an accelerator the caller's current stream waits, not the caller. The limit is that of stalls (``Settings``), and
-        what fails names the ranks that did not come.
+        On an accelerator the caller's current stream waits, not the caller. The wait is limited by ``Settings.stall_stop_s``;
+        the error after that time names the ranks that are missing.
 
         Raises:
-            NegotiationError: it failed, on all ranks that took part; again at every call.
+            NegotiationError: it failed, on all ranks that took part; every further call raises it again.
         """
         if not self.has_ended:
             self._hurry(self)
@@ -156,15 +156,15 @@ class Handle:
             stream = torch.accelerator.current_stream(device)
             stream.wait_event(event)
             for tensor in self.outputs:
-                if tensor.device.type == "cuda":  # allocated in the channel's stream
+                if tensor.device.type == "cuda":  # the tensor was allocated in the channel's stream
                     tensor.record_stream(stream)
         return list(self.outputs)
 
     def end(self, error: NegotiationError | None = None) -> None:
-        """Let those who wait go on, with the outputs or an error. What has ended already stays as it is."""
+        """Complete the handle, with an error or without, and wake waiting threads; a handle that has ended does not change."""
         if not self.has_ended:
             self.submission = replace(
                 self.submission, tensors=(), outputs=None
-            )  # who waits late must not hold the inputs
+            )  # a program that keeps the handle must not keep the inputs alive
             self._error, self.has_ended = error, True
             self._ended.release()

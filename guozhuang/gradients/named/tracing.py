@@ -1,9 +1,9 @@
-"""What the world's rank 0 saw of each operation, as a Chrome trace: how long it was negotiated, how long it ran.
+"""Writes a Chrome trace on rank 0 that shows how long each operation was negotiated and how long it ran.
 
-The file is one JSON array that is complete at every moment: what comes replaces the closing bracket, together with a new one.
-Where it cannot be written any further, on a full disk say, it ends; the job goes on.
-Each name is a process of the trace. An operation is a span NEGOTIATE_ALLREDUCE (from its submission on this rank until all
-ranks had it; so by kind) and then a span ALLREDUCE. CYCLE_START marks the beginning of a round, if asked for.
+The file is one JSON array that is complete at every moment: each write replaces the closing bracket by events and a bracket.
+If a write fails, on a full disk for example, the file ends there and the job continues.
+Each name is a process of the trace. An all-reduce is a span NEGOTIATE_ALLREDUCE (from its submission on this rank until all
+ranks had submitted it) and then a span ALLREDUCE; other kinds likewise. CYCLE_START marks the beginning of a round, on request.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _END: Final = b"\n]\n"
 
 
 class Tracing:
-    """The timeline of an engine; on or off at any time. Its methods may be called from any thread.
+    """The timeline of an engine, which may be started and stopped repeatedly. Any thread may call its methods.
 
     Args:
-        writes: whether this rank writes; the others only keep count of what was started.
+        writes: whether this rank writes the file; other ranks only check that a timeline is not started twice.
 
     Attributes:
-        is_on: whether anything is recorded here.
-        marks_cycles: whether rounds are.
+        is_on: whether operations are recorded on this rank.
+        marks_cycles: whether the beginnings of rounds are recorded, too.
     """
 
     def __init__(self, writes: bool) -> None:
@@ -47,10 +47,10 @@ class Tracing:
         self.is_on = self.marks_cycles = False
 
     def start(self, path: str, mark_cycles: bool) -> None:
-        """Begin a file; what is there already is replaced.
+        """Begin a timeline in a file, whose old contents are replaced.
 
         Raises:
-            UsageError: a timeline is being written.
+            UsageError: a timeline is being written already.
             OSError: the file cannot be written.
         """
         with self._lock:
@@ -73,7 +73,7 @@ class Tracing:
             self.is_on, self.marks_cycles = self._writes, self._writes and mark_cycles
 
     def stop(self) -> None:
-        """End the file; without one nothing happens."""
+        """End the timeline; do nothing if none is being written."""
         with self._lock:
             self.is_on = self.marks_cycles = False
             self._path = None
@@ -82,12 +82,12 @@ class Tracing:
                 self._file = -1
 
     def round_began(self, at_s: float) -> None:
-        """Mark the beginning of a round."""
+        """Record the beginning of a round, if rounds are recorded."""
         if self.marks_cycles:
             self._add([(_CYCLES, {"name": "CYCLE_START", "ph": "i", "s": "p", "ts": at_s * 1e6})])
 
     def negotiated(self, kind: Kind, since_s: Sequence[tuple[str, float]], until_s: float) -> None:
-        """Record how long operations were negotiated: names, and since when."""
+        """Record how long operations were negotiated; ``since_s`` holds pairs of a name and the time of its submission."""
         name = f"NEGOTIATE_{kind.name}"
         self._add((of, _span(name, since, until_s)) for of, since in since_s)
 
@@ -110,7 +110,7 @@ class Tracing:
                 self._write(b"".join(b",\n" + json.dumps(line).encode() for line in lines))
 
     def _write(self, data: bytes) -> None:
-        """Append; where that fails, end the file with what was there, and go on without it."""
+        """Append events to the file; if that fails, end the file with the earlier events and stop recording."""
         try:
             if os.pwrite(self._file, data + _END, self._end) < len(data + _END):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
