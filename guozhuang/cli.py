@@ -1,4 +1,4 @@
-"""The command ``guozhuang``: finds the subcommand; the work of each lies in its own module, loaded when it is used."""
+"""The command ``guozhuang``: finds the subcommand and loads the module that carries it out, only when it is called."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments without the program's name; None: those of the process.
 
     Returns:
-        0 on success, 2 for a command line or input that cannot work, 1 where processes did not come together, else what
-        the command says. ``--help``, ``--version`` and unknown options end the process as argparse does (``SystemExit``).
+        0 on success, 2 for a command line or input that cannot work, 1 if processes could not connect, else the
+        subcommand's exit code. ``--help``, ``--version`` and unknown options end the process as argparse does.
     """
     _open_closed()
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_closed() -> None:
-    """Open standard streams that were closed (``2>&-``): a file or socket would take their number, and get printed text."""
+    """Open standard streams that were closed (``2>&-``): else a file or socket would get their number, and printed text."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)

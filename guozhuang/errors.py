@@ -1,4 +1,4 @@
-"""The exceptions users meet, and the one formatter behind their texts: what was wrong, the value, the rank, what to do."""
+"""The exceptions that users see, and the function that formats all their texts: fault, value, rank, what to do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def explain(what: str, *, value: object = _ABSENT, rank: int | None = None, fix:
     """Compose the text of an exception.
 
     Args:
-        what: what was wrong, a sentence without its full stop.
+        what: what was wrong: a sentence without its full stop.
         value: the value that was wrong; shown by ``repr``. Leave it out where there is none.
         rank: the rank that noticed; leave it out where every process would notice the same.
         fix: what to do about it, in the imperative.
@@ -56,15 +56,15 @@ class UnusedParameterError(RuntimeError):
 
 
 class WorldError(RuntimeError):
-    """Processes could not find or hear each other: a lost rank, a wait that ran out."""
+    """Processes could not connect or communicate: a rank was lost, or a wait ran into its time-out."""
 
 
 class PeerLost(WorldError):
-    """Another process of the group is gone, or did not come within the time-out; every rank that waited for it raises this.
+    """Another process of the group ended, or did not respond within the time-out; every rank that waited for it raises this.
 
     Attributes:
         rank: the lost rank, within the group.
-        pid: its process on this node; None where it is not known.
+        pid: the lost rank's process id on this node; None if it is not known.
         waiting_in: what this rank was doing when it noticed, e.g. ``"all_reduce of 1024 float32"``.
     """
 

@@ -1,4 +1,4 @@
-"""Records, which are frozen dataclasses, as JSON and back; files that appear whole or not at all."""
+"""Converts records (frozen dataclasses) to JSON and back; writes files that appear complete or not at all."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ T = TypeVar("T")
 
 
 def plain(value: Any, not_finite: Callable[[float], Any] = str) -> Any:
-    """Return nested dictionaries and lists in which ``not_finite`` has replaced the numbers that JSON does not know.
+    """Return nested dictionaries and lists in which ``not_finite`` has replaced the numbers that JSON cannot represent.
 
     Args:
-        value: what ``dataclasses.asdict`` returned.
-        not_finite: given ``nan`` and ``inf``; the default makes text of them, which :func:`build` reads back.
+        value: the result of ``dataclasses.asdict``.
+        not_finite: called with ``nan`` or an infinity; the default turns it into text, which :func:`build` reads back.
     """
     if isinstance(value, float) and not math.isfinite(value):
         return not_finite(value)
@@ -29,19 +29,19 @@ def plain(value: Any, not_finite: Callable[[float], Any] = str) -> Any:
 
 
 def build(cls: type[T], values: Mapping[str, Any]) -> T:
-    """Rebuild a dataclass from what ``dataclasses.asdict`` and JSON made of it; unknown keys are left out."""
+    """Rebuild a dataclass from the result of ``dataclasses.asdict``, also after JSON; unknown keys are ignored."""
     hints = typing.get_type_hints(cls)
     known = {f.name: _value(hints[f.name], values[f.name]) for f in fields(cls) if f.name in values}  # type: ignore[arg-type]
     return cls(**known)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
+    """Write a file of text that appears complete or not at all."""
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
+    """Write a file of bytes that appears complete or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_bytes(content)

@@ -1,6 +1,6 @@
 """Spans and instants of training steps, written as a Chrome trace that Perfetto opens.
 
-Code that can be watched holds ``timeline: Timeline | None`` and asks ``if timeline is not None``: off costs one comparison.
+Code that can be recorded holds ``timeline: Timeline | None`` and tests ``if timeline is not None``: off costs one comparison.
 A timeline never synchronizes a device: on an accelerator a span covers the launch of work, not its end.
 """
 
@@ -20,7 +20,7 @@ from .errors import UsageError, explain
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that lasted: ``[start_ns, end_ns]`` on the monotonic clock, on one of the timeline's tracks."""
+    """Something that took time: it lasted from ``start_ns`` to ``end_ns`` (monotonic clock), on a track."""
 
     name: str
     track: str
@@ -31,7 +31,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Instant:
-    """Something that happened at ``at_ns``."""
+    """Something that happened at one moment: ``at_ns`` on the monotonic clock, on a track."""
 
     name: str
     track: str
@@ -40,12 +40,12 @@ class Instant:
 
 
 class Timeline:
-    """The spans and instants of one rank.
+    """Records the spans and instants of one rank.
 
     Appending is safe from several threads (a list append is one step under the interpreter's lock).
 
     Args:
-        rank: this process's rank; it becomes the process number of the trace, so that ranks lie below each other.
+        rank: this process's rank; it is the process number in the trace, so that a viewer shows ranks one below the other.
     """
 
     def __init__(self, rank: int) -> None:
@@ -54,20 +54,20 @@ class Timeline:
 
     @staticmethod
     def now() -> int:
-        """Nanoseconds on the monotonic clock, which all processes of one node share."""
+        """Return nanoseconds on the monotonic clock, which all processes of one node share."""
         return time.monotonic_ns()
 
     def add(self, name: str, track: str, start_ns: int, end_ns: int, **args: Any) -> None:
-        """Record a span whose ends were read with :meth:`now`."""
+        """Record a span whose start and end were read with :meth:`now`."""
         self.events.append(Span(name, track, start_ns, end_ns, args))
 
     def mark(self, name: str, track: str, at_ns: int | None = None, **args: Any) -> None:
-        """Record an instant: now, or one that was read with :meth:`now`."""
+        """Record an instant: the present one, or ``at_ns``, which was read with :meth:`now`."""
         self.events.append(Instant(name, track, self.now() if at_ns is None else at_ns, args))
 
     @contextmanager
     def span(self, name: str, track: str, **args: Any) -> Iterator[None]:
-        """Record the time its body took, also when the body raises."""
+        """Record the time that the body of the ``with`` statement took, also if it raises."""
         start_ns = self.now()
         try:
             yield
@@ -79,7 +79,7 @@ class Timeline:
         return [event for event in self.events if isinstance(event, Span) and event.name == name]
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write this rank's events as a Chrome trace; the file appears whole or not at all."""
+        """Write this rank's events as a Chrome trace; the file appears complete or not at all."""
         _write_trace(Path(path), self._trace_events())
 
     def _trace_events(self) -> list[dict[str, Any]]:

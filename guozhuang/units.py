@@ -1,4 +1,4 @@
-"""Writes numbers, ranks and names for people: one form per kind, the same in the terminal and in the report."""
+"""Formats numbers, ranks and names for people: one form per kind, the same in the terminal and in the report."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ ABSENT = DASH
 
 
 def rate(value: float | None) -> str:
-    """Samples per second, three digits: ``7.25``, ``81.4``, ``1,234``."""
+    """Format samples per second with three digits: ``7.25``, ``81.4``, ``1,234``."""
     return ABSENT if value is None else _three_digits(value)
 
 
 def span(lowest: float, highest: float) -> str:
-    """A range of rates: ``81.4 - 90.2`` with a dash; nothing where both ends are the same."""
+    """Format a range of rates: ``81.4 - 90.2`` with an en dash; ``ABSENT`` if both ends are the same."""
     return ABSENT if lowest == highest else f"{rate(lowest)} {DASH} {rate(highest)}"
 
 
 def size(num_bytes: float | None) -> str:
-    """Bytes in binary units: ``0 B``, ``17.4 MiB``."""
+    """Format bytes in binary units: ``0 B``, ``17.4 MiB``."""
     if num_bytes is None:
         return ABSENT
     value, unit = float(num_bytes), "B"
@@ -33,7 +33,7 @@ def size(num_bytes: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Time in the unit that reads best: ``8.31 s``, ``2 min 5 s``, ``3 h 20 min``."""
+    """Format a time in the unit that reads best: ``8.31 s``, ``2 min 5 s``, ``3 h 20 min``."""
     if seconds is None:
         return ABSENT
     if seconds < 0.9995:
@@ -48,36 +48,36 @@ def duration(seconds: float | None) -> str:
 
 
 def milliseconds(seconds: float | None) -> str:
-    """Time as milliseconds without the unit: ``12.3``."""
+    """Format a time in milliseconds without the unit: ``12.3``."""
     return ABSENT if seconds is None else _three_digits(seconds * 1e3)
 
 
 def times(ratio: float | None) -> str:
-    """A ratio: ``1.84×``."""
+    """Format a ratio: ``1.84×``."""
     return ABSENT if ratio is None else f"{ratio:.2f}{TIMES}"
 
 
 def percent(share: float | None) -> str:
-    """A share: ``93 %``."""
+    """Format a share (0 to 1) in percent: ``93 %``."""
     return ABSENT if share is None else f"{share * 100:.0f} %"
 
 
 def metric(name: str, value: float | None) -> str:
-    """A metric of the workload; an accuracy in percent."""
+    """Format a metric of the workload: an accuracy in percent, any other with four significant digits."""
     if value is None:
         return ABSENT
     return f"{value * 100:.1f} %" if name.startswith("accuracy") else f"{value:.4g}"
 
 
 def tiny(value: float | None) -> str:
-    """A small difference: ``0`` when it is exactly that, else ``1.2e-07`` or ``0.15``."""
+    """Format a small difference: ``0`` if it is exactly zero, else ``1.2e-07`` or ``0.15``."""
     if value is None:
         return ABSENT
     return "0" if value == 0 else f"{value:.2g}" if 0.01 <= abs(value) < 100 else f"{value:.1e}"
 
 
 def speed(bytes_per_s: float | None) -> str:
-    """Bandwidth: ``11.8 MB/s``, ``1.24 GB/s``; decimal, as networks are sold."""
+    """Format a bandwidth: ``11.8 MB/s``, ``1.24 GB/s``; in decimal units, as networks are sold."""
     if bytes_per_s is None:
         return ABSENT
     value, unit = bytes_per_s / 1e6, "MB/s"
@@ -89,14 +89,14 @@ def speed(bytes_per_s: float | None) -> str:
 
 
 def card_speed(mbit_per_s: int | None) -> str:
-    """A card's own word: ``100 Gbit/s``."""
+    """Format the nominal speed that a network card reports: ``100 Gbit/s``."""
     if mbit_per_s is None:
         return ""
     return f"{mbit_per_s / 1000:g} Gbit/s" if mbit_per_s >= 1000 else f"{mbit_per_s} Mbit/s"
 
 
 def short_time(seconds: float | None) -> str:
-    """A latency: ``14.2 µs``, ``1.31 ms``."""
+    """Format a latency: ``14.2 µs``, ``1.31 ms``."""
     if seconds is None:
         return ABSENT
     if seconds < 0.9995e-3:
@@ -105,7 +105,7 @@ def short_time(seconds: float | None) -> str:
 
 
 def listed(names: Iterable[str], most: int = 6) -> str:
-    """``a, b and c``, each once; of many the first few and how many more."""
+    """Return ``a, b and c``, each name once; of more than ``most`` names the first ones, and how many more there are."""
     all_names = list(dict.fromkeys(names))
     if len(all_names) > most:
         return f"{', '.join(all_names[:most])} and {len(all_names) - most} more"
@@ -113,7 +113,7 @@ def listed(names: Iterable[str], most: int = 6) -> str:
 
 
 def merged(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
-    """Each different text once, with the ranks that gave it, in the order of their lowest rank."""
+    """Return each distinct text once, with the ranks that gave it, ordered by their lowest rank."""
     found: dict[str, list[int]] = {}
     for rank in sorted(texts):
         found.setdefault(texts[rank], []).append(rank)
@@ -121,7 +121,7 @@ def merged(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """ "rank 3", or "ranks 0-2, 5"."""
+    """Return "rank 3", or "ranks 0-2, 5"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:

@@ -1,1 +1,1 @@
-"""Ranks of one node: the weights exist once in shared memory, and gradients are read where they lie."""
+"""Sharding for ranks of one node: one copy of the weights in shared memory; each rank reads the others' gradients there."""

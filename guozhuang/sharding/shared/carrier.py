@@ -1,7 +1,7 @@
-"""Ranks of one node: the weights exist once, gradients are read where they lie, and nothing is gathered.
+"""The carrier for ranks of one node: one copy of the weights, gradients read from other ranks' memory, no all-gather.
 
-A step is two meetings (see [Note: one copy of the weights] in weights.py). Between them each rank sums its
-part of all ranks' gradients and steps it, a stretch at a time, so that the sum is still in the cache when the
+A step has two meetings of all ranks (see [Note: one copy of the weights] in weights.py). Between them each rank sums its
+part of all ranks' gradients and steps it, one stretch after another, so that a sum is still in the cache when the
 optimizer reads it.
 """
 
@@ -26,13 +26,13 @@ from .gradients import SharedGradients, Stretch
 from .linear_gradients import PlacingHook, linear_layers_of
 from .weights import SegmentPlaces, SharedWeights
 
-#: How much is summed before it is stepped. Larger stretches leave the cache, smaller ones cost more calls of the optimizer.
+#: Bytes that are summed before they are stepped. Larger stretches leave the cache, smaller ones cost more optimizer calls.
 STRETCH_BYTES: Final = 4 << 20
-_TOLD: Final = struct.Struct("<?Q")  # whether every parameter has a gradient here; what weights were changed to
+_TOLD: Final = struct.Struct("<?Q")  # whether all parameters have a gradient; digest of changed weights
 
 
 def shared_memory_of(group: dist.ProcessGroup) -> SharedMemoryGroup | None:
-    """Return the shared-memory group that serves CPU tensors of a group; None if another kind of group does."""
+    """Return the shared-memory group that serves CPU tensors of a group; None if another backend does."""
     if isinstance(group, SharedMemoryGroup):
         return group
     try:
@@ -43,7 +43,7 @@ def shared_memory_of(group: dist.ProcessGroup) -> SharedMemoryGroup | None:
 
 
 def can_share(group: dist.ProcessGroup, parameters: Sequence[nn.Parameter]) -> bool:
-    """Tell whether :class:`SharedCarrier` serves this group and these parameters; the same on all ranks."""
+    """Tell whether :class:`SharedCarrier` can serve this group and these parameters; all ranks get the same answer."""
     return shared_memory_of(group) is not None and all(
         p.device.type == "cpu" and p.dtype.is_floating_point and p.dtype in DTYPE_OF for p in parameters
     )
@@ -69,18 +69,18 @@ class _Arrival(Arrival):
 class SharedCarrier:
     """A :class:`~guozhuang.sharding.carrier.Carrier` for the ranks of one node, over its shared memory.
 
-    Memory: of the whole node one copy of the weights, and of each rank one of the gradients.
+    Memory: one copy of the weights for the whole node, and one copy of the gradients for each rank.
 
     Args:
-        model: what the parameters belong to.
-        names: of the parameters, for errors.
-        parameters: equal on all ranks, on the CPU, of floating point.
-        layout: of the parameters.
+        model: the model that the parameters belong to.
+        names: names of the parameters, for errors.
+        parameters: equal on all ranks, on the CPU, of a floating-point dtype.
+        layout: layout of the parameters.
         group: the ranks; see :func:`can_share`.
 
     Attributes:
-        gradients: the ranks' buffers.
-        is_collected: ``collect`` was called, and neither ``publish`` nor ``skip`` after it.
+        gradients: the gradient buffers of all ranks.
+        is_collected: whether ``collect`` was called, and neither ``publish`` nor ``skip`` after it.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class SharedCarrier:
         self._separate: frozenset[int] = frozenset()
         self._make_blocks()
         self.is_collected = False
-        self._is_gathered = False  # between the two meetings of a step that is summed stretch by stretch
+        self._is_gathered = False  # whether this rank is between the two meetings of a step that is summed by stretches
         self._kept: list[Tensor | None] = []
         self._came_late = False
         self._handles = [p.register_post_accumulate_grad_hook(_Arrival(self, i)) for i, p in enumerate(parameters)]
@@ -122,7 +122,7 @@ class SharedCarrier:
     def collect(self) -> None:
         """See :class:`~guozhuang.sharding.carrier.Carrier`.
 
-        All sums are made before it returns; ``stretches`` is faster, and needs less memory.
+        Computes all sums before it returns; ``stretches`` is faster and needs less memory.
         """
         if self.is_collected:
             check_nothing_came(self._came_late, self._rank)
@@ -139,12 +139,12 @@ class SharedCarrier:
         self.is_collected = True
 
     def stretches(self) -> Iterator[Sequence[int]]:
-        """In place of ``collect``: sum and hand out stretch after stretch. Every rank must go through all of it.
+        """Sum and yield one stretch after another, in place of ``collect``. Every rank must iterate to the end.
 
         Yields:
-            Indices of blocks whose ``weights[i].grad`` is what ``collect`` would make it, until the next are asked for: the
-            optimizer must have stepped them by then. ``blocks`` and ``weights`` may be replaced before the first, never later.
-            After ``collect``, all blocks at once.
+            Indices of blocks whose ``weights[i].grad`` is what ``collect`` would make it, valid until the next item is
+            asked for: the optimizer must have stepped them by then. ``blocks`` and ``weights`` may be replaced before the
+            first item, never later. After ``collect``, all blocks in one item.
         """
         if self.is_collected:
             check_nothing_came(self._came_late, self._rank)
@@ -174,7 +174,7 @@ class SharedCarrier:
             self._make_blocks()
 
     def synchronize(self) -> None:
-        """See :class:`~guozhuang.sharding.carrier.Carrier`. Every weight is there as soon as the step returns."""
+        """See :class:`~guozhuang.sharding.carrier.Carrier`. Does nothing: all weights can be read when the step returns."""
 
     def close(self) -> None:
         """See :class:`~guozhuang.sharding.carrier.Carrier`."""
@@ -184,7 +184,7 @@ class SharedCarrier:
     # ---- the meeting, and what follows it ------------------------------------------------------------
 
     def _meet(self) -> None:
-        """The first meeting of a step: from here on all ranks' gradients stay as they are until the second one."""
+        """Hold the first meeting of a step: from here to the second one the gradients of all ranks stay unchanged."""
         changed = self._weights.changed()
         has_all = self.gradients.take()
         told = self._segments.meet(b"sharded: gradients are there", _TOLD.pack(has_all, self._weights.digest(changed)))
@@ -205,7 +205,7 @@ class SharedCarrier:
             weight.grad = None
 
     def _sum(self, run: Stretch, into: Tensor) -> None:
-        """Sum a run, and hand its blocks their gradients."""
+        """Sum the gradients of a run of blocks, and assign them to the blocks' ``weight.grad``."""
         wanted = [i for i in run.blocks if not self._unused or not self._held[i] <= self._unused]
         if wanted:
             self.gradients.sum_into(run, into)
@@ -229,7 +229,7 @@ class SharedCarrier:
     # ---- ends and beginnings ------------------------------------------------------------
 
     def came_after_collect(self, index: int) -> None:
-        """A gradient arrived while averages wait for their step: for the next one, or by mistake."""
+        """Handle a gradient that arrives after ``collect``: start a new step if it is a new gradient, else note the mistake."""
         if self.parameters[index].grad is self._kept[index]:
             self._came_late = True
         else:

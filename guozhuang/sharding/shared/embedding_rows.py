@@ -1,20 +1,20 @@
-"""Gradients of embeddings without their zeros: the rows of a batch are written into a gradient that is zeros already.
+"""Gradients of embeddings without writing zeros: a batch's rows are written into a gradient that is zero already.
 
 [Note: a gradient that is lent]
-PyTorch makes the gradient of an embedding anew in each backward: memory for all rows, zeros in it, then the few rows
+PyTorch allocates the gradient of an embedding in each backward: memory for all rows, zeros in it, then the few rows
 of the batch. For a vocabulary of 30,000 and a width of 768 that is 94 MB, and several percent of a step of BERT-base.
-Here each embedding has a gradient that lives on; backward clears the rows of last time, adds those of this time, and
-hands it to autograd as the gradient it is: dense, of the weight's shape. To autograd and the program nothing is
-different, as long as nobody else holds this memory. So it is lent only
- - while ``p.grad`` is None. A second backward, a second use of the embedding in one forward and the like get what
-   PyTorch makes, which autograd adds up.
- - while no tensor but the lender's own holds the memory (the storage counts its holders). What the program kept of an
-   earlier step, or got from ``autograd.grad``, stays the program's own, and the lender makes itself other memory.
-Which rows hold something is remembered, so that only they need to go to the other ranks; it is forgotten where the gradient
-was changed after it arrived. Autograd's version counter tells; writes through ``.data``, which pass it by, are looked for in a
-sample of the rows, since whoever changes rows that no batch named (weight decay by hand, noise) changes them all.
+Here each embedding has one persistent gradient; backward clears the rows of the last step, adds those of this step, and
+passes it to autograd as an ordinary gradient: dense, of the weight's shape. Autograd and the program see no
+difference, as long as nobody else holds this memory. So it is lent only
+ - while ``p.grad`` is None. A second backward or a second use of the embedding in one forward gets a gradient made by
+   PyTorch, which autograd adds up.
+ - while no tensor but the lender's own holds the memory (the storage counts its holders). If the program kept the gradient
+   of an earlier step, or got it from ``autograd.grad``, it keeps that memory, and the lender allocates another.
+The rows that may be nonzero are remembered, so that only they need to be sent to the other ranks; they are forgotten if the
+gradient was changed after it arrived. Autograd's version counter shows such a change. Writes through ``.data`` bypass it, so a
+sample of the rows is tested too: code that changes rows outside the batch (weight decay by hand, noise) changes them all.
 With ``create_graph=True``, under compilation, tracing and functorch, or if the embedding has ``max_norm``,
-``scale_grad_by_freq`` or ``sparse``, nothing is done at all.
+``scale_grad_by_freq`` or ``sparse``, PyTorch's own backward runs instead.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from torch import Tensor, nn
 
 from .output_hooks import OutputHook, has_plain_weight, holders_of, is_traced, without_history
 
-#: Below this size of the weight there is nothing to gain.
+#: Weights smaller than this are left to PyTorch: there is nothing to gain.
 SMALLEST_BYTES: Final = 1 << 20
 _PAGE_BYTES: Final = 4096
 _SAMPLES: Final = 64
 
 
 class LentGradient:
-    """The gradient of one embedding, and which of its rows hold something. See [Note: a gradient that is lent].
+    """The persistent gradient of one embedding, and which of its rows may be nonzero. See [Note: a gradient that is lent].
 
     Args:
         parameter: the weight, num_rows x width, row-major.
@@ -52,11 +52,11 @@ class LentGradient:
         self._num_holders = holders_of(self._view)
 
     def is_free(self) -> bool:
-        """Tell whether the weight has no gradient yet, so that one may be lent."""
+        """Tell whether ``parameter.grad`` is None, so that the gradient may be lent."""
         return self.parameter.grad is None
 
     def lend(self, rows: Tensor, values: Tensor) -> Tensor:
-        """Return the gradient whose rows are sums of ``values``.
+        """Return a gradient whose row ``rows[k]`` has ``values[k]`` added to it, for every k; all other rows are zero.
 
         Args:
             rows: 1-d indices of rows of the weight.
@@ -70,14 +70,14 @@ class LentGradient:
             self._view.index_fill_(0, self._rows, 0.0)
         self._view.index_add_(0, rows, values)
         self._rows = rows
-        # A tensor of its own over the memory: autograd keeps a gradient that nobody else refers to, and would copy another.
-        # It shares the version counter.
+        # A new tensor over the same memory: autograd stores a gradient without a copy only if nobody else refers to it. The
+        # alias shares the version counter.
         alias = self._view.detach()
         self._version = alias._version
         return alias
 
     def rows_of(self, gradient: Tensor) -> Tensor | None:
-        """Return the rows of ``p.grad`` that may hold something; None if that may be any."""
+        """Return the rows of ``p.grad`` that may be nonzero; None if any row may be."""
         if (
             gradient.data_ptr() != self._view.data_ptr()
             or gradient.shape != self._view.shape
@@ -87,17 +87,17 @@ class LentGradient:
             return None
         held = self._view[self._sample, 0] != 0
         if held.any() and not torch.isin(self._sample[held], self._rows).all():
-            self._version = -1  # so that all of it is cleared
+            self._version = -1  # the next ``lend`` clears the whole gradient
             return None
         return self._rows
 
 
 class RowPlace:
-    """The place of such a gradient in memory that other ranks read, with marks of its pages (groups/shared_memory/sparse.py).
+    """A copy of such a gradient in memory that other ranks read, with a mark per page (groups/shared_memory/sparse.py).
 
     Args:
-        view: num_rows x width, zeros, row-major.
-        marks: uint8, zeros; of the pages from the one that ``view`` begins in to the one that it ends in.
+        view: num_rows x width, zeros, row-major; the memory for the copy.
+        marks: uint8, zeros; one for each page that ``view`` overlaps, 1 where the page may be nonzero.
     """
 
     def __init__(self, view: Tensor, marks: Tensor) -> None:
@@ -107,7 +107,7 @@ class RowPlace:
         self._rows: Tensor | None = None
 
     def put(self, gradient: Tensor, rows: Tensor) -> None:
-        """Make the place equal to a gradient that holds something in these rows only."""
+        """Make the copy equal to a gradient that is nonzero in these rows only."""
         with torch.no_grad():
             if self._rows is None:
                 self._view.zero_()
@@ -117,11 +117,11 @@ class RowPlace:
                 self._mark(self._rows, 0)
             self._view.index_copy_(0, rows, gradient.index_select(0, rows))
             self._mark(rows, 1)
-        self._marks[0] = self._marks[-1] = 1  # neighbours lie in these pages too
+        self._marks[0] = self._marks[-1] = 1  # other parameters may share the first and the last page
         self._rows = rows
 
     def forget(self) -> None:
-        """Take note that somebody else writes to the place."""
+        """Forget which rows are nonzero, because other code writes to the memory; the next ``put`` clears all of it."""
         self._rows = None
 
     def _mark(self, rows: Tensor, value: int) -> None:
@@ -132,13 +132,13 @@ class RowPlace:
 
 
 class LendingHook(OutputHook):
-    """A forward hook of an embedding: lets its backward write into the gradient that is lent."""
+    """A forward hook of an embedding that replaces its backward by one that writes into the lent gradient."""
 
     def __init__(self, lent: LentGradient) -> None:
         self._lent = lent
 
     def __call__(self, module: nn.Embedding, args: tuple[Any, ...], output: Any) -> Tensor | None:
-        """Return the output with another backward, or None where PyTorch's own is to run."""
+        """Return the output with the replaced backward, or None to keep PyTorch's own."""
         if is_traced():
             return None
         if not (torch.is_grad_enabled() and isinstance(output, Tensor) and module.weight is self._lent.parameter):
@@ -151,7 +151,7 @@ class LendingHook(OutputHook):
 
 
 class _Unseen:
-    """What autograd is to carry along without looking at it."""
+    """Arguments hidden in one object, so that autograd does not treat the tensors among them as inputs."""
 
     def __init__(self, output: Tensor, lent: LentGradient, padding_idx: int | None) -> None:
         self.output, self.lent, self.padding_idx = output, lent, padding_idx
@@ -184,7 +184,7 @@ def _is_plain(module: nn.Embedding) -> bool:
 
 
 def embeddings_of(model: nn.Module) -> list[nn.Embedding]:
-    """Return the embeddings whose gradient can be lent."""
+    """Return the model's embeddings whose gradients can be lent."""
     return [
         part
         for part in model.modules()

@@ -1,17 +1,17 @@
-"""The gradients of a node: a buffer of shared memory per rank, and the sums of one rank's part of all of them.
+"""The gradients of a node: one shared-memory buffer per rank, and sums over all buffers of the part that a rank owns.
 
 [Note: which way a gradient goes]
-Autograd leaves each gradient in memory of its own, but for those of large linear layers, which are computed in the
-shared buffer (linear_gradients.py). The others go to the buffer in one of three ways:
- - *eagerly*: the hook that runs when it is complete copies it, while it is in the cache, and ``p.grad`` becomes the
-   buffer's view of it. Its own memory is free at once, and the next gradient finds it warm. Later backwards accumulate
+Autograd leaves each gradient in its own memory, except those of large linear layers, which are computed in the
+shared buffer (linear_gradients.py). The others are copied to the buffer in one of three ways:
+ - *eagerly*: a hook copies the gradient when it is complete, while it is in the cache, and ``p.grad`` becomes the
+   buffer's view of it. The old memory is free at once, and the next gradient reuses it warm. Later backwards accumulate
    into the view.
- - *by rows*: of the gradient of a large embedding only the rows that a batch named are copied, at the step (embedding_rows.py).
- - *late*: it stays where it is, and is taken at the step, pages of zeros left out (groups/shared_memory/sparse.py). So go those
-   that are mostly zeros, small ones, for which a hook's time is longer than the copy, and all in the first step,
-   which shows what is mostly zeros. Ranks may differ in it. Nothing is assumed of the gradient before the step, so it does
-   not matter how or when it was changed.
-A gradient may be read by peers from the first meeting of a step to the second ([Note: one copy of the weights] in
+ - *by rows*: for a large embedding only the rows that a batch named are copied, at the step (embedding_rows.py).
+ - *late*: the gradient is copied at the step, without pages of zeros (groups/shared_memory/sparse.py). This way is for
+   gradients that are mostly zeros, for small ones, for which a hook takes longer than the copy, and for all in the first step,
+   which shows which are mostly zeros. Ranks may choose differently. Nothing is assumed of the gradient before the step, so it
+   does not matter how or when it was changed.
+Other ranks may read a gradient from the first meeting of a step to the second ([Note: one copy of the weights] in
 weights.py); nothing writes to the buffer then.
 """
 
@@ -34,17 +34,17 @@ from .linear_gradients import GradientPlace
 from .weights import ALIGN_BYTES, SegmentPlaces, shaped
 
 EAGER_BYTES: Final = 1 << 16  # below this, a hook that copies costs more than it saves
-_MOSTLY: Final = 0.5  # share of pages with anything in them above which zeros are not looked for
+_MOSTLY: Final = 0.5  # a parameter with a larger share of nonzero pages is copied eagerly
 
 
 class Stretch(NamedTuple):
-    """A stretch of a bucket that is summed at once.
+    """A range of a bucket that is summed at once.
 
     Attributes:
-        start: in the segment, in bytes.
+        start: offset in the segment, in bytes.
         num_bytes: length.
-        dtype: of its elements.
-        blocks: indices of the blocks that it consists of.
+        dtype: dtype of the elements.
+        blocks: indices of the blocks in this range.
     """
 
     start: int
@@ -54,12 +54,12 @@ class Stretch(NamedTuple):
 
 
 class SharedGradients:
-    """The buffers. Every rank must make one, with an equal layout. See [Note: which way a gradient goes].
+    """The gradient buffers. Every rank must make one, with an equal layout. See [Note: which way a gradient goes].
 
     Attributes:
-        views: per parameter, its place in this rank's buffer.
-        handed: what programs get as ``p.grad`` of these places.
-        brought: per parameter, whether its hook is to call :meth:`bring`.
+        views: each parameter's part of this rank's buffer, in the parameter's shape.
+        handed: makes the tensors over ``views`` that programs get as ``p.grad``.
+        brought: for each parameter, whether its hook must call :meth:`bring`.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class SharedGradients:
     ) -> None:
         self._names, self._parameters, self._layout, self._where = names, parameters, layout, where
         self._rank, self._scale = segments.rank, 1.0 / segments.size
-        # Behind the gradients: a mark per page, and for each parameter whether this rank has a gradient.
+        # Behind the gradients lie a mark per page, and a flag per parameter: whether this rank has a gradient for it.
         self._marks_start = where.num_bytes
         self._used_start = self._marks_start + where.num_bytes // PAGE_BYTES
         made = segments.make(self._used_start + max(len(parameters), 1), "gradients")
@@ -81,7 +81,7 @@ class SharedGradients:
             segment.close_descriptor()
         own = self._segments[self._rank]
         self.address = own.address
-        # Each has a storage of its own: what is saved of one is that one.
+        # Each view has a storage of its own, so that saving one tensor does not save the whole buffer.
         self.views: list[Tensor] = [
             shaped(own.tensor(start, p.numel(), p.dtype), p) for start, p in zip(where.starts, parameters, strict=True)
         ]
@@ -91,33 +91,33 @@ class SharedGradients:
         self.brought = [False] * len(parameters)
         self._lent: dict[int, tuple[LentGradient, RowPlace]] = {}
         self._computed: dict[int, GradientPlace] = {}
-        self._filled = [False] * len(parameters)  # the place may hold something else than zeros
+        self._filled = [False] * len(parameters)  # whether the parameter's part of the buffer may be nonzero
         self._has_chosen = False
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def lend(self, index: int) -> LentGradient:
-        """Return what lends an embedding its gradient."""
+        """Return the object that lends an embedding its gradient."""
         if index not in self._lent:
             place = RowPlace(self.views[index], self._marks_of(index))
             self._lent[index] = LentGradient(self._parameters[index]), place
         return self._lent[index][0]
 
     def compute(self, index: int) -> GradientPlace:
-        """Return the place that a linear layer's backward may compute its weight's gradient in."""
+        """Return the part of the buffer in which a linear layer's backward may compute its weight's gradient."""
         if index not in self._computed:
             self._computed[index] = GradientPlace(self._parameters[index], self.views[index])
         return self._computed[index]
 
-    # ---- this rank's own ------------------------------------------------------------
+    # ---- this rank's gradients ------------------------------------------------------------
 
     def bring(self, index: int, gradient: Tensor) -> None:
-        """Bring a gradient to its place, and let ``p.grad`` be the place."""
+        """Copy a gradient to the buffer, and make ``p.grad`` the buffer's view of it."""
         view = self.views[index]
         if gradient.requires_grad:  # made with create_graph=True: the user needs this very tensor
             return
         check_gradient(gradient, view, self._names[index], self._rank)
         if gradient.stride() == view.stride():
-            if gradient.data_ptr() != view.data_ptr():  # else it was computed in its place
+            if gradient.data_ptr() != view.data_ptr():  # else it was computed in the buffer
                 take([(view.data_ptr(), gradient.data_ptr(), self._where.sizes[index], 0)])
         else:
             with torch.no_grad():
@@ -126,7 +126,7 @@ class SharedGradients:
         self._parameters[index].grad = self.handed.hand(index)
 
     def take(self) -> bool:
-        """Bring what is not in the buffer yet. Not collective; before the first meeting of a step.
+        """Copy all gradients that are not in the buffer yet. Not collective; called before the first meeting of a step.
 
         Returns:
             Whether every parameter has a gradient.
@@ -194,16 +194,16 @@ class SharedGradients:
         first = start // PAGE_BYTES
         return self._marks[first : first + num_pages(start, size)]
 
-    # ---- everybody's, between the two meetings of a step ------------------------------------------------------------
+    # ---- all ranks' gradients, between the two meetings of a step ------------------------------------------------------------
 
     def used(self) -> list[bool]:
-        """For each parameter, whether any rank has a gradient."""
+        """Return for each parameter whether any rank has a gradient."""
         return [bool(flag) for flag in torch.stack(self._used).amax(0).tolist()] if self._used[0].numel() else []
 
     def runs(self, blocks: Sequence[Block], cap_bytes: int) -> list[Stretch]:
-        """Put neighbouring blocks together up to a size, so that a sum is still in the cache when it is stepped.
+        """Join neighbouring blocks up to a size, so that a sum is still in the cache when it is stepped.
 
-        The last come first: their gradients came last, and are warm.
+        The last blocks of the buffer come first: their gradients arrived last, and are in the cache.
         """
         found: list[Stretch] = []
         for i, block in enumerate(blocks):
@@ -223,7 +223,7 @@ class SharedGradients:
         return found[::-1]
 
     def sum_into(self, run: Stretch, into: Tensor) -> None:
-        """Write the mean over ranks of a run's gradients to a 1-d tensor of its size and dtype."""
+        """Write the mean over ranks of a stretch's gradients to a 1-d tensor of its size and dtype."""
         srcs = tuple(segment.address + run.start for segment in self._segments)
         page = self._marks_start + run.start // PAGE_BYTES
         marks = tuple(segment.address + page for segment in self._segments)

@@ -1,16 +1,16 @@
-"""Weight gradients of linear layers, computed where they are to lie instead of copied there.
+"""Weight gradients of linear layers, computed directly in the shared buffer instead of copied there.
 
 [Note: a gradient that is born in its place]
-PyTorch multiplies the gradient of a linear layer's weight into new memory, and from there it would go to the buffer that
-peers read: a write, a read and a second write of all large weights in each step. Here the product is written to the
-buffer itself, by the same multiplication, so with the same bits; autograd gets a tensor over that memory as the gradient it is.
-The buffer holds this step's gradient of the weight and nothing else, so it is written to only
- - while ``p.grad`` is None: what is there is of no use to anybody. A second backward gets what PyTorch makes, and adds it up.
+PyTorch computes the gradient of a linear layer's weight into new memory, and from there it would be copied to the buffer that
+other ranks read: a write, a read and a second write of all large weights in each step. Here the product is written to the
+buffer itself, by the same multiplication, so with the same bits; autograd gets a tensor over that memory as the gradient.
+The buffer holds only this step's gradient of the weight, so it is written to only
+ - while ``p.grad`` is None: the old content is no longer needed. A second backward gets memory from PyTorch, and adds it up.
  - while no tensor but the buffer's own holds the memory (the storage counts its holders). A second use of the weight in
-   one forward, whose gradient meets the first one's inside the engine, gets what PyTorch makes.
- - if the gradient goes to ``p.grad``, where the hook of its arrival finds it. ``autograd.grad`` gives it away, to keep.
- - if no hook of the program's on the weight sees it before that.
-With ``create_graph=True``, autocast, under compilation, tracing and functorch nothing is done at all.
+   one forward, whose gradient is added to the first one's inside autograd's engine, gets memory from PyTorch.
+ - if the gradient goes to ``p.grad``, where the carrier's hook finds it. ``autograd.grad`` returns it to the program, to keep.
+ - if the program has no hook of its own on the weight, which would see it earlier.
+With ``create_graph=True``, autocast, under compilation, tracing and functorch PyTorch's own backward runs instead.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from torch import Tensor, nn
 
 from .output_hooks import OutputHook, has_plain_weight, holders_of, is_traced, without_history
 
-#: Below this size of the weight, the time of a Python function in backward is longer than that of the copy.
+#: Weights smaller than this are left to PyTorch: a Python function in backward takes longer than the copy.
 SMALLEST_BYTES: Final = 1 << 21
 
 
 class GradientPlace:
-    """Where the gradient of one linear layer's weight is to lie. See [Note: a gradient that is born in its place].
+    """The part of the shared buffer for one linear layer's weight gradient. See [Note: a gradient that is born in its place].
 
     Args:
         parameter: the weight, num_outputs x num_inputs, row-major.
-        view: of its shape and strides; nobody else holds its storage but for this object's maker.
+        view: of its shape and strides; only this object and its creator may hold its storage.
     """
 
     def __init__(self, parameter: nn.Parameter, view: Tensor) -> None:
         self.parameter, self.view = parameter, view
-        self.is_used = False  # whether gradients are to come here at all
+        self.is_used = False  # whether gradients are to be computed here at all
         self._num_holders = holders_of(view)
 
     def is_free(self, accumulate: Any) -> bool:
-        """Tell whether a gradient may be computed here that goes to this node of autograd's, an AccumulateGrad."""
+        """Tell whether a gradient that goes to this AccumulateGrad node of autograd may be computed here."""
         if not self.is_used or self.parameter.grad is not None or self.parameter._backward_hooks:
             return False
         return holders_of(self.view) == self._num_holders and _goes_to_grad(accumulate)
@@ -49,18 +49,18 @@ class GradientPlace:
 def _goes_to_grad(accumulate: Any) -> bool:
     try:
         return bool(torch._C._will_engine_execute_node(accumulate))
-    except RuntimeError:  # so it says under autograd.grad
+    except RuntimeError:  # raised under autograd.grad
         return False
 
 
 class PlacingHook(OutputHook):
-    """A forward hook of a linear layer: lets its backward compute the weight's gradient in its place."""
+    """A forward hook of a linear layer that replaces its backward: the weight's gradient is computed in the buffer."""
 
     def __init__(self, place: GradientPlace) -> None:
         self._place = place
 
     def __call__(self, module: nn.Linear, args: tuple[Any, ...], output: Any) -> Tensor | None:
-        """Return the output with another backward, or None where PyTorch's own is to run."""
+        """Return the output with the replaced backward, or None to keep PyTorch's own."""
         place = self._place
         if is_traced() or not torch.is_grad_enabled() or not isinstance(output, Tensor) or len(args) != 1:
             return None
@@ -72,7 +72,7 @@ class PlacingHook(OutputHook):
 
 
 def _is_product(output: Tensor, weight: Tensor) -> bool:
-    """Tell whether autograd recorded this as one product with the weight itself (not with a copy of it in another dtype)."""
+    """Tell whether autograd recorded one product with the weight itself (not with a cast copy of it)."""
     node: Any = output.grad_fn
     while node is not None and node.name() in ("ViewBackward0", "UnsafeViewBackward0"):
         node = node.next_functions[0][0]
@@ -85,7 +85,7 @@ def _is_product(output: Tensor, weight: Tensor) -> bool:
 
 
 class _Product(torch.autograd.Function):
-    """``told[0]`` is what ``nn.functional.linear(input, weight, bias)`` returned."""
+    """A linear layer with another backward; ``told[0]`` is the output of ``nn.functional.linear(input, weight, bias)``."""
 
     @staticmethod
     def forward(
@@ -106,8 +106,8 @@ class _Product(torch.autograd.Function):
             if torch.is_grad_enabled() or not place.is_free(ctx.next_functions[1][0]):
                 of_weight = columns.mm(inputs)
             else:
-                # A tensor of its own over the memory: autograd keeps a gradient that nobody else refers to, and would copy
-                # another.
+                # A new tensor over the same memory: autograd stores a gradient without a copy only if nobody else refers to
+                # that tensor.
                 of_weight = place.view.detach()
                 torch.mm(columns, inputs, out=of_weight)
         if ctx.needs_input_grad[2]:
@@ -118,7 +118,7 @@ class _Product(torch.autograd.Function):
 
 
 def linear_layers_of(model: nn.Module) -> list[nn.Linear]:
-    """Return the layers whose weight's gradient can be computed in its place."""
+    """Return the model's linear layers whose weight gradient can be computed in the buffer."""
     return [
         part
         for part in model.modules()

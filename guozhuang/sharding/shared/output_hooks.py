@@ -1,4 +1,4 @@
-"""What forward hooks have in common that give a layer's output another backward."""
+"""Base class and helpers of forward hooks that replace the backward of a layer's output."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from torch import Tensor, nn
 
 
 class OutputHook:
-    """A forward hook that stays with the model it was made for: copies and pickles of it get one that does nothing."""
+    """A forward hook that works only on the model it was made for: copies and pickles of the model get :class:`NoHook`."""
 
     def __reduce__(self) -> Any:
         return NoHook, ()
 
 
 class NoHook:
-    """What a copy of the model has in the place of a hook that belongs to the original."""
+    """The hook that a copy of the model has instead of an :class:`OutputHook`; does nothing."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
         """Do nothing."""
 
 
 def is_traced() -> bool:
-    """Tell whether somebody records or transforms what runs: then PyTorch's own functions are to be seen."""
+    """Tell whether a compiler, tracer or transform records what runs: it must see PyTorch's own functions."""
     return bool(
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()
@@ -33,21 +33,21 @@ def is_traced() -> bool:
 
 
 def without_history(output: Tensor) -> Tensor:
-    """Return a tensor over the same memory that autograd knows nothing of.
+    """Return a tensor over the same memory that is not connected to autograd's graph.
 
-    It is no view of anything, so that programs may go on in place.
+    It is not a view of another tensor, so programs may modify it in place.
     """
     plain = torch.empty(0, dtype=output.dtype)
     return plain.set_(output.untyped_storage(), output.storage_offset(), output.shape, output.stride())
 
 
 def holders_of(tensor: Tensor) -> int:
-    """Return how many tensors and other objects hold a tensor's memory."""
+    """Return how many tensors and other objects share a tensor's storage."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def has_plain_weight(part: nn.Module, kind: type[nn.Module], smallest_bytes: int) -> bool:
-    """Tell whether a layer computes as PyTorch's class does, with a row-major weight of at least so many bytes."""
+    """Tell whether a layer has the forward of PyTorch's class ``kind``, and a row-major weight of at least so many bytes."""
     weight = getattr(part, "weight", None)
     return (
         type(part).forward is kind.forward

@@ -1,29 +1,29 @@
-"""The weights of a node, once, in shared memory; and what becomes of changes that the program makes to them between steps.
+"""The weights of a node, stored once in shared memory, and the treatment of changes that the program makes between steps.
 
 [Note: one copy of the weights]
 Every rank reads the weights in place while it computes, and each rank's optimizer writes its own part. No rank reads a weight
 while another writes it, because weights are written only inside ``step()``, between two meetings of all ranks:
- - The first meeting (``collect``): a rank comes to it after its last backward of the step. Its forward and backward, which
-   read weights, are over; it does not leave before all others are there too. So when the first element is written every
+ - The first meeting (``collect``): a rank joins it after its last backward of the step. Its forward and backward, which
+   read weights, are over; it does not leave before all ranks have joined. So when the first element is written every
    rank is inside ``step()``, and no rank reads more than the part that it alone writes.
- - The second meeting (``publish``): a rank comes to it after its last write, and returns from ``step()`` only once all have
-   come. So whatever runs after ``step()`` sees all new weights and no further write before its own next ``step()``.
+ - The second meeting (``publish``): a rank joins it after its last write, and returns from ``step()`` only once all have
+   joined. So code that runs after ``step()`` sees all new weights and no further write before its own next ``step()``.
 Reading weights between steps (evaluation, ``state_dict``, ``deepcopy``, ``save``) therefore needs no meeting and may
-happen on one rank alone: the others cannot pass the first meeting without this rank. What is outside that reasoning
-is code that runs while its own process is inside ``step()``: other threads, and processes that were forked off and
-share this memory. They must bring a copy.
+happen on one rank alone: the others cannot pass the first meeting without this rank. That reasoning does not cover
+code that runs while its own process is inside ``step()``: other threads, and forked processes that
+share this memory. They need a copy of their own.
 
 [Note: changes between steps]
 The program may change weights in place between steps: ``load_state_dict``, ``clamp_`` under ``no_grad``, a swap with
-a moving average. Under data parallelism each rank does so to its own weights, all alike. Applied by every rank to one
-copy, ``mul_(0.5)`` would halve it n times, while others read. So what the program sees is a *private* mapping of the
+a moving average. Under data parallelism each rank applies the same change to its own weights. If every rank applied
+``mul_(0.5)`` to the one copy, it would halve it n times, while others read. So the program sees a *private* mapping of the
 shared memory: a page that the program writes to becomes this rank's own, and nobody else sees it; all other pages
-show the one copy. At the next step the change is found (the version counter that autograd keeps of every parameter,
-or a parameter that was given other memory), ranks compare what they have changed it to, each rank copies its part of
-it into the one copy between the two meetings, and drops its own pages. All ranks must make the same changes, as they
-must under data parallelism; here it is checked. Writes through ``p.data`` pass the counter by. The kernel knows which
-pages are private; asking costs 50 ns a page, so a part of the weights is looked at in each step, and all of them in
-the first steps. Such a write raises.
+show the one copy. At the next step the change is found (by the version counter that autograd keeps for every parameter,
+or because a parameter has other memory), ranks compare the new values, each rank copies its part of
+them into the one copy between the two meetings, and drops its private pages. All ranks must make the same changes, as they
+must under data parallelism; here it is checked. Writes through ``p.data`` bypass the counter. The kernel knows which
+pages are private; asking costs 50 ns a page, so each step tests a part of the weights, and the
+first steps test all of them. Such a write raises.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from ...errors import UsageError, explain
 from ...groups.shared_memory.segments import PrivateView, Segment, SharedSegments
 from ..parts import Layout, dense_stride
 
-ALIGN_BYTES: Final = 1 << 16  # every bucket begins at a page, also where pages are large
-_FULL_LOOKS: Final = 3  # steps in which all pages are looked at; the habits of a program show in the first ones
-_LOOK_SHARE: Final = 32  # after that, one part of so many per step
+ALIGN_BYTES: Final = 1 << 16  # every bucket begins at a page boundary, also on systems with 64 KiB pages
+_FULL_LOOKS: Final = 3  # number of first steps that test all pages: most programs show their habits in them
+_LOOK_SHARE: Final = 32  # after that, each step tests one of this many parts
 
 
 class SegmentPlaces:
-    """Where buckets and parameters lie in a segment, in bytes.
+    """The offsets of buckets and parameters in a shared-memory segment, in bytes.
 
     Attributes:
-        bucket_starts: of every bucket.
-        starts: of every parameter.
-        num_bytes: of all buckets.
+        bucket_starts: the offset of every bucket.
+        starts: the offset of every parameter.
+        num_bytes: the size of all buckets together.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -70,13 +70,13 @@ class SegmentPlaces:
 
 
 class SharedWeights:
-    """Places parameters in one segment of the node. Every rank must make one, with equal parameters.
+    """Moves parameters into one shared segment of the node. Every rank must make one, with equal parameters.
 
     See [Note: one copy of the weights] and [Note: changes between steps].
 
     Attributes:
-        flats: per bucket the one copy, as a flat tensor; written between the two meetings of a step only.
-        places: per parameter what its ``data`` is.
+        flats: the one copy of each bucket, as a flat tensor; written only between the two meetings of a step.
+        places: the tensor in the private mapping that is each parameter's ``data``.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class SharedWeights:
     ) -> None:
         self._names, self._parameters, self._layout, self._where = names, parameters, layout, where
         self._rank = segments.rank
-        # The rest is to try the private view on, a page for each rank.
+        # One page more for each rank, on which it tests that the private mapping shows changes of the segment.
         num_bytes = where.num_bytes + segments.size * mmap.PAGESIZE
         made = segments.make(num_bytes if segments.rank == 0 else 0, "weights")
         assert made[0] is not None
@@ -123,14 +123,14 @@ class SharedWeights:
         self.remember()
 
     def remember(self) -> None:
-        """Take the parameters as they are now for unchanged."""
+        """Record the present version of every parameter as its unchanged state."""
         self._versions = [p._version for p in self._parameters]
 
     def changed(self) -> list[int]:
-        """Return the parameters that the program has changed since :meth:`remember`, in its own pages, and put moved ones back.
+        """Return the parameters that the program changed since :meth:`remember`, and put those with other memory back.
 
         Raises:
-            UsageError: one has another dtype, shape or device now, or was written to past autograd's version counter.
+            UsageError: a parameter has another dtype, shape or device now, or was written to through ``.data`` or ``.numpy()``.
         """
         found = {i for i, p in enumerate(self._parameters) if p._version != self._versions[i]}
         for i, (parameter, address) in enumerate(zip(self._parameters, self._addresses, strict=True)):
@@ -141,7 +141,7 @@ class SharedWeights:
         return sorted(found)
 
     def digest(self, changed: Sequence[int]) -> int:
-        """A number of 64 bits that tells what the parameters were changed to; 0 for no change."""
+        """Return a 64-bit number that identifies the changed parameters and their values; 0 for no change."""
         digest = len(changed)
         for i in changed:
             start, size = self._where.starts[i], self._where.sizes[i]
@@ -150,9 +150,9 @@ class SharedWeights:
         return digest
 
     def take_up(self, changed: Sequence[int]) -> None:
-        """Make the changes part of the one copy, each rank its part, and drop this rank's own pages.
+        """Copy the changes into the one copy, each rank its own part, and drop this rank's private pages.
 
-        Between the two meetings of a step, on all ranks.
+        Every rank must call it, between the two meetings of a step.
         """
         for i in changed:
             start = self._where.starts[i]
@@ -190,19 +190,19 @@ class SharedWeights:
         for i, (start, size) in enumerate(zip(self._where.starts, self._where.sizes, strict=True)):
             if i in known or not any(at < start + size and start < at + mmap.PAGESIZE for at in own):
                 continue
-            # Nobody writes to the one copy now. Equal values, or a neighbour's page, are no change.
+            # Nobody writes to the one copy now. Equal bytes are no change, and the page may be private for a neighbour's sake.
             mine = (ctypes.c_char * size).from_address(self._view.address + start)
             if bytes(mine) != bytes((ctypes.c_char * size).from_address(self._segment.address + start)):
                 what = f"{self._names[i]} was written to through .data or .numpy(), which hides the change from the optimizer"
                 fix = "write `with torch.no_grad(): p.mul_(...)`, on every rank"
                 raise UsageError(explain(what, rank=self._rank, fix=fix))
         spans = [(self._where.starts[i], self._where.starts[i] + self._where.sizes[i]) for i in known]
-        for at in own:  # what stays private does not follow the one copy
+        for at in own:  # a page that stays private would not show later changes of the one copy
             if not any(start < at + mmap.PAGESIZE and at < end for start, end in spans):
                 self._view.forget(at, at + mmap.PAGESIZE)
 
 
 def shaped(flat: Tensor, like: Tensor) -> Tensor:
-    """Return a flat tensor's memory with the shape and strides of a parameter; it is no view to autograd."""
+    """Return a tensor over a flat tensor's memory with the shape and strides of a parameter; autograd sees no view."""
     empty = torch.empty(0, dtype=flat.dtype)
     return empty.set_(flat.untyped_storage(), 0, like.shape, dense_stride(like))
