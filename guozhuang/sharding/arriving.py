@@ -1,16 +1,16 @@
-"""Weights that are still on their way: whoever reads one waits for it.
+"""Parameters whose new values are still being all-gathered: code that reads one waits for it.
 
 [Note: reading waits] After a step each rank holds new values of its own part only; the rest arrives by an all-gather that
-writes into the memory of the parameters. Until it is done no reader may see that memory, and readers are many: the next
+writes into the memory of the parameters. Until it is done nothing may read that memory, and there are many readers: the next
 forward, but also a moving average, a norm that is printed, ``state_dict``, ``copy.deepcopy``, ``torch.save``. Hooks on
 modules would miss most of them, and also forwards that read the weights of another module. So the parameters themselves
-change their class while they wait: to one whose ``__torch_function__`` PyTorch calls before any operation on it, in eager
-Python. That call waits for the all-gather, gives the class back to every parameter that came with it, and goes on. What
-only asks for the gradient, the shape and the like does not wait.
+change their class until then: to one whose ``__torch_function__`` PyTorch calls before any operation on them, in eager
+Python. That call waits for the all-gather, restores the class of every parameter of that all-gather, and runs the operation.
+Operations that only ask for the gradient, the shape and the like do not wait.
 
-Two kinds of code read a parameter past Python: compiled graphs (``torch.compile``, ScriptModules), and C++ extensions that
-are given the parameter itself and are not called through ``torch.ops``. Where a graph was compiled in this process, or the
-model has a ScriptModule, :func:`reads_past_python` says so, and the step waits itself. For extensions of that kind there is
+Two kinds of code read a parameter without Python: compiled graphs (``torch.compile``, ScriptModules), and C++ extensions that
+are given the parameter itself and are not called through ``torch.ops``. If a graph was compiled in this process, or the
+model has a ScriptModule, :func:`reads_past_python` returns True, and the step itself waits. For such extensions there is
 ``overlap_gather=False``. The backward pass, which also runs in C++, reads only what a forward has read before it.
 """
 
@@ -39,16 +39,16 @@ def _free() -> frozenset[Any]:
     return frozenset([*getters, *setters, *(getattr(tensor, name) for name in _FREE_CALLS)])
 
 
-#: Operations that read no element.
+#: Operations that read no element, and therefore do not wait.
 FREE = _free()
 
 
 class Gathering:
-    """Parameters whose values an all-gather brings.
+    """Parameters whose new values arrive by one all-gather.
 
     Args:
-        work: the all-gather.
-        parameters: of the class ``nn.Parameter`` itself; from now on whoever reads one waits.
+        work: the running all-gather.
+        parameters: of the class ``nn.Parameter`` itself; they become :class:`Arriving` until the all-gather has ended.
     """
 
     def __init__(self, work: dist.Work, parameters: Sequence[nn.Parameter]) -> None:
@@ -59,7 +59,7 @@ class Gathering:
             parameter.__class__ = Arriving
 
     def finish(self) -> None:
-        """Wait, and give the parameters back. A second call does nothing."""
+        """Wait for the all-gather, and restore the parameters' class. A second call does nothing."""
         self._work.wait()
         for parameter in self._parameters:
             if type(parameter) is Arriving:
@@ -68,11 +68,11 @@ class Gathering:
 
 
 class Arriving(nn.Parameter):
-    """A parameter in the meantime. See [Note: reading waits]."""
+    """The class of a parameter while its new values are being gathered. See [Note: reading waits]."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Wait for every such parameter among the arguments, then do what was asked."""
+        """Wait for every such parameter among the arguments, then run the operation."""
         if func in FREE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -81,14 +81,14 @@ class Arriving(nn.Parameter):
                 _finish(leaf)
         return func(*args, **(kwargs or {}))
 
-    # These two look at the class before they read.
+    # Copying and pickling test the parameter's class before they read it, so these two wait themselves.
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """Copy what it is when it is here."""
+        """Wait for the values, then copy the parameter."""
         _finish(self)
         return cast(nn.Parameter, cast(Any, nn.Parameter).__deepcopy__(self, memo))
 
     def __reduce_ex__(self, proto: SupportsIndex) -> Any:
-        """Pickle what it is when it is here."""
+        """Wait for the values, then pickle the parameter."""
         _finish(self)
         return cast(Any, nn.Parameter).__reduce_ex__(self, proto)
 
@@ -97,19 +97,19 @@ def _finish(parameter: nn.Parameter) -> None:
     gathering = parameter.__dict__.get("_gathering")
     if gathering is not None:
         gathering.finish()
-    elif type(parameter) is Arriving:  # another thread was faster, or it is a shallow copy
+    elif type(parameter) is Arriving:  # another thread has restored it meanwhile, or this is a shallow copy
         cast(Any, parameter).__class__ = nn.Parameter
 
 
 def can_wait_in_readers(parameter: nn.Parameter) -> bool:
-    """Tell whether every reader of this parameter would notice that it has to wait, as far as its class says."""
+    """Tell whether readers of this parameter can be made to wait: its class is ``nn.Parameter``, not a subclass."""
     return type(parameter) is nn.Parameter
 
 
 def reads_past_python(model: nn.Module) -> bool:
     """Tell whether compiled code may read the model's parameters. See [Note: reading waits]."""
     compiler = sys.modules.get("torch._dynamo.eval_frame")
-    # PyTorch itself marks functions that are not to be compiled, with the backend None.
+    # PyTorch marks its own functions that are not to be compiled with the backend None.
     if compiler is not None and any(backend is not None for backend in compiler.cached_backends.values()):
         return True
     return any(isinstance(part, torch.jit.ScriptModule) for part in model.modules())

@@ -1,4 +1,4 @@
-"""The interface between the optimizer's facade and what moves gradients and weights between ranks."""
+"""The interface between the sharded optimizer and the objects that move gradients and weights between ranks."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from .parts import Block, Layout
 
 
 class Carrier(Protocol):
-    """Moves gradients to the ranks that own them, and new weights back. All methods: every rank must call.
+    """Moves gradients to the ranks that own them, and new weights back. Every rank must call each method.
 
-    ``CarrierClass(model, names, parameters, layout, group)`` makes one, on all ranks, which hold equal weights already.
-    It puts the parameters' data where it needs it, and registers on each parameter, by
-    ``register_post_accumulate_grad_hook``, an :class:`Arrival`, through which :func:`arrival_of` finds it. The facade sees to
-    everything else: buffers, closures, hooks, the optimizer's state, checkpoints, agreement about the layout.
+    ``CarrierClass(model, names, parameters, layout, group)`` is called on all ranks, which hold equal weights already.
+    It moves the parameters' data to its own memory, and registers on each parameter, by
+    ``register_post_accumulate_grad_hook``, an :class:`Arrival`, which :func:`arrival_of` returns. The optimizer does all
+    the rest: buffers, closures, hooks, the optimizer's state, checkpoints, agreement about the layout.
 
     Attributes:
-        layout: who owns what.
-        parameters: the user's, by their index in the layout.
+        layout: which rank owns which elements.
+        parameters: the user's parameters, by their index in the layout.
         group: the ranks.
-        blocks: of this rank, in the order of :meth:`Layout.blocks_of`. ``collect`` and ``split`` may replace the list by one of
-            finer blocks over the same elements; then ``weights`` is replaced too, and the facade carries the state over.
-        weights: one 1-dimensional leaf per block over this rank's part of the flat weights, padding included (its values and
-            gradients stay zeros). What the user's optimizer steps.
+        blocks: this rank's blocks, in the order of :meth:`Layout.blocks_of`. ``collect`` and ``split`` may replace the list by
+            finer blocks over the same elements; then ``weights`` is replaced too, and the sharded optimizer converts the state.
+        weights: the tensors that the user's optimizer steps: one 1-dimensional leaf per block over this rank's part of the flat
+            weights, padding included (its values and gradients stay zeros).
     """
 
     layout: Layout
@@ -38,12 +38,12 @@ class Carrier(Protocol):
     weights: Sequence[nn.Parameter]
 
     def collect(self) -> None:
-        """After backward, before the step: ``weights[i].grad`` becomes the mean over ranks of the block's gradient.
+        """After backward and before the step, set ``weights[i].grad`` to the mean over ranks of the block's gradient.
 
-        It is None where no rank has a gradient for the block's parameters; a parameter with a gradient on some ranks counts as
-        zero on the others. If a block holds both kinds, it is split first. Gradients count as they stand in ``p.grad`` now,
-        whoever put them there (no hook has fired for those that the user assigned). A second call before ``publish`` or
-        ``skip`` does nothing: what was done to ``weights[i].grad`` in between (clipping, unscaling) stays.
+        It is None if no rank has a gradient for the block's parameters; a parameter with a gradient on some ranks counts as
+        zero on the others. If a block holds both kinds of parameters, it is split first. Gradients are read from ``p.grad``
+        now, also those that the user assigned (no hook has fired for them). A second call before ``publish`` or
+        ``skip`` does nothing: changes made to ``weights[i].grad`` in between (clipping, unscaling) stay.
 
         Raises:
             UsageError: a gradient is sparse or of another dtype; a parameter was moved to another device or dtype; a
@@ -51,55 +51,55 @@ class Carrier(Protocol):
         """
 
     def stretches(self) -> Iterator[Sequence[int]]:
-        """In place of ``collect``: hand out the blocks in parts, each as soon as its gradients are there.
+        """Yield the blocks in parts, each as soon as its gradients have arrived; call it in place of ``collect``.
 
-        Every rank must go through all of it, and then call ``publish``. ``blocks`` and ``weights`` may be replaced before the
+        Every rank must iterate to the end, and then call ``publish``. ``blocks`` and ``weights`` may be replaced before the
         first part, not later. After ``collect`` all blocks come as one part.
 
         Yields:
             Indices of blocks whose ``weights[i].grad`` is what ``collect`` would make it. The optimizer must have stepped them
-            when the next part is asked for: the gradients may be gone then, and the new weights on their way.
+            when the next part is asked for: then the gradients may be gone, and the new weights are being sent.
         """
         ...
 
     def publish(self) -> None:
-        """After the inner step: every rank sees all new weights before anything reads them. Drops the blocks' gradients."""
+        """After the step, let every rank see all new weights before it reads any. Drops the blocks' gradients."""
 
     def skip(self) -> None:
-        """Drop what was collected without a step: gradients of blocks become None. Does nothing if nothing was collected."""
+        """Drop collected gradients without a step: those of blocks become None. Does nothing if nothing was collected."""
 
     def split(self, separate: frozenset[int]) -> None:
-        """Give each of these parameters blocks of its own (besides those that have them), on all ranks. Not while collected."""
+        """Give each of these parameters blocks of its own, as earlier ones keep theirs, on all ranks. Not after ``collect``."""
 
     def synchronize(self) -> None:
         """Wait until this rank can read every weight. Not collective."""
 
     def close(self) -> None:
-        """Remove the hooks. Parameters and gradients keep their values and stay usable; the weights of blocks do not."""
+        """Remove the hooks. Parameters and gradients keep their values and stay usable; ``weights`` does not."""
 
 
 class Arrival:
-    """What a carrier registers on each parameter, called when its gradient has been accumulated.
+    """The hook that a carrier registers on each parameter; autograd calls it when the gradient has been accumulated.
 
-    It is not taken along by copies and pickles of the model: PyTorch leaves hooks of tensors out.
+    Copies and pickles of the model do not contain it: PyTorch leaves hooks of tensors out.
     """
 
     carrier: Carrier
     parameter: int
 
     def __call__(self, parameter: Tensor) -> None:
-        """Take note of the gradient in ``parameter.grad``."""
+        """Handle the gradient in ``parameter.grad``."""
         raise AssertionError("carriers derive from this")  # pragma: no cover
 
 
 def arrival_of(parameter: Tensor) -> Arrival | None:
-    """Return the hook by which a carrier watches this parameter; None if none does."""
+    """Return the hook by which a carrier watches this parameter; None if it belongs to no carrier."""
     hooks: dict[int, Any] | None = getattr(parameter, "_post_accumulate_grad_hooks", None)
     return next((hook for hook in (hooks or {}).values() if isinstance(hook, Arrival)), None)
 
 
 def check_gradient(gradient: Tensor, place: Tensor, name: str, rank: int) -> None:
-    """Raise a UsageError unless a parameter's gradient can be copied to its place in a flat tensor."""
+    """Raise a UsageError unless a parameter's gradient can be copied to ``place``, its part of a flat tensor."""
     if gradient.layout != torch.strided or gradient.dtype != place.dtype or gradient.device != place.device:
         what = (
             f"the gradient of {name} is {gradient.layout} {gradient.dtype} on {gradient.device}, "

@@ -1,4 +1,4 @@
-"""``clip_grad_norm_`` for every strategy: the norm of the whole gradient, whoever holds which part of it."""
+"""``clip_grad_norm_`` for every strategy: clips by the norm of the whole gradient, also if ranks hold parts of it."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def clip_grad_norm_(
 
     Call it after the last backward of a step and before ``optimizer.step()``. Under ``sharded`` it averages the gradients
     over ranks first; ``p.grad`` stays what this rank computed, and the step uses the clipped average. Parameters that
-    the optimizer does not hold are left out there. Under every other strategy it is PyTorch's function.
+    the optimizer does not hold are left out under ``sharded``. Under every other strategy it is PyTorch's function.
     Every rank must call it where gradients are divided (``sharded`` and its stages), with the same parameters.
 
     Args:
-        parameters: whose gradients are clipped; the others stay.
+        parameters: parameters whose gradients are clipped; other gradients stay.
         max_norm: upper bound of the norm afterwards.
-        norm_type: of the p-norm, also ``inf``.
+        norm_type: the p of the p-norm, also ``inf``.
         error_if_nonfinite: raise where the norm is not finite.
         foreach: as in PyTorch.
 
@@ -40,7 +40,7 @@ def clip_grad_norm_(
         The norm before clipping, the same on all ranks: a 0-dimensional tensor of the gradients' dtype.
 
     Raises:
-        UsageError: a norm that parts cannot give (0 or negative ``norm_type``), or one parameter held by several optimizers.
+        UsageError: ``norm_type`` is 0 or negative, which parts cannot give, or several optimizers hold one parameter.
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set; on every rank.
     """
     chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -83,7 +83,7 @@ def _clip_parts(hooks: Sequence[Arrival], max_norm: float, norm_type: float, err
 
 
 def _parts(carrier: Carrier, only: set[int]) -> list[Tensor]:
-    """This rank's gradients of the chosen parameters: whole blocks where all of a block was chosen."""
+    """Return this rank's gradients of the chosen parameters: whole blocks if all parameters of a block were chosen."""
     found: list[Tensor] = []
     for block, weight in zip(carrier.blocks, carrier.weights, strict=True):
         gradient = weight.grad
@@ -100,20 +100,20 @@ def _parts(carrier: Carrier, only: set[int]) -> list[Tensor]:
 
 
 def _total(parts: Sequence[Tensor], carriers: Sequence[Carrier], norm_type: float) -> Tensor:
-    """The norm over all parts of all ranks."""
+    """Return the norm over all parts of all ranks."""
     devices = {p.device for c in carriers for p in c.parameters}
     dtypes = [p.dtype for c in carriers for p in c.parameters]
     dtype = dtypes[0]
     for other in dtypes[1:]:
         dtype = torch.promote_types(dtype, other)
     device = next(iter(devices))
-    # In float64: a sum of many norms, and a power that could overflow.
+    # In float64, because many norms are summed, and their powers could overflow.
     norms = (
         [n.to(device=device, dtype=torch.float64) for n in torch._foreach_norm(list(parts), norm_type)] if parts else []
     )
     stacked = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=device)
     if math.isinf(norm_type):
-        # A maximum may lose a NaN on its way.
+        # A MAX reduction may lose a NaN, so NaN is sent as a flag.
         largest = torch.stack([stacked.nan_to_num(posinf=math.inf).max(), stacked.isnan().any().to(torch.float64)])
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=carriers[0].group)
         return torch.where(largest[1] > 0, math.nan, largest[0]).to(dtype)
@@ -125,7 +125,7 @@ def _total(parts: Sequence[Tensor], carriers: Sequence[Carrier], norm_type: floa
 def _clip_distributed(
     chosen: Sequence[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None
 ) -> Tensor:
-    """Gradients that are DTensors, and perhaps others beside them."""
+    """Clip gradients that are DTensors, together with others that are not."""
     gradients = [p.grad for p in chosen if p.grad is not None]
     divided = [g for g in gradients if is_dtensor(g)]
     rest = [g for g in gradients if not is_dtensor(g)]

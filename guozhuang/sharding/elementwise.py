@@ -1,4 +1,4 @@
-"""Which optimizers act element by element, and can therefore step any part of the weights as if it were all of them."""
+"""Which optimizers act element by element, so that a rank can step any part of the weights independently of the rest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from ..errors import UsageError, explain
 
-#: Classes whose step of one element depends on that element's weight, gradient and state, and on numbers of the group alone.
+#: Classes whose step of an element depends only on its weight, gradient and state, and on numbers of the parameter group.
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,
     torch.optim.Adam,
@@ -24,7 +24,7 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.ASGD,
     torch.optim.Rprop,
 )
-# What a subclass must leave alone to step as its parent does.
+# Methods that a subclass must not override to count as stepping like its parent.
 _STEPS_BY = ("step", "_init_group")
 _WHY_NOT = {
     "LBFGS": "it searches along a line through all weights at once",
@@ -37,10 +37,10 @@ _WHY_NOT = {
 def check_elementwise(optimizer: Optimizer) -> None:
     """Refuse an optimizer that would not give the same result on parts of the weights.
 
-    A class or an instance declares itself with an attribute ``elementwise`` (True or False), which is believed.
+    A class or an instance declares itself by an attribute ``elementwise`` (True or False), which is trusted.
 
     Raises:
-        UsageError: it is not known to act element by element, or is differentiable.
+        UsageError: it is not known to act element by element, or its parameter groups have ``differentiable=True``.
     """
     name = type(optimizer).__name__
     declared: Any = getattr(optimizer, "elementwise", None)
@@ -65,7 +65,7 @@ def check_elementwise(optimizer: Optimizer) -> None:
 
 
 def steps_as_torch(kind: type[Optimizer]) -> bool:
-    """Tell whether a class steps as one of the elementwise optimizers of PyTorch does, whose state all belongs to weights."""
+    """Tell whether a class steps exactly as one of PyTorch's elementwise optimizers, all of whose state belongs to weights."""
     return any(
         issubclass(kind, known) and all(_function(kind, name) is _function(known, name) for name in _STEPS_BY)
         for known in ELEMENTWISE
@@ -73,6 +73,6 @@ def steps_as_torch(kind: type[Optimizer]) -> bool:
 
 
 def _function(kind: type[Optimizer], name: str) -> Any:
-    """The method as its class defines it: the first instance of a class has PyTorch wrap its step in hooks."""
+    """Return the method as its class defines it, without the wrapper that PyTorch puts around a class's step."""
     found = getattr(kind, name, None)
     return None if found is None else inspect.unwrap(found)

@@ -1,7 +1,7 @@
-"""This rank's part of gradients that any exchange of gradients has averaged: codes, hierarchies and the like under ``sharded``.
+"""This rank's part of gradients averaged by any gradient exchange, such as a code or a hierarchy, under ``sharded``.
 
-The exchange gets buckets of its own with copies of the gradients, because what it makes of a bucket replaces what was there,
-and ``p.grad`` stays what this rank computed. It averages whole buckets; of the result each rank keeps its part.
+The exchange gets buckets of its own with copies of the gradients, because it overwrites a bucket with its result,
+and ``p.grad`` must stay this rank's own gradient. It averages whole buckets; each rank keeps its part of the result.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .parts import Layout, in_memory_order
 
 
 class ExchangedMeans:
-    """The buckets of an exchange, one per bucket of a layout. Every rank must construct it, with equal arguments.
+    """The buckets given to a gradient exchange, one per bucket of a layout. Every rank must construct it, with equal arguments.
 
     Args:
-        exchange: what averages them.
-        layout: of the parameters.
-        names: of the parameters.
+        exchange: averages the gradients.
+        layout: layout of the parameters.
+        names: names of the parameters.
         parameters: by index.
         gradients: tensors of the parameters' shapes that hold their gradients when a bucket is started.
         group: the ranks.
@@ -52,7 +52,7 @@ class ExchangedMeans:
         self.step = 0
 
     def start(self, bucket: int) -> Work:
-        """Begin to exchange a bucket's gradients as they are now. Every rank must call it, for one bucket after the other."""
+        """Start to exchange a bucket's gradients as they are now. Every rank must call it, in the same order of buckets."""
         into = self._buckets[bucket]
         with torch.no_grad():
             torch._foreach_copy_(into.views, [self._gradients[i] for i in self._layout.buckets[bucket].parameters])
@@ -60,12 +60,12 @@ class ExchangedMeans:
             if scale != 1.0:
                 into.flat.mul_(scale)
         work = self._exchange.start(into, self._state, self.step)
-        if not self._exchange.one_round and into.flat.device.type == "cpu":  # its later rounds would change places
+        if not self._exchange.one_round and into.flat.device.type == "cpu":  # later rounds would lose the common order
             work.wait()
         return work
 
     def write_part(self, bucket: int, into: Tensor) -> None:
-        """Write this rank's part of a bucket's mean, whose work has been waited for, to a flat tensor of that part's size."""
+        """Write this rank's part of a bucket's mean to a flat tensor of that size, after the bucket's work was waited for."""
         views = dict(zip(self._layout.buckets[bucket].parameters, self._buckets[bucket].views, strict=True))
         start, _ = self._layout.buckets[bucket].slice_of(self._group.rank())
         for index, view in views.items():
@@ -75,10 +75,10 @@ class ExchangedMeans:
                     into[piece.offset - start : piece.offset - start + part.numel()].copy_(part)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the exchange keeps, for a checkpoint. Every rank must call; each saves its own."""
+        """Return the state of the exchange for a checkpoint. Every rank must call; each saves its own."""
         return {"step": self.step, "exchange": self._exchange.state_dict(self._state)}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned on this rank. Every rank must call."""
+        """Continue from the state that :meth:`state_dict` returned on this rank. Every rank must call."""
         self._exchange.load_state_dict(self._state, saved["exchange"])
         self.step = int(saved["step"])

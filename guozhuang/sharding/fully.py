@@ -1,6 +1,6 @@
 """Stages 2 and 3: gradients, or gradients and weights, divided among ranks by PyTorch's ``fully_shard``.
 
-Each repeated block of the model (a transformer layer) is gathered and reduced as a whole, what remains with the root.
+Each repeated block of the model (a transformer layer) is gathered and reduced as a unit, the rest with the root module.
 Stage 2 keeps a block's weights from its forward to its backward; stage 3 drops them after use and gathers them again.
 
 Source: Rajbhandari et al., arXiv:1910.02054; Zhao et al., PyTorch FSDP, VLDB 2023, arXiv:2304.11277.
@@ -27,7 +27,7 @@ from .state import is_elementwise
 
 _log = logging.getLogger("guozhuang")
 
-# They keep the parameters, or their shapes, in places of their own.
+# Optimizers that keep their parameters, or the parameters' shapes, in attributes of their own.
 _CANNOT_FOLLOW = {
     "LBFGS": "it steps along a line through all weights at once",
     "SparseAdam": "it steps rows of sparse gradients",
@@ -38,25 +38,25 @@ _CANNOT_FOLLOW = {
 def shard_fully(
     model: nn.Module, optimizer: Optimizer, group: dist.ProcessGroup | None = None, *, keep_weights: bool
 ) -> tuple[nn.Module, Optimizer]:
-    """Divide gradients and optimizer state, and unless ``keep_weights`` weights, by ``fully_shard``. Every rank must call it.
+    """Divide gradients and optimizer state, and weights unless ``keep_weights``, by ``fully_shard``. Every rank must call it.
 
     Parameters become DTensors, new objects; the optimizer, the same instance, holds these from now on, with its groups,
-    defaults and state. Its ``state_dict()`` then holds DTensors; whole ordinary ones, on any number of ranks, come from and
-    go to ``torch.distributed.checkpoint.state_dict`` (``get_model_state_dict``, ``get_optimizer_state_dict``, ``set_...``,
+    defaults and state. Its ``state_dict()`` then holds DTensors; whole ordinary tensors, for any number of ranks, are saved and
+    loaded by ``torch.distributed.checkpoint.state_dict`` (``get_model_state_dict``, ``get_optimizer_state_dict``, ``set_...``,
     with ``StateDictOptions(full_state_dict=True)``).
 
     Args:
-        model: equal on all ranks in names, shapes and dtypes; the weights become rank 0's.
-        optimizer: over its parameters; one that acts element by element gives the same result as on one process.
+        model: equal on all ranks in names, shapes and dtypes; all ranks get rank 0's weights.
+        optimizer: holds its parameters; an optimizer that acts element by element gives the same result as on one process.
         group: the ranks; all by default.
-        keep_weights: True: stage 2, a block's weights stay from its forward to its backward; False: stage 3.
+        keep_weights: True: stage 2, a block's weights stay gathered from its forward to its backward; False: stage 3.
 
     Returns:
-        The model (its class is now PyTorch's FSDP variant of the same) and the optimizer.
+        The model (its class is now PyTorch's FSDP subclass of it) and the optimizer.
 
     Raises:
-        UsageError: an optimizer that cannot follow its parameters (LBFGS, SparseAdam), or state that has neither one value
-            per element nor one per parameter; a parameter without a dimension.
+        UsageError: the optimizer cannot follow its parameters (LBFGS, SparseAdam), its state has neither one value
+            per element nor one per parameter, or a parameter has no dimension.
         MismatchError: ranks hold different models.
     """
     from torch.distributed.fsdp import fully_shard
@@ -105,10 +105,10 @@ def shard_fully(
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Find the parts that a model repeats: members of a ModuleList, and alike composite members of a Sequential.
+    """Return the parts that a model repeats: members of a ModuleList, and composite members of one class in a Sequential.
 
-    The outermost ones, each with parameters of its own that no other part of the model uses. A block must be called as a
-    module: a model that reads a member's weights past its forward cannot be divided so.
+    Only the outermost ones that have parameters which no other part of the model uses. A block must be called as a
+    module: a model that reads a block's weights outside its forward cannot be divided this way.
     """
     uses = Counter(id(p) for part in model.modules() for p in part._parameters.values() if p is not None)
 
@@ -134,6 +134,6 @@ def _repeated(part: nn.Module) -> Iterator[nn.Module]:
 
 
 def _like(parameter: Any, value: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, divided as the parameter is."""
+    """Return this rank's part of a whole tensor, divided as the parameter is."""
     with torch.no_grad():
         return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -1,14 +1,14 @@
-"""Gradients and weights over any process group: each bucket is reduce-scattered, stepped in parts, and all-gathered.
+"""The carrier for any process group: each bucket is reduce-scattered, stepped in parts, and all-gathered.
 
-[Note: what was sent and changed] A bucket can leave while backward still computes the gradients of others, but nothing says
-whether more will be done to its gradients before the step: another backward, unscaling, a hand-written change. Gradients
-are counted as they are at the step. So the sum of a bucket's bits, taken when it leaves, is compared with that at the step
-(version counters would miss ``p.grad.data.mul_`` and GradScaler; a sum moves at the speed of memory), and ranks agree, in
-the one small all-reduce that also says which parameters were used, which buckets have to be sent again. Buckets leave early
-only if nothing was seen to happen to a gradient after it arrived, on any rank, in the step before; and after a step in which
-one had to be sent again, not for a while: so accumulation over several backwards, or unscaling, costs next to nothing extra.
-All ranks issue the same collectives in the same order: buckets by index, each once, the small one, then those to be sent again.
-A parameter without a gradient holds its bucket back until the end of the backward, when the rest is sent, in whatever state.
+[Note: what was sent and changed] A bucket can be sent while backward still computes the gradients of others, but its gradients
+may still change before the step: by another backward, by unscaling, by hand. The step must use the gradients
+as they are then. So a sum of a bucket's bits, taken when it is sent, is compared with one taken at the step
+(version counters would miss ``p.grad.data.mul_`` and GradScaler; a sum runs at the speed of memory). One small all-reduce
+tells all ranks which parameters were used and which buckets have to be sent again. Buckets are sent early
+only if no gradient changed after it arrived, on any rank, in the step before; and if one had to be sent again, not for the
+next ``PATIENCE_STEPS`` steps: so accumulation over several backwards, or unscaling, costs next to nothing extra.
+All ranks issue the same collectives in the same order: buckets by index, each once, the small one, then those sent again.
+A parameter without a gradient holds its bucket back until the end of the backward, when all remaining buckets are sent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .carrier import Arrival, check_gradient, check_nothing_came
 from .exchanged import ExchangedMeans
 from .parts import Block, Layout, in_flat
 
-#: For how many steps buckets stay until the step, after gradients were changed that had left already.
+#: Number of steps in which no bucket is sent early, after gradients were changed that had been sent early.
 PATIENCE_STEPS = 50
 
 
@@ -45,26 +45,26 @@ class _Note(Arrival):
 
 
 def _bit_sum(flat: Tensor) -> Tensor:
-    """The sum of the tensor's bits as 64-bit words, wrapping around."""
+    """Return the sum of the tensor's bits as 64-bit words, wrapping around."""
     return flat.view(torch.int64).sum()
 
 
 class GatheredCarrier:
     """A :class:`~guozhuang.sharding.carrier.Carrier` for any group and device.
 
-    Memory: the weights and the gradients once each, the gradients of this rank's part once more.
+    Memory: one copy each of weights and gradients, and one more of the gradients of this rank's part.
 
     Args:
-        model: what the parameters belong to.
-        names: of the parameters, for errors.
+        model: the model that the parameters belong to.
+        names: names of the parameters, for errors.
         parameters: equal on all ranks.
-        layout: of the parameters.
+        layout: layout of the parameters.
         group: the ranks.
-        overlap_gather: let new weights arrive while the program goes on; whoever reads one waits (:mod:`.arriving`).
-        exchange: what averages gradients, at the step; None: a reduce-scatter, which may begin while backward runs.
+        overlap_gather: let new weights arrive while the program continues; code that reads one waits (:mod:`.arriving`).
+        exchange: averages gradients, at the step; None: a reduce-scatter, which may begin while backward runs.
 
     Attributes:
-        exchanged: the buckets of ``exchange``, if one is given.
+        exchanged: the buckets of ``exchange``; None without an exchange.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class GatheredCarrier:
         self.layout, self.parameters, self.group = layout, parameters, group
         self._model, self._names, self._overlap_gather = model, names, overlap_gather
         self._rank, self._size = group.rank(), group.size()
-        # SyncBatchNorm talks in backward: between its calls, the buckets of ranks that differ would come in another order.
+        # SyncBatchNorm communicates in backward: ranks could send early buckets in another order relative to its collectives.
         self._may_leave_early = not any(isinstance(part, nn.SyncBatchNorm) for part in model.modules())
         self._leave_early, self._patience_steps = False, 0
         allocate = zeros_for(group)
@@ -98,11 +98,11 @@ class GatheredCarrier:
         self.exchanged: ExchangedMeans | None = None
         if exchange is not None:
             self.exchanged = ExchangedMeans(exchange, layout, names, parameters, self._views, group)
-            self._may_leave_early = False  # what an exchange keeps of a bucket must not count twice
+            self._may_leave_early = False  # an exchange with error feedback must not see a bucket twice in one step
         self._separate: frozenset[int] = frozenset()
         self._make_blocks()
         self._gatherings: list[Gathering] = []
-        self._filled = [False] * len(parameters)  # the gradient's place may hold something else than zeros
+        self._filled = [False] * len(parameters)  # whether the parameter's part of the flat gradient may be nonzero
         self._collected = False
         self._kept: list[Tensor | None] = []
         self._callback_queued = False
@@ -123,7 +123,7 @@ class GatheredCarrier:
             self._receive(bucket)
 
     def stretches(self) -> Iterator[Sequence[int]]:
-        """See :class:`~guozhuang.sharding.carrier.Carrier`. A bucket's weights leave while the next is stepped."""
+        """See :class:`~guozhuang.sharding.carrier.Carrier`. Sends a bucket's new weights while the next bucket is stepped."""
         if self._collected:
             check_nothing_came(self._came_late, self._rank)
             yield range(len(self.blocks))
@@ -135,7 +135,7 @@ class GatheredCarrier:
             self._send(bucket)
 
     def _begin(self) -> None:
-        """Send the gradients that have not left, and agree with the ranks on what was used."""
+        """Send the gradients that were not sent early, and agree with the other ranks which parameters were used."""
         self.synchronize()
         self._take_up_moved()
         left_early = self._next > 0
@@ -151,7 +151,7 @@ class GatheredCarrier:
         self._collected = True
 
     def _receive(self, bucket: int) -> None:
-        """Wait for this rank's part of a bucket's gradients, and hand it to the blocks."""
+        """Wait for this rank's part of a bucket's mean gradient, and assign it to the blocks."""
         work = self._works[bucket]
         assert work is not None
         work.wait()
@@ -166,7 +166,7 @@ class GatheredCarrier:
                 weight.grad = None if held <= self._unused else mean
 
     def _send(self, bucket: int) -> None:
-        """Start to share this rank's new weights of a bucket, unless nothing of it was stepped."""
+        """Start the all-gather of a bucket's new weights, unless no parameter of it was used."""
         if self._sent[bucket] or self._unused.issuperset(self.layout.buckets[bucket].parameters):
             return
         low, high = self.layout.buckets[bucket].slice_of(self._rank)
@@ -176,7 +176,7 @@ class GatheredCarrier:
     def publish(self) -> None:
         """See :class:`~guozhuang.sharding.carrier.Carrier`."""
         assert self._collected
-        # Once true it stays so: torch._dynamo.reset() forgets, but compiled modules go on.
+        # Never set back to True: torch._dynamo.reset() clears the record, but compiled modules still run.
         self._overlap_gather = self._overlap_gather and not reads_past_python(self._model)
         for bucket in range(len(self._works)):
             self._send(bucket)
@@ -216,7 +216,7 @@ class GatheredCarrier:
         for handle in self._handles:
             handle.remove()
 
-    # ---- gradients as they arrive -----------------------------------------------------------------------------------------
+    # ---- gradients when they arrive ---------------------------------------------------------------------------------------
 
     def _arrived(self, index: int) -> None:
         if self._collected:
@@ -243,7 +243,7 @@ class GatheredCarrier:
             self._launch_rest()
 
     def _settle(self, index: int) -> None:
-        """Bring a parameter's gradient to its place in the bucket."""
+        """Copy a parameter's gradient to its part of the bucket, and make ``p.grad`` the bucket's view of it."""
         parameter, view = self.parameters[index], self._views[index]
         gradient = parameter.grad
         if self._handed.holds(index, gradient):
@@ -258,7 +258,7 @@ class GatheredCarrier:
         with torch.no_grad():
             view.copy_(gradient)
         self._filled[index] = True
-        if not gradient.requires_grad:  # one with a graph (create_graph=True) stays the user's
+        if not gradient.requires_grad:  # a gradient with a graph (create_graph=True) stays the user's
             parameter.grad = self._handed.hand(index)
 
     def _launch(self, bucket: int) -> None:
@@ -282,7 +282,7 @@ class GatheredCarrier:
             self._launch(bucket)
 
     def _agree(self, left_early: bool) -> list[bool]:
-        """Tell the ranks what this one used and must send again; return which parameters any of them used."""
+        """Exchange which parameters were used and which buckets changed; return for each parameter whether any rank used it."""
         num_parameters, num_buckets = len(self.parameters), len(self._works)
         for index in range(num_parameters) if left_early else ():
             self._settle(index)
@@ -298,7 +298,7 @@ class GatheredCarrier:
         return [bool(flag) for flag in known[:num_parameters]]
 
     def _next_leaves_early(self) -> bool:
-        """All ranks come to the same answer: it follows from what they agreed on."""
+        """Decide whether buckets may be sent early in the next step; all ranks decide alike, from values they agreed on."""
         if not self._calm:
             if self._leave_early:
                 self._patience_steps = PATIENCE_STEPS
@@ -334,7 +334,7 @@ class GatheredCarrier:
         parameter.data = place
 
     def _take_up_moved(self) -> None:
-        """Bring back parameters that were given other memory (``p.data = ...``) since the last step."""
+        """Copy parameters that were given other memory (``p.data = ...``) since the last step back to the flat weights."""
         for index, (parameter, place) in enumerate(zip(self.parameters, self._places, strict=True)):
             if place.numel() == 0 or parameter.data_ptr() == place.data_ptr():
                 continue
@@ -348,7 +348,7 @@ class GatheredCarrier:
             self._place(index)
 
     def _held_together(self) -> list[frozenset[int]]:
-        """Which parameters share blocks, on any rank: what has to be split is the same on all."""
+        """Return the sets of parameters that share a block on any rank; all ranks get the same result."""
         ranks = range(self._size)
         return [block.parameters for rank in ranks for block in self.layout.blocks_of(rank, self._separate)]
 

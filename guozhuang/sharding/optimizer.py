@@ -1,9 +1,9 @@
-"""``ShardedOptimizer``: the user's own optimizer, with which each rank steps a part.
+"""``ShardedOptimizer``: wraps the user's own optimizer, with which each rank steps its part of the weights.
 
-[Note: two views of one optimizer] The user's instance stays what steps, so that its class, its groups, its schedulers and
+[Note: two views of one optimizer] The user's instance makes the steps, so that its class, its groups, its schedulers and
 all edits of ``param_groups`` keep their meaning. Between steps its groups hold the user's parameters; while it steps, and
-only then, they hold this rank's blocks. Its ``state`` belongs to the blocks at all times. Its hooks are taken over by the
-facade, which is what the program calls; a step of the instance itself is refused.
+only then, they hold this rank's blocks. Its ``state`` belongs to the blocks at all times. Its hooks are moved to the
+wrapper, which the program calls; a direct call of the instance's own ``step()`` is refused.
 """
 
 from __future__ import annotations
@@ -39,33 +39,33 @@ _HOOKS = (
 
 
 class ShardedOptimizer(Optimizer):
-    """Steps this rank's part of the weights with the user's optimizer, and lets every rank see the whole.
+    """Steps this rank's part of the weights with the user's optimizer, and lets every rank see all new weights.
 
     Made by :func:`guozhuang.sharding.shard`. Every rank must call ``step``, ``state_dict`` and ``load_state_dict``.
     ``param_groups`` are those of the user's optimizer. Changes of them (a learning rate, ``add_param_group``, a parameter
-    that is frozen or unfrozen) take effect at the next step: make them alike on all ranks.
+    that is frozen or unfrozen) take effect at the next step, and must be the same on all ranks.
 
     Attributes:
         inner: the user's optimizer. See [Note: two views of one optimizer].
-        carrier: what moves gradients and weights.
+        carrier: moves gradients and weights between ranks.
         group: the ranks.
     """
 
-    # GradScaler leaves it to the step to unscale and to skip, on all ranks alike.
+    # With this flag GradScaler lets step() unscale and skip, so that all ranks can decide alike.
     _step_supports_amp_scaling = True
 
     def __init__(self, model: nn.Module, inner: Optimizer, group: dist.ProcessGroup, make_carrier: MakeCarrier) -> None:
-        # Optimizer.__init__ would make groups and state of its own.
+        # Optimizer.__init__ is not called: it would create groups and state of its own.
         self.defaults = inner.defaults
         for name in _HOOKS:
-            setattr(self, name, getattr(inner, name))  # the same dictionaries: handles the user holds still remove
+            setattr(self, name, getattr(inner, name))  # not copied: the user's handles still remove hooks
             setattr(inner, name, OrderedDict())
         self._patch_step_function()
         self.inner, self.group = inner, group
         self._model, self._make_carrier = model, make_carrier
         self._who = type(inner).__name__
         self._is_stepping = self._kinds_checked = False
-        # Another class may count its calls of step() somewhere.
+        # A subclass may count its calls of step(): then step() is called once for all blocks.
         self._steps_in_parts = steps_as_torch(type(inner))
         self.carrier: Carrier
         own = {p: inner.state.pop(p) for g in inner.param_groups for p in g["params"] if p in inner.state}
@@ -73,7 +73,7 @@ class ShardedOptimizer(Optimizer):
         inner.register_step_pre_hook(self._refuse_other_steps)
         scaling.silence_warning()
 
-    # ---- what PyTorch's other parts look at ------------------------------------------------------------------------------
+    # ---- attributes that PyTorch's other parts read ----------------------------------------------------------------------
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -82,9 +82,9 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:  # type: ignore[override]
-        """What this rank keeps, as of now: for each parameter that it has a part of, the elements of that part, 1-dimensional.
+        """This rank's state now: for each parameter that it has a part of, the elements of that part, 1-dimensional.
 
-        A copy, for looking at; ``state_dict()`` gives whole parameters.
+        A copy, for inspection; ``state_dict()`` returns the state of whole parameters.
         """
         found: defaultdict[Tensor, Any] = defaultdict(dict)
         for block, weight in zip(self._blocks, self._weights, strict=True):
@@ -103,7 +103,7 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters lie."""
+        """The device of the parameters."""
         return self._parameters[0].device if self._parameters else torch.device("cpu")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -117,14 +117,14 @@ class ShardedOptimizer(Optimizer):
 
         Args:
             closure: computes the loss and the gradients; called once, before gradients are averaged.
-            grad_scaler: given by ``torch.amp.GradScaler.step``. Where any rank finds a gradient that is not finite, all skip.
+            grad_scaler: passed by ``torch.amp.GradScaler.step``. If any rank finds a gradient that is not finite, all skip.
 
         Returns:
-            What ``closure`` returned, else None.
+            The result of ``closure``, else None.
 
         Raises:
-            UsageError: gradients that cannot be averaged (see :class:`~guozhuang.sharding.carrier.Carrier`); the groups of
-                the optimizer were changed in a way that cannot be followed; state that cannot be cut in parts.
+            UsageError: gradients cannot be averaged (see :class:`~guozhuang.sharding.carrier.Carrier`); the groups of the
+                optimizer were changed in an unsupported way; the state cannot be cut in parts.
             MismatchError: ranks changed the groups differently.
         """
         loss = None
@@ -137,7 +137,7 @@ class ShardedOptimizer(Optimizer):
             self.collect()
             if not scaling.unscale_together(grad_scaler, self, self.carrier):
                 self.carrier.skip()
-                self.inner._opt_called = True  # type: ignore[attr-defined]  # a schedule made before prepare() may go on
+                self.inner._opt_called = True  # else a scheduler made before prepare() would warn
                 return loss
         if not self._steps_in_parts:
             self.collect()
@@ -149,7 +149,7 @@ class ShardedOptimizer(Optimizer):
             check_kinds(((w, self.inner.state.get(w, {})) for w in self.carrier.weights), self._who)
             self._kinds_checked = bool(self.inner.state)
         changed = [p for p in self._parameters if p.grad is not None]
-        torch.autograd.graph.increment_version(changed)  # a graph that saved the old values then says so
+        torch.autograd.graph.increment_version(changed)  # a graph that saved the old values then raises in its backward
         self.carrier.publish()
         return loss
 
@@ -159,12 +159,12 @@ class ShardedOptimizer(Optimizer):
         self._follow_splits()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, also those that ``clip_grad_norm_`` has averaged already."""
+        """Drop the gradients, also the averages that ``clip_grad_norm_`` has computed already."""
         super().zero_grad(set_to_none)
         self.carrier.skip()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters of the model as in ``torch.optim``; the ranks divide them at the next step."""
+        """Add parameters of the model as in ``torch.optim``; they are divided among the ranks at the next step."""
         self.inner.add_param_group(param_group)
         strangers = {id(p) for p in self.inner.param_groups[-1]["params"]} - {id(p) for p in self._model.parameters()}
         if strangers:
@@ -177,10 +177,10 @@ class ShardedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state in the format of ``torch.optim``, the same on every rank. Every rank must call it.
 
-        It loads into the same optimizer on one process, and here on any number of ranks.
+        It can be loaded into the same optimizer on one process, and here on any number of ranks.
 
         Raises:
-            WorldError: a rank did not come within the group's time-out; the text names it.
+            WorldError: a rank did not call within the group's time-out; the text names it.
             MismatchError: ranks hold different groups.
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
@@ -202,12 +202,12 @@ class ShardedOptimizer(Optimizer):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this rank's part of a whole state, from here or from an unsharded run. Every rank must call it.
+        """Load this rank's part of a whole state, saved here or in an unsharded run. Every rank must call it.
 
         Raises:
-            ValueError: other groups, or numbers of parameters in them, than this optimizer's.
+            ValueError: the state has other groups, or other numbers of parameters in them, than this optimizer.
             MismatchError: ranks were given different states.
-            WorldError: a rank did not come within the group's time-out; the text names it.
+            WorldError: a rank did not call within the group's time-out; the text names it.
         """
         state_dict = state_dict.copy()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -246,7 +246,7 @@ class ShardedOptimizer(Optimizer):
             post_hook(self)
 
     def exchange_state_dict(self) -> dict[str, Any]:
-        """Return what an exchange given to ``shard`` needs to go on exactly from a checkpoint; empty without one.
+        """Return the state with which an exchange given to ``shard`` continues exactly from a checkpoint; empty without one.
 
         Every rank must call; each saves its own.
         """
@@ -254,7 +254,7 @@ class ShardedOptimizer(Optimizer):
         return {} if exchanged is None else exchanged.state_dict()
 
     def load_exchange_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on where :meth:`exchange_state_dict` was called on this rank. Every rank must call.
+        """Continue from the state that :meth:`exchange_state_dict` returned on this rank. Every rank must call.
 
         Raises:
             UsageError: it was saved with another exchange, or for other parameters.
@@ -274,7 +274,7 @@ class ShardedOptimizer(Optimizer):
 
     @contextmanager
     def _as_blocks(self, chosen: Iterable[int] | None = None) -> Iterator[None]:
-        """Let the inner optimizer hold blocks, the chosen ones or all. See [Note: two views of one optimizer]."""
+        """Let the inner optimizer hold the chosen blocks, by default all. See [Note: two views of one optimizer]."""
         whole_groups = [group["params"] for group in self.inner.param_groups]
         parts: list[list[nn.Parameter]] = [[] for _ in whole_groups]
         for i in range(len(self._blocks)) if chosen is None else chosen:
@@ -303,26 +303,26 @@ class ShardedOptimizer(Optimizer):
         return [(b, self.inner.state.get(w, {})) for b, w in zip(blocks, weights, strict=True)]
 
     def _follow_splits(self) -> None:
-        """Carry the state over if the carrier has made finer blocks."""
+        """Convert the state if the carrier has replaced its blocks by finer ones."""
         if self.carrier.blocks is not self._blocks:
             self._follow(regroup(self._values(self._blocks, self._weights), self.carrier.blocks, self.carrier.weights))
 
     def _follow(self, per_block: Sequence[Values]) -> None:
-        """Hold the carrier's blocks from now on, with this state."""
+        """Use the carrier's present blocks, with this state, one entry per block."""
         self._blocks, self._weights = self.carrier.blocks, self.carrier.weights
         rest = {key: value for key, value in self.inner.state.items() if not isinstance(key, Tensor)}
         self.inner.state = defaultdict(dict, rest)
         self.inner.state.update((w, v) for w, v in zip(self._weights, per_block, strict=True) if v)
 
     def _divide(self, full: dict[int, Values]) -> list[Values]:
-        """Cut the state of whole parameters for the carrier's blocks, finer ones if their numbers differ."""
+        """Cut the state of whole parameters into the carrier's blocks, made finer where parameters' numbers differ."""
         self.carrier.split(apart(full, self.carrier.layout, self._parameters, self._who))
         per_block = cut(full, self._parameters, self.carrier.blocks, self.carrier.weights, self._who)
         self._follow(per_block)
         return per_block
 
     def _connect(self, own: dict[Any, Values]) -> None:
-        """Divide the parameters as they are in the groups now, and with them the state of whole parameters."""
+        """Divide the parameters that the groups hold now, and their state, which is given for whole parameters."""
         position = {id(p): i for i, p in enumerate(self._model.parameters())}
         name_of = {id(p): name for name, p in self._model.named_parameters()}
         chosen = [(g, p) for g, group in enumerate(self.param_groups) for p in group["params"] if p.requires_grad]
@@ -341,7 +341,7 @@ class ShardedOptimizer(Optimizer):
         self._divide(full)
 
     def _whole(self) -> dict[Any, Values]:
-        """Every parameter's state. Every rank must call it."""
+        """Return every parameter's whole state. Every rank must call it."""
         lines = [f"{self._who}, groups of {[len(g) for g in self._known]} parameters that require a gradient"]
         fix = "call state_dict() on every rank, then save on one"
         agree(self.group, "the state of the optimizer", lines, timeout_s(self.group), fix)
@@ -350,7 +350,7 @@ class ShardedOptimizer(Optimizer):
         return {self._parameters[i]: v for i, v in full.items()} | self._others
 
     def _rebuild(self) -> None:
-        """Divide anew after a change of the groups."""
+        """Divide all parameters again after a change of the groups."""
         own = self._whole()
         for group in self.param_groups:
             # Some optimizers (Adagrad) make the state of a new parameter when it is added.
@@ -360,7 +360,7 @@ class ShardedOptimizer(Optimizer):
 
 
 def warn_of_forgotten(model: nn.Module, optimizer: Optimizer) -> None:
-    """Name parameters that require a gradient and are in no group: nothing averages their gradients, nothing steps them."""
+    """Warn of parameters that require a gradient but are in no group: they are neither averaged nor stepped."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     forgotten = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
     if forgotten:

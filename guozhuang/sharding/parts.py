@@ -1,7 +1,7 @@
-"""Which rank updates which elements: parameters to flat buckets, buckets to slices, slices to blocks. No communication.
+"""Which rank updates which elements: parameters are put in buckets, buckets cut in slices, slices in blocks. No communication.
 
 A bucket is one flat tensor that holds parameters of one optimizer group, dtype and device, one after the other. Rank r
-owns the r-th of its ``num_ranks`` equal slices. What the user's optimizer sees of a slice are blocks: 1-dimensional
+owns the r-th of its ``num_ranks`` equal slices. The user's optimizer sees a slice as blocks: 1-dimensional
 pieces small enough that an optimizer which passes over its tensors several times finds them in the cache.
 """
 
@@ -18,20 +18,20 @@ from ..gradients.buckets import DEFAULT_CAP_BYTES, Caps, Slot, assign
 
 #: Every parameter, slice and block begins at a multiple of this many elements: 64 bytes of float32.
 ALIGN_ELEMENTS = 16
-#: Upper bound of a block: four tensors of it (weight, gradient, two of state) in float32 fit into a second-level cache.
+#: Upper bound of a block: its weight, gradient and two tensors of state in float32 fit into a second-level cache.
 BLOCK_ELEMENTS = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """What the layout needs to know of one parameter.
+    """The facts about one parameter that the layout depends on.
 
     Attributes:
         num_elements: may be 0.
-        dtype: of the parameter, its gradient and its flat memory.
-        device: where it lies.
-        group: index of its group in the optimizer.
-        position: its place among the model's parameters; later ones get their gradients earlier.
+        dtype: dtype of the parameter, its gradient and its flat tensor.
+        device: device of the parameter.
+        group: index of its parameter group in the optimizer.
+        position: its index among the model's parameters; later ones get their gradients earlier.
     """
 
     num_elements: int
@@ -43,7 +43,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements [start, end) of a parameter, counted in its memory order, lie at ``offset`` of the bucket's flat tensor."""
+    """Elements [start, end) of a parameter, counted in memory order; they lie at ``offset`` of the bucket's flat tensor."""
 
     parameter: int
     start: int
@@ -54,14 +54,14 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Elements [start, end) of a bucket's flat tensor: what one rank's optimizer holds as one 1-dimensional parameter.
+    """Elements [start, end) of a bucket's flat tensor, which one rank's optimizer holds as one 1-dimensional parameter.
 
     Attributes:
-        group: index of the group in the optimizer.
+        group: index of the parameter group in the optimizer.
         bucket: index of the bucket.
         start: first element, a multiple of :data:`ALIGN_ELEMENTS`.
-        end: behind the last element. Between and behind the pieces there may be padding.
-        pieces: what it holds of which parameters, in order; never empty.
+        end: one behind the last element. Between and behind the pieces there may be padding.
+        pieces: the parts of parameters in this block, in order; never empty.
     """
 
     group: int
@@ -72,12 +72,12 @@ class Block:
 
     @property
     def num_elements(self) -> int:
-        """Size with the padding."""
+        """Number of elements, with the padding."""
         return self.end - self.start
 
     @property
     def parameters(self) -> frozenset[int]:
-        """Indices of the parameters that it holds a piece of."""
+        """Indices of the parameters that have a piece in this block."""
         return frozenset(piece.parameter for piece in self.pieces)
 
 
@@ -86,14 +86,14 @@ class FlatBucket:
     """Parameters that lie one after the other in one flat tensor.
 
     Attributes:
-        index: place in the order in which gradients are expected, and in which collectives are issued.
-        group: index of the group in the optimizer.
-        dtype: of the flat tensor.
-        device: of the flat tensor.
+        index: position in the order in which gradients are expected and collectives are issued.
+        group: index of the parameter group in the optimizer.
+        dtype: dtype of the flat tensor.
+        device: device of the flat tensor.
         parameters: indices of the parameters, in flat order.
-        offsets: where each begins, in elements.
+        offsets: where each parameter begins, in elements.
         num_elements: size with all padding, a multiple of ``num_ranks * ALIGN_ELEMENTS``.
-        slice_elements: size of the slice of one rank.
+        slice_elements: size of one rank's slice.
     """
 
     index: int
@@ -111,18 +111,18 @@ class FlatBucket:
         return self.num_elements * self.dtype.itemsize
 
     def slice_of(self, rank: int) -> tuple[int, int]:
-        """Return first and last-but-one element of the part that ``rank`` owns."""
+        """Return the range of elements that ``rank`` owns: the first one, and one behind the last."""
         return rank * self.slice_elements, (rank + 1) * self.slice_elements
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Who owns what; the same on all ranks.
+    """Which rank owns which elements; the same on all ranks.
 
     Attributes:
-        num_ranks: how many slices a bucket has.
-        members: every parameter, by index: the user's order over all groups, those that require a gradient.
-        buckets: in the order of their collectives.
+        num_ranks: number of slices of a bucket.
+        members: the parameters that require a gradient, by index, in the user's order over all groups.
+        buckets: in the order in which their collectives are issued.
         block_elements: upper bound of a block.
     """
 
@@ -133,7 +133,7 @@ class Layout:
 
     @cached_property
     def places(self) -> tuple[tuple[int, int], ...]:
-        """For each parameter its bucket and its offset there, in elements."""
+        """For each parameter, the index of its bucket and its offset in that bucket, in elements."""
         found: dict[int, tuple[int, int]] = {}
         for bucket in self.buckets:
             for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True):
@@ -141,17 +141,17 @@ class Layout:
         return tuple(found[i] for i in range(len(self.members)))
 
     def blocks_of(self, rank: int, separate: Collection[int] = frozenset()) -> list[Block]:
-        """Return the blocks of a rank, by group, then bucket, then start.
+        """Return the blocks of a rank, ordered by group, bucket and start.
 
         Args:
-            rank: the owner.
-            separate: parameters that share a block with no other.
+            rank: the rank that owns them.
+            separate: indices of parameters that may not share a block with any other.
         """
         blocks = [block for bucket in self.buckets for block in self._cut(bucket, rank, separate)]
         return sorted(blocks, key=lambda block: (block.group, block.bucket, block.start))
 
     def pieces_of(self, parameter: int) -> tuple[tuple[int, Piece], ...]:
-        """Return the pieces of a parameter with their owners, in element order; none if it has no elements."""
+        """Return the pieces of a parameter with the ranks that own them, in element order; none if it has no elements."""
         index, offset = self.places[parameter]
         bucket, num_elements = self.buckets[index], self.members[parameter].num_elements
         found = []
@@ -164,7 +164,7 @@ class Layout:
         return tuple(found)
 
     def describe(self) -> list[str]:
-        """Return one line per bucket, for ranks to compare."""
+        """Return one line per bucket, by which ranks compare their layouts."""
         return [
             f"bucket {b.index} of group {b.group}: {b.num_elements} {str(b.dtype).removeprefix('torch.')}, "
             f"parameters {', '.join(map(str, b.parameters))}"
@@ -180,7 +180,7 @@ class Layout:
                     yield Block(bucket.group, bucket.index, low, high, pieces)
 
     def _runs(self, bucket: FlatBucket, start: int, end: int, separate: Collection[int]) -> Iterator[tuple[int, int]]:
-        """Cut [start, end) around the parameters that stand alone."""
+        """Cut [start, end) so that each parameter in ``separate`` has a range of its own."""
         begin = start
         for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True):
             if parameter not in separate:
@@ -216,13 +216,13 @@ def lay_out(
     """Divide parameters among ranks.
 
     Args:
-        members: every parameter, by index.
-        num_ranks: how many ranks share the work.
-        cap_bytes: upper bound of a bucket; a single parameter may pass it.
+        members: the parameters, by index.
+        num_ranks: number of ranks that share the work.
+        cap_bytes: upper bound of a bucket; a bucket of a single parameter may exceed it.
         block_elements: upper bound of a block, a multiple of :data:`ALIGN_ELEMENTS`.
     """
     assert num_ranks > 0 and block_elements > 0 and block_elements % ALIGN_ELEMENTS == 0
-    found: list[tuple[int, tuple[int, ...]]] = []  # (position of the parameter whose gradient comes last, the bucket)
+    found: list[tuple[int, tuple[int, ...]]] = []  # (position of the parameter whose gradient arrives last, the bucket)
     for group in sorted({m.group for m in members}):
         indices = [i for i, m in enumerate(members) if m.group == group]
         indices.sort(key=lambda i: -members[i].position)
@@ -255,9 +255,9 @@ def _bucket(members: Sequence[Member], num_ranks: int, index: int, chosen: tuple
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """Return the strides in which the tensor's elements lie in flat memory.
+    """Return the strides that the tensor's elements have in the flat memory of a bucket.
 
-    Its own if they fill their memory without gaps (row-major or channels_last), else those of a row-major tensor.
+    These are the tensor's own strides if it has no gaps (row-major or channels_last), else those of a row-major tensor.
     """
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -269,9 +269,9 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
 
 
 def in_flat(flat: Tensor, offset: int, like: Tensor) -> Tensor:
-    """Return a tensor in ``flat``'s memory from ``offset`` (elements) on, with the shape and strides of ``like``.
+    """Return a tensor over ``flat``'s memory, beginning at element ``offset``, with the shape and strides of ``like``.
 
-    Made by ``set_``, so that it is no view to autograd and has a version counter of its own.
+    It is made by ``set_``, so that autograd does not see a view, and it has a version counter of its own.
     """
     empty = torch.empty(0, dtype=flat.dtype, device=flat.device)
     start = flat.storage_offset() + offset
@@ -279,12 +279,12 @@ def in_flat(flat: Tensor, offset: int, like: Tensor) -> Tensor:
 
 
 def in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return ``tensor``'s elements as a 1-dimensional tensor, in the order in which ``like``'s lie in memory.
+    """Return ``tensor``'s elements as a 1-dimensional tensor, in the order in which those of ``like`` lie in memory.
 
-    A view where ``tensor`` lies in that order itself, else a copy.
+    The result is a view if ``tensor`` has that order itself, else a copy.
 
     Args:
-        tensor: of ``like``'s shape.
+        tensor: has the shape of ``like``.
         like: a parameter.
     """
     tensor = tensor.detach()

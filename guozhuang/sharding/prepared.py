@@ -1,4 +1,4 @@
-"""``shard``: make a model and its optimizer train in parts over a group."""
+"""``shard``: divides the training of a model among the ranks of a group, each of which steps a part of the weights."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ def shard(
 ) -> tuple[nn.Module, ShardedOptimizer]:
     """Let each rank of a group step its part of the weights with the user's own optimizer. Every rank must call it.
 
-    The weights become rank 0's. Where the group is one node's shared memory and the model lies on the CPU, the weights then
-    exist once, read by all ranks; elsewhere each rank keeps all of them, and they travel after each step.
+    All ranks get rank 0's weights. If the group is one node's shared memory and the model is on the CPU, the weights then
+    exist once, read by all ranks; otherwise each rank holds all of them, and they are all-gathered after each step.
 
     Args:
         model: equal on all ranks in names, shapes and dtypes; not wrapped.
-        optimizer: over parameters of the model; acts element by element.
+        optimizer: holds parameters of the model; acts element by element.
         group: the ranks; all by default.
-        share_weights: False: each rank keeps all weights also where they could exist once.
-        overlap_gather: let new weights travel on while the program goes on; who reads one waits for it
-            (:mod:`guozhuang.sharding.arriving`). Of no meaning in shared memory.
+        share_weights: False: each rank holds all weights, also where one shared copy would be possible.
+        overlap_gather: let new weights arrive while the program continues; code that reads one waits for it
+            (:mod:`guozhuang.sharding.arriving`). Without effect in shared memory.
         exchange: averages gradients in place of an exact sum, for example ``Compressed(MinMax8())``; equal on all ranks. Each
-            rank then keeps all weights, and gradients leave at the step.
+            rank then holds all weights, and gradients are sent at the step.
 
     Returns:
-        The model itself (with SyncBatchNorm parts that work on CPU), and the optimizer to step in place of the user's.
+        The model itself (with SyncBatchNorm parts that work on CPU), and the optimizer to use in place of the user's.
 
     Raises:
-        UsageError: ``exchange`` is no exchange of gradients, the optimizer does not act element by element, parameters that
-            cannot be divided (complex, sparse gradients, several devices), or parameters that are divided already.
+        UsageError: ``exchange`` is not a gradient exchange, the optimizer does not act element by element, or parameters
+            cannot be divided (complex, sparse gradients, several devices) or are divided already.
         MismatchError: ranks hold different models or optimizers.
     """
     group = dist.group.WORLD if group is None else group
@@ -91,7 +91,7 @@ def shard(
 
 
 def start_equal(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Compare the ranks' models and give all of them rank 0's weights and buffers. Every rank must call it.
+    """Compare the ranks' models and copy rank 0's weights and buffers to all of them. Every rank must call it.
 
     Raises:
         MismatchError: names, shapes, dtypes or memory layouts differ.
@@ -102,12 +102,12 @@ def start_equal(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 class EqualBuffers:
-    """Before a training forward, gives all ranks rank 0's buffers, as DistributedDataParallel does.
+    """A hook that copies rank 0's buffers to all ranks before a training forward, as DistributedDataParallel does.
 
     Copies and pickles of the model get a hook that does nothing.
 
     Args:
-        model: the one whose forward it is.
+        model: the model that the hook is registered on.
         group: the ranks.
     """
 
@@ -116,7 +116,7 @@ class EqualBuffers:
 
     @_disable_dynamo
     def __call__(self, model: nn.Module, inputs: Any) -> None:
-        """Broadcast, if gradients are enabled and the model is in training mode. Every rank must call the forward."""
+        """Broadcast buffers if gradients are enabled and the model is in training mode. Every rank must call the forward."""
         if model.training and torch.is_grad_enabled():
             broadcast_tensors(model.buffers(), self._group, source=0)
 

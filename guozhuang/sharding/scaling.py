@@ -1,7 +1,7 @@
 """``torch.amp.GradScaler`` over ranks that each hold a part of the gradients: all step, or all skip, and scales stay equal.
 
-GradScaler keeps what it found in tensors of its own, and adapts its scale by them in ``update()``. So a rank that found no
-infinity must have another rank's finding put into its scaler. PyTorch hands the scaler to the step of an optimizer that
+GradScaler keeps a flag "infinity found" in tensors of its own, and adapts its scale by it in ``update()``. So if one rank found
+an infinity, the flag must be set in the scalers of all ranks. PyTorch passes the scaler to ``step`` of an optimizer that
 asks for it by an argument ``grad_scaler``.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def silence_warning() -> None:
-    """Leave out PyTorch's warning to authors of optimizers that the scaler may stop handing itself over."""
+    """Suppress PyTorch's warning, meant for authors of optimizers, that GradScaler may stop passing itself to ``step``."""
     warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)
 
 
@@ -29,9 +29,9 @@ def unscale_together(scaler: Any, optimizer: ShardedOptimizer, carrier: Carrier)
     """Unscale the collected gradients unless the user did, and tell whether to step. Every rank must call it.
 
     Args:
-        scaler: after ``unscale_(optimizer)``, or not.
-        optimizer: by whose identity the scaler knows its findings.
-        carrier: has collected.
+        scaler: the scaler, before or after ``unscale_(optimizer)``.
+        optimizer: the object under whose id the scaler keeps its flags.
+        carrier: its ``collect`` has been called.
     """
     state = scaler._per_optimizer_states[id(optimizer)]
     found: dict[torch.device, torch.Tensor] = state["found_inf_per_device"]

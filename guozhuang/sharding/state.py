@@ -1,8 +1,8 @@
-"""The optimizer's state: per parameter as PyTorch writes it in checkpoints, per block as a rank keeps it.
+"""The optimizer's state, converted between whole parameters, as in PyTorch's checkpoints, and a rank's blocks.
 
-A value in the state is *elementwise* if it has an element for each element of its weight, and is cut and put together like
-the weight. Everything else must be one number (or any object that is no tensor): it belongs to the whole parameter, and
-parameters may share a block only where these are equal.
+A value in the state is *elementwise* if it has an element for each element of its weight; it is cut and joined like
+the weight. Every other value must be one number (or an object that is no tensor): it belongs to the whole parameter, and
+parameters may share a block only if these values are equal.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from .parts import Block, Layout, Piece, dense_stride, in_memory_order
 
 #: State of one parameter or one block, by name.
 Values: TypeAlias = dict[str, Any]
-# Names by which PyTorch's optimizers keep one number per parameter: needed only where the weight itself is a number.
+# Keys under which PyTorch's optimizers keep one number per parameter; needed if the weight itself has 0 dimensions.
 _NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 
 
 def is_elementwise(key: str, value: object, weight: Tensor, who: str) -> bool:
-    """Tell the two kinds of state apart.
+    """Tell whether a value of the state is elementwise.
 
     Args:
-        key: its name.
-        value: what the optimizer keeps.
+        key: name of the value.
+        value: the value in the optimizer's state.
         weight: the block or parameter it belongs to.
-        who: the optimizer's class, for the error.
+        who: name of the optimizer's class, for the error.
 
     Raises:
-        UsageError: it is a tensor of neither kind.
+        UsageError: the value is a tensor that is neither elementwise nor one number.
     """
     if not isinstance(value, Tensor):
         return False
@@ -52,12 +52,12 @@ def is_elementwise(key: str, value: object, weight: Tensor, who: str) -> bool:
 
 
 def regroup(old: Sequence[tuple[Block, Values]], blocks: Sequence[Block], weights: Sequence[Tensor]) -> list[Values]:
-    """Carry the state of one rank over to other blocks of the same elements. Not collective.
+    """Convert the state of one rank to other blocks of the same elements. Not collective.
 
     Args:
-        old: the blocks so far with their state.
-        blocks: finer ones.
-        weights: their weights, for the shapes.
+        old: the present blocks with their state.
+        blocks: the new, finer blocks.
+        weights: the new blocks' weights, for the shapes.
     """
     holders: dict[int, list[tuple[Block, Piece, Values]]] = {}
     for block, values in old:
@@ -81,13 +81,13 @@ def regroup(old: Sequence[tuple[Block, Values]], blocks: Sequence[Block], weight
 
 
 def apart(full: Mapping[int, Values], layout: Layout, parameters: Sequence[Tensor], who: str) -> frozenset[int]:
-    """Return the parameters that cannot share blocks because their numbers differ from most others' of their group.
+    """Return the parameters that cannot share blocks, because their numbers differ from the most common ones of their group.
 
     Args:
-        full: state by index of the parameter; those without any may be missing.
-        layout: of the parameters.
+        full: state by index of the parameter; parameters without state may be missing.
+        layout: layout of the parameters.
         parameters: by index.
-        who: the optimizer's class, for errors.
+        who: name of the optimizer's class, for errors.
     """
     signs: dict[int, dict[int, str]] = {}
     for i, member in enumerate(layout.members):
@@ -106,14 +106,14 @@ def cut(
     weights: Sequence[Tensor],
     who: str,
 ) -> list[Values]:
-    """Return the state of one rank's blocks out of that of whole parameters. Not collective.
+    """Cut the state of one rank's blocks out of the state of whole parameters. Not collective.
 
     Args:
         full: state by index of the parameter. Parameters that share a block have equal numbers (see :func:`apart`).
         parameters: by index.
-        blocks: of this rank.
+        blocks: this rank's blocks.
         weights: one per block.
-        who: the optimizer's class, for errors.
+        who: name of the optimizer's class, for errors.
     """
     found = []
     for block, weight in zip(blocks, weights, strict=True):
@@ -139,10 +139,10 @@ def whole(
     values: Sequence[Values],
     group: dist.ProcessGroup,
 ) -> dict[int, Values]:
-    """Put the state of all ranks' blocks together. Every rank must call it, with the same layout.
+    """Assemble the state of whole parameters from all ranks' blocks. Every rank must call it, with the same layout.
 
     Returns:
-        For each parameter that has state: its values in the shape, strides and device of the parameter; the same on all ranks.
+        For each parameter that has state: its values, with the parameter's shape, strides and device; the same on all ranks.
     """
     known = _known_by_any(blocks, values, group)
     found: dict[int, Values] = {
@@ -166,7 +166,7 @@ def whole(
                     new = torch.empty_strided(like.shape, dense_stride(like), dtype=dtype, device=like.device)
                     in_memory_order(new, like).copy_(flat[offset : offset + like.numel()])
                     found[i][key] = new
-    # In the order in which the optimizer made them.
+    # Keys in the order in which the optimizer made them.
     return {i: {key: found[i][key] for key in known[i]} for i in found}
 
 
@@ -193,7 +193,7 @@ def _gather_flat(
 def _known_by_any(
     blocks: Sequence[Block], values: Sequence[Values], group: dist.ProcessGroup
 ) -> dict[int, dict[str, tuple[bool, Any]]]:
-    """For each parameter and key, from its first owner: (True, dtype) of an elementwise value, (False, value) of another."""
+    """Return for each parameter and key, from its first owner: (True, dtype) if elementwise, else (False, value)."""
     own: dict[int, dict[str, tuple[bool, Any]]] = {}
     for block, state in zip(blocks, values, strict=True):
         for piece in block.pieces:
@@ -210,12 +210,12 @@ def _known_by_any(
 def _summary(value: object, block: Block) -> tuple[bool, Any]:
     if isinstance(value, Tensor) and value.shape == (block.num_elements,):
         return True, str(value.dtype).removeprefix("torch.")
-    # A clone: the number that the optimizer goes on counting with is not the one in the checkpoint.
+    # A clone, because the optimizer goes on counting in its own tensor, and the checkpoint must not change.
     return False, value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 def _sign(values: Values, parameter: Tensor, who: str) -> str:
-    """What must be equal for two parameters to share a block."""
+    """Describe the state of a parameter: two parameters may share a block if their descriptions are equal."""
     parts: list[str] = []
     for key in sorted(values):
         value = values[key]
@@ -227,12 +227,12 @@ def _sign(values: Values, parameter: Tensor, who: str) -> str:
 
 
 def signs(full: Mapping[int, Values], parameters: Sequence[Tensor], who: str) -> list[str]:
-    """Describe the state of each parameter, for ranks to compare: names, dtypes, numbers."""
+    """Return a line on the state of each parameter, for ranks to compare: names, dtypes, numbers."""
     return [f"parameter {i}: {_sign(full[i], parameters[i], who)}" for i in sorted(full)]
 
 
 def check_kinds(pairs: Iterable[tuple[Tensor, Values]], who: str) -> None:
-    """Refuse state of neither kind.
+    """Refuse state that is neither elementwise nor one number per parameter.
 
     Raises:
         UsageError: see :func:`is_elementwise`.

@@ -1,4 +1,4 @@
-"""Whole weights of a model whose parameters may be DTensors, of which each process holds a part."""
+"""Functions that return the whole weights of a model whose parameters may be DTensors, divided among processes."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from torch import Tensor, nn
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Tell whether it is a DTensor, without importing what defines these where nobody did."""
+    """Tell whether an object is a DTensor, without importing the module that defines DTensors if it is not loaded."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def is_divided(model: nn.Module) -> bool:
-    """Tell whether parameters of the model are DTensors: then only all ranks together can call it."""
+    """Tell whether parameters of the model are DTensors: then its forward is a collective that all ranks must call."""
     return any(is_dtensor(p) for p in model.parameters())
 
 
 def full_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return every parameter as a whole, detached, by name; divided ones are gathered. Every rank must call it if any is.
+    """Return every parameter as a whole, detached, by name; DTensors are gathered. Every rank must call it if there are any.
 
-    A parameter that is not divided is returned as it is, without a copy.
+    Other parameters are returned without a copy.
     """
     return {name: _full(p) for name, p in model.named_parameters()}
 
 
 def load_whole(into: nn.Module, weights: dict[str, Tensor], model: nn.Module) -> nn.Module:
-    """Copy whole weights, and the buffers of ``model``, into another model of its kind, and return that. Not collective."""
+    """Copy whole weights, and the buffers of ``model``, into ``into``, a model of the same class. Not collective."""
     with torch.no_grad():
         for name, p in into.named_parameters():
             p.copy_(weights[name])
