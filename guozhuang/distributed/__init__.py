@@ -1,4 +1,4 @@
-"""``DistributedDataParallel``: every rank holds the model, gradients are made equal while backward runs."""
+"""``DistributedDataParallel``: every rank holds the whole model; gradients are averaged while backward runs."""
 
 from .module import DistributedDataParallel
 

@@ -1,4 +1,4 @@
-"""Parameters that a module was given after it was wrapped: their gradients would stay local, and the ranks drift apart."""
+"""Detects parameters added to a module after it was wrapped: their gradients would stay local, and the ranks diverge."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ..errors import UsageError, explain
 
 
 class Additions:
-    """Finds added parameters without looking at the module in each step: PyTorch tells whenever any module gets something.
+    """Finds added parameters without a search in each step: PyTorch calls a hook when a module gets a parameter or a part.
 
-    Only what was registered counts: ``torch.func.functional_call`` puts other tensors in the place of parameters for a while.
+    Only registered parameters count: ``torch.func.functional_call`` replaces parameters by other tensors for a while.
 
     Args:
         known: the parameters that the wrapper averages, by name.
@@ -28,7 +28,7 @@ class Additions:
         self._known = [p for _, p in known]
         self._changed: weakref.WeakSet[nn.Module] = (
             weakref.WeakSet()
-        )  # were given a parameter or a part; not ours alone
+        )  # modules that were given a parameter or a part, also of other models
         self._added: list[tuple[str, nn.Parameter]] = []
         changed = weakref.ref(self._changed)
 
@@ -40,15 +40,15 @@ class Additions:
             weakref.finalize(self, register(note).remove)
 
     def refuse(self, module: nn.Module, ignored: frozenset[str], rank: int) -> None:
-        """Raise if there are trained parameters that are not averaged.
+        """Raise if there are added parameters that are trained and not averaged.
 
         Args:
-            module: the bare module.
-            ignored: names that are left alone.
-            rank: of this process, for the error.
+            module: the module without the wrapper.
+            ignored: names of parameters that are not averaged on purpose.
+            rank: rank of this process, for the error.
 
         Raises:
-            UsageError: there are; the text names them.
+            UsageError: there are such parameters; the text names them.
         """
         if self._changed:
             parts = set(module.modules())
@@ -60,7 +60,7 @@ class Additions:
             ]
         trained = [name for name, p in self._added if p.requires_grad]
         if trained:
-            held = {id(p) for p in module.parameters()}  # some may be gone again
+            held = {id(p) for p in module.parameters()}  # some may have been removed again
             self._added = [(name, p) for name, p in self._added if id(p) in held]
             trained = [name for name, p in self._added if p.requires_grad]
         if trained:

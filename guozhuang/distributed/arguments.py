@@ -1,4 +1,4 @@
-"""What the arguments of ``DistributedDataParallel`` mean together: checked once, before anything is communicated."""
+"""Checks and interprets the arguments of ``DistributedDataParallel``, once, before any communication."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def choose_group(process_group: dist.ProcessGroup | None, device_mesh: Any, modu
 
 
 def bucket_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> Caps:
-    """Return the bounds of the buckets. The list, if given, wins; its last entry holds for all further buckets.
+    """Return the size limits of the buckets. The list, if given, wins; its last entry holds for all further buckets.
 
     Raises:
         UsageError: a cap is not positive.
@@ -61,9 +61,9 @@ def bucket_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float]
 
 
 def sync_choices(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
-    """Return whether buffers are made equal before each forward, and whether at the start.
+    """Return whether to broadcast buffers before each forward, and whether to broadcast them at construction.
 
-    ``broadcast_buffers`` is PyTorch's older name: as False it also leaves out the start.
+    ``broadcast_buffers`` is PyTorch's older name: False also leaves out the broadcast at construction.
     """
     if forward_sync_buffers is not None:
         if broadcast_buffers is not None:
@@ -90,7 +90,7 @@ def choose_devices(
 
     Raises:
         UsageError: more than one device id, parameters on devices of several types, or ids where they have no meaning.
-        RuntimeError: a parameter has no shape yet (a lazy module that saw no input), or an optimizer that steps in backward.
+        RuntimeError: a parameter has no shape yet (a lazy module before its first input), or an optimizer steps in backward.
     """
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in parameters):
         raise RuntimeError(
@@ -131,7 +131,7 @@ def choose_devices(
 
 
 def _index_of(device: Any, own: torch.device) -> int:
-    """Return an accelerator's index; "cuda" without one means the device the parameters are on."""
+    """Return an accelerator's index; for "cuda" without an index, that of the parameters' device."""
     index = device if isinstance(device, int) else torch.device(device).index
     if index is None:
         index = own.index or 0
@@ -139,12 +139,12 @@ def _index_of(device: Any, own: torch.device) -> int:
 
 
 def refuse_optimizers_in_backward(parameters: Iterable[nn.Parameter]) -> None:
-    """Raise if an optimizer steps while backward runs.
+    """Raise if an optimizer was applied in backward to any of the parameters.
 
     Raises:
-        RuntimeError: it would step before gradients are averaged.
+        RuntimeError: the optimizer would step before gradients are averaged.
     """
-    if any(hasattr(p, "_in_backward_optimizers") for p in parameters):  # torch.distributed.optim leaves this mark
+    if any(hasattr(p, "_in_backward_optimizers") for p in parameters):  # set by torch.distributed.optim
         raise RuntimeError(
             explain(
                 "an optimizer was applied in backward to the module; it would step before gradients are averaged",

@@ -1,4 +1,4 @@
-"""Which exchange the wrapper's buckets go through: chosen before the first backward, saved and restored with its state."""
+"""The choice of the wrapper's gradient or weight exchange before the first backward, and its state in checkpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WRAP_ANEW = "wrap the module anew"
 
 
 class Exchanging:
-    """The part of ``DistributedDataParallel`` that knows its exchange."""
+    """The part of ``DistributedDataParallel`` that chooses its exchange, and saves and loads its state."""
 
     _reducer: Reducer | None
     _chosen: GradientExchange[Any] | None = None
@@ -39,7 +39,7 @@ class Exchanging:
 
     @property
     def exchange(self) -> GradientExchange[Any]:
-        """What is done with a full bucket; an all-reduce unless another was chosen."""
+        """The exchange of full buckets: an all-reduce unless another was chosen."""
         if self._chosen is not None:
             return self._chosen
         wire = None if self._precision is None else self._precision.wire_dtype
@@ -52,7 +52,7 @@ class Exchanging:
             exchange: equal on all ranks.
 
         Raises:
-            UsageError: it is no exchange.
+            UsageError: ``exchange`` is not a GradientExchange.
             RuntimeError: an exchange or a communication hook was chosen before, gradients have been exchanged already, or the
                 module trains in ``mixed_precision``, which has a wire format of its own.
         """
@@ -65,14 +65,14 @@ class Exchanging:
         """Let ``hook(state, bucket) -> Future[Tensor]`` exchange the buckets. Every rank must call it, before any backward.
 
         The bucket has the methods of ``torch.distributed.GradBucket``; gradients are not divided by the number of ranks.
-        Buckets are laid out anew once, after the first backward. On CPU each bucket's hook is waited for before backward goes
-        on, because a hook may issue collectives from callbacks, whose order among other collectives would differ between ranks.
-        PyTorch's allreduce, fp16 and bf16 hooks, and a hook with an attribute ``one_round = True``, are known to issue all of
-        them when they are called; these overlap with backward.
+        Buckets are assigned again once, after the first backward. On CPU, backward waits for each bucket's hook,
+        because a hook may issue collectives from callbacks, whose order among other collectives would differ between ranks.
+        PyTorch's allreduce, fp16 and bf16 hooks, and a hook with an attribute ``one_round = True``, are known to issue all
+        collectives when they are called; these overlap with backward.
 
         Raises:
-            TypeError: ``hook`` cannot be called, or has no parameter ``bucket``.
-            UsageError: its annotations are not a hook's.
+            TypeError: ``hook`` is not callable, or has no parameter ``bucket``.
+            UsageError: its annotations are not those of a hook.
             RuntimeError: a hook was registered before, or gradients have been exchanged already.
         """
         check_hook(hook)
@@ -90,15 +90,15 @@ class Exchanging:
         if self._reducer is not None:
             self._reducer.use(exchange)
         else:
-            _ = self.reducer  # made with this exchange, which says now what it refuses
+            _ = self.reducer  # created now, so that errors about this exchange are raised here
 
     def exchange_state_dict(self) -> dict[str, Any]:
-        """Return what the exchange needs to go on exactly from a checkpoint. Every rank must call; each saves its own.
+        """Return the exchange's state, to continue exactly from a checkpoint. Every rank must call; each saves its own.
 
         Returns:
-            "step", the number of exchanges so far, "exchange", whatever the method keeps (its error feedback, for example), and
+            "step", the number of exchanges so far, "exchange", the state of the method (its error feedback, for example), and
             "layout", the names of each bucket's parameters (None before the ranks have agreed on it);
-            with a weight exchange also "weights": the ranks agree on one set of them first, so call it before ``state_dict()``.
+            with a weight exchange also "weights": it then makes the ranks' weights equal, so call it before ``state_dict()``.
         """
         around = {} if self.around is None else {"weights": self.around.state_dict()}
         if self.reducer is None:
@@ -107,10 +107,10 @@ class Exchanging:
         return {"step": self.reducer.step, "exchange": kept, "layout": layout, **around}
 
     def load_exchange_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on where ``exchange_state_dict`` was called on this rank. Every rank must call, after the exchange was chosen.
+        """Continue from a state of ``exchange_state_dict`` of this rank. Every rank must call, after the exchange was chosen.
 
-        With a weight exchange the weights are loaded before this or after it, but before the next step. Buckets are laid out as
-        they were then, whatever their size is to be now, because codes may depend on it; not where others are trained.
+        With a weight exchange, weights may be loaded before or after this, but before the next step. Buckets are assigned as
+        in the saved run, whatever their size limit is now, since codes may depend on it; not if other parameters are trained.
 
         Raises:
             UsageError: it was saved with another exchange, or for other parameters.
@@ -124,33 +124,33 @@ class Exchanging:
             self.around.load_state_dict(saved["weights"])
 
     def use_weight_exchange(self, exchange: WeightExchange[Any], optimizer: Optimizer) -> None:
-        """Exchange weights around the optimizer's steps, and leave gradients local where the method says so.
+        """Exchange weights around the optimizer's steps, and leave gradients local where the method does so.
 
-        Every rank must call it, before any backward. The weights of all ranks are brought to one value before evaluation
+        Every rank must call it, before any backward. The ranks' weights are made equal before evaluation
         (``model.eval()``), before ``state_dict()`` and at the end of ``join()``, if there was a step since, or weights were
-        loaded: these wait for all ranks then, and buffers of floating point become their mean over ranks. To save from rank 0
-        alone, let every rank call ``model.eval()`` first. ``state_dict()`` of a part of the module does not make ranks agree.
+        loaded: these calls then wait for all ranks, and floating-point buffers become their mean. To save from rank 0
+        alone, let every rank call ``model.eval()`` first. ``state_dict()`` of a part of the module does not make weights equal.
 
-        Weights are loaded with ``load_state_dict()`` on every rank, of all or of any part of the module; those of rank 0 are
-        taken, of what was not loaded the mean, and the exchange begins anew from them. So it does, from their mean, where
-        ``p.data`` was replaced. Values that are written in place (``p.copy_()``) are not noticed, and count as training: hand
-        them to ``load_state_dict()``. The exchange's own state may be loaded before or after the weights.
+        Load weights with ``load_state_dict()`` on every rank, on all or any part of the module; all ranks get rank 0's loaded
+        weights, and the mean of those not loaded, and the exchange restarts from them. If ``p.data``
+        was replaced, it restarts from the mean. Values written in place (``p.copy_()``) are not noticed, and count as
+        training: use ``load_state_dict()``. The exchange's own state may be loaded before or after the weights.
 
-        Every rank makes every step. With ``torch.amp.GradScaler`` take a fused optimizer (``fused=True``), whose ``step()`` is
-        called everywhere also where gradients overflowed, or bf16 without a scaler. A rank that left out a step alone raises
-        where the ranks agree, and so do the others; the error names ranks and steps. Inside ``join()`` there is one
+        Every rank must make every step. With ``torch.amp.GradScaler`` use a fused optimizer (``fused=True``), whose ``step()``
+        is called on all ranks even if gradients overflowed, or bf16 without a scaler. If one rank left out a step, all ranks
+        raise where weights are made equal; the error names ranks and steps. Inside ``join()`` there must be one
         synchronized forward for each optimizer step: to accumulate, run all forwards but the last one in ``no_sync()``.
-        Anything else raises UsageError.
+        Any other pattern raises UsageError.
 
         Args:
             exchange: equal on all ranks.
-            optimizer: the one that steps the module's parameters; it must hold all that are trained, since what it holds is
-                what is exchanged.
+            optimizer: the optimizer of the module's parameters; it must hold all trained ones, since exactly its parameters
+                are exchanged.
 
         Raises:
-            UsageError: it is no weight exchange, the optimizer does not hold all trained parameters, or some are delayed
-                (``delay_all_reduce_named_params``).
-            RuntimeError: another was chosen before, or gradients have been exchanged already.
+            UsageError: ``exchange`` is not a WeightExchange, the optimizer does not hold all trained parameters, or some are
+                delayed (``delay_all_reduce_named_params``).
+            RuntimeError: another weight exchange was chosen before, or gradients have been exchanged already.
         """
         check_weight_exchange(exchange)
         ddp = cast("DistributedDataParallel", self)
@@ -177,8 +177,8 @@ class Exchanging:
             averages_buffers=ddp.forward_sync_buffers,
             is_shadowed=_IsShadowed(ddp),
         )
-        ddp.forward_sync_buffers = False  # here, where nothing can fail any more
-        if gradients is not None and ddp.reducer is not None:  # by the optimizer's steps, too
+        ddp.forward_sync_buffers = False  # set last, when no check can fail any more
+        if gradients is not None and ddp.reducer is not None:  # it counts the optimizer's steps
             this = weakref.proxy(around)  # a parameter's hooks may keep the reducer longer than the wrapper
             ddp.reducer.exchange_step = lambda: this.step
         elif not exchange.averages_gradients(0):
@@ -186,27 +186,27 @@ class Exchanging:
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether gradients stay on this rank in the coming backward, because weights are exchanged instead."""
+        """Whether gradients of the coming backward stay on this rank, because weights are exchanged instead."""
         return self.around is not None and self.around.keeps_gradients
 
     def agree(self) -> None:
-        """Bring the weights of all ranks to one value now. Every rank must call it. Without a weight exchange: nothing to do.
+        """Make the weights of all ranks equal now. Every rank must call it. Does nothing without a weight exchange.
 
         Raises:
-            WorldError: a rank did not come within the group's time-out; the text names it.
+            WorldError: a rank did not call within the group's time-out; the text names it.
         """
         if self.around is not None:
             self.around.agree()
 
     def train(self, mode: bool = True) -> Any:
-        """Switch between training and evaluation. With a weight exchange the ranks agree before evaluation: all must call."""
+        """Switch between training and evaluation. A weight exchange makes weights equal before evaluation: all must call."""
         if not mode:
             self.agree()
         return super().train(mode)  # type: ignore[misc]
 
 
 class _IsShadowed:
-    """Tells whether a wrapper is in a join context whose ranks without data shadow its steps."""
+    """Tells whether a wrapper is in a join context, where ranks without data shadow the steps of the others."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = weakref.ref(ddp)

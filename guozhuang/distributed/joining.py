@@ -1,8 +1,8 @@
-"""Ranks with fewer batches than others: what a rank that has run out does while the others go on.
+"""Joining with uneven inputs: a rank that has run out of batches shadows the steps of ranks that still have data.
 
-Built on ``torch.distributed.algorithms.join``, whose context drives the hook below; it therefore works together with other
-joinable objects (ZeroRedundancyOptimizer). Every collective that an active rank issues in a step has its twin here, in the same
-order.
+Built on ``torch.distributed.algorithms.join``, whose context calls the hook below; it therefore works together with other
+joinable objects (ZeroRedundancyOptimizer). For every collective that an active rank issues in a step, the hook issues the
+same one, in the same order.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 class ShadowSteps(JoinHook):
-    """Shadows the steps of the ranks that still have data.
+    """Issues the collectives of a step on a rank without data, while other ranks still have data.
 
     Args:
         ddp: the wrapper of this rank.
-        divide_by_initial_world_size: divide by all ranks of the group, not by those that still have data.
+        divide_by_initial_world_size: divide by all ranks of the group, not only by those that still have data.
     """
 
     def __init__(self, ddp: DistributedDataParallel, divide_by_initial_world_size: bool) -> None:
@@ -36,7 +36,7 @@ class ShadowSteps(JoinHook):
         ddp.divide_by_initial_world_size = divide_by_initial_world_size
 
     def main_hook(self) -> None:
-        """Take part in one step of the others, with zeros."""
+        """Take part in one step of the ranks with data, with zeros as gradients."""
         ddp = self._ddp
         reducer = ddp.reducer
         if reducer is not None:
@@ -47,18 +47,18 @@ class ShadowSteps(JoinHook):
         ddp.require_forward_param_sync = anyone_synchronizes
         if not anyone_synchronizes:
             return
-        # There is no bucket while everything is frozen.
+        # The reducer has no bucket while all parameters are frozen.
         if not ddp.keeps_gradients and reducer is not None and reducer.buckets:
             reducer.shadow()
         if ddp.around is not None:
             ddp.around.shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Take over the model of a rank that had most data; with a weight exchange, what all agree on."""
+        """Copy the model of a rank that joined last; with a weight exchange, make all ranks' weights equal instead."""
         ddp = self._ddp
-        ddp.in_join_context = False  # PyTorch leaves its own mark of the context (``_join_config``) behind
+        ddp.in_join_context = False  # PyTorch's own mark of the context, ``_join_config``, is not reset
         if ddp.around is not None:
-            ddp.around.changed = True  # perhaps not here, where there was no batch, but elsewhere
+            ddp.around.changed = True  # this rank may have made no step, but others did
             ddp.agree()
             return
         source = _common_rank(ddp, is_last_joiner)
@@ -73,7 +73,7 @@ def sync_buffers(ddp: DistributedDataParallel, joined: bool) -> None:
 
 
 def check_can_join(ddp: DistributedDataParallel) -> None:
-    """Raise if the module communicates by itself in forward, which a rank without data cannot take part in.
+    """Raise if the module communicates in its forward: a rank without data calls no forward, and could not take part.
 
     Raises:
         UsageError: it has a SyncBatchNorm part.
@@ -93,10 +93,10 @@ def check_can_join(ddp: DistributedDataParallel) -> None:
 
 
 def refuse_switch(changed: Sequence[str], rank: int) -> None:
-    """Raise if ``requires_grad`` was switched: ranks that have run out of data would not know of it.
+    """Raise if ``requires_grad`` was switched: ranks that have run out of data would not notice.
 
     Raises:
-        UsageError: ``changed`` names parameters.
+        UsageError: ``changed`` is not empty; it names the parameters.
     """
     if changed:
         raise UsageError(
@@ -110,14 +110,14 @@ def refuse_switch(changed: Sequence[str], rank: int) -> None:
 
 
 def tell_synchronization(ddp: DistributedDataParallel, synchronizes: bool) -> bool:
-    """Return whether any rank exchanges gradients in this step (none does inside ``no_sync``)."""
+    """Return whether any rank exchanges gradients in this step (no rank does inside ``no_sync``)."""
     flag = torch.tensor([float(synchronizes)], device=ddp.device)
     dist.all_reduce(flag, group=ddp.process_group)
     return bool(flag.item())
 
 
 def _common_rank(ddp: DistributedDataParallel, candidate: bool) -> int:
-    """Return the highest rank within the group that is a candidate."""
+    """Return the highest rank of the group that passes ``candidate=True``."""
     rank = torch.tensor([ddp.process_group.rank() if candidate else -1], device=ddp.device)
     dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=ddp.process_group)
     chosen = int(rank.item())

@@ -1,7 +1,7 @@
 """``DistributedDataParallel``, a drop-in for ``torch.nn.parallel.DistributedDataParallel``.
 
-The wrapper decides; the work lies elsewhere: ``arguments`` (what options mean), ``equal_start`` (ranks begin equal),
-``reducer`` (backward), ``exchanging`` (what is sent), ``joining`` (uneven inputs), ``precision`` (a rarer option),
+The wrapper makes the decisions; the work is done in other modules: ``arguments`` (options), ``equal_start`` (equal weights at
+the start), ``reducer`` (backward), ``exchanging`` (exchanges), ``joining`` (uneven inputs), ``precision`` (mixed precision),
 ``torch_surface`` (the rest of PyTorch's methods).
 """
 
@@ -44,13 +44,13 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
     """Keeps the replicas of a module on all ranks equal: gradients are averaged while backward runs.
 
     Arguments and methods are those of ``torch.nn.parallel.DistributedDataParallel`` of torch 2.13. Every rank of the group must
-    construct it at the same point, and call forward and backward equally often (or use :meth:`join`). What differs:
+    construct it at the same point, and call forward and backward equally often (or use :meth:`join`). Differences to PyTorch:
 
     - Gradients are views into the buckets whatever ``gradient_as_bucket_view`` says, since that saves a copy and half the
       memory. ``p.grad.detach_()`` works on them, and a gradient kept past ``zero_grad()`` keeps its values.
-    - Several backwards per forward are each synchronized. ``backward(create_graph=True)`` gives the synchronized value, and a
+    - Each of several backwards per forward is synchronized. ``backward(create_graph=True)`` gives the synchronized value, and a
       function of it that is equal on all ranks can be differentiated again.
-    - A parameter without a gradient raises on the rank that has it at its next forward, naming parameters and ranks.
+    - If a parameter got no gradient, the next forward raises on that rank, with names of parameters and ranks.
     - SyncBatchNorm works on CPU; ``torch.nn.SyncBatchNorm`` parts of a CPU module are replaced.
     - PyTorch's communication hooks of several rounds (PowerSGD) work over gloo; bf16 hooks work on CPU.
 
@@ -58,25 +58,25 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
         module: the module, equal on all ranks in names, shapes and dtypes of its parameters. Its parameters may lie on several
             devices of one type.
         device_ids: one accelerator index to which inputs are moved; None for CPU modules and modules on several devices.
-        output_device: only checked and kept as an attribute, as in PyTorch; ``device_ids[0]`` by default.
-        dim: dimension along which :meth:`scatter` and :meth:`gather` cut and join.
-        broadcast_buffers: deprecated name of ``forward_sync_buffers``; as False it also leaves out the start.
+        output_device: only checked and stored as an attribute, as in PyTorch; ``device_ids[0]`` by default.
+        dim: dimension along which :meth:`scatter` and :meth:`gather` split and join.
+        broadcast_buffers: deprecated name of ``forward_sync_buffers``; False also leaves out the broadcast at construction.
         init_sync: compare ranks and broadcast rank 0's parameters and buffers at construction.
         process_group: the ranks; all by default.
-        bucket_cap_mb: bound of a bucket in MiB. The first one is at most 1 MiB.
+        bucket_cap_mb: size limit of a bucket in MiB. The first bucket is at most 1 MiB.
         find_unused_parameters: parameters may get no gradient; ranks agree after each backward (one small all-reduce).
-        check_reduction: deprecated in PyTorch, checked always; warns.
+        check_reduction: deprecated in PyTorch; warns. Reductions are always checked.
         gradient_as_bucket_view: see above.
-        static_graph: every step is alike; unused parameters are agreed on once, and parameters in several re-entrant
-            checkpoints keep their overlap.
+        static_graph: all steps use the same graph; ranks agree once on the unused parameters, and parameters in several
+            re-entrant checkpoints keep their overlap.
         delay_all_reduce_named_params: (name, parameter) pairs exchanged together once ``param_to_hook_all_reduce`` has its
             gradient.
-        param_to_hook_all_reduce: see above; both or none.
+        param_to_hook_all_reduce: see ``delay_all_reduce_named_params``; give both or none.
         mixed_precision: object with ``param_dtype``, ``reduce_dtype``, ``buffer_dtype`` (PyTorch's ``_MixedPrecision``).
-            Not together with activation checkpointing, which would compute again in full precision.
+            Not together with activation checkpointing, which would recompute in full precision.
         device_mesh: a mesh of one axis in place of ``process_group``.
-        skip_all_reduce_unused_params: do not send buckets of which nothing was used; all ranks must use the same parameters.
-        bucket_cap_mb_list: bounds of the buckets one by one in MiB; the last one holds for the rest.
+        skip_all_reduce_unused_params: do not send buckets without used parameters; all ranks must use the same parameters.
+        bucket_cap_mb_list: size limits of the buckets one by one in MiB; the last one holds for all further buckets.
         batched_grad_copy: copy a bucket's gradients with one call when it is full.
         forward_sync_buffers: broadcast rank 0's buffers before each forward (default True).
 
@@ -170,7 +170,7 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
 
     @property
     def ignored(self) -> frozenset[str]:
-        """Names of parameters and buffers that are left alone."""
+        """Names of the parameters and buffers that are neither averaged nor broadcast."""
         return frozenset(self.parameters_to_ignore) - frozenset(self._delayed_names)
 
     def _make_equal(self, buffers: bool) -> None:
@@ -183,7 +183,7 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
         return ", ".join(f"{name}={getattr(self, name)}" for name in names) + f", bucket caps {self._caps.each} bytes"
 
     def _connect(self) -> None:
-        """Make what holds communication state: the reducer, the delayed gradients."""
+        """Initialize the attributes that a pickle does not contain; the reducer itself is created when first needed."""
         self._reducer: Reducer | None = None
         ignored = self.ignored
         self._averaged = [(name, p) for name, p in self.module.named_parameters() if name not in ignored]
@@ -193,9 +193,9 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
 
     @property
     def reducer(self) -> Reducer | None:
-        """What averages gradients, made where it is first needed: its buckets take as much memory as the gradients.
+        """The reducer that averages gradients, created when first needed: its buckets take as much memory as the gradients.
 
-        None where gradients stay local: everything was frozen at construction, or a weight exchange needs none.
+        None if gradients stay local: all parameters were frozen at construction, or a weight exchange needs no reducer.
         """
         if self._reducer is None and self._needs_reducer:
             named = self._averaged
@@ -213,7 +213,7 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
         return self._reducer
 
     def leave_gradients_local(self) -> None:
-        """Average no gradients from now on, and give their buckets back. Every rank must call it."""
+        """Stop averaging gradients, and free the buckets. Every rank must call it."""
         if self._reducer is not None:
             self._reducer.close()
         self._reducer, self._needs_reducer = None, False
@@ -232,14 +232,14 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
         return {key: value for key, value in self.__dict__.items() if key not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Rebuild on the default group of the process that loads; every rank must load."""
+        """Restore on the default group of the process that loads; every rank must load."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.process_group = choose_group(None, None, self.module)
         self._connect()
 
     @property
     def timeline(self) -> Timeline | None:
-        """Where buckets and exchanges are recorded; None for nowhere."""
+        """The timeline that records buckets and exchanges; None to record nothing."""
         return None if self.reducer is None else self.reducer.timeline
 
     @timeline.setter
@@ -303,7 +303,7 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
         """Account for the last backward, and compare ranks if ``requires_grad`` was switched. Every rank must call it.
 
         Raises:
-            UsageError: it was switched inside a join context.
+            UsageError: ``requires_grad`` was switched inside a join context.
         """
         if self.reducer is not None and (changed := self.reducer.before_forward()):
             self._compare_again(self.reducer, changed)
@@ -332,11 +332,11 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
             return False
         return any(
             name not in self.parameters_to_ignore for name, _ in self.module.named_buffers()
-        )  # ends at the first
+        )  # stops at the first name found
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep gradients local: backwards whose forward ran inside accumulate, and the next one outside sends the sum.
+        """Keep gradients local: those of forwards inside accumulate, and the next backward outside sends the sum.
 
         The average over N micro-batches inside and one outside equals that of one batch N+1 times as large when each loss is
         divided by N+1.
@@ -357,13 +357,13 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
 
         Args:
             divide_by_initial_world_size: True: sums of gradients are divided by all ranks, so every batch weighs the same;
-                False: they are divided by the ranks that still have data. A sample of a short last batch weighs more
-                than the others under a mean loss: divide the sum of its losses by the full batch size instead.
-            enable: False makes it do nothing.
-            throw_on_early_termination: raise RuntimeError on every rank as soon as one has no more data.
+                False: they are divided by the ranks that still have data. With a mean loss, a sample of a short last batch then
+                weighs more than others: divide the sum of its losses by the full batch size instead.
+                enable: False makes the context do nothing.
+                throw_on_early_termination: raise RuntimeError on every rank as soon as one rank has run out of data.
 
         Raises:
-            UsageError: the module has a SyncBatchNorm part, and may have to go on without a rank's data.
+            UsageError: the module has a SyncBatchNorm part, and ranks may run out of data.
         """
         if enable and not throw_on_early_termination:
             check_can_join(self)
@@ -372,9 +372,9 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
         )
 
     def join_hook(self, **kwargs: Any) -> ShadowSteps:
-        """Return what this rank does when it has no more data; called by ``torch.distributed.algorithms.Join``."""
+        """Return the hook that acts for this rank when it has no more data; called by ``torch.distributed.algorithms.Join``."""
         self.in_join_context = False
-        self.take_up_changes()  # what was switched since the last forward is compared here, where every rank comes by
+        self.take_up_changes()  # compare switches of requires_grad here, since every rank calls this
         if self.around is not None:
             self.around.take_up()
         self.in_join_context = True
@@ -382,10 +382,10 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """Device for the collectives of a join context."""
+        """The device for the collectives of a join context."""
         return self.device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
-        """Group for the collectives of a join context."""
+        """The group for the collectives of a join context."""
         return self.process_group

@@ -1,4 +1,4 @@
-"""The tensors in what a model's forward returned, however it is nested."""
+"""Finds the tensors in the output of a model's forward, however it is nested."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 _PLAIN = (str, bytes, int, float, bool, complex, type(None))
-# What an output may refer to without holding results of this forward: looking into a module would walk the whole model, and
-# from a function or a class there is a way to everything.
+# Objects that an output may refer to but that hold no results of this forward: a module would lead through the whole model,
+# and a function or a class to every object of the program.
 _NO_OUTPUTS = (
     *(nn.Module, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType),
     *(types.CodeType, types.FrameType),
@@ -19,13 +19,13 @@ _NO_OUTPUTS = (
 
 
 def tensors_with_graph(output: object) -> list[Tensor]:
-    """Return the tensors in ``output`` that backward can start from: those that autograd computed, each once.
+    """Return the tensors in ``output`` that backward can start from: those with a ``grad_fn``, each once.
 
-    Looks into tuples, lists, sets, mappings, dataclasses, and the attributes of any other object (one that a model made for
-    its result), but not into modules, functions and classes. An object that is met twice is looked into once.
+    Searches tuples, lists, sets, mappings, dataclasses, and the attributes of any other object (such as a model's own class
+    of results), but not modules, functions and classes. An object that is met twice is searched once.
     """
     found: list[Tensor] = []
-    met: dict[int, object] = {}  # holds the objects, since the id of one that is gone may be given to another
+    met: dict[int, object] = {}  # keeps the objects alive: the id of a deleted object may be reused
     waiting: list[Any] = [output]
     while waiting:
         value = waiting.pop()

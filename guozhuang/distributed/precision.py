@@ -1,4 +1,4 @@
-"""Forward and backward in a narrower dtype while parameters, optimizer and checkpoints stay in full precision."""
+"""Forward and backward in a narrower dtype, while parameters, optimizer and checkpoints stay in full precision."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class MixedPrecision(Protocol):
 
 @dataclass(frozen=True)
 class Precision:
-    """What a module computes in.
+    """The dtypes in which a module computes.
 
-    The cast lasts for the call of the module. Activation checkpointing calls parts of it again in backward, then in full
+    The cast lasts for one call of the module. Activation checkpointing calls parts of it again in backward, then in full
     precision, so the two are not supported together.
 
     Args:
         param_dtype: dtype of parameters and floating-point inputs during forward and backward.
         reduce_dtype: dtype of gradients on the wire; ``param_dtype`` if None.
         buffer_dtype: dtype of floating-point buffers.
-        ignored: names that are left alone.
+        ignored: names of parameters and buffers that are not cast.
     """
 
     param_dtype: torch.dtype | None
@@ -40,11 +40,11 @@ class Precision:
 
     @property
     def wire_dtype(self) -> torch.dtype | None:
-        """Dtype of gradients on the wire, None for their own."""
+        """The dtype of gradients on the wire; None to send them in their own."""
         return self.reduce_dtype or self.param_dtype
 
     def cast_buffers(self, module: nn.Module) -> None:
-        """Cast the floating-point buffers, for good."""
+        """Cast the floating-point buffers permanently."""
         if self.buffer_dtype is None:
             return
         for name, buffer in module.named_buffers():

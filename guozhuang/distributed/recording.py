@@ -1,4 +1,4 @@
-"""Forward, backward and the optimizer's step of a training loop as spans of a timeline, seen from outside by hooks."""
+"""Records forward, backward and optimizer step of a training loop as spans of a timeline, by hooks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .module import DistributedDataParallel
 
 
 def record_steps(model: nn.Module, optimizer: Optimizer, timeline: Timeline) -> None:
-    """Record every forward, backward and optimizer step, by hooks."""
+    """Register hooks that record every forward, backward and optimizer step."""
     began_ns: dict[str, int] = {}
 
     def begin(name: str) -> None:
@@ -34,7 +34,7 @@ def record_steps(model: nn.Module, optimizer: Optimizer, timeline: Timeline) -> 
         if "backward" not in began_ns:
             begin("backward")
             queue = torch.autograd.Variable._execution_engine.queue_callback
-            # Callbacks run in the order in which they were queued: the second comes after those that wait for exchanges.
+            # Callbacks run in the order in which they were queued: the inner one runs after those that wait for exchanges.
             queue(lambda: queue(lambda: end("backward")))
 
     if isinstance(model, DistributedDataParallel):

@@ -1,4 +1,4 @@
-"""What programs and libraries call on PyTorch's wrapper besides stepping, by PyTorch's names."""
+"""Further methods of PyTorch's wrapper that programs and libraries call, under PyTorch's names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..gradients.reducer import Reducer
 
 
 class TorchSurface:
-    """The part of ``DistributedDataParallel`` that other parts of it do not need."""
+    """The part of ``DistributedDataParallel`` that a training step does not need."""
 
     module: nn.Module
     _reducer: Reducer | None
@@ -59,16 +59,16 @@ class TorchSurface:
 
     @property
     def named_module_buffers(self) -> dict[str, Tensor]:
-        """The buffers that are kept equal, by name, as the module holds them now."""
+        """The buffers that are broadcast, by name, as the module holds them now."""
         return {name: b for name, b in self.module.named_buffers() if name not in self.parameters_to_ignore}
 
     @property
     def modules_buffers(self) -> list[Tensor]:
-        """The buffers that are kept equal, as the module holds them now."""
+        """The buffers that are broadcast, as the module holds them now."""
         return list(self.named_module_buffers.values())
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[Any]) -> Any:
-        """Cut inputs along ``dim`` for several accelerators, as PyTorch's method does."""
+        """Split inputs along ``dim`` for several accelerators, as PyTorch's method does."""
         return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
 
     def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
@@ -80,7 +80,7 @@ class TorchSurface:
         return gather(outputs, output_device, dim=self.dim)
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
-        """Register one of PyTorch's two built-in hooks; what :meth:`register_comm_hook` says holds.
+        """Register one of PyTorch's two built-in hooks, under the rules of :meth:`register_comm_hook`.
 
         Raises:
             UsageError: the type is neither ALLREDUCE nor FP16_COMPRESS.
@@ -98,9 +98,9 @@ class TorchSurface:
         self.register_comm_hook(self.process_group, hook)
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Return what is known of this wrapper, under PyTorch's keys; sizes in bytes, flags as 0 and 1.
+        """Return facts about this wrapper under PyTorch's keys; sizes in bytes, flags as 0 and 1.
 
-        Times of PyTorch's dictionary are not in it; the timeline has them.
+        The times of PyTorch's dictionary are left out; the timeline has them.
         """
         reducer = self.reducer
         buckets = [] if reducer is None else reducer.buckets
@@ -131,7 +131,7 @@ class TorchSurface:
         }
 
     def _remove_autograd_hooks(self) -> None:
-        """Take the hooks off the parameters; their gradients stay local from then on."""
+        """Remove the hooks from the parameters; their gradients stay local from then on."""
         if self.reducer is not None:
             self.reducer.close()
 
@@ -139,7 +139,7 @@ class TorchSurface:
         """Raise unless the exchanges of the last backward have ended.
 
         Raises:
-            RuntimeError: the last backward was broken off.
+            RuntimeError: the last backward was aborted.
         """
         if self._reducer is not None and self._reducer._pass is not None:
             raise RuntimeError(
@@ -154,16 +154,16 @@ class TorchSurface:
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
     ) -> None:
-        """Name parameters and buffers of a bare module that a wrapper made later leaves alone."""
+        """Name parameters and buffers of a bare module that a later wrapper must leave alone."""
         names = list(params_and_buffers_to_ignore)
         module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
         tensors: Mapping[str, Any] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         for name in names:
             if name in tensors:
-                tensors[name]._ddp_ignored = True  # what other parts of PyTorch look for
+                tensors[name]._ddp_ignored = True  # other parts of PyTorch read this attribute
 
     def _set_static_graph(self) -> None:
-        """Declare, before the first backward, that every step is alike."""
+        """Declare, before the first backward, that all steps use the same graph."""
         if self.static_graph:
             warnings.warn("static_graph was set already", stacklevel=2)
             return

@@ -1,1 +1,1 @@
-"""Measuring: the same workload under several strategies, side by side, and what to conclude from it."""
+"""Measures a workload under several strategies side by side, and concludes which strategy to use."""

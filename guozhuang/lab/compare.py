@@ -1,4 +1,4 @@
-"""``guozhuang compare``: the same workload under several strategies, each in fresh processes, in alternating rounds."""
+"""``guozhuang compare``: runs one workload under several strategies, each in fresh processes, in alternating rounds."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _TIMELINE_STEPS = 10
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Do what the command line asks.
+    """Run the comparison that the command line asks for.
 
     Returns:
-        0; 1 when no strategy came to its end; 130 when interrupted. However it ends, no process is left behind.
+        0; 1 if no strategy finished; 130 if interrupted. No process is left behind in any case.
 
     Raises:
         UsageError: an option cannot work; nothing was started.
@@ -56,9 +56,9 @@ def run(namespace: argparse.Namespace) -> int:
     try:
         with ended_by_signals(), tempfile.TemporaryDirectory(prefix="guozhuang-") as scratch:
             plan, details = plan_of(namespace, Path(scratch), progress)
-            busy = busy_share()  # before anything of ours computes
+            busy = busy_share()  # measured before the comparison itself computes anything
             num_runs = len(plan.names) * (plan.settings.num_rounds + (plan.timeline is not None))
-            shutil.rmtree(plan.out / "logs", ignore_errors=True)  # of an earlier comparison
+            shutil.rmtree(plan.out / "logs", ignore_errors=True)  # logs of an earlier comparison
             with Reporter(progress, num_runs) as reporter:
                 rows, notes = _measure(plan, reporter)
     except KeyboardInterrupt:
@@ -95,7 +95,7 @@ class _Found:
 
 
 def _measure(plan: ComparisonPlan, reporter: Reporter) -> tuple[tuple[StrategyRow, ...], tuple[str, ...]]:
-    """Do all runs; return a row per strategy, and what a reader must know about them."""
+    """Execute all runs; return a row per strategy, and notes for the reader of the report."""
     found = _Found({name: [] for name in plan.names})
     for number in range(1, plan.settings.num_rounds + 1):
         _round(plan, number, found, reporter)
@@ -119,8 +119,8 @@ def _is_settled(plan: ComparisonPlan, found: _Found) -> bool:
 
 
 def _round(plan: ComparisonPlan, number: int, found: _Found, reporter: Reporter) -> None:
-    """Run each strategy that has not failed once; after the first round, compare what they learned."""
-    first = (number - 1) % len(plan.names)  # over the rounds, each strategy comes early, late and between
+    """Run each strategy that has not failed once; in the first round, compare the weights they ended with."""
+    first = (number - 1) % len(plan.names)  # rotates the order: each runs early, late and in between
     weights: dict[str, Path] = {}
     for contender in (*plan.contenders[first:], *plan.contenders[:first]):
         name = contender.name
@@ -146,7 +146,7 @@ def _round(plan: ComparisonPlan, number: int, found: _Found, reporter: Reporter)
 
 
 def _trace(plan: ComparisonPlan, path: Path, found: _Found, reporter: Reporter) -> None:
-    """Run each strategy that has not failed once more, for its timeline."""
+    """Run each strategy that has not failed once more, to record its timeline."""
     for contender in plan.contenders:
         name = contender.name
         if name in found.failures:

@@ -1,4 +1,4 @@
-"""A row of a comparison before it has run: a strategy, and what carries its collectives."""
+"""The row of a comparison before its runs: a strategy, and the backend of its collectives."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from guozhuang.errors import UsageError, explain
 from guozhuang.strategies import Strategy
 from guozhuang.world.devices import served_types
 
-#: PyTorch's own wrapper stands for what people use today, and on CPUs they use it with this backend, one group.
+#: PyTorch's own wrapper, compared as most people use it on CPUs today: on this backend, with one group.
 _PEER, _BACKEND_OF_THE_PEER = "torch-ddp", "gloo"
 
 
@@ -18,10 +18,10 @@ class Contender:
     """One row of the table.
 
     Attributes:
-        name: what the row is called: the strategy's name, or ``strategy@backend`` as it was asked for.
+        name: the name of the row: the strategy's name, or ``strategy@backend`` as the command line had it.
         strategy: its name in ``guozhuang.strategies``.
-        backend: what carries collectives; None leaves it to ``gz.init``.
-        num_groups: how many process groups take the buckets in turn.
+        backend: the backend of its collectives; None leaves the choice to ``gz.init``.
+        num_groups: the number of process groups that exchange the buckets in turn.
     """
 
     name: str
@@ -31,26 +31,26 @@ class Contender:
 
     @property
     def entry(self) -> Strategy:
-        """The strategy itself."""
+        """The strategy's entry in ``guozhuang.strategies``."""
         return strategies.get(self.strategy)
 
     @property
     def summary(self) -> str:
-        """One line for tables."""
+        """A one-line description, for tables."""
         added = [f"on {self.backend}"] if self.name != self.strategy else []
         added += [f"{self.num_groups} groups in turn"] if self.num_groups > 1 else []
         return f"{self.entry.summary} ({', '.join(added)})" if added else self.entry.summary
 
 
 def contenders(text: str, backend: str | None, num_groups: int, on_cpu: bool) -> tuple[Contender, ...]:
-    """Read ``--strategies``, with ``--backend`` and ``--groups``.
+    """Parse ``--strategies``, with ``--backend`` and ``--groups``.
 
-    A strategy may be written ``name@backend``. One without a backend takes ``--backend``, but for ``torch-ddp`` on CPUs, the
-    peer, which is what it is in most people's hands: one gloo group. Strategies that use no groups are left as they are.
+    A strategy may be written ``name@backend``. One without a backend gets that of ``--backend``, except ``torch-ddp`` on CPUs,
+    which gets one gloo group, as most people use it. Strategies that use no groups ignore both options.
 
     Raises:
-        UsageError: no name, one twice, an unknown strategy or backend, a backend for a strategy of one process, fewer
-            than one group, or several groups and no strategy that can use them.
+        UsageError: no name, a name given twice, an unknown strategy or backend, a backend for a strategy of one process, fewer
+            than one group, or several groups without a strategy that can use them.
     """
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     if not names:

@@ -13,7 +13,7 @@ from guozhuang.world.machine import processor_name, usable_cores
 
 
 def describe() -> Machine:
-    """Return what can be found out about this machine and the software."""
+    """Return the hardware and software facts of this machine that the report shows."""
     return Machine(
         cpu=_cpu(),
         num_cores=usable_cores(),
@@ -27,7 +27,7 @@ def describe() -> Machine:
 
 
 def busy_share(watch_s: float = 0.5) -> float:
-    """Watch the machine for a while and return which share of its cores computed, between 0 and 1."""
+    """Measure for ``watch_s`` seconds which share of the cores is busy; return it as a number between 0 and 1."""
     return float(psutil.cpu_percent(watch_s)) / 100
 
 

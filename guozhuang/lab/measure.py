@@ -1,7 +1,7 @@
-"""Clocks, bytes and memory of one process, and how far two sets of weights are apart; nothing here communicates.
+"""Measures time, bytes and memory of one process, and the difference of two sets of weights. No communication.
 
 Times on the CPU come from ``time.perf_counter``. On CUDA, where a call only launches work, they come from events that
-the device records as it reaches them: reading them later costs no synchronization inside the measured steps.
+the device records when it reaches them: reading them later costs no synchronization inside the measured steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from guozhuang.lab.results import Difference
 from guozhuang.watch.processes import has_proc, open_descriptors, path_of
 
-# struct tcp_info of the kernel's header linux/tcp.h; its fields never move, new ones are appended.
+# Offsets in struct tcp_info of the kernel's header linux/tcp.h; fields never move, new ones are appended.
 _NOTSENT_OFFSET = 144  # u32 tcpi_notsent_bytes: accepted from the process, not yet sent
 _SENT_OFFSET = 200  # u64 tcpi_bytes_sent, u64 tcpi_bytes_retrans (since Linux 4.19)
 _TCP_INFO_BYTES = 512
@@ -34,14 +34,14 @@ class Clock:
     """Marks points in time on one device and measures between them.
 
     Args:
-        device: where the work that is timed runs.
+        device: the device that runs the timed work.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
 
     def now(self) -> Any:
-        """Mark this point; the mark means something to :meth:`seconds` only."""
+        """Mark this point in time; only :meth:`seconds` can interpret the mark."""
         if not self._on_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -49,25 +49,25 @@ class Clock:
         return event
 
     def wait(self) -> None:
-        """Wait until the device has come this far; call it outside what is timed."""
+        """Wait until the device has finished all work so far; call it outside the timed part."""
         if self._on_cuda:
             torch.cuda.synchronize()
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Return the time between two marks; after :meth:`wait`."""
+        """Return the time between two marks; call :meth:`wait` first."""
         return float(start.elapsed_time(end) / 1e3 if self._on_cuda else end - start)
 
 
 class LastGradient:
     """Marks the moment at which this rank has computed its last gradient of a backward pass.
 
-    While it searches, every parameter carries a hook and the one whose gradient came last is remembered. Then only that
-    one keeps its hook, so that the measured steps carry the cost of a single call. A step in which that parameter gets no
-    gradient has no mark, and starts the search again.
+    While it searches, every parameter has a hook, and the parameter whose gradient came last is remembered. Then only that
+    parameter keeps its hook, so that the measured steps include the cost of a single call. A step in which it gets no
+    gradient has no mark, and restarts the search.
 
     Create it on the bare model, before a strategy wraps it: hooks run in the order of their registration, so the mark
     is taken before the strategy's own work on the last gradient begins, and that work counts as exchange. Hooks of a second
-    search run after the strategy's: from then on backward includes the start of the last bucket's exchange.
+    search run after the strategy's: from then on the backward phase includes the start of the last bucket's exchange.
     """
 
     def __init__(self, model: nn.Module, clock: Clock) -> None:
@@ -79,14 +79,14 @@ class LastGradient:
         self._search()
 
     def take(self) -> Any:
-        """Return the mark of the backward pass that has just ended; None where the watched parameter had no part in it."""
+        """Return the mark of the backward pass that has just ended; None if the watched parameter got no gradient in it."""
         mark, self.mark = self.mark, None
         if mark is None:
             self._search()
         return mark
 
     def keep_last(self) -> None:
-        """End the search: only the parameter that came last in the latest backward is watched from now on.
+        """End the search: from now on watch only the parameter whose gradient came last in the latest backward.
 
         Raises:
             RuntimeError: no gradient was seen yet.
@@ -112,10 +112,10 @@ class LastGradient:
 
 
 def tcp_sent_bytes() -> int | None:
-    """Count the payload bytes this process has handed to its open TCP sockets, retransmissions not included.
+    """Count the payload bytes that this process has written to its open TCP sockets, without retransmissions.
 
     Returns:
-        The sum over the sockets, or None where the system does not tell (not Linux, or older than 4.19).
+        The sum over the sockets, or None if the system does not report it (not Linux, or older than 4.19).
     """
     if not has_proc():
         return None
@@ -128,7 +128,7 @@ def tcp_sent_bytes() -> int | None:
                 if own.type != socket.SOCK_STREAM or own.family not in (socket.AF_INET, socket.AF_INET6):
                     continue
                 info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-        except OSError:  # closed since it was listed, or no TCP after all
+        except OSError:  # closed since it was listed, or not TCP
             continue
         if len(info) < _SENT_OFFSET + 16:
             return None
@@ -139,7 +139,7 @@ def tcp_sent_bytes() -> int | None:
 
 
 def reset_peak_memory(device: torch.device) -> bool:
-    """Start the peak marks anew; return False where the kernel does not let the one of main memory be reset."""
+    """Reset the peak memory counters; return False if the kernel does not allow resetting that of main memory."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     try:
@@ -150,7 +150,7 @@ def reset_peak_memory(device: torch.device) -> bool:
 
 
 def peak_memory_bytes() -> int | None:
-    """Return the most main memory this process held since the mark was reset (else since it started)."""
+    """Return the peak main memory of this process since the counter was reset (else since the process started)."""
     high = _kib_field(Path(path_of("status")), "VmHWM:")
     if high is not None:
         return high
@@ -159,12 +159,12 @@ def peak_memory_bytes() -> int | None:
 
 
 def pss_bytes() -> int | None:
-    """Return this process's proportional share of main memory (a page of n processes counts 1/n); None if untold."""
+    """Return this process's proportional share of main memory (a page of n processes counts 1/n); None if unknown."""
     return _kib_field(Path(path_of("smaps_rollup")), "Pss:")
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
-    """Hash the bytes of tensors, for "are they bit-identical"."""
+    """Return a hash of the tensors' bytes, to test whether tensors are bit-identical."""
     found = hashlib.sha256()
     for tensor in tensors:
         plain = tensor.detach().cpu().contiguous()
@@ -173,11 +173,11 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def difference(reference: Path, other: Path) -> Difference:
-    """Compare two files of ``torch.save({name: tensor})``.
+    """Compare the weights in two files written by ``torch.save({name: tensor})``.
 
     Args:
-        reference: the weights to compare with.
-        other: weights of the same names and shapes.
+        reference: file of the weights to compare with.
+        other: file of weights with the same names and shapes.
     """
     expected = torch.load(reference, weights_only=True)
     found = torch.load(other, weights_only=True)
@@ -190,7 +190,7 @@ def difference(reference: Path, other: Path) -> Difference:
         if apart.numel() == 0:
             continue
         here = _number(apart.max())
-        if not tensor or not here <= largest:  # "not <=" also lets a NaN through, and it then stays
+        if not tensor or not here <= largest:  # "not <=" is also true for a NaN, which is then kept as the largest
             largest, tensor = (here, name) if not math.isnan(largest) else (largest, tensor)
         scale = _number(weight.abs().max())
         relative = max(relative, here / scale if scale > 0 else (0.0 if here == 0 else math.inf))

@@ -1,4 +1,4 @@
-"""The plan of a comparison: the command line, checked before anything starts."""
+"""The plan of a comparison: the command line's options, checked before any process starts."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from guozhuang.world.machine import usable_cores
 DEFAULT_STEPS = 50
 DEFAULT_ROUNDS, FEWEST_ROUNDS = 3, 2
 
-_BUSY = 0.2  # a desktop at rest stays below
+_BUSY = 0.2  # share of the cores; an idle desktop stays below
 
 
 @dataclass(frozen=True)
 class ComparisonPlan:
-    """A comparison that was asked for, checked.
+    """The checked settings of a comparison.
 
     Attributes:
         contenders: the strategies and their backends, in the order of the table.
         workload: its name, or ``module:function``.
-        options: the workload's own.
-        settings: the rest of what the report prints.
-        timeout_s: the limit of one run.
-        device: ``cpu``, ``cuda``, or None for what there is.
-        scratch: the folder of the runs' files.
-        out: the report's folder.
-        timeline: where traces go; None for none.
-        may_stop_early: the number of rounds was left open; see ``verdict.settled``.
+        options: the options of the workload.
+        settings: the other settings that the report prints.
+        timeout_s: the time limit of one run.
+        device: ``cpu``, ``cuda``, or None for CUDA where there is any.
+        scratch: the folder for the runs' files.
+        out: the folder of the report.
+        timeline: the file for traces; None to write none.
+        may_stop_early: whether the number of rounds was left open; see ``verdict.settled``.
     """
 
     contenders: tuple[Contender, ...]
@@ -57,7 +57,7 @@ class ComparisonPlan:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options, the workloads' own among them."""
+    """Add the options of ``guozhuang compare`` and of the workloads to a parser."""
     names = ",".join(strategies.STRATEGIES)
     what = parser.add_argument_group("what is compared")
     what.add_argument(
@@ -116,15 +116,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def plan_of(namespace: argparse.Namespace, scratch: Path, console: Any) -> tuple[ComparisonPlan, dict[str, Any]]:
-    """Check the command line, and load the workload once, so that what cannot work is said before anything starts.
+    """Check the command line, and load the workload once, so that mistakes are reported before any process starts.
 
     Args:
         namespace: the parsed command line.
-        scratch: a folder for the runs' files, and for data that the workload prepares once for all of them.
-        console: a rich console for a word about what takes time.
+        scratch: a folder for the runs' files, and for data that the workload prepares once for all runs.
+        console: a rich console, for a message that the workload is being loaded.
 
     Returns:
-        The plan, and what the workload says about itself.
+        The plan, and the workload's description of itself.
     """
     on_cpu = namespace.device == "cpu" or not torch.cuda.is_available()
     compared = contenders(namespace.strategies, namespace.backend, namespace.groups, on_cpu)
@@ -227,11 +227,11 @@ def _writable(folder: Path, option: str = "--out") -> Path:
 
 
 def notes_of(plan: ComparisonPlan, busy: float = 0.0) -> tuple[str, ...]:
-    """Return what a reader of the report must know about what was asked for.
+    """Return the warnings that a reader of the report needs about the settings of the comparison.
 
     Args:
-        plan: what was asked for.
-        busy: the share of the cores that something else kept busy before it began.
+        plan: the settings.
+        busy: the share of the cores that other programs kept busy before the comparison began.
     """
     found = []
     if busy > _BUSY:
@@ -251,7 +251,7 @@ def notes_of(plan: ComparisonPlan, busy: float = 0.0) -> tuple[str, ...]:
 
 
 def _warming(plan: ComparisonPlan) -> list[str]:
-    """Say which strategies are measured, in part or all along, before they send what they send later."""
+    """Return a note for each strategy that still sends whole gradients in some or all of its measured steps."""
     settings, found = plan.settings, []
     for one in plan.contenders:
         left = one.entry.warmup_steps - settings.num_warmup_steps

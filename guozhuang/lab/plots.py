@@ -1,4 +1,4 @@
-"""The pictures of a report: each drawn once, written as PNG files and as SVG that follows the page's colours."""
+"""Draws the plots of a report, each as a PNG file and as an SVG element that adopts the page's text colour."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PHASE_COLORS = {
 
 
 def draw(results: Results) -> Mapping[str, tuple[bytes, str]]:
-    """Draw every plot for which there are numbers.
+    """Draw every plot for which there are results.
 
     Returns:
         For each name (``speed``, ``step``, ``loss``) the PNG file's bytes and the SVG element's text.
@@ -45,7 +45,7 @@ def draw(results: Results) -> Mapping[str, tuple[bytes, str]]:
 
 
 def colors(results: Results) -> dict[str, str]:
-    """Return a colour for the name of each row, the same in every plot; no two rows share one while there are enough."""
+    """Return a colour for each row's name, the same in all plots; rows share one only if there are not enough."""
     names = [row.name for row in results.rows]
     spare = [*_MORE_COLORS, *(color for name, color in _COLORS.items() if name not in names)]
     others = [name for name in names if name not in _COLORS]
@@ -84,7 +84,7 @@ def _render(name: str, drawing: Callable[[Any], None], height: float) -> tuple[b
 
 
 def _inline(name: str, svg: str) -> str:
-    """Make an SVG file an element of a page: no prologue, no fixed size, no clashing ids, the page's ink and font."""
+    """Turn an SVG file into an element of a page: no prologue, no fixed size, unique ids, the page's text colour and font."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
@@ -148,7 +148,7 @@ def _loss(rows: list[StrategyRow], chosen: Mapping[str, str], axes: Any) -> None
             _smooth(losses),
             label=row.name if row.trains else f"{row.name} (no training)",
             color=chosen[row.name],
-            linestyle=("-", (0, (5, 2)), (0, (2, 2)), (0, (6, 2, 1, 2)))[i % 4],  # equal curves lie on each other
+            linestyle=("-", (0, (5, 2)), (0, (2, 2)), (0, (6, 2, 1, 2)))[i % 4],  # equal curves stay visible
             linewidth=1.7,
             marker="o" if len(losses) < 8 else None,
             markersize=3,

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 class Reporter:
-    """Shows which run is on, how far it is and how fast; a context manager.
+    """Shows which run is running, its progress and its speed; a context manager.
 
     Args:
-        console: where; on a terminal a bar is drawn twice a second, rarely enough not to disturb what is measured.
-        num_runs: how many runs there will be.
+        console: a rich console; on a terminal a bar is drawn twice a second, rarely enough not to disturb the measurement.
+        num_runs: the number of runs of the comparison.
     """
 
     def __init__(self, console: Console, num_runs: int) -> None:
@@ -40,7 +40,7 @@ class Reporter:
         )
         self._task = self._bar.add_task("", total=None, rate="", visible=False)
         self._num_steps = 0
-        self._first: tuple[int, float] | None = None  # the step that was seen first, and when
+        self._first: tuple[int, float] | None = None  # the first step that was reported, and when
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -52,18 +52,18 @@ class Reporter:
         self._bar.stop()
 
     def begin(self, label: str, num_steps: int) -> None:
-        """Say that a run begins."""
+        """Show that a run begins."""
         self._label = f"[{self._done + 1}/{self._num_runs}] {label}"
         self._num_steps, self._first = num_steps, None
         shown = self._label.replace("[", r"\[")
         self._bar.reset(self._task, total=num_steps, description=shown, rate="starting", visible=True)
 
     def skip(self, num_runs: int = 1) -> None:
-        """Say that runs will not be made."""
+        """Subtract runs that will not be made from the total."""
         self._num_runs -= num_runs
 
     def tick(self, step: int) -> None:
-        """Say how many steps the run has done."""
+        """Show how many steps the run has done."""
         now = time.monotonic()
         if step == 0:
             return
@@ -79,7 +79,7 @@ class Reporter:
         self._bar.update(self._task, completed=step, rate=rate)
 
     def end(self, outcome: str) -> None:
-        """Say how the run ended; the line stays."""
+        """Print how the run ended, as a line that stays."""
         from rich.text import Text
 
         self._done += 1

@@ -14,13 +14,13 @@ from guozhuang.records import write_bytes, write_text
 
 
 def write(results: Results, folder: Path) -> Path:
-    """Write everything; each file appears whole or not at all.
+    """Write all files of the report; each file appears complete or not at all.
 
-    It needs nothing but ``results``, so a report can be made again from ``results.json`` (``results.from_json``).
+    It needs only ``results``, so a report can be written again from ``results.json`` (``results.from_json``).
 
     Args:
         results: the comparison.
-        folder: where; made if it is not there.
+        folder: the folder to write to; created if missing.
 
     Returns:
         The path of ``report.html``.
@@ -30,7 +30,7 @@ def write(results: Results, folder: Path) -> Path:
     for name in plots.NAMES:
         if name in drawn:
             write_bytes(folder / f"{name}.png", drawn[name][0])
-        else:  # one of an earlier comparison must not be taken for this one's
+        else:  # a plot of an earlier comparison would be misleading
             (folder / f"{name}.png").unlink(missing_ok=True)
     write_text(folder / "results.json", to_json(results))
     path = folder / "report.html"
@@ -39,11 +39,11 @@ def write(results: Results, folder: Path) -> Path:
 
 
 def html(results: Results, verdict: Verdict, svgs: dict[str, str]) -> str:
-    """Return the page.
+    """Return the text of the HTML page.
 
     Args:
         results: the comparison.
-        verdict: what was concluded from it.
+        verdict: the conclusion drawn from it.
         svgs: the plots by name, as SVG elements.
     """
     import jinja2
@@ -77,7 +77,7 @@ def html(results: Results, verdict: Verdict, svgs: dict[str, str]) -> str:
 
 
 def _unbroken(text: str) -> str:
-    """Keep numbers and their units on one line."""
+    """Put no-break spaces between numbers and their units."""
     return re.sub(r"(?<=\d) (?=(%|s|ms|min|h|B|[KMGT]iB)\b|%)", "\N{NO-BREAK SPACE}", text)
 
 

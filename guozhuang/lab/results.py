@@ -1,4 +1,4 @@
-"""The records of a comparison, their summaries, and their form as ``results.json``."""
+"""The records of a comparison, their summaries, and their conversion to and from ``results.json``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from guozhuang.records import build, plain
 
 SCHEMA_VERSION = 1
 
-#: How many of the last steps the final loss is the mean of.
+#: Number of last steps over which the final loss is averaged.
 FINAL_LOSS_STEPS = 10
 
 PHASES = ("data", "forward", "backward", "exchange", "optimizer")
@@ -21,13 +21,13 @@ PHASES = ("data", "forward", "backward", "exchange", "optimizer")
 
 @dataclass(frozen=True)
 class Phases:
-    """The parts of one step, in seconds; they add up to the step.
+    """The durations of the parts of one step, in seconds; they add up to the whole step.
 
     Attributes:
-        data_s: fetching the batch and bringing it to the device.
+        data_s: fetching the batch and moving it to the device.
         forward_s: the model's forward and the loss.
         backward_s: ``loss.backward()`` until the last gradient of this rank exists.
-        exchange_s: from then until ``backward()`` returns: communication that nothing hid. None with one process.
+        exchange_s: from then until ``backward()`` returns: communication that backward does not hide. None with one process.
         optimizer_s: ``optimizer.step()`` and ``zero_grad()``.
     """
 
@@ -38,12 +38,12 @@ class Phases:
     optimizer_s: float
 
     def parts(self) -> tuple[float, ...]:
-        """Return the five parts in the order of :data:`PHASES`, 0 where there is no exchange."""
+        """Return the five durations in the order of :data:`PHASES`, with 0 for an absent exchange."""
         return (self.data_s, self.forward_s, self.backward_s, self.exchange_s or 0.0, self.optimizer_s)
 
     @property
     def step_s(self) -> float:
-        """The whole step."""
+        """The duration of the whole step."""
         return sum(self.parts())
 
 
@@ -52,26 +52,26 @@ class RankRecord:
     """The measurements of one rank in one run; times in seconds, sizes in bytes.
 
     Attributes:
-        rank: whose record it is.
-        num_steps: the measured steps, warm-up not included.
+        rank: the rank that was measured.
+        num_steps: the number of measured steps, without the warm-up.
         elapsed_s: wall time of the measured steps on this rank.
-        phases: the mean division of the measured steps.
+        phases: the mean durations of the parts of a measured step.
         losses: this rank's loss at each step, warm-up included.
-        sent_bytes: what this rank wrote to TCP sockets during the measured steps; None where that cannot be counted.
-        peak_bytes: the most main memory this process held.
-        peak_whole_life: ``peak_bytes`` includes start-up, because the kernel did not let the mark be reset.
-        pss_bytes: its proportional share of main memory after a backward pass; None where the kernel does not tell.
-        peak_device_bytes: the most accelerator memory that PyTorch gave out; None on the CPU.
-        main_share: of a forward over several devices in one process, the share of the time in which one works and the
+        sent_bytes: bytes that this rank wrote to TCP sockets during the measured steps; None where they cannot be counted.
+        peak_bytes: the peak main memory of this process.
+        peak_whole_life: whether ``peak_bytes`` includes start-up, because the kernel did not allow a reset.
+        pss_bytes: its proportional share of main memory after a backward pass; None where the kernel does not report it.
+        peak_device_bytes: the peak accelerator memory that PyTorch allocated; None on the CPU.
+        main_share: for a forward over several devices in one process, the share of time in which one device works and the
             others wait; None elsewhere.
         gradient_bytes: the size of all gradients.
         weights_digest: a hash of all parameters at the end.
-        metrics: what the workload's evaluation returned (rank 0 of the first round only).
+        metrics: the result of the workload's evaluation (rank 0 of the first round only).
         num_threads: compute threads of this process.
         device: the device it trained on.
         dataset_size: the number of training samples.
         batch_size: the samples of one step on this rank.
-        backend: what carried its collectives; empty in a strategy of one process, which has none.
+        backend: the backend of its collectives; empty in a strategy of one process, which has none.
     """
 
     rank: int
@@ -100,10 +100,10 @@ class MeasuredRound:
     """One run of one strategy in fresh processes.
 
     Attributes:
-        number: from 1.
+        number: counted from 1.
         samples_per_s: samples of all ranks over the wall time of the slowest rank.
         phases: the mean over the ranks.
-        ranks: every rank's record.
+        ranks: the record of every rank.
     """
 
     number: int
@@ -114,12 +114,12 @@ class MeasuredRound:
 
 @dataclass(frozen=True)
 class Difference:
-    """The distance of the weights from those of ``single`` after the same samples.
+    """The difference between a strategy's weights and those of ``single`` after the same samples.
 
     Attributes:
-        largest: the largest difference of any weight.
-        tensor: the parameter it is in.
-        relative: the largest difference over the largest weight of the same tensor, the worst over all tensors.
+        largest: the largest absolute difference of any element.
+        tensor: the name of the parameter with the largest difference.
+        relative: the largest difference over the largest weight of the same tensor, the maximum over all tensors.
         distance: the Euclidean norm of all differences over that of all weights.
     """
 
@@ -131,7 +131,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class RunFailure:
-    """Why a strategy has no numbers: the first cause in a line or a few, and the file with everything it printed."""
+    """The reason why a strategy has no results: the first cause in a few lines, and the log file of its processes."""
 
     cause: str
     log: str
@@ -140,13 +140,13 @@ class RunFailure:
 
 @dataclass(frozen=True)
 class StrategyRow:
-    """The outcome of one strategy.
+    """The results of one strategy.
 
     Attributes:
-        name: what it is called in this comparison: the strategy's name, or ``strategy@backend``.
-        strategy: the strategy's name; empty where it is ``name``.
-        asked_backend: the backend it was to use; None: what ``gz.init`` chose, see ``backend``.
-        num_groups: how many process groups took its buckets in turn.
+        name: its name in this comparison: the strategy's name, or ``strategy@backend``.
+        strategy: the strategy's name; empty if it equals ``name``.
+        asked_backend: the requested backend; None: ``gz.init`` chose it, see ``backend``.
+        num_groups: the number of process groups that exchanged its buckets in turn.
     """
 
     name: str
@@ -167,17 +167,17 @@ class StrategyRow:
 
     @property
     def ok(self) -> bool:
-        """Whether every round came to its end."""
+        """Whether the strategy finished all its rounds."""
         return self.failure is None and bool(self.rounds)
 
     @property
     def backend(self) -> str:
-        """The backend of the collectives; empty without any."""
+        """The backend of the collectives; empty in one process."""
         return self.rounds[0].ranks[0].backend
 
     @property
     def samples_per_s(self) -> float:
-        """The median over the rounds."""
+        """Samples/s: the median over the rounds."""
         return statistics.median(r.samples_per_s for r in self.rounds)
 
     @property
@@ -192,7 +192,7 @@ class StrategyRow:
 
     @property
     def phases(self) -> Phases:
-        """The division of the step in the median round (of the slower of the two middle ones when they are even)."""
+        """The durations of a step's parts in the median round (the slower of the two middle ones if their number is even)."""
         ordered = sorted(self.rounds, key=lambda r: r.samples_per_s)
         return ordered[(len(ordered) - 1) // 2].phases
 
@@ -213,27 +213,27 @@ class StrategyRow:
 
     @property
     def sent_bytes_per_step(self) -> float | None:
-        """Bytes that one rank wrote to the network per step: the most of any rank, the median over the rounds."""
+        """Bytes that a rank wrote to TCP sockets per step: the maximum over ranks, the median over the rounds."""
         return self._median(lambda r: None if r.sent_bytes is None else r.sent_bytes / r.num_steps, max)
 
     @property
     def peak_rank_bytes(self) -> float | None:
-        """Peak main memory of the largest rank, the median over the rounds."""
+        """Peak main memory of the rank with the highest peak, the median over the rounds."""
         return self._median(lambda r: r.peak_bytes, max)
 
     @property
     def peak_device_bytes(self) -> float | None:
-        """Peak accelerator memory of the largest rank, the median over the rounds."""
+        """Peak accelerator memory of the rank with the highest peak, the median over the rounds."""
         return self._median(lambda r: r.peak_device_bytes, max)
 
     @property
     def main_share(self) -> float | None:
-        """The share of a forward over several devices in which one works and the others wait, the median."""
+        """For a forward over several devices, the share of time in which one works and the others wait; median over rounds."""
         return self._median(lambda r: r.main_share, max)
 
     @property
     def machine_bytes(self) -> float | None:
-        """Main memory of all ranks together, shared pages once: the sum of PSS, the median over the rounds."""
+        """Main memory of all ranks together, shared pages counted once: the sum of PSS, the median over the rounds."""
         return self._median(lambda r: r.pss_bytes, sum)
 
     @property
@@ -255,7 +255,7 @@ class StrategyRow:
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine of a comparison, and its software."""
+    """The machine that ran a comparison, and its software."""
 
     cpu: str
     num_cores: int
@@ -269,18 +269,18 @@ class Machine:
 
 @dataclass(frozen=True)
 class ComparisonSettings:
-    """The settings of a comparison, as they were asked for or chosen.
+    """The settings of a comparison, given on the command line or chosen by default.
 
     Attributes:
-        num_ranks: the ranks of strategies of several processes; the global batch is for this number everywhere.
-        num_steps: the measured steps of a run.
-        num_warmup_steps: the steps before them.
-        num_rounds: the runs of each strategy.
-        num_epochs: given when the number of steps came from epochs.
-        seed: of the initial weights and of the order of the samples.
-        threads_per_rank: None: the cores divided by the ranks.
-        batch_size: per rank.
-        dataset_size: training samples.
+        num_ranks: the ranks of strategies of several processes; it also sets the global batch of every strategy.
+        num_steps: the number of measured steps of a run.
+        num_warmup_steps: the number of steps before them.
+        num_rounds: the number of runs of each strategy.
+        num_epochs: the option ``--epochs``, from which ``num_steps`` was computed; None without it.
+        seed: seed of the initial weights and of the order of the samples.
+        threads_per_rank: compute threads of each rank; by default the cores divided by the ranks.
+        batch_size: samples of one step on one rank.
+        dataset_size: number of training samples.
     """
 
     num_ranks: int
@@ -301,7 +301,7 @@ class ComparisonSettings:
 
 @dataclass(frozen=True)
 class Results:
-    """A whole comparison."""
+    """All results of a comparison."""
 
     created: str
     command: str
@@ -315,11 +315,11 @@ class Results:
     schema_version: int = field(default=SCHEMA_VERSION)
 
     def row(self, name: str) -> StrategyRow | None:
-        """Return the row of that strategy if it was compared and did not fail."""
+        """Return the row of a strategy; None if it was not compared or failed."""
         return next((r for r in self.rows if r.name == name and r.ok), None)
 
     def backends(self) -> dict[str, list[str]]:
-        """Return for each backend that carried collectives the names of the rows that it did so for."""
+        """Return the names of the rows that used each backend, by backend."""
         found: dict[str, list[str]] = {}
         for row in self.rows:
             if row.ok and row.backend:
@@ -327,17 +327,17 @@ class Results:
         return found
 
     def ratio(self, row: StrategyRow, to: str) -> float | None:
-        """Return the row's samples/s over those of the strategy ``to``; None where that one has none."""
+        """Return the row's samples/s divided by those of the strategy ``to``; None if that has no results."""
         other = self.row(to)
         return row.samples_per_s / other.samples_per_s if other is not None and row.ok else None
 
     def epoch_s(self, row: StrategyRow) -> float:
-        """Seconds that one pass over the training data takes at the row's median speed."""
+        """Return the seconds that one pass over the training data takes at the row's median speed."""
         return self.settings.dataset_size / row.samples_per_s
 
 
 def summarize_round(number: int, ranks: Iterable[RankRecord]) -> MeasuredRound:
-    """Put the ranks' records of one run together."""
+    """Combine the ranks' records of one run."""
     records = tuple(sorted(ranks, key=lambda r: r.rank))
     num_samples = sum(r.num_steps * r.batch_size for r in records)
     columns = zip(*(r.phases.parts() for r in records), strict=True)
@@ -348,9 +348,9 @@ def summarize_round(number: int, ranks: Iterable[RankRecord]) -> MeasuredRound:
 
 
 def to_json(results: Results) -> str:
-    """Return the text of ``results.json``: every record, and under each row the values the report shows.
+    """Return the text of ``results.json``: every record, and in each row the derived values that the report shows.
 
-    A number that JSON does not know stands there as text: ``"nan"``, ``"inf"``.
+    A number that JSON cannot represent is written as text: ``"nan"``, ``"inf"``.
     """
     document = asdict(results)
     for row, out in zip(results.rows, document["rows"], strict=True):
@@ -359,10 +359,10 @@ def to_json(results: Results) -> str:
 
 
 def from_json(text: str) -> Results:
-    """Rebuild what :func:`to_json` wrote; derived values are computed again, not read.
+    """Rebuild the results from the text that :func:`to_json` returned; derived values are computed again, not read.
 
     Raises:
-        UsageError: the text is no such document or of another schema.
+        UsageError: the text is not a ``results.json``, or has another schema version.
     """
     try:
         document = json.loads(text)

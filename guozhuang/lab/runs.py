@@ -1,4 +1,4 @@
-"""One run of one strategy in fresh processes: start, watch with a limit, end whatever is left, collect."""
+"""Executes one run of one strategy in fresh processes: start, watch with a limit, end all processes, collect the records."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from guozhuang.lab.results import RankRecord, RunFailure
 from guozhuang.lab.worker import RunSpec
 from guozhuang.records import build, write_text
 
-_GRACE_S = 5.0  # between asking processes to end and ending them
-_LOOK_S = 0.5  # between two looks at a running run: rare, because the looks take time from what is measured
+_GRACE_S = 5.0  # time between asking processes to end and killing them
+_LOOK_S = 0.5  # time between two looks at a run: long, because looking takes time from the measured processes
 _CAUSE_CHARACTERS = 1500
-_RANK_LOGS = "ranks"  # a folder within a run's
+_RANK_LOGS = "ranks"  # the folder of the ranks' logs, inside the run's folder
 
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end a command as Ctrl-C does: what it started is ended first."""
+    """Let SIGTERM and SIGHUP end a command as Ctrl-C does: by KeyboardInterrupt, so that its processes are ended first."""
 
     def interrupt(number: int, frame: object) -> NoReturn:
         raise KeyboardInterrupt
@@ -46,15 +46,15 @@ def ended_by_signals() -> Iterator[None]:
 
 
 def execute(spec: RunSpec, log: Path, tick: Callable[[int], None]) -> tuple[RankRecord, ...] | RunFailure:
-    """Run a spec to its end.
+    """Execute a run to its end.
 
     Args:
-        spec: what to do; its folder exists and is empty.
-        log: where everything the processes print goes.
+        spec: the run; its folder exists and is empty.
+        log: the file for all output of the processes.
         tick: called every half second with the number of steps that rank 0 has done.
 
     Returns:
-        A record per rank (none for a timeline run), or why there is none. However it ends, no process of it is left.
+        A record per rank (none for a timeline run), or the failure. No process of the run is left in any case.
     """
     folder = Path(spec.folder)
     spec_file = folder / "spec.json"
@@ -79,11 +79,11 @@ def execute(spec: RunSpec, log: Path, tick: Callable[[int], None]) -> tuple[Rank
 
 
 def command(spec: RunSpec, spec_file: Path) -> list[str]:
-    """Return the command line of a run: one process for a strategy of one, else ranks through the launcher."""
+    """Return the command line of a run: one process for a strategy of one process, else ranks under the launcher."""
     worker = ["-m", "guozhuang.lab.worker", str(spec_file)]
     if strategies.get(spec.strategy).one_process:
         return [sys.executable, *worker]
-    # Ranks write to files by themselves, which takes no time of the launcher's.
+    # Ranks write to their own files, so that the launcher need not spend time on copying output.
     options = ["--nproc-per-node", str(spec.num_ranks), "--log-dir", str(Path(spec.folder) / _RANK_LOGS)]
     options += ["--strategy", spec.strategy, "--groups", str(spec.num_groups)]
     options += ["--backend", spec.backend] if spec.backend is not None else []
@@ -91,17 +91,17 @@ def command(spec: RunSpec, spec_file: Path) -> list[str]:
 
 
 def first_cause(folder: Path, log: Path, code: int | None, timeout_s: float) -> str:
-    """Say why a run failed: the error that was noticed first, for what follows on other ranks are consequences.
+    """Return why a run failed: the earliest error, because later errors on other ranks are its consequences.
 
     Args:
-        folder: the run's.
-        log: what its processes printed.
-        code: the exit code, None when time ran out.
-        timeout_s: the time it had.
+        folder: the run's folder.
+        log: the file with the output of its processes.
+        code: the exit code; None if the time ran out.
+        timeout_s: the time limit.
     """
     told = [json.loads(path.read_text()) for path in folder.glob("error-*.json")]
     text = log.read_text(errors="replace") if log.exists() else ""
-    # A rank that a signal ended could not speak; what the others say is that they lost it.
+    # A rank that a signal killed left no error file; the errors of other ranks only say that they lost it.
     ended = re.search(r"^guozhuang run: ((rank \d+) failed first: signal .*)$", text, re.MULTILINE)
     if ended and all(one["who"] != ended[2] for one in told):
         return ended[1]
@@ -128,7 +128,7 @@ def _killed_by(number: int) -> str:
 
 
 def _watch(process: subprocess.Popen[bytes], folder: Path, timeout_s: float, tick: Callable[[int], None]) -> bool:
-    """Return whether the process ended before the limit."""
+    """Wait for the process to end, and call ``tick`` meanwhile; return False if the time limit passed first."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:
@@ -143,7 +143,7 @@ def _ask_for_stacks(folder: Path) -> None:
     for path in folder.glob("pid-*"):
         with contextlib.suppress(ProcessLookupError, ValueError):
             psutil.Process(int(path.read_text())).send_signal(signal.SIGUSR1)
-    time.sleep(2.0)  # they write at once, but on a busy machine at once takes a while
+    time.sleep(2.0)  # signal handlers write at once, but on a busy machine they may run late
 
 
 def _append_ranks(log: Path, folder: Path) -> None:
@@ -154,7 +154,7 @@ def _append_ranks(log: Path, folder: Path) -> None:
 
 
 def _end(process: subprocess.Popen[bytes], spec_file: Path) -> None:
-    """End the launcher, and every process that carries this run's spec: ranks have sessions of their own."""
+    """End the launcher, and kill every process with this run's spec in its command line: ranks have sessions of their own."""
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -173,5 +173,5 @@ def _collect(spec: RunSpec) -> tuple[RankRecord, ...]:
 
 
 def new_folder(parent: Path, name: str) -> str:
-    """Make an empty folder for a run's files."""
+    """Create an empty folder for a run's files."""
     return tempfile.mkdtemp(prefix=f"{name}-", dir=parent)

@@ -1,4 +1,4 @@
-"""A comparison in the terminal: three small tables that fit 80 columns, then what to take and why."""
+"""Prints a comparison to the terminal: three small tables that fit 80 columns, then the recommended strategy and why."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def show(console: Console, results: Results, verdict: Verdict, report: Path) -> None:
-    """Print the tables, the verdict and where the report is."""
+    """Print the tables, the verdict and the path of the report."""
     from rich.padding import Padding
     from rich.text import Text
 
@@ -113,7 +113,7 @@ def _cost(results: Results, verdict: Verdict) -> Table:
 
 
 def primary_metric(results: Results) -> str:
-    """Return the name of the first metric any strategy reports, empty where there is none."""
+    """Return the name of the first metric that any strategy has; empty if there is none."""
     return next((name for row in _ok(results) for name in row.metrics), "")
 
 

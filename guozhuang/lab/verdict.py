@@ -1,17 +1,17 @@
-"""Draws the conclusion of a comparison, in words: which strategy to take, why, and how to use it.
+"""Draws the conclusion of a comparison in sentences: which strategy to use, why, and how.
 
-The rules, all on results alone:
+The rules depend on the results alone:
 
-1. Only strategies that train and came to their end can be recommended; a bound on speed cannot, nor an exact strategy
-   whose ranks ended with different weights, nor one that diverged: its final loss is not a number, or it lies above the loss
-   of the first step by more than :data:`DIVERGED` times that loss. Those that cannot be recommended are compared with
-   nothing either. An inexact strategy can be recommended; the verdict calls it inexact and compares it with the fastest
+1. Only strategies that train and finished can be recommended; a bound on speed cannot, nor an exact strategy
+   whose ranks ended with different weights, nor one that diverged: its final loss is not a number, or it exceeds the loss
+   of the first step by more than :data:`DIVERGED` times that loss. Strategies that cannot be recommended are left out of all
+   comparisons too. An inexact strategy can be recommended; the verdict calls it inexact and compares it with the fastest
    exact one.
 2. The fastest is the one with the highest median of samples/s.
-3. Others tie with it when the ranges of both over the rounds overlap and the medians are less than :data:`TIE` apart
-   (with one round there are no ranges: less than :data:`TIE_OF_ONE_ROUND`). Among those that tie the simplest is taken.
-4. Where the number of rounds was left open, two are enough if the rounds of no strategy differ by more than
-   :data:`SETTLED`, and no strategy that trains is that near to the fastest one that does: a third would not change rule 3.
+3. Others tie with it if the ranges of both over the rounds overlap and the medians are less than :data:`TIE` apart
+   (with one round there are no ranges: less than :data:`TIE_OF_ONE_ROUND`). Of strategies that tie, the simplest is chosen.
+4. If the number of rounds was left open, two are enough if the rounds of no strategy differ by more than
+   :data:`SETTLED`, and no other strategy that trains is within it of the fastest: a third would not change rule 3.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from guozhuang.lab.results import PHASES, Results, StrategyRow
 TIE = 0.10
 TIE_OF_ONE_ROUND = 0.03
 
-#: See rule 4; a share of the slower one.
+#: The difference in rule 4, as a share of the slower value.
 SETTLED = 0.05
 
-#: The fastest round over the slowest beyond which the machine was busy with something else.
+#: If the fastest round is faster than the slowest by more than this factor, other programs kept the machine busy.
 RESTLESS = 1.25
 
-#: A relative distance of all weights beyond which rounding alone is not the likely reason (fp32, some hundred steps).
+#: Above this relative distance of all weights, rounding alone is not the likely reason (fp32, some hundred steps).
 ROUNDING_DISTANCE = 1e-3
 
-#: How often the loss of the first step fits into the rise of the loss of a training that diverged.
+#: A training diverged if its loss rose by more than this many times the loss of the first step.
 DIVERGED = 10.0
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The conclusion.
+    """The conclusion of a comparison.
 
     Attributes:
-        recommended: the strategy's name; None where none can be.
+        recommended: the strategy's name; None if none can be recommended.
         headline: the conclusion in one sentence.
-        reasons: what speaks for it, a sentence or two each.
-        how: lines to type.
-        cautions: what the reader must know before relying on it.
+        reasons: the arguments for it, a sentence or two each.
+        how: lines of code and shell that use the strategy.
+        cautions: warnings about the results.
     """
 
     recommended: str | None
@@ -60,7 +60,7 @@ class Verdict:
 
 
 def judge(results: Results) -> Verdict:
-    """Apply the rules."""
+    """Apply the rules of this module to the results."""
     candidates = [row for row in results.rows if row.ok and row.trains and not _drifted(row) and not _diverged(row)]
     if not candidates:
         ended = any(row.ok and row.trains for row in results.rows)
@@ -87,11 +87,11 @@ def judge(results: Results) -> Verdict:
 
 
 def settled(speeds: Mapping[str, Sequence[float]], training: Collection[str]) -> bool:
-    """Apply rule 4 to the samples/s of the rounds of each strategy that has not failed.
+    """Tell by rule 4 whether the rounds so far are enough.
 
     Args:
-        speeds: by strategy.
-        training: those of the strategies that train.
+        speeds: samples/s of each round, by strategy; only strategies that have not failed.
+        training: the names of the strategies that train.
     """
     if any(max(each) > (1 + SETTLED) * min(each) for each in speeds.values()):
         return False
@@ -100,7 +100,7 @@ def settled(speeds: Mapping[str, Sequence[float]], training: Collection[str]) ->
 
 
 def how(results: Results, row: StrategyRow) -> tuple[str, ...]:
-    """Return the commands that use a strategy for a training script of one's own."""
+    """Return the lines that use a strategy for a user's own training script."""
     settings = results.settings
     num_processes = 1 if row.one_process else settings.num_ranks
     batch_size = settings.global_batch_size if row.one_process else settings.batch_size
@@ -215,7 +215,7 @@ def _memory(results: Results, chosen: StrategyRow) -> list[str]:
 
 
 def _compression(chosen: StrategyRow, candidates: Sequence[StrategyRow]) -> list[str]:
-    """Say where sending less does not pay."""
+    """Return a reason that says that sending less was not faster, if inexact strategies were compared."""
     inexact = [row.name for row in candidates if not row.exact and row is not chosen]
     if not chosen.exact or not inexact:
         return []
@@ -226,7 +226,7 @@ def _compression(chosen: StrategyRow, candidates: Sequence[StrategyRow]) -> list
 
 
 def _inexact(chosen: StrategyRow, candidates: Sequence[StrategyRow]) -> list[str]:
-    """Say what an inexact strategy is worth beside the fastest exact one."""
+    """Return a caution that compares a recommended inexact strategy with the fastest exact one."""
     if chosen.exact:
         return []
     text = f"{chosen.name} is inexact: its weights are not those that one process would end with."
@@ -306,12 +306,12 @@ def _drifted(row: StrategyRow) -> bool:
 
 
 def _diverged(row: StrategyRow) -> bool:
-    """Apply the end of rule 1; a training that begins with a loss of 0 diverged where it ends above :data:`DIVERGED`."""
+    """Tell by rule 1 whether training diverged; for a first loss of 0 the final loss is compared with :data:`DIVERGED`."""
     first, last = row.losses[0], row.final_loss
     return not math.isfinite(last) or last - first > DIVERGED * (abs(first) or 1.0)
 
 
 def short(cause: str, num_characters: int = 200) -> str:
-    """Return the first line of a cause, cut to a length."""
+    """Return the first line of a cause, cut to a maximum length."""
     line = cause.strip().splitlines()[0] if cause.strip() else "no reason was given"
     return line if len(line) <= num_characters else line[: num_characters - 1] + "…"

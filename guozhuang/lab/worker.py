@@ -1,6 +1,6 @@
 """One rank of one measured run: ``python -m guozhuang.lab.worker SPEC.json``, alone or under ``guozhuang run``.
 
-It trains for a given number of steps, measures, and leaves ``rank-R.json`` (or ``error-R.json``) in the run's folder.
+It trains for a given number of steps, measures, and writes ``rank-R.json`` (or an ``error-*.json``) to the run's folder.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ from guozhuang.sharding.whole import full_weights, is_divided, load_whole
 from guozhuang.timeline import Timeline
 from guozhuang.workloads import Workload, load
 
-#: ``first``: the run of the first round, which also keeps the weights and evaluates. ``timing``: measures only.
+#: ``first``: the run of the first round, which also saves the weights and evaluates. ``timing``: measures only.
 #: ``timeline``: writes a trace instead of measuring.
 PURPOSES = ("first", "timing", "timeline")
 
 
 @dataclass(frozen=True)
 class RunSpec:
-    """The task of a run, the same for each of its ranks.
+    """The settings of a run, the same for each of its ranks.
 
     Attributes:
-        name: what the row is called, for the names of files.
+        name: the name of the row, for names of files.
         strategy: a name from ``guozhuang.strategies``.
         purpose: one of :data:`PURPOSES`.
-        folder: where the ranks leave what they found.
+        folder: the folder to which the ranks write their results.
         workload: its name, or ``module:function``.
-        options: the workload's own.
-        data_folder: where a workload keeps what it prepares once for all runs.
-        num_ranks: the ranks that share the global batch; a strategy of one process takes all of it.
+        options: the options of the workload.
+        data_folder: the folder for data that a workload prepares once for all runs.
+        num_ranks: the ranks that share the global batch; a strategy of one process trains on all of it.
         num_threads: compute threads of this process.
         num_cores: compute threads while only rank 0 works (evaluation).
         num_steps: the measured steps, after ``num_warmup_steps``.
-        seed: of the initial weights and the order of the samples.
+        seed: seed of the initial weights and of the order of the samples.
         timeout_s: the limit of every wait for other ranks.
-        device: ``cpu`` or ``cuda``; None: what ``init`` finds.
-        backend: what carries collectives; None: what ``init`` chooses.
-        num_groups: how many process groups take the buckets in turn.
+        device: ``cpu`` or ``cuda``; None: ``init`` chooses.
+        backend: the backend of collectives; None: ``init`` chooses.
+        num_groups: the number of process groups that exchange the buckets in turn.
     """
 
     name: str
@@ -82,14 +82,14 @@ class RunSpec:
 
 @dataclass
 class _Recording:
-    """The marks and losses of the steps; marks are the clock's, turned into seconds at the end."""
+    """The marks and losses of all steps; marks are those of the clock, converted to seconds at the end."""
 
     marks: list[tuple[Any, Any, Any, Any, Any, Any]] = field(default_factory=list)
     losses: list[torch.Tensor] = field(default_factory=list)
 
 
 class _Trainer:
-    """The objects of one run and the step over them."""
+    """Holds the model, optimizer, data and clocks of one run, and trains one step at a time."""
 
     def __init__(self, spec: RunSpec, here: world.World) -> None:
         self.spec = spec
@@ -107,14 +107,14 @@ class _Trainer:
         (self.model, _), self.train = prepared, prepared.step
         self.divided = is_divided(self.bare)
         if self.timeline is not None and hasattr(self.model, "timeline"):
-            cast(Any, self.model).timeline = self.timeline  # its buckets then stand in the trace too
+            cast(Any, self.model).timeline = self.timeline  # so that the trace also shows its buckets
         self.batch_size = self.workload.batch_size * (spec.num_ranks if self.strategy.one_process else 1)
         self.batches = _batches(self.workload, self.batch_size, spec.seed, here)
         self.recording = _Recording()
         self._progress = _Progress(Path(spec.folder) / "progress") if here.rank == 0 else None
 
     def step(self, number: int, before_optimizer: Any = None) -> None:
-        """Train on one batch; ``before_optimizer`` is called where memory is at its fullest."""
+        """Train on one batch; ``before_optimizer`` is called after backward, where memory use is highest."""
         now, timeline, ended = self.clock.now, self.timeline, list[Any]()
         start, start_ns = now(), timeline.now() if timeline is not None else 0
 
@@ -131,8 +131,8 @@ class _Trainer:
         passed("data")
         loss = self.train(batch, self.workload.loss, passed=passed)
         fetched, computed, returned, stepped = ended
-        # Divided parameters are other objects than those that are watched. There, and in a step without a mark, backward
-        # ends when it returns.
+        # Divided parameters are not the objects that ``last_gradient`` watches. With them, and in a step without a mark,
+        # backward counts as ended when it returns.
         last_gradient = None if self.divided else self.last_gradient.take()
         last_gradient = returned if last_gradient is None else last_gradient
         self.recording.marks.append((start, fetched, computed, last_gradient, returned, stepped))
@@ -142,7 +142,7 @@ class _Trainer:
 
 
 def main(arguments: list[str]) -> None:
-    """Do the run that the file ``arguments[0]`` describes."""
+    """Execute the run that the file ``arguments[0]`` describes."""
     spec = build(RunSpec, json.loads(Path(arguments[0]).read_text()))
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the parent asks for stacks before it ends a hung run
@@ -155,8 +155,8 @@ def main(arguments: list[str]) -> None:
             write_text(folder / f"rank-{here.rank}.json", json.dumps(asdict(record)))
     except Exception as error:
         _write_error(folder, error)
-        raise  # an exception that nobody catches lets the process leave without waiting for its peers
-    gc.collect()  # a wrapped model holds the group, whose threads must end before the interpreter does
+        raise  # an uncaught exception lets the process exit without waiting for other ranks
+    gc.collect()  # a wrapped model holds the group, whose threads must end before the interpreter exits
     world.shutdown()
 
 
@@ -181,7 +181,7 @@ def _run(spec: RunSpec, here: world.World) -> RankRecord | None:
         trainer.timeline.write(Path(spec.folder) / f"timeline-{here.rank}.json")
         return None
     if isinstance(trainer.model, DistributedDataParallel):
-        trainer.model.agree()  # where weights are exchanged, each rank has its own in between
+        trainer.model.agree()  # between exchanges of weights each rank has different ones
     metrics = _keep_first(trainer) if spec.purpose == "first" else {}
     trainable = [p for p in trainer.bare.parameters() if p.requires_grad]
     return RankRecord(
@@ -208,12 +208,12 @@ def _run(spec: RunSpec, here: world.World) -> RankRecord | None:
 
 
 def _warm_up(trainer: _Trainer) -> int | None:
-    """Take the steps before the measured ones; return this rank's PSS in the last of them."""
+    """Train the steps before the measured ones; return this rank's PSS in the last of them."""
     num_steps = trainer.spec.num_warmup_steps
     found: list[int | None] = []
 
     def weigh() -> None:
-        _wait_for_all(trainer.here)  # the same moment on every rank: all hold their gradients and optimizer state
+        _wait_for_all(trainer.here)  # the same moment on every rank, when all hold their gradients and optimizer state
         found.append(measure.pss_bytes())
         _wait_for_all(trainer.here)
 
@@ -225,7 +225,7 @@ def _warm_up(trainer: _Trainer) -> int | None:
 
 
 def _keep_first(trainer: _Trainer) -> dict[str, float]:
-    """Leave an exact strategy's weights in the run's folder, and evaluate rank 0's bare model while the others wait."""
+    """Save an exact strategy's weights in the run's folder, and evaluate rank 0's bare model while the other ranks wait."""
     metrics: dict[str, float] = {}
     whole = full_weights(trainer.bare)  # on every rank, because divided weights are gathered
     if trainer.here.rank == 0:
@@ -235,7 +235,7 @@ def _keep_first(trainer: _Trainer) -> dict[str, float]:
         if trainer.workload.evaluate is not None:
             torch.set_num_threads(trainer.spec.num_cores)
             model = trainer.bare
-            if trainer.divided:  # a forward of it needs all ranks
+            if trainer.divided:  # its forward would need all ranks
                 model = load_whole(trainer.workload.model().to(trainer.here.device), whole, model)
             metrics = {name: float(value) for name, value in trainer.workload.evaluate(model).items()}
     _wait_for_all(trainer.here)
@@ -250,14 +250,14 @@ def _mean_phases(trainer: _Trainer) -> Phases:
         for i, (start, end) in enumerate(pairwise(step)):
             sums[i] += seconds(start, end)
     data_s, forward_s, backward_s, exchange_s, optimizer_s = (total / len(marks) for total in sums)
-    # In one process what follows the last gradient is the end of backward, not communication.
+    # In one process the time after the last gradient is the end of backward, not communication.
     if trainer.strategy.one_process or trainer.divided:
         return Phases(data_s, forward_s, backward_s + exchange_s, None, optimizer_s)
     return Phases(data_s, forward_s, backward_s, exchange_s, optimizer_s)
 
 
 def _batches(workload: Workload, batch_size: int, seed: int, here: world.World) -> Iterator[Any]:
-    """Whole batches of this rank's share without end, in a new order each epoch."""
+    """Yield batches of this rank's share without end, all of full size, in a new order each epoch."""
     loader = data.loader(
         workload.train, batch_size, seed=seed, ends="drop", drop_last=True, collate_fn=workload.collate, world=here
     )
@@ -283,7 +283,7 @@ def _wait_for_all(here: world.World) -> None:
 
 
 class _Progress:
-    """Tells the parent how far rank 0 is, through a mapped file: one store into memory per step."""
+    """Reports rank 0's number of steps to the parent process through a mapped file: one store into memory per step."""
 
     def __init__(self, path: Path) -> None:
         with path.open("r+b") as file:

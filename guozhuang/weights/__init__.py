@@ -1,1 +1,1 @@
-"""Weights of several ranks: equal at the start, copied flat, and exchanged around the steps of an optimizer."""
+"""Weights of several ranks: made equal at the start, copied to flat tensors, exchanged around optimizer steps."""

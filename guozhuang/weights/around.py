@@ -1,4 +1,4 @@
-"""A weight exchange at work around the steps of an optimizer, before evaluation and in a checkpoint; no wrapper is needed."""
+"""Runs a weight exchange around an optimizer's steps, before evaluation and in checkpoints, without a wrapper module."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _NO_SYNC = "run all forwards of a step but the last one in no_sync()"
 
 
 class HookOf:
-    """Calls a method when it is called with a certain object first, while both are there; a copy of it calls nothing."""
+    """A hook that calls a method if its first argument is a given object and both are alive; a copy of it calls nothing."""
 
     def __init__(self, whose: object = None, method: Callable[[object], object] | None = None) -> None:
         self._whose = None if whose is None else weakref.ref(whose)
         self._method = None if method is None else weakref.WeakMethod(method)
 
     def __call__(self, caller: object, *_: object) -> None:
-        """Call the method with the caller, if it is the one."""
+        """Call the method with ``caller``, if that is the given object."""
         if self._whose is not None and self._method is not None and caller is self._whose():
             method = self._method()
             if method is not None:
@@ -44,25 +44,25 @@ class HookOf:
 
 
 class AroundSteps:
-    """A weight exchange at work on one module and its optimizer. Every rank must construct it, with equal weights.
+    """Runs a weight exchange for one module and its optimizer. Every rank must construct it, with equal weights.
 
-    It needs no hooks on parameters and no memory for gradients: these stay where autograd leaves them.
+    It needs no hooks on parameters and no memory for gradients: gradients stay where autograd puts them.
 
     Args:
-        module: whose weights are exchanged, bare.
-        optimizer: around whose steps; it must hold all parameters that are trained.
-        exchange: what is done; equal on all ranks.
+        module: the module, without a wrapper, whose weights are exchanged.
+        optimizer: the optimizer around whose steps they are exchanged; it must hold all trained parameters.
+        exchange: the method; equal on all ranks.
         group: the ranks.
         ignored: names of parameters and buffers that are left alone.
-        averages_buffers: buffers of floating point become their mean over ranks where the ranks agree.
-        is_shadowed: tells whether ranks without data shadow the steps of this one; None: never.
+        averages_buffers: whether floating-point buffers become their mean over ranks when weights are made equal.
+        is_shadowed: tells whether ranks without data shadow the steps of this rank; None: never.
 
     Attributes:
         step: number of optimizer steps so far.
         changed: whether the weights of the ranks may differ.
 
     Raises:
-        UsageError: it is no weight exchange, or the optimizer does not hold all trained parameters.
+        UsageError: ``exchange`` is not a WeightExchange, or the optimizer does not hold all trained parameters.
     """
 
     def __init__(
@@ -79,14 +79,12 @@ class AroundSteps:
         self.exchange = exchange
         self.step = 0
         self.changed = False
-        self._loaded: set[nn.Module] = set()  # parts of the module, since the exchange began
+        self._loaded: set[nn.Module] = set()  # parts of the module that were loaded since the exchange began
         self._saved: Mapping[str, Any] | None = (
-            None  # state loaded before any step; it also holds if weights are loaded later
+            None  # state loaded before any step; used again if weights are loaded later
         )
-        self._forward_of = (
-            -1
-        )  # the step of the last synchronized forward, with which ranks without data take part in a step
-        self._stale = False  # steps with averaged gradients were shadowed here, and so not made
+        self._forward_of = -1  # the step of the last synchronized forward, in which ranks without data take part
+        self._stale = False  # this rank shadowed steps with averaged gradients, and so did not make them
         self._group, self._module, self._optimizer = group, module, optimizer
         self._averages_buffers, self._ignored = averages_buffers, ignored
         self._is_shadowed = is_shadowed
@@ -94,7 +92,7 @@ class AroundSteps:
         self._num_held = _num_held(optimizer)
         self._held = [exchange.prepare(self._named, self._group)]
         self._steps = StepsBehind(self._group)
-        # The module and the optimizer may outlive this object, and be copied; then these do nothing.
+        # The module and the optimizer may outlive this object, or be copied; then these hooks do nothing.
         optimizer.register_step_pre_hook(HookOf(optimizer, self._on_before))
         optimizer.register_step_post_hook(HookOf(optimizer, self._on_after))
         module.register_state_dict_pre_hook(HookOf(module, self._on_state_dict))
@@ -108,17 +106,17 @@ class AroundSteps:
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether gradients of the coming step stay local."""
+        """Whether the gradients of the coming step stay local."""
         return not self.exchange.averages_gradients(self.step)
 
     def note_forward(self, synchronizes: bool = True) -> None:
-        """Take note that training goes on: from here on the ranks may differ.
+        """Note that training continues: from here on the weights of the ranks may differ.
 
         Args:
             synchronizes: whether ranks without data take part in the step of this forward.
 
         Raises:
-            UsageError: in ``join()``, two forwards for one step, which ranks without data take for two steps.
+            UsageError: inside ``join()`` there are two forwards for one step, which ranks without data count as two steps.
         """
         self.take_up()
         self.changed = True
@@ -130,14 +128,14 @@ class AroundSteps:
             self._forward_of = self.step
 
     def take_up(self) -> bool:
-        """Begin anew if the weights were loaded, or lie elsewhere; return whether. Every rank must call it, at one point."""
+        """Restart the exchange if weights were loaded or moved; return whether it did. All ranks must call it at one point."""
         if not self._loaded and not self._moved():
             return False
         self._start_anew()
         return True
 
     def shadow(self) -> None:
-        """Take part in one step of the ranks that still have data, with the weights that are there."""
+        """Take part in one step of the ranks that still have data, with this rank's present weights."""
         self.changed = True
         if self._in_step:
             self._stale = self._stale or self.exchange.averages_over_all(self.step)
@@ -149,10 +147,10 @@ class AroundSteps:
             self.exchange.rest(self._state)
 
     def agree(self) -> None:
-        """Bring the weights of all ranks to one value, if there was a step since or weights were loaded. All ranks must call.
+        """Make the weights of all ranks equal, if there was a step since or weights were loaded. Every rank must call it.
 
         Raises:
-            WorldError: a rank did not come within the group's time-out, or made fewer steps; the text names it.
+            WorldError: a rank did not call within the group's time-out, or made fewer steps; the text names it.
         """
         if not (self.changed or self._loaded):
             return
@@ -161,7 +159,7 @@ class AroundSteps:
             if self.take_up():
                 return
             self._saved = None
-            if self._in_step:  # an asynchronous method meets in its own way
+            if self._in_step:  # an asynchronous method synchronizes in its own way
                 self._meet("trained")
                 self._refresh()
             self.exchange.agree(self._state)
@@ -170,19 +168,19 @@ class AroundSteps:
             self.changed = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps, and what the method keeps."""
+        """Return the number of steps, and the state of the method."""
         self.agree()
         return {"step": self.step, "exchange": self.exchange.state_dict(self._state)}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned on this rank; weights are loaded before, or later up to the next step."""
+        """Continue from a state of :meth:`state_dict` of this rank; weights may be loaded before, or until the next step."""
         self._loaded.add(self._module)
         self._saved = None
         self._start_anew()
         self.exchange.load_state_dict(self._state, saved["exchange"])
         self.step, self._saved = int(saved["step"]), saved["exchange"]
 
-    # ---- what the hooks call -----------------------------------------------------------------------------------------------
+    # ---- methods that the hooks call ---------------------------------------------------------------------------------------
 
     def _on_before(self, _: object) -> None:
         self.take_up()
@@ -217,7 +215,7 @@ class AroundSteps:
     def _after(self) -> None:
         averages = self.exchange.averages_over_all
         with self._steps.inside(self.step):
-            if averages(self.step) and not averages(self.step + 1):  # from here on weights are exchanged
+            if averages(self.step) and not averages(self.step + 1):  # from the next step on weights are exchanged
                 if self._group.size() > 1:
                     point = "end the steps in which gradients are averaged"
                     self._steps.gather(point, timeout_s(self._group), None, _EVERY_STEP)
@@ -228,18 +226,18 @@ class AroundSteps:
     # ---- other weights -------------------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Note which parameters there are, and where they lie."""
+        """Record which parameters are exchanged, and their addresses."""
         found = exchanged_parameters(self._module, self._optimizer, self._ignored)
         self._parameters = [p for _, p in found]
         self._named = [(name, torch.view_as_real(p.detach()) if p.is_complex() else p.detach()) for name, p in found]
         self._places = [p.data_ptr() for p in self._parameters]
 
     def _moved(self) -> bool:
-        """Whether ``p.data`` was set since, by ``vector_to_parameters`` or ``module.half()``, for example."""
+        """Whether ``p.data`` was set since, for example by ``vector_to_parameters`` or ``module.half()``."""
         return self._places != [p.data_ptr() for p in self._parameters]
 
     def _start_anew(self) -> None:
-        """Other weights are there: make them equal; what the method derived from the old ones no longer holds."""
+        """Make replaced weights equal on all ranks, and prepare the exchange again: its old state no longer holds."""
         with ordinary_tensors():
             self._look()
             given, buffers = self._given()
@@ -253,7 +251,7 @@ class AroundSteps:
             else:
                 what = "parameters were given other memory (p.data): the exchange begins anew from their mean"
                 _log.warning("%s", explain(what, rank=self._group.rank(), fix="set values in place: p.copy_(...)"))
-            if self._module not in self._loaded:  # else all is as rank 0 gave it
+            if self._module not in self._loaded:  # else all values are rank 0's already
                 take_mean(self._named, self._group)
                 if self._averages_buffers:
                     self._average_buffers()
@@ -267,7 +265,7 @@ class AroundSteps:
         self._steps.restart()
 
     def _given(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the weights and the buffers that were loaded; all, where weights were given other memory."""
+        """Return the weights and the buffers that were loaded; all of them, if parameters were moved."""
         all_were = self._module in self._loaded or not self._loaded
         # By identity: a tied weight has one name, and is loaded by any module that holds it.
         loaded = {id(t) for part in self._loaded for t in (*part.parameters(), *part.buffers())}
@@ -277,7 +275,7 @@ class AroundSteps:
         return weights, [b for _, b in buffers if all_were or id(b) in loaded]
 
     def _loaded_parts(self) -> str:
-        """Return the names of the parts that were loaded, without those inside others."""
+        """Return the names of the loaded parts, without those inside other loaded parts."""
         if self._module in self._loaded:
             return "all"
         names = [name for name, part in self._module.named_modules() if part in self._loaded]
@@ -296,7 +294,7 @@ class AroundSteps:
         return self.exchange.in_step or not self.keeps_gradients
 
     def _meet(self, weights: str) -> None:
-        """Wait for all ranks, and compare how many steps they made and what became of their weights."""
+        """Wait for all ranks, and compare their numbers of steps and whether their weights were trained, loaded or moved."""
         if self._group.size() == 1:
             return
         made = self.step if self._in_step and self._saved is None else None
@@ -309,13 +307,13 @@ class AroundSteps:
             raise WorldError(f"{error} {what}: {_EVERYBODY}.") from error
 
     def _most(self, *numbers: int) -> list[int]:
-        """Return the greatest of all ranks' numbers. Every rank must call."""
+        """Return the element-wise maximum of the numbers over all ranks. Every rank must call it."""
         most = torch.tensor(numbers, device=self._named[0][1].device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._group)
         return [int(each) for each in most.tolist()]
 
     def _refresh(self) -> None:
-        """Give ranks that shadowed steps with averaged gradients, and so did not make them, the weights of one that did."""
+        """Copy the weights of a rank that made all steps to ranks that only shadowed steps with averaged gradients."""
         if self._group.size() == 1:
             return
         source, any_stale = self._most(-1 if self._stale else self._group.rank(), int(self._stale))
@@ -333,10 +331,10 @@ class AroundSteps:
 
 
 def check_weight_exchange(exchange: object) -> None:
-    """Raise unless it is a method of exchanging weights.
+    """Raise unless ``exchange`` is a WeightExchange.
 
     Raises:
-        UsageError: it is something else.
+        UsageError: it is another object.
     """
     if not isinstance(exchange, WeightExchange):
         fix = "give an object such as guozhuang.exchange.local_sgd.LocalSGD(16); use_exchange takes those of gradients"
@@ -346,10 +344,10 @@ def check_weight_exchange(exchange: object) -> None:
 def exchanged_parameters(
     module: nn.Module, optimizer: Optimizer, ignored: frozenset[str]
 ) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters that an optimizer steps, which are what is exchanged.
+    """Return the parameters of the module that an optimizer steps; exactly these are exchanged.
 
     Raises:
-        UsageError: it holds none of the module's, or not all that are trained.
+        UsageError: the optimizer holds none of the module's parameters, or not all trained ones.
     """
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found = [(name, p) for name, p in module.named_parameters() if name not in ignored]

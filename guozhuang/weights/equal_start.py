@@ -1,4 +1,4 @@
-"""Ranks begin equal: the same parameters by name, shape, dtype and memory layout, then the same values."""
+"""Makes ranks equal at the start: compares parameters by name, shape, dtype and memory layout, then copies values."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ..groups import agree
 from ..groups.subgroups import timeout_s
 from .flat import FlatWeights
 
-_BROADCAST_BYTES = 250 << 20  # how much memory the flattened copies of one broadcast may take
+_BROADCAST_BYTES = 250 << 20  # upper bound of the flattened copies in one broadcast
 
 
 def describe(named_tensors: Iterable[tuple[str, Tensor]], sparse: frozenset[str] = frozenset()) -> list[str]:
-    """Return one line per tensor with all that ranks must have in common.
+    """Return one line per tensor with every property that must be equal on all ranks.
 
-    Name, shape, dtype, device type, the strides of a parameter that is not row-major (buckets lay gradients out in them),
-    whether it requires a gradient, and whether that is sparse (its name is in ``sparse``).
+    These are name, shape, dtype, device type, the strides of a parameter that is not row-major (its gradient in a bucket has
+    them too), whether it requires a gradient, and whether that is sparse (its name is in ``sparse``).
     """
     return [_line(name, tensor, name in sparse) for name, tensor in named_tensors]
 
@@ -45,7 +45,7 @@ def sparse_names(module: nn.Module) -> frozenset[str]:
 def _line(name: str, tensor: Tensor, sparse: bool) -> str:
     parts = [name, str(tuple(tensor.shape)), str(tensor.dtype).removeprefix("torch."), tensor.device.type]
     if isinstance(tensor, nn.Parameter) and tensor.layout == torch.strided:
-        # The stride of a dimension of size 1 says nothing, and differs between ways to make the same tensor.
+        # The stride of a dimension of size 1 has no meaning, and depends on how the tensor was made.
         sizes = [size for size in tensor.shape if size > 1]
         strides = [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
         if tensor.numel() > 0 and strides != [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]:
@@ -60,7 +60,7 @@ def verify_equal_layout(group: dist.ProcessGroup, lines: Sequence[str]) -> None:
 
     Raises:
         MismatchError: names, shapes, dtypes, memory layouts, counts or options differ.
-        WorldError: a rank did not come within the group's time-out.
+        WorldError: a rank did not call within the group's time-out.
     """
     fix = "build the same model with the same options on every rank"
     agree(group, "the parameters of the model", lines, timeout_s(group), fix)
@@ -74,7 +74,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup, sourc
     Args:
         tensors: dense tensors of any dtype; autograd's version counters are left as they are.
         group: the ranks.
-        source: rank within the group.
+        source: rank within the group whose values are copied.
     """
     whole = [tensor.detach() for tensor in tensors]
     if not whole or group.size() == 1:
@@ -85,7 +85,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup, sourc
 
 
 def state_of(module: nn.Module, ignored: frozenset[str], buffers: bool) -> list[tuple[str, Tensor]]:
-    """Return the parameters and, if asked, the buffers that ranks hold in common, by name."""
+    """Return the parameters and, if asked, the buffers, without the ignored ones, with their names."""
     named: list[tuple[str, Tensor]] = list(module.named_parameters())
     if buffers:
         named += list(module.named_buffers())
@@ -93,7 +93,7 @@ def state_of(module: nn.Module, ignored: frozenset[str], buffers: bool) -> list[
 
 
 def take_mean(named: Sequence[tuple[str, Tensor]], group: dist.ProcessGroup) -> None:
-    """Average over ranks what differs from rank 0; what is equal stays as it is, bit for bit, and so does infinity."""
+    """Average over ranks where they differ from rank 0; equal values stay bit-identical, also infinities."""
     if group.size() == 1:
         return
     wide = torch.float64 if any(t.dtype == torch.float64 for _, t in named) else torch.float32
@@ -110,7 +110,7 @@ def take_mean(named: Sequence[tuple[str, Tensor]], group: dist.ProcessGroup) -> 
 
 @contextmanager
 def kept(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Give tensors back the values of now at the end, whatever is written to them meanwhile for the sake of other ranks."""
+    """Restore the tensors' present values when the context ends, whatever is written to them inside."""
     before = [tensor.clone() for tensor in tensors]
     yield
     with torch.no_grad():
@@ -120,6 +120,6 @@ def kept(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def ordinary_tensors() -> Iterator[None]:
-    """What is made here can be written to later, also where the user evaluates in ``torch.inference_mode()``."""
+    """Let tensors made in this context be written to later, also if the user evaluates in ``torch.inference_mode()``."""
     with torch.inference_mode(False), torch.no_grad():
         yield

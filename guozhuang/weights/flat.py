@@ -1,4 +1,4 @@
-"""Copies of many parameters as few flat tensors, for methods that send or keep weights as a whole."""
+"""Copies many parameters to few flat tensors, for methods that send or store all weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-#: (name, parameter) pairs in one order on all ranks.
+#: (name, parameter) pairs, in the same order on all ranks.
 Named = Sequence[tuple[str, Tensor]]
 
 
@@ -15,11 +15,11 @@ class FlatWeights:
     """Copies of many parameters as few flat tensors: one per device and dtype, in the order of the parameters.
 
     Args:
-        parameters: (name, parameter) pairs; whole tensors of any shape, contiguous or not.
-        dtype: of the copies; None keeps each parameter's own.
+        parameters: (name, parameter) pairs; tensors of any shape, contiguous or not.
+        dtype: dtype of the copies; None keeps each parameter's own.
 
     Attributes:
-        names: of the parameters in each flat tensor.
+        names: names of the parameters in each flat tensor.
     """
 
     def __init__(self, parameters: Named, dtype: torch.dtype | None = None) -> None:
@@ -41,20 +41,20 @@ class FlatWeights:
         return len(self._groups)
 
     def empty(self) -> list[Tensor]:
-        """Make flat tensors, not filled."""
+        """Allocate the flat tensors, not filled."""
         sizes = [sum(p.numel() for p in group) for group in self._groups]
         return [
             torch.empty(n, dtype=dtype, device=device) for n, (device, dtype) in zip(sizes, self._kinds, strict=True)
         ]
 
     def copy(self) -> list[Tensor]:
-        """Make flat tensors that hold the weights."""
+        """Return new flat tensors that hold the weights."""
         flats = self.empty()
         self.read(flats)
         return flats
 
     def views(self, flats: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Cut flat tensors into views of the parameters' shapes."""
+        """Split flat tensors into views of the parameters' shapes."""
         return [
             [part.view(p.shape) for part, p in zip(flat.split([p.numel() for p in group]), group, strict=True)]
             for flat, group in zip(flats, self._groups, strict=True)
@@ -74,20 +74,20 @@ class FlatWeights:
 
     @torch.no_grad()
     def subtract_from(self, flats: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-        """Write flat tensors minus the parameters, in the dtype of the copies, into others."""
+        """Write flat tensors minus the parameters to ``out``, in the dtype of the copies."""
         for views, outs, group in zip(self.views(flats), self.views(out), self._groups, strict=True):
             for view, result, parameter in zip(views, outs, group, strict=True):
                 torch.sub(view, parameter, out=result)
 
     @torch.no_grad()
     def mix(self, source: Sequence[Tensor], kept: float) -> None:
-        """Make each parameter ``kept`` of itself and the rest of flat tensors, rounded to its dtype once."""
+        """Set each parameter p to ``kept`` * p + (1 - ``kept``) * flat value, rounded to its dtype once."""
         for views, group in zip(self.views(source), self._groups, strict=True):
             if all(view.dtype == parameter.dtype for view, parameter in zip(views, group, strict=True)):
                 torch._foreach_mul_(group, kept)
                 torch._foreach_add_(group, views, alpha=1 - kept)
             else:
-                for v, p in zip(views, group, strict=True):  # one wide copy at a time
+                for v, p in zip(views, group, strict=True):  # makes one wide copy at a time
                     p.copy_(p.to(v.dtype).mul_(kept).add_(v, alpha=1 - kept))
 
     @torch.no_grad()

@@ -1,17 +1,17 @@
-"""Ranks that made fewer optimizer steps than others: found where all ranks meet, and named, before a wait ends in a time-out.
+"""Finds ranks that made fewer optimizer steps than others, where all ranks meet, and names them before a time-out.
 
-[Note: who is behind] A rank that left out a step alone goes on one step behind: its exchange of step n meets that of the others
-an iteration later, and nothing is wrong until it comes to evaluation while the others wait for it in their last step. There it
-cannot know of them, since ordinary steps tell nobody where they are. So a thread looks now and then whether this rank has been
-inside one step's exchange for long, and then leaves that step's number in the store. A rank that waits at the meeting looks for
-these numbers. One that is not below its own count of steps means for certain that it is behind: the other has begun that step,
-and needs this rank to end it. It raises then, and leaves a notice for the others, whose exchange fails when it is gone. Any
-other number, of a rank on a slow link for example, means nothing. Numbers belong to one beginning: a checkpoint may set the
-count of steps back.
+[Note: who is behind] A rank that left out one step stays one step behind: its exchange of step n meets that of the others
+an iteration later, and nothing fails until it comes to evaluation while the others wait for it in their last step. It
+cannot know of that there, since ordinary steps do not publish step numbers. So a thread tests now and then whether this rank
+has been inside one step's exchange for long, and then writes that step's number to the store. A rank that waits at a meeting
+reads these numbers. A number not below its own count of steps proves that it is behind: the other rank has begun that step,
+and needs this rank to end it. It then raises, and writes a notice for the others, whose exchange fails when it is gone. Any
+other number, for example of a rank on a slow link, means nothing. Keys contain the number of restarts, because a checkpoint
+may set the count of steps back.
 
-[Note: what waiting costs the store] Ranks may wait for minutes while one saves, and one process serves them all. So a rank asks
-for a single key at a time: rank 0 alone asks whether all have come, and writes what they came with under a key that the others
-look at; and how often a number was left is counted under one key, so that numbers are read only where there are new ones.
+[Note: what waiting costs the store] Ranks may wait for minutes while one saves, and one process serves them all. So a rank
+reads one key at a time: only rank 0 tests whether all have arrived, and writes all their values under one key, which the
+others read; and one key counts how often a step number was written, so that numbers are read only if there are new ones.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from ..errors import MismatchError, WorldError, explain, rank_table
 from ..groups.agreement import store_of
 
 _log = logging.getLogger("guozhuang")
-_PATIENCE_S = 1.0  # in a step, before its number is left; in a meeting, before numbers are looked for, and between
+_PATIENCE_S = 1.0  # in a step, before its number is written; at a meeting, before numbers are read, and between reads
 _WARN_AFTER_S = 30.0
 _LONGEST_PAUSE_S = 0.1
-_MOST_ASKS_PER_S = 2000  # of all ranks together
+_MOST_ASKS_PER_S = 2000  # requests to the store, of all ranks together
 
 MAKE_EVERY_STEP = "make every step on every rank: GradScaler with a fused optimizer, join() where inputs are uneven"
 
 
 @dataclass
 class _Waiting:
-    """The step in whose exchange this rank is, since when, and under which keys others may read it. Read by a thread."""
+    """The step in whose exchange this rank is, since when (monotonic seconds), and the key prefix. A thread reads it."""
 
     inside: tuple[int, float, str] | None = None
 
 
 class StepsBehind:
-    """In which steps ranks wait, and for whom. Every rank of the group must construct it at one point.
+    """Publishes in which steps ranks wait, and finds ranks that are behind. Every rank must construct it at one point.
 
     Args:
         group: the ranks.
@@ -54,7 +54,7 @@ class StepsBehind:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._rank, self._size, self._store = group.rank(), group.size(), store_of(group)
-        # Each rank counts in the store, so no process keeps a counter.
+        # Each rank counts its objects in the store, so that no process needs a counter.
         number = self._store.add(f"guozhuang/steps/turns/{self._rank}", 1)
         self._prefix = f"guozhuang/steps/{number}"
         self._turns: dict[str, int] = {}
@@ -66,19 +66,19 @@ class StepsBehind:
 
     @property
     def _waits(self) -> str:
-        """Under which keys ranks leave the step in which they wait."""
+        """The prefix of the keys under which ranks write the step in which they wait."""
         return f"{self._prefix}/waits/{self._beginning}"
 
     def restart(self) -> None:
-        """Count steps from another number. Every rank must call, at one point, where none is inside a step."""
+        """Start counting steps from another number. Every rank must call, at one point, where no rank is inside a step."""
         self._beginning += 1
 
     @contextlib.contextmanager
     def inside(self, step: int) -> Iterator[None]:
-        """In this context the rank may wait for others, in that step.
+        """Declare that this rank may wait for others inside this context, in the exchange of that step.
 
         Raises:
-            WorldError: the exchange failed, and another rank has said that it left out this step.
+            WorldError: the exchange failed, and another rank has left a notice that it left out this step.
         """
         self._waiting.inside = step, time.monotonic(), self._waits
         if self._size > 1 and (self._thread is None or not self._thread.is_alive()):  # also in a forked child
@@ -95,18 +95,18 @@ class StepsBehind:
             self._waiting.inside = None
 
     def gather(self, point: str, limit_s: float, num_made: int | None, fix: str) -> None:
-        """Wait until all ranks have come to a point of the program, after as many steps.
+        """Wait until all ranks have reached a point of the program, and compare how many steps they made.
 
         Args:
-            point: its name; every rank comes to points of one name equally often.
+            point: name of the point; every rank calls this equally often for one name.
             limit_s: how long to wait, in seconds.
-            num_made: how many steps this rank has made; None where ranks need not make equally many.
-            fix: for the error.
+            num_made: the number of steps this rank has made; None if numbers need not be equal.
+            fix: advice for the error text.
 
         Raises:
             MismatchError: ranks made different numbers of steps; on every rank, with a table.
-            WorldError: this rank is behind, and others wait for it in a step; or a rank did not come in time; the text names
-                ranks and steps. Or the store went away with the process that held it.
+            WorldError: this rank is behind, and others wait for it in a step; or a rank did not arrive in time (the text names
+                ranks and steps); or the store was lost with the process that held it.
         """
         turn = self._turns[point] = self._turns.get(point, 0) + 1
         meeting = f"{self._prefix}/{point}/{turn}"
@@ -129,7 +129,7 @@ class StepsBehind:
             waited_s = now_s - began_s
             if waited_s > (limit_s if warned else min(limit_s, _WARN_AFTER_S)):
                 late = self._who_is_late(point, meeting)
-                if not late:  # rank 0 has not written it yet
+                if not late:  # rank 0 has not written the common key yet
                     continue
                 has_ended = waited_s > limit_s
                 what = f"ranks {late} did not come within {limit_s if has_ended else waited_s:.3g} s to {point}"
@@ -141,7 +141,7 @@ class StepsBehind:
                 warned = True
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, longest_s)
-        if turn > 2:  # all ranks have left that one
+        if turn > 2:  # all ranks have left that meeting
             before = f"{self._prefix}/{point}/{turn - 2}"
             for key in (f"{before}/{self._rank}", f"{before}/all")[: 1 if self._rank else 2]:
                 with contextlib.suppress(RuntimeError):  # a store that cannot delete
@@ -152,13 +152,13 @@ class StepsBehind:
             raise MismatchError(f"{text}\n{table}")
 
     def _behind(self, what: str) -> WorldError:
-        """Compose the error of a rank that is behind, and leave it where ranks that wait in a step find it."""
+        """Return the error of a rank that is behind, and write its text where ranks that wait in a step read it."""
         text = explain(what, rank=self._rank, fix=MAKE_EVERY_STEP)
         with contextlib.suppress(RuntimeError):
             self._store.set(f"{self._waits}/behind", text)
         return WorldError(text)
 
-    # ---- what is asked of the store; see [Note: what waiting costs the store] ----------------------------------------------
+    # ---- requests to the store; see [Note: what waiting costs the store] ----------------------------------------------------
 
     def _notice(self) -> str | None:
         with contextlib.suppress(RuntimeError):
@@ -167,7 +167,7 @@ class StepsBehind:
         return None
 
     def _have_all_come(self, point: str, meeting: str) -> list[str] | None:
-        """Return what all ranks came with, once they have."""
+        """Return the values of all ranks once all have arrived, else None."""
         with self._asking(point):
             if self._rank == 0 and self._store.check([f"{meeting}/{rank}" for rank in range(self._size)]):
                 made = [self._store.get(f"{meeting}/{rank}").decode() for rank in range(self._size)]
@@ -182,12 +182,12 @@ class StepsBehind:
             return [rank for rank in range(self._size) if not self._store.check([f"{meeting}/{rank}"])]
 
     def _who_waits(self, point: str, num_made: int, num_read: int) -> tuple[dict[int, int], int]:
-        """Return the ranks that wait in a step which this one has not made, and in which; see [Note: who is behind].
+        """Return the ranks that wait in a step which this rank has not made, with that step; see [Note: who is behind].
 
         Args:
-            point: for the error.
-            num_made: steps made here.
-            num_read: how many numbers had been left when this was called last. The second result is how many it are now.
+            point: name of the meeting, for the error.
+            num_made: the number of steps made here.
+            num_read: the second result of the last call: how many numbers had been written then.
         """
         with self._asking(point):
             count = f"{self._waits}/count"
@@ -216,4 +216,4 @@ def _watch(waiting: _Waiting, rank: int, store: dist.Store, ended: threading.Eve
             step, _, waits = inside
             with contextlib.suppress(RuntimeError):  # the store is gone, or the process group
                 store.set(f"{waits}/{rank}", str(step))
-                store.add(f"{waits}/count", 1)  # behind it: whoever reads the new count finds the number
+                store.add(f"{waits}/count", 1)  # after the number, so that readers of it find the number
