@@ -1,4 +1,4 @@
-"""What crosses the wire: the interface in ``base``, then one file per method."""
+"""Methods of exchanging gradients or weights between ranks: the interfaces in ``base`` and ``weights``, one file per method."""
 
 from .allreduce import AllReduce
 from .base import Done, GradientExchange, Work

@@ -1,10 +1,10 @@
-"""What Adam does with gradients, done before they are sent: its momentum crosses the wire, in a code.
+"""Sends Adam's momentum, in a code, instead of gradients: each rank updates the momentum with its gradient before sending it.
 
-Formula, with n ranks, m Adam's momentum (equal on all ranks), b1 its decay and C a code with all that ``compressed.py`` does:
-rank r sends m_r = b1 m + (1 - b1) g_r; M = mean_r C(m_r), and each rank gets g = (M - b1 m) / (1 - b1) for its gradient, from
-which Adam's own next step makes M again. Momentum changes slowly and adds many gradients up, so a code that is too coarse
-for gradients serves it. A rank without data sends nothing (its m may be behind), and m stands in for it on the others.
-Error: that of the code on M, which is of the size of momentum, not of gradients; in g it shows (1 / (1 - b1)) times as large.
+Formula, with n ranks, m Adam's momentum (equal on all ranks), b1 its decay and C the coded exchange of ``compressed.py``:
+rank r sends m_r = b1 m + (1 - b1) g_r; M = mean_r C(m_r), and each rank gets g = (M - b1 m) / (1 - b1) as its gradient, from
+which Adam's own next step computes M again. Momentum is a mean of many gradients and changes slowly, so a code that is too
+coarse for gradients suffices for it. A rank without data sends nothing (its m may be out of date); the others use m for it.
+Error: that of the code on M, relative to the size of momentum, not of gradients; in g it is 1 / (1 - b1) times as large.
 Traffic: that of the code.
 Source: 1-bit Adam, Tang et al. 2021, arXiv:2102.02888; QAdam of Bagua, Gan et al. 2021, arXiv:2107.01499.
 """
@@ -29,25 +29,25 @@ from .numbers import check_floating_point
 
 
 class HasMomenta(Protocol):
-    """The part of an optimizer that is asked while backward runs; :class:`guozhuang.optim.QAdam` is one."""
+    """The methods of an optimizer that the exchange calls while backward runs; :class:`guozhuang.optim.QAdam` has them."""
 
     @property
     def grad_scaler(self) -> Any:
-        """Whose scale the gradients have; None for none that is known."""
+        """The GradScaler whose scale the gradients are multiplied by; None if none is known."""
         ...
 
     def momenta(self, parameters: Sequence[Tensor]) -> list[tuple[Tensor | None, float]]:
-        """Return each parameter's m, None for zeros, and b1, 0 where there is no momentum."""
+        """Return for each parameter its momentum m (None if it is all zeros) and b1 (0.0 for a parameter without momentum)."""
         ...
 
     def loss_scale(self) -> float:
-        """Return what gradients are multiplied with."""
+        """Return the factor by which the loss, and so the gradients, are multiplied."""
         ...
 
 
 @dataclass
 class MomentumState:
-    """That of the code, and whether gradients had a scale when it was saved."""
+    """The state of the coded exchange, and whether a loaded checkpoint was saved while a GradScaler scaled the gradients."""
 
     compressed: CompressedState
     was_scaled: bool = False
@@ -55,14 +55,14 @@ class MomentumState:
 
 @dataclass(frozen=True)
 class AdamMomentum(AroundGradients[MomentumState], inner="compressed"):
-    """Exchanges momentum in place of gradients; what each rank gets are gradients.
+    """Sends momentum in place of gradients; each rank gets mean gradients that follow from the mean momentum.
 
     Args:
-        optimizer: has m; equal on all ranks that have data.
-        compressed: the code.
+        optimizer: holds m, which is equal on all ranks that have data.
+        compressed: the coded exchange.
 
     Raises:
-        UsageError: the code has a momentum of its own.
+        UsageError: ``compressed`` has a momentum of its own.
     """
 
     optimizer: HasMomenta
@@ -87,7 +87,7 @@ class AdamMomentum(AroundGradients[MomentumState], inner="compressed"):
 
     @override
     def state_dict(self, state: MomentumState) -> dict[str, Any]:
-        """Return the state of the code, and whether there is a scale. Momentum is in the optimizer's state."""
+        """Return the state of the coded exchange, and whether gradients are scaled. The optimizer saves the momentum."""
         is_scaled = state.was_scaled or self.optimizer.grad_scaler is not None
         return {"compressed": super().state_dict(state), "is_scaled": is_scaled}
 
@@ -99,10 +99,10 @@ class AdamMomentum(AroundGradients[MomentumState], inner="compressed"):
 
     @override
     def start(self, bucket: Bucket, state: MomentumState, step: int) -> Work:
-        """Hand the bucket to a lane, with the momenta as they are now.
+        """Start the coded exchange of the bucket, with the current momenta.
 
         Raises:
-            UsageError: the run that is resumed had a GradScaler, which was not set here.
+            UsageError: the resumed run used a GradScaler, and ``optimizer.grad_scaler`` was not set here.
         """
         optimizer = self.optimizer
         if state.was_scaled and optimizer.grad_scaler is None:
@@ -114,7 +114,7 @@ class AdamMomentum(AroundGradients[MomentumState], inner="compressed"):
 
 
 class _Momenta:
-    """What is done around the code of one bucket in one pass. They stay as they are until the optimizer's next step."""
+    """Converts a bucket to momenta before coding and back after decoding. The momenta are fixed until the optimizer's step."""
 
     def __init__(self, bucket: Bucket, momenta: Sequence[tuple[Tensor | None, float]], scale: float) -> None:
         self._places = [(view.shape, view.stride(), view.storage_offset()) for view in bucket.views]
@@ -122,7 +122,7 @@ class _Momenta:
         self._momenta, self._scale = momenta, scale
 
     def enter(self, values: Tensor) -> bool:
-        """Turn gradients into momenta, without their scale."""
+        """Replace gradients by updated momenta, without the gradients' scale; return False if all gradients are zero."""
         if not bool(values.any()):
             return False
         own = [(1 - beta) / self._scale for _, beta in self._momenta]
@@ -132,13 +132,13 @@ class _Momenta:
         return True
 
     def leave(self, values: Tensor, share: float) -> None:
-        """Turn mean momenta into gradients with their scale."""
+        """Replace the mean momenta by mean gradients, with the gradients' scale."""
         views = self._views(values)
         self._add(views, -share)
         torch._foreach_mul_(views, [self._scale / (1 - beta) for _, beta in self._momenta])
 
     def _views(self, values: Tensor) -> list[Tensor]:
-        """As those of the bucket, in its parameters' memory formats."""
+        """Return views of ``values`` by parameter, with the same shapes and strides as the views of the bucket."""
         shift = values.storage_offset() - self._first
         return [values.as_strided(shape, stride, offset + shift) for shape, stride, offset in self._places]
 

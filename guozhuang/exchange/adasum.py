@@ -1,18 +1,18 @@
-"""Adaptive sum of the gradients: what points the same way is averaged, what is orthogonal is added.
+"""Adaptive sum of the gradients: components in the same direction are averaged, orthogonal ones are added.
 
 Formula, for two gradients of one parameter: A(a, b) = (1 - a.b / (2 |a|^2)) a + (1 - a.b / (2 |b|^2)) b, and A(a, 0) = a.
-For n ranks, a tree of pairs: ranks 0 and 1, 2 and 3, and so on; then the pairs of pairs; who has no partner goes up as it is.
-So n orthogonal gradients give their sum, n equal ones (n a power of two, or not) that one.
-Error: none besides rounding: scalar products and the factors are in float64, the sum in float32 (float64 for float64
-gradients). All ranks end with the same bits.
+For n ranks, a tree of pairs: ranks 0 and 1, 2 and 3, and so on; then pairs of these results. A result without a partner moves
+up one level unchanged. So n orthogonal gradients give their sum, and n equal gradients give that gradient, for any n.
+Error: rounding only: scalar products and the factors are in float64, the sum in float32 (float64 for float64 gradients). All
+ranks get equal bits.
 Traffic: 2 (n-1)/n of the bucket, as an all-reduce, and n (n+1) / 2 float64 for each parameter in it, all-reduced.
 Source: Maleki et al. 2021, MLSys, arXiv:2006.02924.
 
 [Note: all pairs at once] Every node of the tree is a linear combination of the n gradients, so all scalar products in the tree
-follow from those of the gradients themselves, the Gram matrix, one for each parameter. Rank i gets row i, 1/n of the bucket,
-of all ranks (all-to-all); the Gram matrices of the rows are added up (one all-reduce); then each rank knows the n factors of
-each parameter, sums its row and hands it on (all-gather). Three rounds for any n, where halving and doubling needs 2 log2 n of
-them and n a power of two.
+follow from those of the gradients themselves: the Gram matrix, one for each parameter. The bucket is cut into n rows. Rank i
+gets row i of all ranks (all-to-all); the Gram matrices of the rows are added up (one all-reduce); then each rank computes the n
+factors of each parameter, sums its row with them, and sends the sum to all (all-gather). These are three rounds for any n,
+while recursive halving and doubling needs 2 log2 n rounds and an n that is a power of two.
 """
 
 from __future__ import annotations
@@ -34,21 +34,19 @@ from .base import Done, GradientExchange, Work
 from .numbers import check_floating_point, is_finite, num_numbers, numbers, where_not_finite
 
 _NUM_LANES = 2  # one computes while the other sends
-_NUM_COLUMNS = 1 << 18  # that are seen as float64 at a time
-_LEAST = (
-    1e-12  # |a|^2 of a node, as a share of what it could be: below it gradients cancelled out, and a is rounding error
-)
+_NUM_COLUMNS = 1 << 18  # how many columns are converted to float64 at a time, to limit memory
+_LEAST = 1e-12  # |a|^2 of a node below this share of its greatest possible value is rounding error and counts as 0
 _log = logging.getLogger("guozhuang")
 
 
 @dataclass
 class _AdasumRows:
-    """What one bucket needs.
+    """The buffers of one bucket.
 
     Attributes:
-        sent: this rank's numbers, in equal rows, the last padded.
-        got: this rank's row, of all ranks.
-        pieces: (parameter, begin, end) of what lies in this rank's row.
+        sent: this rank's gradients, cut into n equal rows, the last one padded.
+        got: row i of every rank, where i is this rank.
+        pieces: (parameter index, begin, end) of each parameter that lies in row i, in columns of the row.
     """
 
     sent: Tensor
@@ -58,7 +56,7 @@ class _AdasumRows:
 
 @dataclass
 class AdasumState:
-    """Made once per layout."""
+    """The group, the lanes, and the buffers by bucket index; made once per bucket layout."""
 
     group: dist.ProcessGroup
     lanes: Sequence[Lane]
@@ -72,7 +70,7 @@ class Adasum(GradientExchange[AdasumState]):
     @property
     @override
     def averages(self) -> bool:
-        """False: ranks without data, whose gradients are zeros, change nothing."""
+        """False: the zero gradients of ranks without data do not change an adaptive sum."""
         return False
 
     @override
@@ -131,12 +129,12 @@ class Adasum(GradientExchange[AdasumState]):
 
     @override
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> int:
-        """Return the bytes of one bucket that holds one parameter of so many elements; each further one adds a Gram matrix."""
+        """Return the bytes of one bucket that holds a single parameter; each further parameter adds a Gram matrix."""
         row_bytes = -(-num_elements // world_size) * element_bytes
         return 2 * (world_size - 1) * row_bytes + self.gram_bytes(1, world_size)
 
     def gram_bytes(self, num_parameters: int, world_size: int) -> int:
-        """Return the bytes that one rank sends for the Gram matrices of a bucket of so many parameters."""
+        """Return the bytes that one rank sends for the Gram matrices of a bucket of ``num_parameters`` parameters."""
         if world_size == 1:
             return 0
         num_products = num_parameters * world_size * (world_size + 1) // 2
@@ -144,7 +142,7 @@ class Adasum(GradientExchange[AdasumState]):
 
 
 def factors(grams: Tensor) -> Tensor:
-    """Return with what each gradient is multiplied, so that the sum is the adaptive one. See [Note: all pairs at once].
+    """Return the factors of the gradients in their adaptive sum. See [Note: all pairs at once].
 
     Args:
         grams: (parameters, n, n), float64: the scalar products of the n gradients.
@@ -154,7 +152,7 @@ def factors(grams: Tensor) -> Tensor:
     """
     size = grams.shape[-1]
     identity = torch.eye(size, dtype=grams.dtype, device=grams.device).expand_as(grams)
-    nodes = list(identity.unbind(1))  # each by its factors, (parameters, n)
+    nodes = list(identity.unbind(1))  # each node as the factors of its n gradients, (parameters, n)
     while len(nodes) > 1:
         pairs = [_pair(a, b, grams) for a, b in zip(nodes[::2], nodes[1::2], strict=False)]
         nodes = pairs + nodes[2 * len(pairs) :]
@@ -167,7 +165,7 @@ def _pair(a: Tensor, b: Tensor, grams: Tensor) -> Tensor:
 
 
 def _less(a: Tensor, both: Tensor, grams: Tensor) -> Tensor:
-    """Return a without half of what it shares with the other one; a itself where it is zero. NaN stays."""
+    """Return (1 - a.b / (2 |a|^2)) a, where ``both`` is a.b; return a itself where it is zero. NaN stays NaN."""
     square = torch.einsum("pi,pij,pj->p", a, grams, a).unsqueeze(1)
     greatest = (a.abs() * grams.diagonal(dim1=1, dim2=2).sqrt()).sum(1, keepdim=True).square()
     return (1 - torch.where(square <= _LEAST * greatest, 0.0, both / (2 * square))) * a

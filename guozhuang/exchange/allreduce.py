@@ -1,8 +1,8 @@
 """Mean of the gradients over all ranks, by one all-reduce per bucket.
 
 Formula: g = sum over ranks r of (g_r / n). Dividing before summing keeps fp16 from overflowing as long as the mean fits.
-Error: that of n additions in the gradient's dtype. Every rank gets what the group's all-reduce gives; with gloo's ring all
-ranks hold the same bits.
+Error: the rounding of n additions in the gradient's dtype. Ranks hold equal bits if the backend's all-reduce gives equal bits,
+as gloo's ring does.
 Source: ring all-reduce, Patarasuk and Yuan 2009, https://doi.org/10.1016/j.jpdc.2008.09.002 (2 (n-1)/n of the data per rank).
 """
 
@@ -20,7 +20,7 @@ from .base import Done, GradientExchange, Work
 
 @dataclass(frozen=True)
 class AllReduce(GradientExchange[dist.ProcessGroup]):
-    """The exact exchange. Its state is the group."""
+    """The exact exchange of gradients; its state is just the process group."""
 
     @override
     def input_scale(self, world_size: int) -> float:
@@ -41,5 +41,5 @@ class AllReduce(GradientExchange[dist.ProcessGroup]):
         return work
 
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> int:
-        """Return the bytes of a ring: each rank sends 2 (n-1) parts of 1/n."""
+        """Return the bytes of a ring all-reduce: each rank sends 2 (n-1) times 1/n of the gradients."""
         return 2 * (world_size - 1) * num_elements * element_bytes // world_size

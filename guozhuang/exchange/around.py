@@ -1,4 +1,4 @@
-"""Exchanges around another one. Everything goes to the inner exchange; a wrapper overrides what differs.
+"""Base classes of exchanges that wrap another one: each method calls the inner exchange's, unless the wrapper overrides it.
 
 A wrapper keeps the inner exchange in one of its fields, and the inner exchange's state in its own state.
 ``class WeightWarmup(AroundWeights[...], inner="then")`` names the field; without a name it is ``inner``.
@@ -18,7 +18,7 @@ State = TypeVar("State")
 
 
 class _Around(Generic[State]):
-    """The part that wrappers of both kinds share."""
+    """The methods that wrappers of gradient exchanges and of weight exchanges share."""
 
     _inner_field: ClassVar[str] = "inner"
 
@@ -31,28 +31,28 @@ class _Around(Generic[State]):
         return getattr(self, self._inner_field)
 
     def inner_state(self, state: State) -> Any:
-        """Return the inner exchange's state; by default the wrapper has no other one."""
+        """Return the inner exchange's state, given the wrapper's; by default the two are the same object."""
         return state
 
     def inner_acts(self, state: State) -> bool:
-        """Tell whether the inner exchange acts on this rank at this time; where it does not, nothing is forwarded."""
+        """Return whether the inner exchange currently acts on this rank; if not, calls are not forwarded to it."""
         return True
 
     def state_dict(self, state: State) -> dict[str, Any]:
-        """Return the inner exchange's. Every rank must call."""
+        """Return the inner exchange's saved state. Every rank must call."""
         return self._inner.state_dict(self.inner_state(state)) if self.inner_acts(state) else {}
 
     def load_state_dict(self, state: State, saved: Mapping[str, Any]) -> None:
-        """Hand it to the inner exchange. Every rank must call."""
+        """Restore the inner exchange's saved state. Every rank must call."""
         self._inner.load_state_dict(self.inner_state(state), saved)
 
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> Any:
-        """Return the inner exchange's bytes."""
+        """Return the bytes that the inner exchange sends."""
         return self._inner.traffic(num_elements, element_bytes, world_size)
 
 
 class AroundGradients(_Around[State], GradientExchange[State]):
-    """An exchange of gradients that wraps one. A subclass defines ``prepare`` and ``start``."""
+    """An exchange of gradients that wraps another one. A subclass defines ``prepare`` and ``start``."""
 
     @property
     @override
@@ -70,7 +70,7 @@ class AroundGradients(_Around[State], GradientExchange[State]):
 
 
 def _forwarded(name: str) -> Callable[..., None]:
-    """Return a method that calls the inner exchange's method of that name, where the inner exchange acts."""
+    """Return a method that calls the inner exchange's method of that name, if the inner exchange acts at the time."""
 
     def method(self: AroundWeights[Any], state: Any, *step: int) -> None:
         if self.inner_acts(state):
@@ -80,10 +80,10 @@ def _forwarded(name: str) -> Callable[..., None]:
 
 
 class AroundWeights(_Around[State], WeightExchange[State]):
-    """An exchange of weights that wraps one. A subclass defines ``prepare``."""
+    """An exchange of weights that wraps another one. A subclass defines ``prepare``."""
 
     def inner_step(self, step: int) -> int:
-        """Return how the inner exchange counts a step."""
+        """Return the number that the inner exchange gives to the wrapper's step ``step``."""
         return step
 
     @property

@@ -1,26 +1,28 @@
-"""Weights averaged in the background while each rank goes on at its own speed.
+"""Averages weights in the background while each rank trains at its own speed.
 
-Formula, for a round that every rank r begins with a copy s_r of its weights, when it comes to it: S = sum of all s_r; later,
-between two of its steps, rank r moves its weights by x_r <- x_r + S/n - s_r. So what it learned since the copy stays.
-For the first ``start_step`` steps gradients are averaged instead, as in ``ddp``; in these the ranks are in step.
-Error: a rank's weights are off the mean by what all ranks did since their copies: for ranks of equal speed in a round's time
-and ``interval_ms``. A round keeps the sum of the weights over ranks, to rounding in the parameters' dtypes. Ranks differ,
-and a run does not repeat bit for bit, because rounds fall where time lets them; after ``agree`` all hold the same bits.
-Traffic: that of one all-reduce of the weights a round (narrow ones in float32), 2 (n-1)/n of them, at most one round each
+Formula, for one round (one all-reduce of the weights): each rank r starts it with a copy s_r of its weights, when its training
+gets there; S = sum of all s_r; later, between two steps, rank r updates its weights by x_r <- x_r + S/n - s_r, which keeps the
+changes that it made since the copy.
+In the first ``start_step`` steps gradients are averaged instead, as in ``ddp``, and all ranks make these steps together.
+Error: a rank's weights differ from the mean by the changes that all ranks made since their copies; with ranks of equal speed,
+those of the time of a round plus ``interval_ms``. A round keeps the sum of the weights over ranks, to rounding in the
+parameters' dtypes. Ranks differ, and a run does not repeat bit for bit, because the times of rounds vary; ``agree`` makes all
+ranks equal, bit for bit.
+Traffic: one all-reduce of the weights per round (narrow ones in float32), 2 (n-1)/n of them, at most one round each
 ``interval_ms``.
 Source: Gan et al. 2021, arXiv:2107.01499 (Bagua's async model average, without its lock and its abort and resume around
 evaluation); Lian et al. 2018, arXiv:1710.06952 (AD-PSGD).
 
-[Note: no lock around the weights] Only the trainer's own thread touches the weights, and only between two optimizer steps: it
-takes the copy s, and later it adds S/n - s. The lane's thread sees nothing but s and S. So no forward ever reads weights that
-change under it, and no update is lost between a copy and its return, on CPU as on an accelerator, where the trainer's launches
-stand in the order of one stream.
+[Note: no lock around the weights] Only the trainer's own thread accesses the weights, and only between two optimizer steps: it
+makes the copy s, and later it adds S/n - s. The lane's thread accesses only s and S. So weights never change during a forward,
+and no update between the copy and the addition is lost. This also holds on an accelerator, because the trainer launches all its
+kernels in one stream.
 
-[Note: rounds of ranks that differ in speed] A rank begins a round only when its last one has ended, and a round ends only when
-all ranks have begun it: the numbers of rounds that ranks have begun never differ by more than one, and the lane hands the k-th
-round of one rank to the k-th of all others. A rank that comes to ``agree`` goes on to take part in rounds until all have come,
-with the weights that it has. From then on nobody begins a round by the clock; each begins those that others have begun and it
-has not, all end, and one mean makes the weights equal.
+[Note: rounds of ranks that differ in speed] A rank starts a round only when its last one has ended, and a round ends only when
+all ranks have started it. So the numbers of rounds that ranks have started never differ by more than one, and the k-th
+all-reduce of one rank always meets the k-th of all others. A rank that has called ``agree`` continues to take part in rounds,
+with its current weights, until all ranks have called it. From then on no rank starts a round because of the interval; each
+starts only the rounds that others have started already, waits for their end, and one mean makes the weights equal.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from ..weights.flat import Named
 from .weight_lane import WeightLane, mean
 from .weights import WeightExchange
 
-_LOOK_EVERY_S = 0.005  # while others have not come to agree
+_LOOK_EVERY_S = 0.005  # pause between two looks at the rounds, while waiting in ``agree`` for other ranks
 
 
 @dataclass
@@ -51,14 +53,14 @@ class AsyncState:
 
     Attributes:
         group: the ranks.
-        lane: in which rounds run, with copies s and S/n - s of the weights; None for one rank.
-        meeting: in which ranks wait for each other to agree.
-        notices: who has come to agree, for errors.
-        device: of the weights.
-        num_rounds: begun so far.
-        num_meetings: so far.
+        lane: runs the rounds, with the copies s and S/n - s of the weights; None for one rank.
+        meeting: a second lane, in which ranks wait for each other in ``agree``; None for one rank.
+        notices: records in the store which ranks have called ``agree``, for error texts; None for one rank.
+        device: the device of the weights.
+        num_rounds: how many rounds this rank has started.
+        num_meetings: how many times this rank has called ``agree``.
         began_s: when the last round began, on the clock of ``time.monotonic``.
-        applies: whether the round in flight belongs to these weights.
+        applies: whether the result of the round in flight is to be added to the weights; False after other weights were loaded.
     """
 
     group: dist.ProcessGroup
@@ -74,13 +76,13 @@ class AsyncState:
 
 @dataclass(frozen=True)
 class AsyncModelAverage(WeightExchange[AsyncState]):
-    """Average the weights every so often, without anyone waiting for anyone.
+    """Averages the weights at intervals of time; no rank waits for another one.
 
-    A peer that died is raised at the next step after the round with it has failed.
+    If a rank ends early, its round fails, and the next step of every other rank raises the error.
 
     Args:
-        interval_ms: the least time from one round to the next, in milliseconds; 0 begins a round whenever none is under way.
-        start_step: for how many steps gradients are averaged first; all ranks must make these.
+        interval_ms: the least time from one round to the next, in milliseconds; 0 starts a round whenever none is running.
+        start_step: how many first steps average gradients instead; all ranks must make these.
 
     Raises:
         UsageError: a negative number.
@@ -101,7 +103,7 @@ class AsyncModelAverage(WeightExchange[AsyncState]):
         return False
 
     def averages_gradients(self, step: int) -> bool:
-        """True in the first ``start_step`` steps."""
+        """Return True in the first ``start_step`` steps."""
         return step < self.start_step
 
     def prepare(self, parameters: Named, group: dist.ProcessGroup) -> AsyncState:
@@ -113,10 +115,10 @@ class AsyncModelAverage(WeightExchange[AsyncState]):
         return AsyncState(group, WeightLane(parameters, group, num_copies=2), Lane(group), notices, device, now_s)
 
     def after_step(self, state: AsyncState, step: int) -> None:
-        """Move the weights by the round that has ended, and begin one if it is time. Waits for nobody.
+        """Add the result of a round that has ended to the weights, and start a round if it is time. Does not wait.
 
         Raises:
-            WorldError: a rank is gone, or did not take part within the group's time-out.
+            WorldError: a rank has ended, or did not take part within the group's time-out.
         """
         if state.lane is not None and step >= self.start_step:
             self._at_boundary(state, state.lane, step)
@@ -130,10 +132,10 @@ class AsyncModelAverage(WeightExchange[AsyncState]):
             _begin(state, lane, step)
 
     def agree(self, state: AsyncState) -> None:
-        """Take part in rounds until all ranks have come here, end those that have begun, and put the mean in place.
+        """Take part in rounds until all ranks have called this; finish all started rounds; replace the weights by their mean.
 
         Raises:
-            WorldError: a rank did not come within the group's time-out; the text names it.
+            WorldError: a rank did not call this within the group's time-out; the text names it.
         """
         if state.lane is None or state.meeting is None or state.notices is None:
             return
@@ -158,7 +160,7 @@ class AsyncModelAverage(WeightExchange[AsyncState]):
 
         def greatest() -> None:
             dist.all_reduce(rounds, op=dist.ReduceOp.MAX, group=meeting.group)
-            rounds.item()  # on an accelerator: wait here, in this thread
+            rounds.item()  # on an accelerator this waits for the result, in the thread of the lane
 
         here = meeting.run(greatest)
         while not here.is_completed():
@@ -175,11 +177,11 @@ class AsyncModelAverage(WeightExchange[AsyncState]):
                 _begin(state, lane, -1)
 
     def close(self, state: AsyncState) -> None:
-        """Let the threads end; a round that others have not begun ends with the process group."""
+        """Let the lanes' threads end; a round that not all ranks have started ends with the process group."""
         state.lane = state.meeting = None
 
     def end(self, state: AsyncState) -> None:
-        """Let all ranks take part in the rounds that any has begun, change nothing, and end the twins. Every rank must call."""
+        """Finish all rounds that any rank has started, without using their results; end both groups. Every rank must call."""
         if state.lane is not None and state.meeting is not None:
             self._meet(state, state.lane, state.meeting, applies=False)
             state.lane.drop()
@@ -187,12 +189,12 @@ class AsyncModelAverage(WeightExchange[AsyncState]):
         self.close(state)
 
     def load_state_dict(self, state: AsyncState, saved: Mapping[str, Any]) -> None:
-        """Let the round that is under way change nothing: its copies are not of the weights that were loaded."""
+        """Mark the result of a running round as unused: it was computed from weights before those that were loaded."""
         super().load_state_dict(state, saved)
         state.applies = False
 
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> float | None:
-        """Return None: rounds go by time, not by steps."""
+        """Return None for several ranks: the number of rounds depends on time, not on steps."""
         return 0.0 if world_size == 1 else None
 
 

@@ -1,8 +1,8 @@
-"""Mean of the weights over all ranks, blocking: what local SGD and other methods are made of.
+"""Blocking mean of the weights over all ranks, used by local SGD and other methods.
 
 Formula, with n ranks: w <- (w_1 + ... + w_n) / n, in float32 (float64 where weights are).
-Error: that of n additions; narrower weights are rounded once, at the end. All ranks end in the same bits.
-Traffic: an all-reduce of the weights, in float32 for narrower ones.
+Error: the rounding of n additions; weights narrower than float32 are also rounded once, at the end. All ranks get equal bits.
+Traffic: an all-reduce of the weights; weights narrower than float32 are sent as float32.
 Source: parameter averaging, Zinkevich et al. 2010, Parallelized Stochastic Gradient Descent (NIPS).
 """
 
@@ -27,15 +27,15 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass
 class AverageState:
-    """Where weights are averaged.
+    """The group, the parameters and the buffers of an :class:`Average`.
 
     Attributes:
         group: the ranks.
-        weights: the parameters, one entry for each dtype of the mean.
-        flats: their copies, which travel.
-        not_finite: for each entry, says which weights are not.
-        step: the last one.
-        settled: whether a method knows the weights to be equal on all ranks.
+        weights: the parameters, one entry for each dtype in which a mean is computed.
+        flats: flat copies of the weights, per entry, which are all-reduced; empty for one rank.
+        not_finite: per entry, logs which weights hold NaN or infinity.
+        step: the number of the last step, for that log.
+        settled: whether the weights are known to be equal on all ranks; ``LocalSGD`` then skips the mean.
     """
 
     group: dist.ProcessGroup
@@ -78,5 +78,5 @@ class Average(WeightExchange[AverageState]):
             weights.write(flats)
 
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> float:
-        """Return the bytes of a ring, 4 or more an element."""
+        """Return the bytes of a ring all-reduce, with at least 4 bytes per element."""
         return 2 * (world_size - 1) * num_elements * max(4, element_bytes) / world_size

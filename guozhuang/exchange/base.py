@@ -1,7 +1,8 @@
 """The interface between the reducer and a method of exchanging gradients.
 
-Hyper-parameters are fields of a frozen dataclass; what changes while training is the state that ``prepare`` returns and the
-caller keeps. One method object therefore serves any number of models, and a checkpoint of a method is its state.
+A method is a frozen dataclass whose fields are its hyper-parameters. Everything that changes during training is in a separate
+state object, which ``prepare`` returns and the caller keeps. One method object therefore serves any number of models, and a
+checkpoint saves the state alone.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ State = TypeVar("State")
 
 
 class Work(Protocol):
-    """An exchange under way. ``torch.distributed.Work`` is one."""
+    """A started exchange that has not been waited for yet; ``torch.distributed.Work`` satisfies this protocol."""
 
     def wait(self) -> object:
-        """Return when the result stands in ``bucket.flat``; raise what went wrong."""
+        """Wait until the result is in ``bucket.flat``; raise the error if the exchange failed."""
         ...
 
     def is_completed(self) -> bool:
-        """Tell, without waiting, whether all collectives of the bucket have ended; for the timeline."""
+        """Return, without waiting, whether all collectives of the bucket have ended; the timeline records it."""
         ...
 
 
 class Done:
-    """The work of an exchange that had nothing to send."""
+    """A work that is complete from the start: the exchange had nothing to send."""
 
     def wait(self) -> None:
         """Return at once."""
@@ -42,27 +43,27 @@ class Done:
 
 
 class GradientExchange(ABC, Generic[State]):
-    """What is done with a full bucket while backward is still running.
+    """A method of exchanging full buckets of gradients while backward is still running.
 
-    Every rank calls every method in the same order: the reducer starts bucket 0, 1, 2, ... on all ranks.
+    Every rank makes the same calls in the same order: the reducer starts bucket 0, 1, 2, ... on all ranks.
     """
 
     @property
     def one_round(self) -> bool:
         """Whether all collectives of a bucket are issued inside :meth:`start`.
 
-        Where they are not, the reducer (on CPU) lets a bucket end before backward goes on, so that its later rounds cannot
-        change places with other collectives, which would differ between ranks.
+        If not, the reducer (on CPU) waits for each bucket before backward continues: otherwise the bucket's later collectives
+        could be issued in a different order relative to other collectives on different ranks.
         """
         return True
 
     @property
     def averages(self) -> bool:
-        """Whether the result is a mean. With ``join(divide_by_initial_world_size=False)`` only a mean is divided anew."""
+        """Whether the result is a mean. ``join(divide_by_initial_world_size=False)`` rescales the result only if it is."""
         return True
 
     def input_scale(self, world_size: int) -> float:
-        """Return the factor that :meth:`start` expects on the gradients; the reducer applies it as it copies them in."""
+        """Return the factor by which gradients must be multiplied before :meth:`start`; the reducer applies it."""
         return 1.0
 
     @abstractmethod
@@ -70,20 +71,20 @@ class GradientExchange(ABC, Generic[State]):
         """Make the state for these buckets. Every rank must call.
 
         Args:
-            buckets: those that :meth:`start` will be given.
-            group: the ranks.
-            before: where the layout changed, the state that went with the last one: what belongs to parameters is taken over.
+            buckets: all buckets that will be passed to :meth:`start`.
+            group: the ranks that exchange.
+            before: the state of the previous bucket layout, if the layout changed; values kept per parameter are taken from it.
         """
 
     def state_dict(self, state: State) -> dict[str, Any]:
-        """Return what a checkpoint needs to go on exactly, by parameter; empty for most. Every rank must call."""
+        """Return the values, by parameter, that a resumed run needs to continue exactly; often empty. Every rank must call."""
         return {}
 
     def load_state_dict(self, state: State, saved: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned on this rank. Every rank must call.
+        """Restore the values that :meth:`state_dict` returned on this rank. Every rank must call.
 
         Raises:
-            UsageError: it belongs to another method, or to another number of ranks.
+            UsageError: the values were saved by another method, or with another number of ranks.
         """
         if saved:
             what = f"{type(self).__name__} keeps no state, and the checkpoint holds some for {sorted(saved)}"
@@ -91,18 +92,18 @@ class GradientExchange(ABC, Generic[State]):
 
     @abstractmethod
     def start(self, bucket: Bucket, state: State, step: int) -> Work:
-        """Begin to exchange ``bucket.flat``; the result lands there by the time that the returned work is waited for.
+        """Start the exchange of ``bucket.flat``; its result replaces the gradients there once the returned work was waited for.
 
         Args:
             bucket: dense (``bucket.sparse`` is False), its gradients multiplied by :meth:`input_scale`.
-            state: what :meth:`prepare` returned.
-            step: number of synchronized backward passes before this one; of optimizer steps where an exchange of weights
-                brought this one.
+            state: the return value of :meth:`prepare`.
+            step: number of synchronized backward passes before this one; the number of optimizer steps instead, if a
+                ``WeightExchange`` returned this exchange from its ``gradients()``.
         """
 
     @abstractmethod
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> int | None:
-        """Return the bytes that one rank sends per step for that many gradient elements; None if only counting can tell."""
+        """Return the bytes that one rank sends per step for ``num_elements`` gradients; None if they can only be measured."""
 
 
 def check_saved(saved: Mapping[str, Any], keys: Set[str], of: str) -> None:
@@ -111,10 +112,10 @@ def check_saved(saved: Mapping[str, Any], keys: Set[str], of: str) -> None:
     Args:
         saved: the state in the checkpoint.
         keys: all keys of a state of this exchange.
-        of: the exchange, for the text of the error.
+        of: the name of the exchange, for the error text.
 
     Raises:
-        UsageError: they differ, so that another exchange saved it.
+        UsageError: the keys differ, so another exchange saved the state.
     """
     if saved.keys() != keys:
         what = f"the checkpoint holds no state of {of}"

@@ -1,9 +1,9 @@
-"""Another exchange with the gradients in a narrower dtype on the wire.
+"""Wraps another exchange and sends the gradients through it in a narrower dtype.
 
 Formula: decode(inner(encode(g))) where encode and decode are rounding casts.
 Error: half a unit in the last place of the narrower dtype for each gradient, and as much again for each addition of the inner
 exchange; relative 2^-11 for fp16, 2^-8 for bf16. Ranks divide before they sum, so a sum overflows only where the mean does (in
-fp16 beyond 65504); that is infinity then, on all ranks, which a gradient scaler sees. In fp16 what is below 3e-8 becomes 0.
+fp16 beyond 65504); it then becomes infinity on all ranks, which a gradient scaler detects. In fp16 values below 3e-8 become 0.
 Source: Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740.
 """
 
@@ -24,7 +24,7 @@ from .base import GradientExchange, Work
 
 @dataclass(frozen=True)
 class _Decoding:
-    """The inner exchange's work, whose result is cast back when it is waited for."""
+    """Wraps the work of the inner exchange; ``wait`` also casts the result back into the bucket."""
 
     work: Work
     wire: Bucket
@@ -40,7 +40,7 @@ class _Decoding:
 
 @dataclass
 class CastState:
-    """The buckets in the dtype of the wire, by index, and the inner exchange's state for them."""
+    """Holds, by bucket index, a copy of each bucket in the narrower dtype, and the state of the inner exchange."""
 
     wires: dict[int, Bucket]
     inner: Any
@@ -48,11 +48,11 @@ class CastState:
 
 @dataclass(frozen=True)
 class Cast(AroundGradients[CastState]):
-    """An exchange with a cast around it.
+    """Casts gradients to ``dtype``, exchanges them with ``inner``, and casts the result back.
 
     Args:
-        dtype: floating-point dtype on the wire.
-        inner: what exchanges the cast buckets.
+        dtype: floating-point dtype in which gradients are sent.
+        inner: the exchange of the cast buckets.
     """
 
     dtype: torch.dtype
@@ -75,7 +75,7 @@ class Cast(AroundGradients[CastState]):
         return CastState(wires, self.inner.prepare(list(wires.values()), group, before.inner if before else None))
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which numbers of ``dtype`` travel: never a wider one."""
+        """Return the dtype in which gradients of ``dtype`` are sent, which is never wider than ``dtype``."""
         return self.dtype if dtype.is_floating_point and dtype.itemsize > self.dtype.itemsize else dtype
 
     @override

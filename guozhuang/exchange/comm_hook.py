@@ -1,8 +1,8 @@
 """PyTorch's DDP communication hooks, ``hook(state, bucket) -> Future``, as an exchange.
 
-A hook may issue later collectives from the callbacks of earlier ones (PowerSGD does). When a callback runs differs between
-ranks, so nothing else may be issued meanwhile: unless a hook is known to issue everything when it is called, ``one_round`` is
-False and the reducer waits for it. See https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html for what a hook is given.
+A hook may issue later collectives from the callbacks of earlier ones (PowerSGD does). Callbacks run at different times on
+different ranks, so no other collective may be issued meanwhile: unless a hook is known to issue all its collectives when it is
+called, ``one_round`` is False and the reducer waits for it. See https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..errors import UsageError, explain
 from ..gradients.buckets import Bucket
 from .base import GradientExchange, Work
 
-# By name, so that PyTorch's hooks are imported by those who use them.
+# PyTorch's hooks of one collective, by name, so that their module is not imported unless the user does.
 _ONE_ROUND_MODULE = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 _ONE_ROUND_HOOKS = {"allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"}
 
@@ -29,36 +29,36 @@ Hook = Callable[[Any, Any], "torch.futures.Future[Any]"]
 
 
 class HookBucket:
-    """What a hook sees: the methods of ``torch.distributed.GradBucket``, which cannot be made from Python."""
+    """The bucket that is passed to a hook, with the methods of ``torch.distributed.GradBucket``, which Python cannot create."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
         self._buffer = bucket.flat
 
     def index(self) -> int:
-        """Place in the order of exchanges; buckets are laid out anew once, after the first synchronized backward."""
+        """Return the bucket's place in the order of exchanges; it may change once, after the first synchronized backward."""
         return self._bucket.index
 
     def buffer(self) -> Tensor:
-        """All gradients of the bucket, flat, not divided by the number of ranks."""
+        """Return all gradients of the bucket as a flat tensor, not divided by the number of ranks."""
         return self._buffer
 
     def set_buffer(self, tensor: Tensor) -> None:
-        """Put another tensor in the buffer's place, for a hook that this one wraps."""
+        """Replace the buffer, so that a hook can pass other values to a hook that it wraps."""
         self._buffer = tensor
 
     def gradients(self) -> list[Tensor]:
-        """One tensor per parameter, sharing memory with the buffer."""
+        """Return one tensor per parameter, sharing memory with the buffer."""
         if self._buffer is self._bucket.flat:
             return list(self._bucket.views)
         return [self._buffer.as_strided(v.shape, v.stride(), v.storage_offset()) for v in self._bucket.views]
 
     def parameters(self) -> list[Tensor]:
-        """The parameters of the bucket."""
+        """Return the parameters of the bucket."""
         return list(self._bucket.parameters)
 
     def is_last(self) -> bool:
-        """Whether this is the last bucket of the step."""
+        """Return whether this is the last bucket of the step."""
         return self._bucket.is_last
 
 
@@ -93,11 +93,11 @@ class _HookWork:
 
 @dataclass(frozen=True)
 class CommHook(GradientExchange[None]):
-    """A PyTorch hook with the user's state. What it computes, sends and loses is the hook's own.
+    """Exchanges each bucket by calling a PyTorch communication hook with the user's state.
 
     Args:
         hook: ``hook(state, bucket) -> Future[Tensor]``.
-        state: handed to the hook unchanged.
+        state: passed to the hook unchanged.
     """
 
     hook: Hook
@@ -105,7 +105,7 @@ class CommHook(GradientExchange[None]):
 
     @property
     def one_round(self) -> bool:
-        """True for PyTorch's hooks of one collective and for hooks that say so; others may chain collectives."""
+        """True for PyTorch's hooks of one collective, and for hooks with an attribute ``one_round`` that is True."""
         known = getattr(self.hook, "__module__", "") == _ONE_ROUND_MODULE
         known = known and getattr(self.hook, "__qualname__", "") in _ONE_ROUND_HOOKS
         return known or getattr(self.hook, "one_round", False) is True
@@ -117,11 +117,11 @@ class CommHook(GradientExchange[None]):
         """Call the hook.
 
         Raises:
-            TypeError: it returned something that is no future.
+            TypeError: the hook did not return a future.
         """
         name = getattr(self.hook, "__qualname__", type(self.hook).__name__)
         future = self.hook(self.state, HookBucket(bucket))
-        if not isinstance(future, torch._C.Future):  # the base class: what a Work's get_future() gives
+        if not isinstance(future, torch._C.Future):  # the base class, which the get_future() of a Work returns
             raise TypeError(
                 explain(
                     f"communication hook {name!r} must return a torch.futures.Future",
@@ -132,15 +132,15 @@ class CommHook(GradientExchange[None]):
         return _HookWork(future, bucket, name)
 
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> None:
-        """Return None: only the hook knows."""
+        """Return None: the bytes depend on the hook."""
 
 
 def check_hook(hook: Hook) -> None:
-    """Raise unless ``hook`` looks like a communication hook; the same checks as PyTorch's, but for bf16 on CPU, which works.
+    """Raise unless ``hook`` looks like a communication hook; PyTorch's checks, except that bf16 is allowed on the CPU.
 
     Raises:
-        TypeError: it cannot be called, or has no parameter ``bucket``.
-        UsageError: its annotations are not a hook's.
+        TypeError: ``hook`` is not callable, or has no parameter ``bucket``.
+        UsageError: the annotations of ``hook`` do not fit.
     """
     if not callable(hook):
         raise TypeError(explain("a communication hook must be callable", value=hook))

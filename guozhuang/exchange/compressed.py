@@ -1,19 +1,19 @@
-"""Mean of the gradients in a lossy code: each rank averages its part of the bucket, and both ways are coded.
+"""Mean of the gradients in a lossy code: each rank averages one part of the bucket; gradients and means are both sent coded.
 
 Formula, with n ranks, a code C with decoder D, and the bucket cut into n rows x_1 ... x_n of equal length (the last padded):
 rank r sends C(x_i + e_i) to rank i for all i, and keeps e_i <- x_i + e_i - D(C(x_i + e_i)) with error feedback, else e = 0.
-Rank i averages what it got, m_i, and sends C(m_i + s_i) to all, with a feedback s_i of its own. All ranks decode the same
-bytes, so they end with equal bits.
-Error: that of the code, twice. Without feedback a biased code's errors add up over steps; with it the sum over all steps is
-off by what the feedback holds at the end, once. Where feedback overflows, with gradients that are finite but huge, it is
-forgotten for that rank's rows, and the step is NaN.
+Rank i computes m_i, the mean of the rows it got, and sends C(m_i + s_i) to all, with a feedback s_i of its own. All ranks
+decode the same bytes, so they get equal bits.
+Error: that of the code, twice. Without feedback a biased code's errors add up over steps; with feedback the sum of the results
+of all steps differs from the exact sum only by the final feedback. If feedback overflows, because gradients are finite but
+huge, it is set to zero for that rank's rows, and the result of the step is NaN.
 Source: the two-way scheme of BytePS (Jiang et al. 2020, OSDI) and of Bagua's ByteGrad (Gan et al. 2021, arXiv:2107.01499);
 error feedback as in Karimireddy et al. 2019, arXiv:1901.09847.
 
 [Note: momentum correction] With momentum mu each rank sends u <- mu u + g in place of its gradient g (with Nesterov's,
-g + mu u), and the optimizer has none. Momentum in the optimizer would act on what arrived: an element that waited in the
-feedback for a hundred steps would then start to build up momentum that is a hundred steps old. Masking (only for codes of few
-elements): where an element was sent, u <- 0, so that it is not pushed on in a direction that is long outdated.
+g + mu u), and the optimizer uses no momentum. Momentum in the optimizer would see a gradient only when it arrives: an element
+that stayed in the feedback for a hundred steps would start its momentum a hundred steps late. Masking (only for codes that send
+few elements): u <- 0 for an element that was sent, so that old momentum does not move it further in an outdated direction.
 Source: Lin et al. 2018, arXiv:1712.01887 (masked); BytePS (Nesterov's, not masked).
 """
 
@@ -40,45 +40,46 @@ from .codecs.topk import Sparsifier
 from .numbers import check_floating_point, is_finite, num_numbers, numbers, some_of, where_not_finite
 
 _NUM_LANES = 2  # one computes while the other sends
-# Before each row's code two float32: 0.0, or NaN for a row that holds what no code can express; and 0.0, or 1.0 for a row of a
-# rank that has nothing to add.
+# Two float32 before each row's code: first 0.0, or NaN for a row that is not finite and so was not coded; then 0.0, or 1.0 for
+# a row of a rank that has nothing to add.
 _HEADER_BYTES = 8
 _log = logging.getLogger("guozhuang")
 
 
 class Around(Protocol):
-    """What is done to a bucket's numbers before they are coded and after they have come back. Called in a lane."""
+    """Changes the values of a bucket before they are coded and after they were decoded; called in a lane's thread."""
 
     def enter(self, values: Tensor) -> bool:
-        """Change this rank's numbers, in place.
+        """Change this rank's gradients, in place.
 
         Args:
             values: 1-dimensional, float32, finite.
 
         Returns:
-            False where this rank has nothing to add; then nothing of it is coded, and its feedback stays.
+            False if this rank has nothing to add; then its values are not coded, and its feedback stays unchanged.
         """
         ...
 
     def leave(self, values: Tensor, share: float) -> None:
-        """Change the mean, in place; equal bits on all ranks before, and where a rank acts on it, after.
+        """Change the mean, in place. It has equal bits on all ranks before this call, and should have them after it.
 
         Args:
-            values: as in ``enter``; the sum over the ranks that added something, divided by all. NaN where a rank had that.
-            share: how many of all ranks did.
+            values: as in ``enter``: the sum over the ranks that added something, divided by the number of all ranks. NaN in
+                rows in which a rank had NaN or infinity.
+            share: the share of ranks that added something, from 0 to 1.
         """
         ...
 
 
 class Residuals:
-    """Errors of a lossy code, or momentum, kept by parameter so that it outlives a change of the buckets.
+    """Errors of a lossy code, or momentum: one float32 per element of the buckets, in rows of equal length for all ranks.
 
-    One float32 number for each number of the buckets, padded to equal rows for all ranks.
+    They can be read and loaded by parameter, so that they survive a change of the bucket layout.
 
     Args:
         buckets: the layout.
         group: the ranks.
-        owned: this rank keeps its own row of each bucket only; else it keeps all rows, which are its own errors.
+        owned: True if this rank keeps only the row of each bucket that it averages; False if it keeps all rows.
     """
 
     def __init__(self, buckets: Sequence[Bucket], group: dist.ProcessGroup, owned: bool) -> None:
@@ -86,7 +87,7 @@ class Residuals:
         self._spans: dict[str, tuple[int, int, int]] = {}
         self._kept: dict[int, Tensor] = {}
         self._padding: dict[int, Tensor] = {}
-        self._first: dict[int, int] = {}  # which number of a bucket is the first of those that are kept
+        self._first: dict[int, int] = {}  # by bucket index, the position in the bucket of the first kept element
         size = group.size()
         for bucket in buckets:
             length = -(-num_numbers(bucket) // size)
@@ -100,18 +101,18 @@ class Residuals:
             self._padding[bucket.index] = self._kept[bucket.index].view(-1)[max(0, num_numbers(bucket) - first) :]
 
     def clear_padding(self, index: int) -> None:
-        """Forget what was lost of the padding: it belongs to no parameter, and would be lost in a checkpoint."""
+        """Zero the errors of the padding, which belongs to no parameter and so would not be in a checkpoint."""
         self._padding[index].zero_()
 
     def rows(self, index: int) -> Tensor:
-        """Return what is kept for a bucket, to be changed in place: (ranks, row) or, where only the own is kept, (1, row).
+        """Return the kept rows of a bucket, to be changed in place: (ranks, row length), or (1, row length) if ``owned``.
 
-        Whoever writes there calls :meth:`clear_padding`.
+        A caller that writes to them must call :meth:`clear_padding` afterwards.
         """
         return self._kept[index]
 
     def forget_not_finite(self, index: int) -> list[str]:
-        """Zero the rows of a bucket that hold NaN or infinity; return the names of the parameters that did."""
+        """Zero the rows of a bucket that hold NaN or infinity; return the names of the parameters with such elements."""
         kept = self._kept[index]
         if is_finite(kept):
             return []
@@ -126,7 +127,7 @@ class Residuals:
         return names
 
     def by_name(self) -> dict[str, Tensor]:
-        """Return copies by parameter, each 1-dimensional. Every rank must call it where ranks own rows: they are gathered."""
+        """Return flat copies by parameter. If ``owned``, rows are gathered from all ranks, and every rank must call."""
         whole = {index: self._gathered(kept) for index, kept in self._kept.items()}
         return {name: whole[index][begin:end].clone() for name, (index, begin, end) in self._spans.items()}
 
@@ -138,7 +139,7 @@ class Residuals:
         return whole
 
     def load(self, values: Mapping[str, Tensor]) -> None:
-        """Take over what ``by_name`` returned, also of another layout; parameters that are not in it keep zeros."""
+        """Load the values that ``by_name`` returned, possibly for another layout; zero parameters that are missing."""
         size, rank = self._group.size(), self._group.rank()
         for index, kept in self._kept.items():
             whole = kept.new_zeros(size * kept.shape[1])
@@ -151,9 +152,10 @@ class Residuals:
 
 @dataclass
 class _BucketMemory:
-    """What one bucket needs: the codes that leave and arrive; rows in float32, where the bucket itself cannot be cut into them.
+    """The buffers of one bucket.
 
-    ``scratch`` is for what was sent, where momentum is masked.
+    ``rows`` holds the bucket as float32 rows, or is None if the bucket's own memory can be viewed as such rows. ``scratch`` is
+    for the decoded values that were sent, or is None if momentum is not masked. ``sent`` and ``got`` hold one code per rank.
     """
 
     rows: Tensor | None
@@ -167,13 +169,14 @@ class _BucketMemory:
 
 @dataclass
 class CompressedState:
-    """What changes while training, or is made once per layout.
+    """The state of :class:`Compressed`.
 
     Attributes:
-        lanes: in which the rounds run.
-        memory: by index of the bucket.
-        feedback: the errors of what this rank sent, and of the means that it sent; empty without error feedback.
-        momentum: u of [Note: momentum correction], this rank's own; None without.
+        group: the ranks.
+        lanes: the threads, each with a group of its own, in which the collectives run.
+        memory: the buffers, by bucket index.
+        feedback: the errors of the gradients that this rank sent, and of the means that it sent; empty without error feedback.
+        momentum: u of [Note: momentum correction] for this rank's gradients; None without momentum.
     """
 
     group: dist.ProcessGroup
@@ -185,19 +188,19 @@ class CompressedState:
 
 @dataclass(frozen=True)
 class Compressed(GradientExchange[CompressedState]):
-    """Scatter, reduce and gather, all in a code.
+    """Averages gradients by a reduce-scatter and an all-gather, both in a lossy code.
 
     Args:
         codec: the code.
-        error_feedback: whether to add to the next gradient what the code lost of this one.
-        seed: of the code's random bits.
-        momentum: of the gradients that are sent, see [Note: momentum correction]; the optimizer's own must be 0. Each
-            synchronized backward is one step of it.
-        nesterov: whether it is Nesterov's.
-        masks_momentum: whether the momentum of what was sent is forgotten; of effect for ``TopK`` and ``RandomK`` only.
+        error_feedback: whether to add the error of the code to the next gradient.
+        seed: the seed of the code's random bits.
+        momentum: momentum of the gradients that are sent, see [Note: momentum correction]; the optimizer's own must be 0. Each
+            synchronized backward is one step of this momentum.
+        nesterov: whether the momentum is Nesterov's.
+        masks_momentum: whether to zero the momentum of elements that were sent; affects only ``TopK`` and ``RandomK``.
 
     Raises:
-        UsageError: a momentum that is no share below 1; ``nesterov`` without any.
+        UsageError: ``momentum`` is below 0 or not below 1, or ``nesterov`` is set without a momentum.
     """
 
     codec: Codec
@@ -232,7 +235,7 @@ class Compressed(GradientExchange[CompressedState]):
 
     @override
     def state_dict(self, state: CompressedState) -> dict[str, Any]:
-        """Return by parameter: feedback "sent" and "momentum" are this rank's own, "means" the same on all."""
+        """Return, by parameter, "sent" and "momentum" of this rank, and "means", which is the same on all ranks."""
         saved = dict(zip(("sent", "means"), (each.by_name() for each in state.feedback), strict=False))
         return saved if state.momentum is None else {**saved, "momentum": state.momentum.by_name()}
 
@@ -269,7 +272,7 @@ class Compressed(GradientExchange[CompressedState]):
         return self.start_around(bucket, state, step, None)
 
     def start_around(self, bucket: Bucket, state: CompressedState, step: int, around: Around | None) -> Work:
-        """As ``start``, with more to do before and after; alone in the world, nothing of ``around`` is done."""
+        """Start the exchange like ``start``, with calls of ``around`` before coding and after decoding; not for one rank."""
         if not bucket.flat.numel():
             return Done()
         if state.group.size() == 1:
@@ -281,7 +284,7 @@ class Compressed(GradientExchange[CompressedState]):
         return lane.run(lambda: self._exchange(bucket, state, lane.group, step, around), [bucket.flat.device])
 
     def _build_up(self, values: Tensor, momentum: Tensor) -> None:
-        """Put the momentum in the place of gradients."""
+        """Update the momentum with the gradients, and replace the gradients by it."""
         momentum.mul_(self.momentum).add_(values)
         if self.nesterov:
             values.add_(momentum, alpha=self.momentum)
@@ -329,18 +332,18 @@ class Compressed(GradientExchange[CompressedState]):
         memory: _BucketMemory,
         place: tuple[int, int, int, int],
     ) -> bool:
-        """Code ``rows`` (changed), each after its header, if they are finite and there is something to add.
+        """Write the header and, if ``which`` is (finite, has something to add) = (True, True), the code of each row.
 
-        What is lost is kept. Return whether there is a code.
+        The values in ``rows`` may change. Errors of the code are kept in ``feedback``. Return whether rows were coded.
         """
         fine, adds = which
         header = codes[:, :_HEADER_BYTES].view(torch.float32)
         header[:, 0] = 0.0 if fine else math.nan
         header[:, 1] = 0.0 if adds else 1.0
         if not (fine and adds):
-            return False  # what was lost before stays to be sent
+            return False  # the feedback stays for later steps
         index = place[1]
-        memory.random.manual_seed(hash((self.seed, *place)) & (2**63 - 1))  # of integers: the same in every process
+        memory.random.manual_seed(hash((self.seed, *place)) & (2**63 - 1))  # of integers: equal in all processes
         body = codes[:, _HEADER_BYTES:]
         if feedback is None:
             self.codec.encode(rows, body, memory.random)
@@ -350,9 +353,9 @@ class Compressed(GradientExchange[CompressedState]):
         return True
 
     def _repair(self, kept: Sequence[Residuals], codes: Tensor, place: tuple[int, int, int, int]) -> bool:
-        """Look whether what is kept overflowed, which it would go on doing for ever; tell whether it did.
+        """Zero rows of the residuals that overflowed, which would otherwise stay NaN for ever; return whether any did.
 
-        Then the parts that it happened to are forgotten, and the codes are marked, so that it shows in the result.
+        If so, the codes are marked, so that the result is NaN on all ranks, and a warning names the parameters.
         """
         step, index, rank, _ = place
         names = [name for each in kept for name in each.forget_not_finite(index)]
@@ -366,15 +369,15 @@ class Compressed(GradientExchange[CompressedState]):
         return bool(names)
 
     def _mask(self, momentum: Tensor | None, memory: _BucketMemory) -> None:
-        """Forget the momentum of what was sent."""
+        """Zero the momentum of elements that were sent, if momentum is masked."""
         if momentum is None or memory.scratch is None:
             return
         self.codec.decode(memory.sent[:, _HEADER_BYTES:], memory.scratch)
         momentum.masked_fill_(memory.scratch != 0, 0.0)
 
     def _decode_mean(self, codes: Tensor, mean: Tensor) -> int:
-        """Write the mean over ranks; return how many had nothing to add."""
-        if bool((codes[:, :_HEADER_BYTES].view(torch.float32) == 0).all()):  # else a code may be an old one, or none
+        """Write the mean over ranks; return how many ranks had nothing to add."""
+        if bool((codes[:, :_HEADER_BYTES].view(torch.float32) == 0).all()):  # else some codes are out of date or unset
             self.codec.decode_mean(codes[:, _HEADER_BYTES:], mean)
             return 0
         rows = mean.new_empty(codes.shape[0], mean.shape[1])
@@ -383,7 +386,7 @@ class Compressed(GradientExchange[CompressedState]):
         return num_without
 
     def _decode(self, codes: Tensor, rows: Tensor) -> int:
-        """Decode; return how many rows there were of ranks with nothing to add, which are zeros."""
+        """Decode all rows; zero those of ranks with nothing to add, and return how many of these there were."""
         self.codec.decode(codes[:, _HEADER_BYTES:], rows)
         header = codes[:, :_HEADER_BYTES].view(torch.float32)
         without = header[:, 1] != 0
@@ -397,7 +400,7 @@ class Compressed(GradientExchange[CompressedState]):
 
     @override
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> int:
-        """Return the bytes of one bucket of so many elements: n-1 codes of 1/n to others, and one code to each of them."""
+        """Return the bytes for one bucket: a code of 1/n of it to each other rank, twice (its gradients, then the mean)."""
         if world_size == 1:
             return 0
         num_bytes = _HEADER_BYTES + self.codec.row_bytes(-(-num_elements // world_size))
@@ -405,7 +408,7 @@ class Compressed(GradientExchange[CompressedState]):
 
 
 def _rows(memory: _BucketMemory, flat: Tensor, size: int) -> Tensor:
-    """A bucket's numbers as equal rows of float32 for all ranks: its own memory, or a copy, padded with zeros."""
+    """Return the bucket as ``size`` equal rows of float32: a view of its memory if possible, else a copy padded with zeros."""
     if memory.rows is None:
         return flat.view(size, -1)
     values = memory.rows.view(-1)

@@ -1,16 +1,16 @@
-"""Weights averaged with all ranks or with one, while the next step computes its gradient at the weights from before.
+"""Averages weights with all ranks or with one other rank while the next gradient is computed at the weights before the average.
 
 Formula, with x_r the weights of rank r at the start of a step and g_r the gradient computed there: rank r's optimizer applies
 g_r to the average, x_r <- step(avg(x)_r, g_r). "all": avg is the mean over ranks. "shift_one": avg is (x_r + x_p) / 2 with the
 partner p of this exchange. The t-th exchange, for an even number of ranks n (Bagua's): p = ((t + r) mod n/2) + n/2 for r < n/2,
-else p = (r - n/2 - t) mod n/2. For an odd n, where Bagua refuses: p = (t - r) mod n, and the one rank that would meet itself
-sits the exchange out; over n exchanges each rank meets each other once.
-Error: the gradient is one exchange old, and with "shift_one" ranks differ until they agree; averages are made in float32
-(float64 where weights are), and narrower weights are rounded once. Averaging keeps the sum of the weights over ranks, to
-rounding. All ranks under "all", and both of a pair, hold the same average bit for bit.
+else p = (r - n/2 - t) mod n/2. For an odd n, which Bagua does not support: p = (t - r) mod n, and the one rank with p = r skips
+the exchange; over n exchanges each rank is paired with each other rank once.
+Error: the gradient is one exchange old, and with "shift_one" ranks differ until ``agree``; averages are computed in float32
+(in float64 for float64 weights), and narrower weights are rounded once. Averaging keeps the sum of the weights over ranks, to
+rounding. The average has equal bits on all ranks with "all", and on both ranks of a pair with "shift_one".
 Traffic, each ``every`` steps: "all" 2 (n-1)/n of the weights, as an all-reduce, in float32 for narrower ones; "shift_one" the
-weights once, in their own dtypes, to one other rank (for odd n (n-1)/n of that on average). None of it is waited for if forward
-and backward last longer.
+weights once, in their own dtypes, to one other rank (for odd n (n-1)/n of that on average). No rank waits for it if forward and
+backward take longer.
 Source: Lian et al. 2017, arXiv:1705.09056 (D-PSGD); Gan et al. 2021, arXiv:2107.01499 (Bagua).
 """
 
@@ -33,7 +33,7 @@ _PEERS = ("all", "shift_one")
 
 
 def partner(turn: int, rank: int, size: int) -> int | None:
-    """Return whom a rank meets in the exchange number ``turn`` under "shift_one"; None if it sits out."""
+    """Return the partner of ``rank`` in the exchange number ``turn`` under "shift_one"; None if the rank skips it."""
     if size % 2:
         other = (turn - rank) % size
         return None if other == rank else other
@@ -47,7 +47,7 @@ class DecentralizedState:
 
     Attributes:
         group: the ranks.
-        lane: what is sent, and where; None for one rank.
+        lane: runs the exchanges in a thread and holds the copies that are sent; None for one rank.
     """
 
     group: dist.ProcessGroup
@@ -58,15 +58,15 @@ class DecentralizedState:
 class Decentralized(WeightExchange[DecentralizedState]):
     """Average the weights while forward and backward run.
 
-    The exchange starts after the optimizer and lands before the next one. Before the first step all weights are equal, and
-    nothing is sent.
+    The exchange starts after an optimizer step and its result is written before the next one. Nothing is sent before the first
+    step, because all weights are still equal.
 
     Args:
         peers: "all" for the mean over ranks, "shift_one" for one other rank at a time.
         every: how many optimizer steps from one average to the next.
 
     Raises:
-        UsageError: another word, or less than one step.
+        UsageError: ``peers`` is another word, or ``every`` is below 1.
     """
 
     peers: Literal["all", "shift_one"] = "all"
@@ -84,10 +84,10 @@ class Decentralized(WeightExchange[DecentralizedState]):
         return DecentralizedState(group, WeightLane(parameters, group, num_copies) if group.size() > 1 else None)
 
     def before_step(self, state: DecentralizedState, step: int) -> None:
-        """Wait for the average of the weights that the gradient was computed at, and put it in place.
+        """Wait for the average of the weights at which the gradient was computed, and write it into the parameters.
 
         Raises:
-            WorldError: a rank is gone, or did not come within the group's time-out.
+            WorldError: a rank has ended, or did not take part within the group's time-out.
         """
         lane = state.lane
         if lane is not None and lane.in_flight:
@@ -95,7 +95,7 @@ class Decentralized(WeightExchange[DecentralizedState]):
             lane.flat.write(lane.copies[0])
 
     def after_step(self, state: DecentralizedState, step: int) -> None:
-        """Start to average the new weights, if it is the next step's turn."""
+        """Start to average the new weights, in every ``every``-th step."""
         lane = state.lane
         if lane is None or (step + 1) % self.every:
             return
@@ -120,7 +120,7 @@ class Decentralized(WeightExchange[DecentralizedState]):
                     x /= 2
 
     def agree(self, state: DecentralizedState) -> None:
-        """Put the mean over all ranks in place. An average that is under way is of these same weights, and is dropped."""
+        """Replace the weights by the mean over all ranks. A running average, which is of these same weights, is dropped."""
         if state.lane is not None:
             state.lane.agree()
 
@@ -129,19 +129,19 @@ class Decentralized(WeightExchange[DecentralizedState]):
         state.lane = None
 
     def end(self, state: DecentralizedState) -> None:
-        """Let the average that is under way end, change nothing, and end the twin of the group. Every rank must call."""
+        """Wait for a running average, drop its result, and end the twin of the group. Every rank must call."""
         if state.lane is not None:
             state.lane.end(state.group)
         self.close(state)
 
     def load_state_dict(self, state: DecentralizedState, saved: Mapping[str, Any]) -> None:
-        """Forget the average that is under way: it is not of the weights that were loaded."""
+        """Drop a running average, because it is not of the weights that were loaded."""
         if state.lane is not None:
             state.lane.drop()
         super().load_state_dict(state, saved)
 
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> float:
-        """Return the bytes of an all-reduce, or of one message, each ``every`` steps; :meth:`agree` is not counted."""
+        """Return the bytes of one all-reduce, or one message, divided by ``every``; :meth:`agree` is not counted."""
         num_bytes = num_elements * element_bytes
         if world_size == 1:
             return 0.0

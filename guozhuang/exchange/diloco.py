@@ -1,16 +1,17 @@
-"""Inner steps on each rank alone; every H steps an outer step of Nesterov SGD on what they changed, on average.
+"""DiLoCo: each rank makes inner steps alone; every H steps an outer step of Nesterov SGD applies the mean of their changes.
 
 Formula, with n ranks, global weights g (equal on all), local weights w_r, momentum b = 0 at first, outer learning rate l and
 momentum m: after steps H, 2 H, ...
     d = mean over r of (g - w_r);  b <- m b + d;  g <- g - l (d + m b);  w_r <- g.
-With F fragments of the parameters each takes its turn every H steps, one every H / F. With an overlap of T steps a fragment's d
-travels while T more inner steps run, and then w_r <- a w_r + (1 - a) g, with a = ``mixing``; or, with ``keep_progress``,
-w_r <- w_r + (g - s_r), where s_r is what w_r was when d was sent, so that nothing of these T steps is lost.
-Error: l = 1 and m = 0 is local SGD. All else is another optimizer, whose outer step is torch's SGD(nesterov=True), bit for bit.
-A codec adds its error to d (twice, see ``compressed.py``). Sums are in float32 (float64 where weights are), and so is g.
-Memory: two copies of the weights, g and b (one if m = 0), and one of the fragment that travels (two with ``keep_progress``);
-with a codec two more.
-Traffic: an all-reduce of all weights in float32, or its code, every H steps; F fragments divide what travels at once by F.
+With F fragments of the parameters, each makes an outer step every H steps, one fragment every H / F steps. With an overlap of T
+steps, d is exchanged during T more inner steps, and then w_r <- a w_r + (1 - a) g, with a = ``mixing``; or, with
+``keep_progress``, w_r <- w_r + (g - s_r), where s_r is w_r at the time d was sent, which keeps the changes of the T steps.
+Error: with l = 1 and m = 0 it is local SGD. Otherwise it is another optimizer, whose outer step equals torch's
+SGD(nesterov=True), bit for bit. A codec adds its error to d (twice, see ``compressed.py``). Sums, and g, are in float32 (in
+float64 for float64 weights).
+Memory: two copies of the weights, g and b (one if m = 0), and one of the fragment that is exchanged (two with
+``keep_progress``); with a codec two more.
+Traffic: an all-reduce of all weights in float32, or its code, every H steps; F fragments divide the bytes of a burst by F.
 Source: DiLoCo, Douillard et al. 2023, arXiv:2311.08105; Streaming DiLoCo, Douillard et al. 2025, arXiv:2501.18512.
 """
 
@@ -47,11 +48,11 @@ class _FlatPart:
     """The weights of a fragment that share a dtype, as flat tensors.
 
     Attributes:
-        bucket: in which the difference travels; its memory is there only as long as that.
+        bucket: holds the difference d during its exchange; its memory is released afterwards.
         weights: the pieces of this rank's weights.
-        globals: the global weights.
-        momentum: of the outer steps; None if there is none.
-        own: what this rank sent, while that is under way and will be asked for.
+        globals: the global weights g.
+        momentum: the momentum b of the outer steps; None if there is none.
+        own: this rank's own difference, kept during its exchange with ``keep_progress``; else None.
     """
 
     own: Tensor | None = None
@@ -68,18 +69,18 @@ class _FlatPart:
         self.not_finite = NotFinite()
 
     def release(self) -> None:
-        """Give the bucket's memory back."""
+        """Release the bucket's memory."""
         self.own = None
         self.bucket.views = []
         self.bucket.flat = self.bucket.flat.new_empty(0)
 
     def start(self) -> Tensor:
-        """Return what inner steps start from: the global weights, rounded as this rank's weights are."""
+        """Return the weights from which inner steps start: the global weights, rounded to the dtype of this rank's weights."""
         same = self._dtype == self.globals.dtype
         return self.globals if same else self.globals.to(self._dtype).to(self.globals.dtype)
 
     def saved(self, flat: Tensor, into: dict[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
-        """Copy a flat tensor into whole ones by parameter."""
+        """Copy a flat tensor of this part into tensors of whole parameters, by name; allocate missing ones."""
         [views] = self.weights.views([flat])
         for piece, view in zip(self._pieces, views, strict=True):
             if piece.parameter not in into:
@@ -87,7 +88,7 @@ class _FlatPart:
             piece.of(into[piece.parameter]).copy_(view)
 
     def load(self, flat: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Copy whole tensors by parameter into a flat one."""
+        """Copy this part out of tensors of whole parameters, by name, into a flat tensor."""
         [views] = self.weights.views([flat])
         for piece, view in zip(self._pieces, views, strict=True):
             view.copy_(piece.of(values[piece.parameter]))
@@ -95,13 +96,13 @@ class _FlatPart:
 
 @dataclass
 class _Fragment:
-    """One turn's weights.
+    """The weights that are exchanged in one turn.
 
     Attributes:
-        parts: by dtype.
-        sent_step: the step after which it was sent last.
-        works: what is under way.
-        settled: the number of inner steps after which all ranks held it alike.
+        parts: the weights by device and dtype.
+        sent_step: the step after which the fragment was last sent.
+        works: the works of the running exchange, one per part; empty if none is running.
+        settled: the number of inner steps after which all ranks last held equal weights.
     """
 
     parts: list[_FlatPart]
@@ -112,16 +113,17 @@ class _Fragment:
 
 @dataclass
 class DiLoCoState:
-    """What changes while training.
+    """The state of :class:`DiLoCo`.
 
     Attributes:
         group: the ranks.
-        made: groups of the same ranks that were made for differences.
-        exchange: how differences are averaged, and its state.
-        fragments: in the order of their turns.
-        shapes: of all parameters, as real numbers.
-        num_steps: inner steps so far.
-        num_exchanges: differences of parts sent so far; seeds the random bits of a codec.
+        made: groups of the same ranks that were made for the exchange of differences.
+        exchange: the exchange that averages differences.
+        exchange_state: the state of that exchange.
+        fragments: the fragments in the order of their turns.
+        shapes: the shapes of all parameters, as real numbers.
+        num_steps: how many inner steps were made.
+        num_exchanges: how many differences of parts were sent; seeds the random bits of a codec.
     """
 
     group: dist.ProcessGroup
@@ -136,24 +138,24 @@ class DiLoCoState:
 
 @dataclass(frozen=True)
 class DiLoCo(WeightExchange[DiLoCoState]):
-    """Few, optionally overlapped and coded exchanges; the inner optimizer is whatever trains the model.
+    """Exchanges weights rarely, optionally overlapped with training and coded; the inner optimizer is the one of the user.
 
     Args:
         every: inner steps from one outer step of a fragment to the next (H).
         outer_lr: learning rate of the outer steps.
-        outer_momentum: theirs, from 0 to below 1.
+        outer_momentum: momentum of the outer steps, from 0 to below 1.
         num_fragments: how many parts of the model take turns; at most ``every``.
-        overlap_steps: inner steps during which a fragment may travel; below ``every``. 0 waits for it.
-        codec: what differences travel in, e.g. ``MinMax8()`` or ``Dithering(4)``; None: float32.
-        error_feedback: whether to add to the next difference what the codec lost of this one.
-        mixing: how much of a rank's own weights stays when global ones arrive; None: 0.5 with overlap, else 0.
-        keep_progress: what a rank trained while a fragment travelled is added to the global weights that arrive, instead of
-            mixing; needs an overlap.
-        agree_by: how ranks come to one set of weights before evaluation and checkpoints, if inner steps were made since:
-            "mean" takes the mean of the weights and leaves the outer steps as they are; "outer" makes the next one early.
+        overlap_steps: inner steps that run during the exchange of a fragment; below ``every``. 0 waits for the exchange.
+        codec: the code of differences, e.g. ``MinMax8()`` or ``Dithering(4)``; None sends float32.
+        error_feedback: whether to add the error of the codec to the next difference.
+        mixing: the share of a rank's own weights that stays when global ones arrive; None: 0.5 with overlap, else 0.
+        keep_progress: whether to add the changes that a rank made during the exchange to the global weights, instead of mixing;
+            needs an overlap.
+        agree_by: how ranks get equal weights before evaluation and checkpoints, if inner steps were made since the last time:
+            "mean" takes the mean of the weights and leaves the outer steps unchanged; "outer" makes the next outer step early.
 
     Raises:
-        UsageError: numbers that make no sense.
+        UsageError: a value is out of its range, or options contradict each other.
     """
 
     every: int = 50
@@ -204,7 +206,7 @@ class DiLoCo(WeightExchange[DiLoCoState]):
         return AllReduce() if self.codec is None else Compressed(self.codec, self.error_feedback)
 
     def prepare(self, parameters: Named, group: dist.ProcessGroup) -> DiLoCoState:
-        """Copy the weights, which are the first global ones. Every rank must call, with equal weights."""
+        """Copy the weights as the first global weights. Every rank must call, with equal weights."""
         real = [(name, p) for name, p in as_real(parameters) if p.numel()]
         fragments: list[_Fragment] = []
         buckets: list[Bucket] = []
@@ -217,7 +219,7 @@ class DiLoCo(WeightExchange[DiLoCoState]):
                 buckets.append(parts[-1].bucket)
             fragments.append(_Fragment(parts))
         exchange = self._exchange
-        # A group of its own: what travels during inner steps cannot change places with what the program sends meanwhile.
+        # In a group of its own, collectives that run during inner steps need no order relative to those of the program.
         own_group = twin(group) if self.codec is None and group.size() > 1 else group
         exchange_state = exchange.prepare(buckets, own_group)
         for fragment in fragments:
@@ -228,7 +230,7 @@ class DiLoCo(WeightExchange[DiLoCoState]):
         return DiLoCoState(group, made, exchange, exchange_state, fragments, {name: p.shape for name, p in real})
 
     def after_step(self, state: DiLoCoState, step: int) -> None:
-        """Take over the fragments whose time has come, and send the one whose turn it is."""
+        """Finish the exchanges whose overlap has passed, and start that of the fragment whose turn it is."""
         state.num_steps += 1
         for fragment in state.fragments:
             if fragment.works and step - fragment.sent_step >= self.overlap_steps:
@@ -266,7 +268,7 @@ class DiLoCo(WeightExchange[DiLoCoState]):
 
     @torch.no_grad()
     def _take_over(self, state: DiLoCoState, fragment: _Fragment, kept: float) -> None:
-        """Make the outer step of a fragment that was sent, and let this rank go on from it."""
+        """Wait for the exchange of a fragment, make its outer step, and update this rank's weights from the result."""
         self._wait(state, fragment)
         for part in fragment.parts:
             change = part.bucket.flat
@@ -287,16 +289,16 @@ class DiLoCo(WeightExchange[DiLoCoState]):
 
     @torch.no_grad()
     def _take_mean(self, state: DiLoCoState, fragment: _Fragment) -> None:
-        """Let this rank go on from the mean of the weights; the global ones stay."""
+        """Wait for the exchange of a fragment, and set this rank's weights to the mean; the global weights stay unchanged."""
         self._wait(state, fragment)
         for part in fragment.parts:
             part.weights.write([torch.sub(part.start(), part.bucket.flat, out=part.bucket.flat)])
             part.release()
 
     def agree(self, state: DiLoCoState) -> None:
-        """Finish what is under way; then do as ``agree_by`` says with what had inner steps since. Every rank must call.
+        """Finish running exchanges; make fragments that had inner steps since equal, by ``agree_by``. Every rank must call.
 
-        All ranks end in equal weights: with "outer" the global ones, with "mean" the mean.
+        Afterwards all ranks hold equal weights: with "outer" the global weights, with "mean" the mean.
         """
         for fragment in state.fragments:
             if fragment.works:
@@ -312,7 +314,7 @@ class DiLoCo(WeightExchange[DiLoCoState]):
             fragment.settled = state.num_steps
 
     def end(self, state: DiLoCoState) -> None:
-        """Wait for what is under way, change nothing, and end the groups for differences. Every rank must call."""
+        """Wait for running exchanges without using their results, and end the groups that were made. Every rank must call."""
         for fragment in state.fragments:
             self._wait(state, fragment)
         end_together(state.made, state.group)
@@ -324,7 +326,7 @@ class DiLoCo(WeightExchange[DiLoCoState]):
             fragment.works = []
 
     def state_dict(self, state: DiLoCoState) -> dict[str, Any]:
-        """Return the global weights and the outer momentum by parameter, and what the codec keeps."""
+        """Return the global weights and the outer momentum by parameter, and the state of the coded exchange."""
         saved: dict[str, Any] = {"global": {}, "momentum": {}, "num_exchanges": state.num_exchanges}
         for fragment in state.fragments:
             for part in fragment.parts:
@@ -336,10 +338,10 @@ class DiLoCo(WeightExchange[DiLoCoState]):
 
     @torch.no_grad()
     def load_state_dict(self, state: DiLoCoState, saved: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned; the number of fragments may differ. Every rank must call.
+        """Restore a saved state; the number of fragments may differ from then. Every rank must call.
 
         Raises:
-            UsageError: it belongs to another method, or to other parameters.
+            UsageError: the state was saved by another method, or for other parameters.
         """
         if saved.keys() != {"global", "momentum", "num_exchanges", "codec"}:
             what = "the checkpoint holds no state of DiLoCo"
@@ -362,7 +364,7 @@ class DiLoCo(WeightExchange[DiLoCoState]):
         state.num_exchanges = int(saved["num_exchanges"])
 
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> float | None:
-        """Return the bytes of all fragments, one each in ``every`` steps; what :meth:`agree` sends is not counted."""
+        """Return the bytes of one exchange of all fragments divided by ``every``; :meth:`agree` is not counted."""
         one = -(-num_elements // self.num_fragments)
         sent = self._exchange.traffic(one, max(4, element_bytes), world_size)
         return None if sent is None else self.num_fragments * sent / self.every

@@ -1,7 +1,7 @@
-"""A weight exchange around every k-th step only.
+"""Wraps a weight exchange so that it acts in every k-th optimizer step only.
 
-Formula: the inner exchange sees steps k-1, 2k-1, ... (from 0), as its own steps 0, 1, ...; error: its own, and what ranks drift
-apart in k steps. Traffic: 1/k of the inner one's.
+Formula: the inner exchange acts in steps k-1, 2k-1, ... (counted from 0), which it counts as its own steps 0, 1, ...
+Error: that of the inner exchange, plus the drift of the ranks apart during k steps. Traffic: 1/k of the inner exchange's.
 Source: the interval of local SGD (Stich 2019, arXiv:1805.09767), for any exchange of weights.
 """
 
@@ -24,14 +24,14 @@ from .weights import WeightExchange
 
 @dataclass(frozen=True)
 class Every(AroundWeights[Any]):
-    """``inner`` around every ``steps``-th optimizer step, alone in between. Its state is that of ``inner``.
+    """Lets ``inner`` act in every ``steps``-th optimizer step; ranks train alone in between. The state is that of ``inner``.
 
     Args:
         steps: optimizer steps from one exchange to the next, at least 1.
-        inner: what exchanges weights, e.g. ``Average()``.
+        inner: the exchange of weights, e.g. ``Average()``.
 
     Raises:
-        UsageError: a number that is no count, or an exchange for which this cannot be.
+        UsageError: ``steps`` is below 1, or ``inner`` exchanges gradients, has its own ``every``, or is hierarchical.
     """
 
     steps: int

@@ -1,9 +1,9 @@
-"""Parameters cut into fragments that are exchanged in turn: equal in bytes, each from all depths of the model.
+"""Cuts the parameters into fragments that are exchanged in turn: about equal in bytes, each with layers from the whole model.
 
-[Note: the cut] A parameter that is larger than a fragment should be is cut into pieces along its first dim with enough rows.
-Pieces are handed out from the largest to the smallest, each to the fragment with fewest bytes so far. Those of one size, such
-as the matrices of equal layers, so go to the fragments in turn, which the Streaming DiLoCo paper calls strided. The cut follows
-from shapes alone and is the same on all ranks.
+[Note: the cut] A parameter with more bytes than an average fragment is cut into pieces along its first dim that is long enough.
+Pieces are assigned from the largest to the smallest, each to the fragment with the fewest bytes so far. Pieces of equal size,
+such as the matrices of equal layers, are therefore assigned to the fragments in turn, which the Streaming DiLoCo paper calls
+strided. The cut depends on shapes and dtypes alone, so it is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from ..weights.flat import Named
 
 @dataclass(frozen=True)
 class FragmentPiece:
-    """A part of one parameter.
+    """A part of one parameter, or a whole one.
 
     Attributes:
-        parameter: its name.
-        dim, begin, end: which part; None for the whole.
-        weights: that part, a view.
+        parameter: the parameter's name.
+        dim: the dimension along which the parameter was cut; None for a whole parameter.
+        begin, end: the range of the part along ``dim``.
+        weights: a view of that part of the parameter.
     """
 
     parameter: str
@@ -34,7 +35,7 @@ class FragmentPiece:
 
     @property
     def name(self) -> str:
-        """The parameter's name, and which part of it."""
+        """The parameter's name, with the dim and the range for a part of it."""
         return self.parameter if self.dim is None else f"{self.parameter}[dim {self.dim}, {self.begin}:{self.end}]"
 
     def of(self, whole: Tensor) -> Tensor:
@@ -43,11 +44,11 @@ class FragmentPiece:
 
 
 def cut(parameters: Named, num_fragments: int) -> list[list[FragmentPiece]]:
-    """Cut parameters into fragments; some are empty where there are more of them than numbers.
+    """Cut parameters into fragments; some fragments are empty if there are fewer pieces than fragments.
 
     Args:
         parameters: (name, tensor) pairs.
-        num_fragments: how many, at least 1.
+        num_fragments: the number of fragments, at least 1.
     """
     limit = -(-sum(p.nbytes for _, p in parameters) // num_fragments)
     pieces = [piece for name, parameter in parameters for piece in _pieces(name, parameter, limit)]

@@ -1,22 +1,23 @@
-"""Mean of the gradients in two steps: plainly inside each node, by a method of your choice between nodes.
+"""Mean of the gradients in two levels: a plain sum inside each node, then an exchange of your choice between nodes.
 
 Formula, with n ranks on m nodes, k_j of them on node j, and s_j = sum of the gradients of node j's ranks:
 every rank gets outer_j((m / n) s_j), where ``outer`` averages over nodes; for an exact ``outer`` that is (1 / n) sum_j s_j, so
-every rank weighs the same, however many share its node.
-Error: that of ``outer`` over m members, of sums inside nodes; and, with ``Cast`` inside, its rounding on the way in and out.
-Traffic, where all nodes have k ranks: a rank sends 2 (k-1)/k of a bucket inside its node and what ``outer`` sends of 1/k of it
-to its peers, one on every other node; so all ranks use the link at once and each byte crosses it once per node.
+every rank has equal weight in the mean, however many ranks its node has.
+Error: that of ``outer`` with m members and sums as input; and, if ``inner`` is a ``Cast``, its rounding before and after.
+Traffic, if all nodes have k ranks: a rank sends 2 (k-1)/k of a bucket inside its node, and the bytes of ``outer`` for 1/k of
+the bucket to its peers, one on every other node. So all ranks use the network at once and each byte crosses it once per node.
 Source: the two-level schemes of Bagua (Gan et al. 2021, arXiv:2107.01499, which takes a mean of means) and BytePS (Jiang et al.
 2020, OSDI).
 
-[Note: parts or leaders] With equally many ranks on every node and an ``outer`` that treats each number alike, a bucket is cut
-into k parts: reduce-scatter inside, ``outer`` on this rank's part among the ranks of the same place, all-gather inside.
-Otherwise (uneven nodes; methods that need whole parameters, as PowerSGD) the first rank of each node leads: reduce to it,
-``outer`` among leaders on the whole bucket, broadcast inside.
+[Note: parts or leaders] With equally many ranks on every node and an ``outer`` that works on any part of a bucket, a bucket is
+cut into k parts: reduce-scatter inside the node, ``outer`` on this rank's part among the ranks with the same local rank,
+all-gather inside the node. Otherwise (uneven nodes; methods that need whole parameters, such as PowerSGD) the first rank of
+each node leads: reduce to the leader, ``outer`` among leaders on the whole bucket, broadcast inside the node.
 
-[Note: two lanes in a row] The way in and the start of ``outer`` are one lane's job, the wait for ``outer`` and the way out
-another's, which gets its jobs from the first. So inside groups see buckets in one order on all ranks, ``outer`` is started in
-that order too, and ways in and out overlap with what crosses the link. See also [Note: one order on all ranks].
+[Note: two lanes in a row] A first lane (thread) sums inside the node and starts ``outer``; it then submits to a second lane the
+job that waits for ``outer`` and distributes the result inside the node. So the groups inside nodes exchange buckets in one
+order on all ranks, ``outer`` is started in that order too, and traffic inside nodes overlaps with traffic between them. See
+also [Note: one order on all ranks] in groups/serial.py.
 """
 
 from __future__ import annotations
@@ -49,18 +50,18 @@ _log = logging.getLogger("guozhuang")
 
 
 class _Passage:
-    """A bucket on its way through both lanes."""
+    """The work of a bucket that passes through both lanes. See [Note: two lanes in a row]."""
 
     def __init__(self) -> None:
         self.entering: SerialWork | None = None
         self.leaving: SerialWork | None = None
 
     def is_completed(self) -> bool:
-        """Tell, without waiting, whether the bucket is back."""
+        """Return, without waiting, whether the result is in the bucket."""
         return self.leaving is not None and self.leaving.is_completed()
 
     def wait(self) -> None:
-        """Return when it is back; raise what went wrong on either way."""
+        """Wait until the result is in the bucket; raise the error of either lane."""
         assert self.entering is not None
         self.entering.wait()
         assert self.leaving is not None
@@ -69,16 +70,16 @@ class _Passage:
 
 @dataclass
 class HierarchicalState:
-    """What changes while training, or is made once per layout.
+    """The state of :class:`Hierarchical`.
 
     Attributes:
         members: the ranks of each node.
         scheme: "inner" on one node, "outer" with one rank per node, else "parts" or "leaders".
-        groups: None where one of the two exchanges serves alone.
-        lanes: the one of the way in and the one of the way out.
-        factor: what sums inside a node are multiplied by, before ``outer``.
-        parts: by index of the bucket; in the scheme of leaders the whole bucket is the leader's part.
-        outer: the state of ``outer``, or of ``inner`` on one node; None on ranks that do not cross.
+        groups: the groups inside and between nodes; None for the schemes "inner" and "outer".
+        lanes: the first and the second lane of [Note: two lanes in a row]; None for the schemes "inner" and "outer".
+        factor: the factor by which sums inside a node are multiplied before ``outer``.
+        parts: this rank's part of each bucket, by bucket index; with "leaders" it is the whole bucket on the leader.
+        outer: the state of ``outer``, or of ``inner`` on one node; None on ranks that do not exchange between nodes.
     """
 
     members: list[list[int]]
@@ -92,16 +93,16 @@ class HierarchicalState:
 
 @dataclass(frozen=True)
 class Hierarchical(AroundGradients[HierarchicalState], inner="outer"):
-    """``inner`` inside a node, ``outer`` between nodes.
+    """Exchanges gradients through ``inner`` inside a node and through ``outer`` between nodes.
 
     Args:
-        inner: ``AllReduce()``, or ``Cast(dtype, AllReduce())`` for narrow numbers inside the node too.
-        outer: any exchange; with ``Compressed`` only what leaves a node is coded.
-        identities: one text per rank, equal for ranks that ``inner`` serves: a rack in place of a node, for example. None:
-            ranks that can share memory, as they find out when the exchange is prepared.
+        inner: ``AllReduce()``, or ``Cast(dtype, AllReduce())`` to send a narrower dtype inside the node.
+        outer: any exchange of gradients; with ``Compressed``, only traffic between nodes is coded.
+        identities: one text per rank, equal for ranks that exchange through ``inner``, for example the name of a rack. None:
+            the ranks that can share memory, which ``prepare`` finds out.
 
     Raises:
-        UsageError: something else as ``inner``, or no exchange as ``outer``.
+        UsageError: ``inner`` is another exchange, or ``outer`` is no exchange of gradients.
     """
 
     inner: GradientExchange[Any]
@@ -190,7 +191,7 @@ class Hierarchical(AroundGradients[HierarchicalState], inner="outer"):
         return passage
 
     def _enter(self, bucket: Bucket, state: HierarchicalState, group: dist.ProcessGroup, step: int) -> Work:
-        """Sum inside the node, and start ``outer`` with this rank's part."""
+        """Sum the bucket inside the node, and start ``outer`` on this rank's part."""
         held, flat = state.parts[bucket.index], numbers(bucket)
         wire = flat if held.wire is None else held.wire
         late = self._scale_into(wire, flat, state.factor)
@@ -208,13 +209,13 @@ class Hierarchical(AroundGradients[HierarchicalState], inner="outer"):
         return self.outer.start(held.part, state.outer, step)
 
     def _leave(self, bucket: Bucket, state: HierarchicalState, group: dist.ProcessGroup, work: Work) -> None:
-        """Wait for ``outer``, and hand its result to all ranks of the node."""
+        """Wait for ``outer``, and send its result to all ranks of the node."""
         held, flat = state.parts[bucket.index], numbers(bucket)
         wire = flat if held.wire is None else held.wire
         work.wait()
         if held.part is not None:
             own, part = wire if held.own is None else held.own, numbers(held.part)
-            if own.data_ptr() != part.data_ptr():  # a rank that is alone on its node rounds as all others
+            if own.data_ptr() != part.data_ptr():  # also if alone on the node, so that all ranks round alike
                 own[: part.numel()].copy_(part)
         if held.own is not None:
             versions.all_gather_single(wire, held.own, group=group)
@@ -224,9 +225,10 @@ class Hierarchical(AroundGradients[HierarchicalState], inner="outer"):
             flat.copy_(wire[: flat.numel()])
 
     def _scale_into(self, wire: Tensor, flat: Tensor, factor: float) -> float:
-        """Lay ``flat`` into ``wire``; return the factor that is left for after the sum, which is over fewer numbers.
+        """Copy ``flat`` into ``wire``, scaled by ``factor`` if the dtype is narrow; return the factor to apply after the sum.
 
-        Narrow numbers are scaled before the sum, which could overflow where the mean does not.
+        Narrow dtypes are scaled before the sum, which could overflow although the mean does not. Scaling other dtypes after the
+        sum is cheaper, because this rank's part has fewer elements.
         """
         early = factor if wire.dtype in (torch.float16, torch.bfloat16) and abs(factor) < 1.0 else 1.0
         if wire is not flat:
@@ -237,7 +239,7 @@ class Hierarchical(AroundGradients[HierarchicalState], inner="outer"):
         return factor / early
 
     def _say_what_is_not_finite(self, bucket: Bucket, state: HierarchicalState, step: int) -> None:
-        """Name the rank itself: ``outer`` sees a sum of several ranks. Exact exchanges hand NaN on and say nothing."""
+        """Warn if this rank's gradients are not finite and ``outer`` is lossy: it gets a sum, so it cannot name the rank."""
         if not is_plain(self.outer) and not is_finite(in_float32(numbers(bucket))):
             assert state.groups is not None
             said = where_not_finite(bucket, "it reaches all ranks")
@@ -247,7 +249,7 @@ class Hierarchical(AroundGradients[HierarchicalState], inner="outer"):
 
     @override
     def state_dict(self, state: HierarchicalState) -> dict[str, Any]:
-        """Return "nodes", the ranks of each, and "outer", its state for this rank's node."""
+        """Return "nodes" (the ranks of each node), "scheme", and "outer" (the state of ``outer`` for this rank's node)."""
         kept: Any = {}
         if state.scheme == "parts":
             kept = self._kept(state)
@@ -270,15 +272,15 @@ class Hierarchical(AroundGradients[HierarchicalState], inner="outer"):
         self.outer.load_state_dict(state.outer, kept)
 
     def _kept(self, state: HierarchicalState) -> Any:
-        """What ``outer`` keeps, by parameter. Every rank of the node must call."""
+        """Return the saved state of ``outer``, by whole parameters. Every rank of the node must call."""
         assert state.groups is not None
         return whole_values(self.outer.state_dict(state.outer), state.parts.values(), state.groups.inside)
 
     @override
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> int | None:
-        """Return the bytes where ``identities`` say that the nodes are even and the bucket is cut; else only counting tells.
+        """Return the bytes if ``identities`` give all nodes equally many ranks and the bucket can be cut; else None.
 
-        Gloo inside a node sends (k-1)/k of the bucket more: its reduce-scatter is an all-reduce of which the rest is dropped.
+        With gloo inside a node, (k-1)/k of the bucket is sent in addition, because gloo's reduce-scatter is a whole all-reduce.
         """
         if self.identities is None or len(self.identities) != world_size:
             return None
@@ -294,12 +296,12 @@ class Hierarchical(AroundGradients[HierarchicalState], inner="outer"):
 
 
 def is_plain(exchange: GradientExchange[Any]) -> bool:
-    """Whether an exchange is an all-reduce, of narrow numbers or not."""
+    """Return whether an exchange is an all-reduce, with or without a cast to a narrower dtype."""
     return isinstance(exchange.inner if isinstance(exchange, Cast) else exchange, AllReduce)
 
 
 def _may_be_cut(exchange: GradientExchange[Any]) -> bool:
-    """Whether an exchange may be given any part of a bucket: it does not look at parameters' shapes."""
+    """Return whether an exchange works on any part of a bucket, because it does not depend on parameters' shapes."""
     if isinstance(exchange, Cast):
         return _may_be_cut(exchange.inner)
     if isinstance(exchange, Warmup):

@@ -1,9 +1,9 @@
-"""Mean of the weights over all ranks every H steps; between, each rank trains alone.
+"""Mean of the weights over all ranks every H steps; in between, each rank trains alone.
 
 Formula, with n ranks: after steps H, 2 H, ... every rank sets w <- (w_1 + ... + w_n) / n. With ``start_step`` (post-local SGD)
 gradients are averaged in the first steps instead, and weights after steps start_step + H, start_step + 2 H, ...
-Error: with H = 1 and plain SGD that of rounding, for the mean of the weights is then a step with the mean of the gradients.
-Else ranks drift apart between means by what their gradients differ. All ranks end in the same bits.
+Error: rounding only, with H = 1 and plain SGD: the mean of the weights then equals a step with the mean of the gradients.
+Otherwise the ranks' weights drift apart between means, because their gradients differ. After a mean all ranks hold equal bits.
 Traffic: an all-reduce of the weights every H steps, in float32 for narrower weights.
 Source: local SGD, Stich 2019, arXiv:1805.09767; post-local SGD, Lin et al. 2020, arXiv:1808.07217.
 """
@@ -25,14 +25,14 @@ from .weights import WeightExchange
 
 @dataclass(frozen=True)
 class LocalSGD(WeightExchange[AverageState]):
-    """Mean of the weights every so many steps, with any optimizer. Memory: a copy of the weights.
+    """Averages the weights every ``every`` steps, with any optimizer. Memory: a copy of the weights.
 
     Args:
         every: optimizer steps between two means.
         start_step: how many first steps average gradients instead, as plain data-parallel training does.
 
     Raises:
-        UsageError: a number that is no count.
+        UsageError: ``every`` is below 1, or ``start_step`` below 0.
     """
 
     every: int
@@ -53,7 +53,7 @@ class LocalSGD(WeightExchange[AverageState]):
         return Average().prepare(parameters, group)
 
     def before_step(self, state: AverageState, step: int) -> None:
-        """Remember that ranks part."""
+        """Note that this step makes the weights differ between ranks."""
         state.step, state.settled = step, False
 
     @override
@@ -63,7 +63,7 @@ class LocalSGD(WeightExchange[AverageState]):
             self.agree(state)
 
     def agree(self, state: AverageState) -> None:
-        """Average, unless the last step did."""
+        """Average the weights, unless there was no step since the last mean."""
         if not state.settled:
             Average().agree(state)
             state.settled = True
@@ -74,5 +74,5 @@ class LocalSGD(WeightExchange[AverageState]):
         state.settled = True
 
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> float:
-        """Return the bytes of a ring, one in ``every`` steps; the first ``start_step`` send that each step."""
+        """Return the bytes of a ring all-reduce divided by ``every``; the first ``start_step`` steps send it in each step."""
         return Average().traffic(num_elements, element_bytes, world_size) / self.every

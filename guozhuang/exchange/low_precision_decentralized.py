@@ -1,15 +1,15 @@
-"""Weights averaged with both neighbours of a ring, of which only differences in 8 bits cross the wire.
+"""Averages weights with both neighbours in a ring of ranks; only differences, coded in 8 bits, are sent.
 
-Formula (Bagua's): each rank keeps W, what the others know of its weights, and L and R, what it knows of its left and its right
-neighbour's. All three begin as the common weights. After the optimizer has made x of the weights:
+Formula (Bagua's): each rank keeps W, the copy of its weights that its neighbours also hold, and L and R, its copies of the left
+and the right neighbour's W. All three start as the common weights. After the optimizer has changed the weights to x:
 t = x + L/3 + R/3 - 5W/3, that is the mean of the three replicas and this rank's own step, less W; c = C(t), one code for all
 weights of a device; c goes to both neighbours; W <- W + D(c), L <- L + D(c of the left), R <- R + D(c of the right); x <- W.
-So my W, my right neighbour's L and my left neighbour's R are one number, bit for bit, at all times. With two ranks the left
-neighbour is the right one and gets one message; one rank alone does nothing.
+So a rank's W, its right neighbour's L and its left neighbour's R are always equal, bit for bit. With two ranks the left and the
+right neighbour are the same rank, which gets one message; one rank alone does nothing.
 Error: that of the code, half of 1/255 of the span of t over all weights of the device with ``MinMax8``, in each exchange. It
-stays in x and so in the next t: what the code lost is sent later. Ranks differ by what the ring has not evened out yet, until
-they agree. All of it is computed in float32: float64 weights lose at each exchange what float32 cannot say.
-Traffic, each ``every`` steps: two codes, about 2 bytes a weight (two ranks: one code). Waited for, after the optimizer.
+stays in x and so in the next t: the lost part is sent later. Until ``agree``, ranks differ by the part that the ring has not
+averaged yet. All is computed in float32, to which float64 weights are rounded at each exchange.
+Traffic, each ``every`` steps: two codes, about 2 bytes a weight (two ranks: one code). Ranks wait for it after the optimizer.
 Source: Tang et al. 2018, arXiv:1803.06443 (difference compression, DCD-PSGD); Gan et al. 2021, arXiv:2107.01499 (Bagua).
 """
 
@@ -33,13 +33,13 @@ from .numbers import is_finite
 from .weight_lane import NotFinite, as_real, mean, naming_peers
 from .weights import WeightExchange
 
-_HEADER_BYTES = 8  # before the code: 0.0, or NaN where t holds what no code can express
+_HEADER_BYTES = 8  # a float32 before the code: 0.0, or NaN if t is not finite and so was not coded; padded to 8 bytes
 _REPLICAS = ("own", "left", "right")
 
 
 @dataclass
 class _RingMemory:
-    """What one flat tensor needs besides its replicas."""
+    """The buffers of one exchange of a flat tensor: the weights x, the difference t, and the codes sent and received."""
 
     weights: Tensor
     difference: Tensor
@@ -53,14 +53,14 @@ class RingState:
     """What changes while training.
 
     Attributes:
-        group: a twin of the ranks' group, in which codes are sent; their own one if there is one rank.
-        whole_group: the ranks' group itself.
-        flat: how parameters lie in flat tensors of float32.
-        whole: how they lie in flat tensors of their own dtypes.
+        group: a twin of ``whole_group``, in which codes are sent; ``whole_group`` itself if there is one rank.
+        whole_group: the group of the ranks that was passed to ``prepare``.
+        flat: the layout of the parameters in flat tensors of float32.
+        whole: the layout of the parameters in flat tensors of their own dtypes.
         replicas: W, L and R under "own", "left" and "right": flat tensors of float32.
-        memory: what one exchange needs, by flat tensor.
-        random: the codec's random bits, by flat tensor.
-        not_finite: what was said of weights that are not.
+        memory: the buffers of one exchange, by flat tensor.
+        random: the generator of the codec's random bits, by flat tensor.
+        not_finite: logs which weights hold NaN or infinity.
     """
 
     group: dist.ProcessGroup
@@ -75,15 +75,15 @@ class RingState:
 
 @dataclass(frozen=True)
 class LowPrecisionDecentralized(WeightExchange[RingState]):
-    """A ring of replicas that follow each other by coded differences.
+    """Averages weights in a ring of ranks, which keep copies of their neighbours' weights up to date by coded differences.
 
     Args:
         every: how many optimizer steps from one exchange to the next; the first step exchanges.
-        codec: of the differences.
+        codec: the code of the differences.
         seed: of the codec's random bits, if it draws any.
 
     Raises:
-        UsageError: less than one step.
+        UsageError: ``every`` is below 1.
     """
 
     every: int = 1
@@ -112,10 +112,10 @@ class LowPrecisionDecentralized(WeightExchange[RingState]):
 
     @torch.no_grad()
     def after_step(self, state: RingState, step: int) -> None:
-        """Send what is new in these weights, and put W in their place.
+        """Send the coded difference t to both neighbours, update W, L and R, and replace the weights by W.
 
         Raises:
-            WorldError: a neighbour is gone, or did not come within the group's time-out; the text names it.
+            WorldError: a neighbour has ended, or did not take part within the group's time-out; the text names it.
         """
         if not state.memory or step % self.every:
             return
@@ -134,14 +134,14 @@ class LowPrecisionDecentralized(WeightExchange[RingState]):
 
     def _encode(self, state: RingState, index: int, memory: _RingMemory, step: int) -> None:
         own, left, right = (state.replicas[name][index] for name in _REPLICAS)
-        # (L + R - 2 W) / 3 + (x - W): the same as in the formula, without taking large numbers from each other.
+        # (L + R - 2 W) / 3 + (x - W): equal to the formula, but rounds less because it subtracts nearly equal numbers first.
         t = torch.add(left, right, out=memory.difference)
         t.sub_(own, alpha=2).div_(3)
         t += memory.weights - own
         fine = is_finite(t)
         memory.sent[:, :_HEADER_BYTES].view(torch.float32).fill_(0.0 if fine else math.nan)
         if fine:
-            place = hash((self.seed, step, index, state.group.rank()))  # of integers: the same in every process
+            place = hash((self.seed, step, index, state.group.rank()))  # of integers: the same hash in every process
             state.random[index].manual_seed(place & (2**63 - 1))
             self.codec.encode(t.view(1, -1), memory.sent[:, _HEADER_BYTES:], state.random[index])
 
@@ -154,7 +154,7 @@ class LowPrecisionDecentralized(WeightExchange[RingState]):
 
     @torch.no_grad()
     def agree(self, state: RingState) -> None:
-        """Put the exact mean over all ranks in place of the weights and of all replicas. Every rank must call."""
+        """Replace the weights and all replicas by the exact mean of the weights over all ranks. Every rank must call."""
         if not state.memory:
             return
         flats = state.whole.copy()
@@ -170,7 +170,7 @@ class LowPrecisionDecentralized(WeightExchange[RingState]):
             end_together([state.group], state.whole_group)
 
     def state_dict(self, state: RingState) -> dict[str, Any]:
-        """Return the replicas by parameter, none where all equal the weights, as after agree; and the number of ranks."""
+        """Return the replicas by parameter (none if all equal the weights, as after ``agree``) and the number of ranks."""
         weights = state.flat.copy()
         alike = all(
             torch.equal(mine, x) for few in state.replicas.values() for mine, x in zip(few, weights, strict=True)
@@ -180,10 +180,10 @@ class LowPrecisionDecentralized(WeightExchange[RingState]):
 
     @torch.no_grad()
     def load_state_dict(self, state: RingState, saved: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` returned on this rank; with any number of ranks if it was saved after an agreement.
+        """Restore a state that was saved on this rank; if it was saved after ``agree``, the number of ranks may differ.
 
         Raises:
-            UsageError: it belongs to another method, to other parameters, or to another number of ranks.
+            UsageError: the state was saved by another method, for other parameters, or with another number of ranks.
         """
         fix = "load it with the strategy, the model and the number of ranks that it was saved with"
         if saved.keys() != {"ranks", "replicas"}:
@@ -205,7 +205,7 @@ class LowPrecisionDecentralized(WeightExchange[RingState]):
                     view.copy_(values[name])
 
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> float:
-        """Return the bytes of one code to each neighbour, each ``every`` steps, all weights on one device."""
+        """Return the bytes of one code to each neighbour divided by ``every``, for weights that are all on one device."""
         num_bytes = _HEADER_BYTES + self.codec.row_bytes(num_elements)
         return min(world_size - 1, 2) * num_bytes / self.every
 
@@ -231,7 +231,7 @@ def _send_to_neighbours(state: RingState) -> None:
     ended: list[dist.Work] = []
 
     def failed() -> str:
-        # Some backends make one work of all messages; then it may be either neighbour.
+        # Some backends return one work for all messages; then either neighbour may have failed.
         who = f"rank {whom[len(ended)]}" if len(works) == len(whom) else f"rank {left} or {right}"
         return f"{who}, a neighbour in the ring, did not exchange its weights"
 

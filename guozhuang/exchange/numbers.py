@@ -1,4 +1,4 @@
-"""The memory of a bucket as real numbers; checks of their kind, and whether all of them are finite."""
+"""Functions on the values of a bucket: a view as real numbers, checks of the dtype, and searches for NaN and infinity."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ..gradients.buckets import Bucket
 
 
 def check_floating_point(buckets: Sequence[Bucket], who: str, takes_complex: bool = True) -> None:
-    """Refuse gradients that an exchange cannot express.
+    """Raise if an exchange does not support the dtype of some gradients.
 
     Args:
         buckets: all buckets of a layout.
-        who: the exchange, for the text of the error.
-        takes_complex: whether complex gradients are served too, as two real numbers each.
+        who: the name of the exchange, for the error text.
+        takes_complex: whether the exchange also supports complex gradients, as two real numbers each.
 
     Raises:
-        UsageError: the gradients of a bucket are no floating-point numbers; the text names its first parameter.
+        UsageError: the dtype of a bucket is not supported; the text names the bucket's first parameter.
     """
     for bucket in buckets:
         if not (bucket.flat.is_floating_point() or (takes_complex and bucket.flat.is_complex())):
@@ -34,27 +34,27 @@ def num_numbers(bucket: Bucket) -> int:
 
 
 def numbers(bucket: Bucket) -> Tensor:
-    """Return a bucket's memory as real numbers."""
+    """Return a flat view of a bucket's gradients as real numbers."""
     return torch.view_as_real(bucket.flat).view(-1) if bucket.flat.is_complex() else bucket.flat
 
 
 def is_finite(values: Tensor) -> bool:
-    """Tell whether all values are finite: no NaN, no infinity."""
-    # A sum is one pass; only where it overflows or holds NaN every number is looked at.
+    """Return whether all values are finite: no NaN, no infinity."""
+    # The sum needs a single pass; only if it is not finite is every value checked.
     return bool(values.sum().isfinite()) or bool(values.isfinite().all())
 
 
 def in_float32(values: Tensor) -> Tensor:
-    """Return float64 values as float32, too large ones as infinity; values of other dtypes, which float32 holds, unchanged."""
+    """Return float64 values as float32, where too large ones become infinity; return values of other dtypes unchanged."""
     return values.to(torch.float32) if values.dtype == torch.float64 else values
 
 
 def where_not_finite(bucket: Bucket, then: str = "all gradients of its bucket become NaN on all ranks") -> str:
-    """Say which parameters' gradients hold NaN or infinity, in float32.
+    """Return a sentence that names the parameters whose gradients, as float32, hold NaN or infinity.
 
     Args:
-        bucket: whose gradients are looked at.
-        then: what follows, for the text.
+        bucket: holds the gradients that are checked.
+        then: the consequence, with which the sentence ends.
     """
     found = []
     for name, view in zip(bucket.names, bucket.views, strict=True):
@@ -65,7 +65,7 @@ def where_not_finite(bucket: Bucket, then: str = "all gradients of its bucket be
 
 
 def some_of(names: Sequence[str]) -> str:
-    """Name parameters in a message: the first, and how many more."""
+    """Return a text that names the first parameter and says how many more there are."""
     if not names:
         return "some parameter"
     return repr(names[0]) + (f" and of {len(names) - 1} more parameters" if len(names) > 1 else "")

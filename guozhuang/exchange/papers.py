@@ -1,4 +1,4 @@
-"""Papers that several strategies come from, as reports cite them. Each method names its own in its file."""
+"""Citations of papers on which several strategies are based, for reports. Each method also names its sources in its file."""
 
 GAN_2021 = "Gan et al., BAGUA: Scaling up Distributed Learning with System Relaxations, VLDB 2021, arXiv:2107.01499"
 JIANG_2020 = "Jiang et al., BytePS, OSDI 2020"

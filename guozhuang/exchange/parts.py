@@ -1,4 +1,4 @@
-"""A bucket cut into one part for each rank of a node, and what is kept by part brought together by parameter, and cut again."""
+"""Cuts a bucket into one part per rank of a node; joins state kept per part into state per parameter, and cuts it again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .numbers import numbers
 
 @dataclass(frozen=True)
 class ParameterSlice:
-    """What a part holds of one parameter: its numbers from ``begin`` to ``end``, under a name of their own."""
+    """The elements ``begin`` to ``end`` of one flat parameter that lie in a part; ``name`` identifies this slice in states."""
 
     parameter: str
     name: str
@@ -30,12 +30,12 @@ class Part:
     """This rank's part of a bucket.
 
     Attributes:
-        bucket: the whole.
-        part: itself, as a bucket of real numbers; None where the whole has too few numbers for all ranks.
-        pieces: what it is made of, in order.
-        wire: where the whole travels if it cannot do so as it lies: padded, or in another dtype.
-        own: where the part arrives, as long as all parts; ``part.flat`` if that is of this length and dtype. None for a bucket
-            that was not cut.
+        bucket: the whole bucket.
+        part: the part, as a bucket of real numbers; None if the bucket has too few elements for this rank to get any.
+        pieces: the slices of parameters that lie in the part, in order.
+        wire: buffer from which the whole bucket is sent if it must be padded or cast to another dtype first; else None.
+        own: buffer that receives the part, as long as the parts of all ranks; ``part.flat`` itself if its length and dtype fit.
+            None for a bucket that was not cut.
     """
 
     bucket: Bucket
@@ -46,13 +46,13 @@ class Part:
 
 
 def cut(bucket: Bucket, place: int, size: int, wire_dtype: torch.dtype) -> Part:
-    """Make a part of a bucket: as long as those of the others, but the last ones, which may be shorter or empty.
+    """Return one of ``size`` equal parts of a bucket; the last parts may be shorter or empty.
 
     Args:
-        bucket: the whole.
-        place: whose part: that of a rank, 0 .. ``size`` - 1.
-        size: how many parts there are.
-        wire_dtype: in which the whole travels.
+        bucket: the whole bucket.
+        place: the rank that gets the part, 0 .. ``size`` - 1.
+        size: the number of parts.
+        wire_dtype: the dtype in which the bucket is sent.
     """
     flat = numbers(bucket)
     length = -(-flat.numel() // size)
@@ -61,7 +61,7 @@ def cut(bucket: Bucket, place: int, size: int, wire_dtype: torch.dtype) -> Part:
     for name, count in zip(bucket.names, _counts(bucket), strict=True):
         low, high = max(first - begin, 0), min(last - begin, count)
         if low < high:
-            # Another piece of the parameter has another name: what belongs to it is not taken for this one's.
+            # Each slice of a parameter has its own name, so that state of one slice is never loaded into another.
             own_name = name if (low, high) == (0, count) else f"{name}[{low}:{high}]"
             pieces.append(ParameterSlice(name, own_name, low, high))
         begin += count
@@ -78,23 +78,23 @@ def cut(bucket: Bucket, place: int, size: int, wire_dtype: torch.dtype) -> Part:
 
 
 def uncut(bucket: Bucket, leads: bool, wire_dtype: torch.dtype) -> Part:
-    """Return the whole of a bucket as the part of the rank that leads, and no part for the others; arguments as for ``cut``."""
+    """Return a ``Part`` that is the whole bucket on the rank that leads, and None on other ranks; arguments as for ``cut``."""
     flat = numbers(bucket)
     wire = None if wire_dtype == flat.dtype else torch.empty_like(flat, dtype=wire_dtype)
     return Part(bucket, bucket if leads else None, [], wire, None)
 
 
 def whole_values(kept: Any, parts: Iterable[Part], group: dist.ProcessGroup) -> Any:
-    """Bring together what ranks keep of their pieces: the same, by parameter. Every rank must call.
+    """Return ``kept`` with each mapping from slices to tensors replaced by one from whole parameters. Every rank must call.
 
     Args:
-        kept: mappings in mappings; the innermost that name all pieces of this rank hold a flat tensor for each.
-        parts: all of this rank.
+        kept: nested mappings; a mapping whose keys are the names of all slices of this rank holds a flat tensor for each slice.
+        parts: all parts of this rank.
         group: the ranks that have the parts of a bucket.
     """
     parts = list(parts)
     found = list(_by_piece(kept, {piece.name for part in parts for piece in part.pieces}))
-    # A rank without any piece cannot tell what is kept by piece; the first one has some.
+    # A rank without any slice cannot find the mappings by their keys; rank 0 always has slices and broadcasts where they are.
     told: list[Any] = [[(path, next(iter(values.values())).dtype) for path, values in found]]
     device = parts[0].bucket.flat.device if parts else None
     dist.broadcast_object_list(told, group=group, group_src=0, device=device)
@@ -108,7 +108,7 @@ def whole_values(kept: Any, parts: Iterable[Part], group: dist.ProcessGroup) -> 
 
 
 def cut_values(kept: Any, parts: Iterable[Part]) -> Any:
-    """Take this rank's pieces of what :func:`whole_values` brought together, perhaps for other parts."""
+    """Cut the result of :func:`whole_values` into this rank's slices again; ``parts`` may differ from those given there."""
     if not isinstance(kept, Mapping):
         return kept
     parts = list(parts)
@@ -127,7 +127,7 @@ def _counts(bucket: Bucket) -> list[int]:
 
 
 def _by_piece(kept: Any, names: set[str], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield what is kept by piece: the keys that lead to it, and itself."""
+    """Yield each mapping whose keys are the slice names: the path of keys that leads to it, and the mapping."""
     if isinstance(kept, Mapping) and names:
         if kept.keys() == names:
             yield path, kept
@@ -143,7 +143,7 @@ def _replaced(kept: Any, path: tuple[str, ...], value: Any) -> Any:
 
 
 def _gather(part: Part, kept: Mapping[str, Tensor], dtype: torch.dtype, group: dist.ProcessGroup) -> dict[str, Tensor]:
-    """Bring together what ranks keep of one bucket."""
+    """Gather the slices of one bucket from all ranks; return whole flat tensors by parameter."""
     assert part.own is not None
     own = torch.zeros(part.own.numel(), dtype=dtype, device=part.own.device)
     if part.pieces:

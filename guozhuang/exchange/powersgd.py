@@ -1,16 +1,16 @@
-"""Mean of the gradients by low rank: each matrix M travels as two thin ones.
+"""Low-rank mean of the gradients: each matrix M is sent as two thin matrices P and Q.
 
 Formula, for a parameter seen as a matrix of m rows (its first dim) and n columns (all others), with n_r ranks:
 M_r = gradient + e_r; P = orthogonal basis of mean_r(M_r Q); Q = mean_r(M_r^T P); every rank gets P Q^T, and keeps
-e_r = M_r - P Q^T. Q starts random and stays for the next step, so the basis follows the gradients (warm start). Vectors, and
-matrices that would not shrink enough, travel whole with the P of the others. All sums are in float32, of float64 gradients too.
-Error: P Q^T is the projection of the mean onto the columns of P; what it misses is in the e_r and travels later.
+e_r = M_r - P Q^T. Q starts random and is kept for the next step, so the basis follows the gradients (warm start). Vectors, and
+matrices that would not shrink enough, are sent whole, together with the P. All sums are in float32, also of float64 gradients.
+Error: P Q^T is the projection of the mean onto the columns of P; the rest stays in the e_r and is sent later.
 Source: Vogels et al. 2019, arXiv:1905.13727.
 
-[Note: the basis] PyTorch's hook orthogonalises column after column, which takes longer than all the rest. Here the basis is
-P V D^(-1/2), where V D V^T = P^T P is the eigendecomposition of a matrix of rank x rank, all matrices of one shape at once.
-Directions with next to no weight in P are left out (zero columns), so a matrix of lower rank, or of zeros, needs no care.
-All ranks compute it from equal bits.
+[Note: the basis] PyTorch's hook orthogonalises column after column, which takes longer than the rest of its work. Here the
+basis is P V D^(-1/2), where V D V^T = P^T P is the eigendecomposition of a matrix of rank x rank, for all matrices of one shape
+at once. Directions with almost no weight in P are left out (zero columns), so matrices of lower rank, or of zeros, are no
+special case. All ranks compute the basis from equal bits, so it is equal everywhere.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _log = logging.getLogger("guozhuang")
 
 @dataclass
 class _Matrices:
-    """The parameters of one bucket that share a shape, together.
+    """The parameters of one bucket that share a matrix shape, stacked.
 
     Attributes:
-        members: their positions in the bucket.
-        error: what was not sent, (members, m, n), float32.
+        members: the positions of the parameters in the bucket.
+        error: the errors e_r, which were not sent yet, (members, m, n), float32.
         basis: Q, (members, n, rank), float32; equal on all ranks.
-        wanted: room for M, (members, m, n), float32; fresh memory in each step would take longer than the sum.
+        wanted: buffer for M, (members, m, n), float32; allocating it in each step would take longer than the sum.
     """
 
     members: list[int]
@@ -55,14 +55,14 @@ class _Matrices:
 
 @dataclass
 class PowerState:
-    """Kept between steps.
+    """The state of :class:`PowerSGD`.
 
     Attributes:
         group: the ranks.
-        lane: in which the rounds run.
-        matrices: by index of the bucket, one entry per shape.
-        whole: by index of the bucket, positions of the parameters that travel as they are.
-        names: by index of the bucket, all names in it.
+        lane: the thread, with a group of its own, in which the collectives run; None for one rank.
+        matrices: by bucket index, one entry per shape.
+        whole: by bucket index, the positions of the parameters that are sent whole.
+        names: by bucket index, the names of all its parameters.
     """
 
     group: dist.ProcessGroup
@@ -78,11 +78,11 @@ class PowerSGD(GradientExchange[PowerState]):
 
     Args:
         rank: columns of P and Q.
-        min_compression_rate: a matrix travels as two thin ones only if that divides its elements at least by this number.
-        seed: of the first Q.
+        min_compression_rate: a matrix is sent as two thin ones only if they have at least this many times fewer elements.
+        seed: the seed of the first Q.
 
     Raises:
-        UsageError: numbers that make no sense.
+        UsageError: ``rank`` is below 1, or ``min_compression_rate`` is not above 0.
     """
 
     rank: int = 4
@@ -124,7 +124,7 @@ class PowerSGD(GradientExchange[PowerState]):
             rank = min(self.rank, m, n)
             basis = torch.empty(len(members), n, rank)
             for number, i in enumerate(members):
-                # By the name: a parameter starts alike in whatever bucket it lies.
+                # The seed depends on the name, so that a parameter's first Q does not depend on the bucket layout.
                 random = torch.Generator().manual_seed(self.seed + sum(bucket.names[i].encode()))
                 basis[number] = torch.randn(n, rank, generator=random)
             error, wanted = (torch.zeros(len(members), m, n, device=device) for _ in range(2))
@@ -134,7 +134,7 @@ class PowerSGD(GradientExchange[PowerState]):
 
     @override
     def state_dict(self, state: PowerState) -> dict[str, Any]:
-        """Return by parameter "error", this rank's own, and "basis", the same on all ranks."""
+        """Return, by parameter, "error", which is this rank's own, and "basis", which is the same on all ranks."""
         saved: dict[str, Any] = {"error": {}, "basis": {}}
         for index, found in state.matrices.items():
             for matrices in found:
@@ -183,7 +183,7 @@ class PowerSGD(GradientExchange[PowerState]):
             view.copy_(part)
         if not found:
             return
-        if not all(is_finite(part) for part in narrow):  # on all ranks alike: they hold equal bits
+        if not all(is_finite(part) for part in narrow):  # all ranks decide alike, because they hold equal bits
             self._spoil(bucket, found)
             return
         bases, kept = zip(*(_orthogonal(part) for part in narrow), strict=True)
@@ -199,15 +199,15 @@ class PowerSGD(GradientExchange[PowerState]):
                 torch.sub(matrices.wanted[number], result, out=matrices.error[number])
 
     def _spoil(self, bucket: Bucket, found: Sequence[_Matrices]) -> None:
-        """Let what cannot be expressed show, on all ranks; errors and bases stay as they were."""
+        """Set the gradients of all matrices to NaN, because the result is not finite; errors and bases stay unchanged."""
         for matrices in found:
             for i in matrices.members:
                 bucket.views[i].fill_(math.nan)
 
     def _next_basis(self, thin: Tensor, has_weight: Tensor, place: tuple[int, int]) -> Tensor:
-        """The columns of M^T P, each of length 1; where there was no direction to follow, a new one at random.
+        """Return M^T P with columns scaled to length 1; zero columns are replaced by random ones.
 
-        Else a step of zeros, or of a matrix of lower rank, would leave zero columns, and all later steps a lower rank.
+        Otherwise one step with a gradient of zeros, or of lower rank, would leave zero columns and so lower the rank for ever.
         """
         lengths = thin.norm(dim=1, keepdim=True)
         follows = has_weight.unsqueeze(1) & (lengths > 0)
@@ -231,7 +231,7 @@ class PowerSGD(GradientExchange[PowerState]):
 
     @override
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> None:
-        """Return None: it depends on the shapes. A matrix of m x n travels as ``rank`` (m + n) float32."""
+        """Return None: the bytes depend on the shapes. A matrix of m x n is sent as ``rank`` (m + n) float32."""
 
 
 def _views(bucket: Bucket, matrices: _Matrices) -> list[Tensor]:
@@ -243,7 +243,7 @@ def _matrix(view: Tensor) -> Tensor:
 
 
 def _product(left: Tensor, right: Tensor, view: Tensor) -> Tensor:
-    """Write a product of matrices to a gradient; return it in float32."""
+    """Write the product of two matrices to a gradient; return the product in float32."""
     if view.is_contiguous() and view.dtype == torch.float32:
         return torch.mm(left, right, out=view.view(view.shape[0], -1))
     result = torch.mm(left, right)

@@ -1,4 +1,4 @@
-"""Mean of sparse gradients (``Embedding(sparse=True)``): every rank gets every rank's rows by all-gather.
+"""Mean of sparse gradients (``Embedding(sparse=True)``): an all-gather sends the rows of each rank to all ranks.
 
 Rows that several ranks touched are summed when the result is coalesced, in rank order, so all ranks hold the same bits.
 Two rounds: the number of rows, then indices and values padded to the largest number.
@@ -16,9 +16,9 @@ def all_gather_mean(gradient: Tensor, divisor: float, group: dist.ProcessGroup, 
 
     Args:
         gradient: the same shape and dtype on every rank; sparse COO with any number of entries, or dense.
-        divisor: what the sum over ranks is divided by (the number of ranks that count).
+        divisor: the number by which the sum over ranks is divided, usually the number of ranks that have data.
         group: the ranks.
-        works: the collectives that were issued are added to it, for the caller to hold.
+        works: a list to which the issued collectives are appended, so that the caller keeps them alive.
 
     Returns:
         A coalesced sparse tensor, equal on all ranks.
@@ -35,7 +35,7 @@ def all_gather_mean(gradient: Tensor, divisor: float, group: dist.ProcessGroup, 
 
 
 def no_rows(parameter: Tensor) -> Tensor:
-    """Return the sparse gradient of a parameter that was not used: its shape and dtype, without an entry."""
+    """Return an empty sparse gradient, with the shape and dtype of a parameter that was not used."""
     rows = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
     values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
     return torch.sparse_coo_tensor(rows, values, parameter.shape, check_invariants=False)
@@ -52,7 +52,7 @@ def _gather_rows(rows: Tensor, num_rows: list[int], group: dist.ProcessGroup, wo
     padded[: rows.shape[0]] = rows
     if padded.numel() == 0:
         return rows
-    wire = torch.view_as_real(padded) if padded.is_complex() else padded  # gloo has no complex numbers
+    wire = torch.view_as_real(padded) if padded.is_complex() else padded  # gloo does not support complex dtypes
     parts = [torch.empty_like(wire) for _ in num_rows]
     _all_gather(parts, wire, group, works)
     if padded.is_complex():

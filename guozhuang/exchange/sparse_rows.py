@@ -1,17 +1,18 @@
-"""Of an embedding's gradient only the rows that some rank used cross the wire; everything else goes through another exchange.
+"""Sends only the rows of an embedding's gradient that some rank used; other gradients go through an inner exchange.
 
-A batch of words touches a few hundred rows of a table of tens of thousands, and ``torch.nn.Embedding`` gives a dense gradient
-all the same: zeros, for the most part. Here each rank finds its rows that are not zero, all gather them, and each sums them.
-Formula: g = sum over ranks r of (g_r / n), row by row in the order of ranks; rows that are zero on all ranks are left alone.
-Where the rows of all ranks would be more bytes than the table (a tied output layer), the table goes the other way too.
-Error: of the rows none but rounding, with equal bits on all ranks; of the rest that of the inner exchange.
+A batch of words uses a few hundred rows of a table with tens of thousands, but ``torch.nn.Embedding`` still gives a dense
+gradient that is mostly zeros. Here each rank finds its rows that are not zero, an all-gather distributes them, and each rank
+sums them.
+Formula: g = sum over ranks r of (g_r / n), row by row in the order of ranks; rows that are zero on all ranks are not sent.
+If the rows of all ranks have more bytes than the table (a tied output layer), the table goes through the inner exchange too.
+Error: rounding only for rows, with equal bits on all ranks; that of the inner exchange for the other gradients.
 Traffic: by an all-gather of k rows and their numbers, (n-1) k (4 + the bytes of a row) for the largest k of any rank, and an
-all-reduce of 8 bytes per table for k itself; for the rest that of the inner exchange.
+all-reduce of 8 bytes per table for k itself; that of the inner exchange for the other gradients.
 Source: hybrid of sparse and dense gradients, Kim et al. 2019, Parallax, EuroSys, arXiv:1808.02621.
 
-[Note: who starts the inner exchange] Whether a table goes by rows is known only after a round, so its bucket is a job of a
-lane. The inner exchange must see its parts in one order on all ranks: all of them are started by the lane, and it is prepared
-with the lane's group, in which nothing else is sent.
+[Note: who starts the inner exchange] Whether a table is sent by rows is known only after the all-reduce of k, so each bucket is
+processed in the thread of a lane. The inner exchange must be started for its parts in one order on all ranks. So the lane's
+thread starts all of them, and the inner exchange is prepared with the lane's group, in which nothing else is sent.
 """
 
 from __future__ import annotations
@@ -34,14 +35,22 @@ from .around import AroundGradients
 from .base import GradientExchange, Work
 from .kernels import used_rows
 
-# A smaller table is not worth the extra round. Layers of computing are not so tall; each table is a message of its own.
+# A matrix is a table from this many bytes on (smaller ones are not worth the extra all-reduce), and from this many rows per
+# column on (weights of other layers have a smaller ratio). Each table is sent as a message of its own.
 _LEAST_BYTES, _LEAST_RATIO = 1 << 18, 16
 _ITEM_BYTES = (2, 4, 8)
 
 
 @dataclass
 class _Piece:
-    """A part of a bucket: a table, or parameters that lie side by side. ``part`` shares the bucket's memory in a pass."""
+    """A part of a bucket: one table, or a run of adjacent parameters.
+
+    Attributes:
+        part: the piece as a bucket, which shares the memory of the whole bucket during a pass.
+        first: index of its first parameter in the bucket.
+        start: index of its first element in the bucket's flat tensor.
+        is_table: whether it is a table, which may be sent by rows.
+    """
 
     part: Bucket
     first: int
@@ -51,12 +60,12 @@ class _Piece:
 
 @dataclass
 class SparseRowsState:
-    """What is made once per layout.
+    """The state of :class:`SparseRows`, made once per bucket layout.
 
     Attributes:
-        pieces: by index of the bucket.
+        pieces: the pieces of each bucket, by bucket index.
         inner: the state of the inner exchange.
-        lane: in which buckets run; None on one rank.
+        lane: the thread and the group that process the buckets; None for one rank.
     """
 
     group: dist.ProcessGroup
@@ -67,7 +76,7 @@ class SparseRowsState:
 
 @dataclass
 class _Pieces:
-    """The exchange of one bucket: the job that starts its pieces, then those."""
+    """The work of one bucket: first ``job``, which starts the pieces, then the works of the inner exchange."""
 
     job: SerialWork | None = None
     works: list[Work] = field(default_factory=list)
@@ -84,16 +93,16 @@ class _Pieces:
 
 @dataclass(frozen=True)
 class SparseRows(AroundGradients[SparseRowsState]):
-    """Tables by their rows, the rest by ``inner``. Exact if that is.
+    """Sends the used rows of tables, and other gradients through ``inner``. Exact if ``inner`` is.
 
-    A table is a matrix of 256 KiB or more with at least 16 times as many rows as columns; whether most rows of its gradient are
-    zero is looked at in each step anew.
+    A table is a matrix of 256 KiB or more with at least 16 times as many rows as columns. Each step decides anew, from the
+    number of rows that are not zero, whether sending rows is cheaper.
 
     Args:
-        inner: what parameters that are no tables go through, and tables in steps in which most rows were used.
+        inner: the exchange of parameters that are no tables, and of tables in steps in which many rows were used.
 
     Raises:
-        UsageError: no exchange, or one that does not know when it has issued all its collectives (a communication hook).
+        UsageError: ``inner`` is no gradient exchange, or its ``one_round`` is False (a communication hook).
     """
 
     inner: GradientExchange[Any]
@@ -167,7 +176,7 @@ class SparseRows(AroundGradients[SparseRowsState]):
 
     @override
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> int | None:
-        """Return None in a world of several ranks: it depends on how many rows were used."""
+        """Return None for several ranks, because the bytes depend on how many rows were used."""
         return 0 if world_size == 1 else None
 
 
@@ -178,7 +187,7 @@ def _cut(bucket: Bucket, num_before: int) -> list[_Piece]:
 
     def end(members: list[int], is_table: bool) -> None:
         names, parameters = [bucket.names[i] for i in members], [bucket.parameters[i] for i in members]
-        # Its memory is the bucket's own.
+        # The part has no memory of its own: it is a view of the bucket's.
         flat = bucket.flat.narrow(0, start, sum(p.numel() for p in parameters))
         part = Bucket(num_before + len(pieces), False, names, parameters, allocate=lambda *_: flat)
         pieces.append(_Piece(part, members[0], start, is_table))
@@ -217,7 +226,7 @@ def _largest(counts: Sequence[int], group: dist.ProcessGroup, device: torch.devi
 
 
 def _sum_rows(table: Tensor, rows: Tensor, num_rows: int, factor: float, group: dist.ProcessGroup) -> None:
-    """Sum ``table`` over the ranks, in place: each has at most ``num_rows`` rows that are not zero."""
+    """Sum ``table``, multiplied by ``factor``, over the ranks in place; each rank has at most ``num_rows`` nonzero rows."""
     if num_rows == 0:
         return
     num_own = len(rows)
@@ -230,7 +239,7 @@ def _sum_rows(table: Tensor, rows: Tensor, num_rows: int, factor: float, group: 
     messages = message.new_empty(group.size(), len(message))
     versions.all_gather_single(messages.view(-1), message, group=group)
     table.index_fill_(0, rows, 0.0)
-    for message in messages:  # in the order of ranks: equal bits everywhere
+    for message in messages:  # in the order of ranks, so that all ranks get equal bits
         numbers, values = _opened(message, table, num_rows)
         num = int((numbers >= 0).sum())
         theirs = values[:num] if factor == 1.0 else values[:num].mul_(factor)
@@ -238,12 +247,12 @@ def _sum_rows(table: Tensor, rows: Tensor, num_rows: int, factor: float, group: 
 
 
 def _lengths(table: Tensor, num_rows: int) -> tuple[int, int]:
-    """Return the bytes of the two halves of a message: numbers of rows as int32, and rows; whole words of 8, as views need."""
+    """Return the bytes of a message's two parts, row numbers (int32) and rows, rounded up to 8 so that both can be viewed."""
     return -(-4 * num_rows // 8) * 8, -(-num_rows * table.shape[1] * table.element_size() // 8) * 8
 
 
 def _opened(message: Tensor, table: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return the numbers of rows in a message, -1 where there is none, and the rows."""
+    """Return views of the row numbers in a message (-1 for unused places) and of the rows."""
     numbers, rows = message.split(_lengths(table, num_rows))
     shape = num_rows, table.shape[1]
     return numbers.view(torch.int32)[:num_rows], rows.view(table.dtype)[: shape[0] * shape[1]].view(shape)

@@ -1,7 +1,7 @@
-"""One exchange for the first steps, another one after them: of gradients, or of gradients and then of weights.
+"""Uses one gradient exchange in the first steps and another exchange after them, of gradients or of weights.
 
-Formula and error: those of the one in use. Methods that lose something do best once the first, large changes are over; 1-bit
-Adam and PowerSGD need it.
+Formula and error: those of the exchange in use. Lossy methods do best once the first, large changes of the weights are over;
+1-bit Adam and PowerSGD need a warm-up.
 Source: Tang et al. 2021, arXiv:2102.02888 (1-bit Adam's warm-up); PyTorch's ``start_powerSGD_iter``.
 """
 
@@ -25,14 +25,14 @@ from .weights import WeightExchange
 
 @dataclass(frozen=True)
 class Warmup(AroundGradients[tuple[Any, Any, int]], inner="then"):
-    """``first`` for so many steps, then ``then``. Its state: those of both, and the number of ranks.
+    """Exchanges gradients through ``first`` for ``steps`` steps, then through ``then``.
 
-    ``traffic`` is that of a step after the warm-up.
+    Its state holds the states of both, and the number of ranks. ``traffic`` is that of a step after the warm-up.
 
     Args:
-        steps: how many synchronized backward passes ``first`` serves; optimizer steps where ``WeightWarmup`` made this.
+        steps: how many synchronized backward passes ``first`` serves; optimizer steps if ``WeightWarmup`` made this object.
         first: usually ``AllReduce()``.
-        then: what follows.
+        then: the exchange after the warm-up.
         restarts: whether ``then`` counts its steps from the end of the warm-up.
 
     Raises:
@@ -59,7 +59,7 @@ class Warmup(AroundGradients[tuple[Any, Any, int]], inner="then"):
 
     @override
     def input_scale(self, world_size: int) -> float:
-        return 1.0  # each of the two has its own, which start() applies
+        return 1.0  # start() applies the scale of the exchange in use
 
     @override
     def prepare(
@@ -95,10 +95,10 @@ class WeightWarmupState:
     """The arguments of ``then.prepare``, kept until the warm-up ends, and the state that it returned.
 
     Attributes:
-        parameters: those that are trained.
+        parameters: the parameters that are trained.
         group: the ranks.
         then: the state of the exchange of weights, made at the end of the warm-up.
-        begun: whether it was made.
+        begun: whether ``then`` was made, that is, whether the warm-up is over.
     """
 
     parameters: Named
@@ -109,15 +109,15 @@ class WeightWarmupState:
 
 @dataclass(frozen=True)
 class WeightWarmup(AroundWeights[WeightWarmupState], inner="then"):
-    """Gradients through ``first`` for so many steps, then weights through ``then``.
+    """Exchanges gradients through ``first`` for ``steps`` steps, then weights through ``then``.
 
     Args:
-        steps: how many first optimizer steps have their gradients exchanged.
-        first: what gradients go through, usually ``AllReduce()``.
-        then: what follows. It counts its steps from the end of the warm-up.
+        steps: how many first optimizer steps exchange gradients.
+        first: the exchange of gradients, usually ``AllReduce()``.
+        then: the exchange of weights after the warm-up; it counts its steps from the end of the warm-up.
 
     Raises:
-        UsageError: a negative number of steps, or exchanges of the wrong kind.
+        UsageError: ``steps`` is negative, ``first`` is no gradient exchange, or ``then`` is no weight exchange.
     """
 
     steps: int
@@ -152,7 +152,7 @@ class WeightWarmup(AroundWeights[WeightWarmupState], inner="then"):
 
     @override
     def gradients(self) -> GradientExchange[Any] | None:
-        """Return ``first``; where ``then`` has an exchange of gradients too, that one after the warm-up."""
+        """Return ``first``, or, if ``then`` exchanges gradients too, a ``Warmup`` from ``first`` to that exchange."""
         then = self.then.gradients()
         return self.first if then is None else Warmup(self.steps, self.first, then, restarts=True)
 
@@ -170,13 +170,13 @@ class WeightWarmup(AroundWeights[WeightWarmupState], inner="then"):
 
     @override
     def after_step(self, state: WeightWarmupState, step: int) -> None:
-        if step + 1 == self.steps:  # the end of the warm-up, where all ranks are still in step
+        if step + 1 == self.steps:  # the end of the warm-up; all ranks still make this step together
             self._begin(state)
         if step >= self.steps:
             super().after_step(state, step)
 
     def _begin(self, state: WeightWarmupState) -> None:
-        self._average(state)  # ranks whose data had ended during the warm-up made no steps
+        self._average(state)  # ranks whose data ended during the warm-up made no steps, so their weights differ
         state.then = self.then.prepare(state.parameters, state.group)
         state.begun = True
 
@@ -206,7 +206,7 @@ class WeightWarmup(AroundWeights[WeightWarmupState], inner="then"):
 
 
 def after_warmups(exchange: WeightExchange[Any]) -> WeightExchange[Any]:
-    """Return the exchange that is left when all its warm-ups are over."""
+    """Return the exchange that remains after all warm-ups: ``exchange`` without the ``WeightWarmup`` wrappers around it."""
     while isinstance(exchange, WeightWarmup):
         exchange = exchange.then
     return exchange

@@ -1,27 +1,26 @@
-"""Gradients averaged inside each node in every step, and weights exchanged between nodes by a method of your choice.
+"""Averages gradients inside each node in every step, and exchanges weights between nodes by a method of your choice.
 
-Formula, with k_j ranks on node j: every rank of it steps with g = (1 / k_j) sum of the gradients of node j's ranks. They begin
-with equal weights, so they hold the same bits and are one worker with a batch k_j times as large; ``outer`` acts among these
-workers, as it does among ranks by itself, and each counts once, whatever its k_j.
+Formula, with k_j ranks on node j: every rank of node j steps with g = (1 / k_j) sum of the gradients of node j's ranks. These
+ranks start with equal weights, so they stay equal, bit for bit, and act as one worker with a batch k_j times as large.
+``outer`` exchanges weights among these workers, each of which counts once, whatever its k_j.
 Error: that of ``outer`` with as many ranks as there are nodes.
-Traffic: an all-reduce of the gradients inside each node in every step. Between nodes, for each node what one rank sends with
-``outer`` in a world of as many ranks. Inside a node again, once for each time that ``outer`` sets weights, a broadcast of them.
+Traffic: inside each node, an all-reduce of the gradients in every step, and a broadcast of the weights each time ``outer``
+changes them. Between nodes, each node sends as much as one rank does with ``outer`` in a world of one rank per node.
 Source: DiLoCo, Douillard et al. 2023, arXiv:2311.08105, whose workers are sites of many devices; hierarchical local SGD, Lin et
 al. 2020, arXiv:1808.07217.
 
-[Note: leaders act, others follow] The first rank of each node takes part in ``outer``, with whole weights; only these hold its
-state. Whoever calls ``outer`` on the leader compares the version counters of its weights before and after: torch raises them
-with each change in place, so no value is read. The ranks of a node tell each other what there was, and if there was something,
-the leader's weights are broadcast. So they follow whenever ``outer`` acts, however seldom, and their bits are equal even where
-their links to other nodes round differently.
+[Note: leaders act, others follow] The first rank of each node (the leader) takes part in ``outer`` with the whole weights; only
+leaders hold the state of ``outer``. Around each call of ``outer`` the leader compares the version counters of its weights,
+which torch raises with each in-place change, so no values are read. An all-reduce reports to the node whether they changed; if
+so, the leader's weights are broadcast. So the ranks of a node follow whenever ``outer`` acts, and keep equal bits.
 
 [Note: steps that a rank of a node missed] A rank whose data has ended takes part with gradients of zero and makes no optimizer
-step, so it is behind the rest of its node. It is told so in advance (``miss_step``), tells its node before the optimizer's
-step, and gets the weights of a rank that made it, before the leader acts on them. Not the optimizer's state: where it has one
-(momentum, Adam's moments), the ranks of the node make different steps after the ``join()``, until the next broadcast of the
-leader's weights, and again after it. A node that has no data left at all takes part in ``outer`` with the weights that it has,
-as a single rank would. After a rank left out a step by itself, outside ``join()``, its node waits for it in that step and it
-for its node in the next backward, up to the time-out.
+step, so its weights are behind those of its node. ``miss_step`` announces this; before the optimizer's step the rank reports it
+to its node, and after that step it gets the weights of a rank that made the step, before the leader acts. It does not get the
+optimizer's state: with an optimizer that has one (momentum, Adam's moments), the ranks of the node make different steps after
+the ``join()`` and differ, except right after a broadcast of the leader's weights. A node without any data left takes part in
+``outer`` with its current weights, as a single rank would. If a rank leaves out a step outside ``join()``, its node waits for
+it in that step, and it waits for its node in the next backward, up to the time-out.
 """
 
 from __future__ import annotations
@@ -51,13 +50,13 @@ from .weights import WeightExchange
 
 @dataclass
 class InsideNodesState:
-    """What is made once per layout.
+    """The state of :class:`InsideNodes`, made once per bucket layout.
 
     Attributes:
-        node: the ranks of this rank's node; None where every rank has a node of its own.
-        num_ranks: of all nodes.
-        inner: the state of the exchange inside the node; None for a rank that is alone there.
-        everywhere: that of the exchange over all ranks.
+        node: the group of this rank's node; None if every rank has a node of its own.
+        num_ranks: the number of ranks on all nodes.
+        inner: the state of the exchange inside the node; None for a rank that is alone on its node.
+        everywhere: the state of the exchange over all ranks.
     """
 
     node: dist.ProcessGroup | None
@@ -68,11 +67,11 @@ class InsideNodesState:
 
 @dataclass(frozen=True)
 class InsideNodes(GradientExchange[InsideNodesState]):
-    """Mean of the gradients over each node's ranks alone. ``WeightHierarchical`` makes it.
+    """Averages gradients over the ranks of each node only; ``WeightHierarchical`` creates it.
 
     Args:
-        inner: what averages inside a node.
-        outer: what acts between nodes; where it wants gradients averaged over all ranks, they are.
+        inner: the exchange of gradients inside a node.
+        outer: the exchange of weights between nodes; in steps in which it averages gradients, they are averaged over all ranks.
         identities: see ``WeightHierarchical``.
     """
 
@@ -92,7 +91,7 @@ class InsideNodes(GradientExchange[InsideNodesState]):
     @property
     @override
     def averages(self) -> bool:
-        """False: how many ranks still have data is counted over all, and says nothing about one node."""
+        """False: the number of ranks that still have data is counted over all nodes, so it cannot correct one node's mean."""
         return False
 
     @override
@@ -123,7 +122,7 @@ class InsideNodes(GradientExchange[InsideNodesState]):
 
     @override
     def state_dict(self, state: InsideNodesState) -> dict[str, Any]:
-        """Return what the exchange over all ranks keeps; the one inside nodes is plain."""
+        """Return the saved state of the exchange over all ranks; the exchange inside nodes has none."""
         kept = self._everywhere.state_dict(state.everywhere)
         return {"everywhere": kept} if kept else {}
 
@@ -136,7 +135,7 @@ class InsideNodes(GradientExchange[InsideNodesState]):
 
     @override
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> int | None:
-        """Return the bytes inside a node where ``identities`` say that all have equally many ranks, else None."""
+        """Return the bytes sent inside a node if ``identities`` give all nodes equally many ranks, else None."""
         counts = _num_on_each(self.identities, world_size)
         if len(set(counts)) != 1:
             return None
@@ -145,19 +144,19 @@ class InsideNodes(GradientExchange[InsideNodesState]):
 
 @dataclass
 class WeightHierarchicalState:
-    """What changes while training.
+    """The state of :class:`WeightHierarchical`.
 
     Attributes:
         members: the ranks of each node.
-        group: all ranks.
-        groups: this rank's; None where every rank has a node of its own.
-        made: groups of this rank that end with the state.
+        group: the group of all ranks.
+        groups: the groups inside and between nodes; None if every rank has a node of its own.
+        made: all groups that were made for this state, which :meth:`WeightHierarchical.end` ends.
         outer: the state of the exchange between nodes; None on ranks that do not lead their node.
-        weights: the parameters.
-        flat: how they lie in what is broadcast.
-        flags: what ranks of a node tell each other.
-        num_missed: steps that this rank did not make and has not been given the weights of.
-        source: the rank in its node from which those behind get their weights after the coming step; None if nobody is.
+        weights: the parameters, as real numbers.
+        flat: the layout of the parameters in the flat tensors that are broadcast.
+        flags: buffer of the all-reduce by which the ranks of a node compare numbers.
+        num_missed: how many steps this rank missed since it last got the weights of a rank that made them.
+        source: the local rank whose weights the node gets after the next step, because some ranks miss that step; else None.
     """
 
     members: list[list[int]]
@@ -173,32 +172,32 @@ class WeightHierarchicalState:
 
     @property
     def acts(self) -> bool:
-        """Whether this rank takes part between nodes."""
+        """Whether this rank takes part in the exchange between nodes."""
         return self.groups is None or self.groups.leads
 
     def version(self) -> int:
-        """Return a number that grows with every change of the weights."""
+        """Return a number that grows with every in-place change of the weights."""
         return sum(each._version for each in self.weights)
 
 
 @dataclass(frozen=True)
 class WeightHierarchical(AroundWeights[WeightHierarchicalState], inner="outer"):
-    """Gradients through ``inner`` inside a node in every step, weights through ``outer`` between nodes.
+    """Exchanges gradients through ``inner`` inside a node in every step, and weights through ``outer`` between nodes.
 
-    With one rank per node it is ``outer`` alone, bit for bit; on one node ``inner`` alone, with an ``outer`` of one member.
+    With one rank per node it equals ``outer`` alone, bit for bit; on one node it is ``inner``, with an ``outer`` of one member.
     A warm-up belongs into ``outer``: ``WeightHierarchical(AllReduce(), WeightWarmup(100, AllReduce(), DiLoCo(50)))``, and so
     does an interval: ``WeightHierarchical(AllReduce(), Every(8, Average()))``. Gradients of the warm-up are averaged over all
-    ranks. What ``join()`` is told by ``divide_by_initial_world_size`` changes nothing: sums are divided by all of the node.
+    ranks. ``join(divide_by_initial_world_size=...)`` has no effect: sums are always divided by the number of ranks of the node.
 
     Args:
         inner: ``AllReduce()``, or ``Cast(dtype, AllReduce())``.
-        outer: an exchange of weights in which every rank makes every step; its writes go to the weights in place, not
-            through ``.data``, or the rest of the node does not see them.
-        identities: one text per rank, equal for ranks of one node: a rack or a site in place of a node, for example. None:
-            ranks that can share memory, as they find out when the exchange is prepared.
+        outer: an exchange of weights whose ``in_step`` is True. It must change the weights in place, not through ``.data``, or
+            the change is not noticed and not broadcast in the node.
+        identities: one text per rank, equal for ranks of one node, for example the name of a rack or a site. None: ranks that
+            can share memory are on one node, which ``prepare`` finds out.
 
     Raises:
-        UsageError: something else as ``inner``, or an ``outer`` of gradients or without common steps.
+        UsageError: ``inner`` is another exchange, or ``outer`` is no weight exchange, is hierarchical, or is not ``in_step``.
     """
 
     inner: GradientExchange[Any]
@@ -230,7 +229,7 @@ class WeightHierarchical(AroundWeights[WeightHierarchicalState], inner="outer"):
 
     @override
     def averages_gradients(self, step: int) -> bool:
-        return True  # inside nodes, or over all ranks where ``outer`` has it so
+        return True  # inside nodes, or over all ranks in steps in which ``outer`` averages gradients
 
     @override
     def gradients(self) -> GradientExchange[Any]:
@@ -243,7 +242,7 @@ class WeightHierarchical(AroundWeights[WeightHierarchicalState], inner="outer"):
         """Make the groups, and prepare ``outer`` on the first rank of each node. Every rank must call, with equal weights.
 
         Raises:
-            UsageError: not one identity per rank, or what ``outer`` raises.
+            UsageError: ``identities`` does not hold one text per rank; also the errors of ``outer.prepare``.
         """
         nodes = find_nodes(group, self.identities)
         groups = None if nodes.is_flat else make_groups(group, nodes)
@@ -270,7 +269,7 @@ class WeightHierarchical(AroundWeights[WeightHierarchicalState], inner="outer"):
 
     @override
     def before_step(self, state: WeightHierarchicalState, step: int) -> None:
-        """Let ``outer`` act, and find out who in this node misses the step."""
+        """Let ``outer`` act, and find out whether ranks of this node miss the step."""
         if state.groups is None:
             state.num_missed = 0
             self.outer.before_step(state.outer, step)
@@ -287,7 +286,7 @@ class WeightHierarchical(AroundWeights[WeightHierarchicalState], inner="outer"):
 
     @override
     def after_step(self, state: WeightHierarchicalState, step: int) -> None:
-        """Bring those that missed the step up to the rest of their node; let ``outer`` act."""
+        """Give ranks that missed the step the weights of a rank of their node that made it; then let ``outer`` act."""
         if state.groups is None:
             self.outer.after_step(state.outer, step)
             return
@@ -316,14 +315,14 @@ class WeightHierarchical(AroundWeights[WeightHierarchicalState], inner="outer"):
 
     @override
     def state_dict(self, state: WeightHierarchicalState) -> dict[str, Any]:
-        """Return "nodes", the ranks of each, "keeps", whether ``outer`` keeps something, and that: "outer", on leaders."""
+        """Return "nodes" (the ranks of each), "outer" (the state of ``outer``, on leaders), "keeps" (whether it has any)."""
         kept = super().state_dict(state)
         keeps = bool(kept) if state.groups is None else bool(_greatest(state, bool(kept))[0])
         return {"nodes": state.members, "keeps": keeps, "outer": kept}
 
     @override
     def load_state_dict(self, state: WeightHierarchicalState, saved: Mapping[str, Any]) -> None:
-        """Take a saved state over. With an ``outer`` that keeps nothing the ranks may be on other nodes than then."""
+        """Restore a saved state. If ``outer`` saved nothing, the ranks may be on other nodes than when it was saved."""
         check_saved(saved, {"nodes", "keeps", "outer"}, "WeightHierarchical")
         if saved["keeps"] and saved["nodes"] != state.members:
             what = f"the checkpoint was saved with the ranks on other nodes than {state.members}"
@@ -336,15 +335,15 @@ class WeightHierarchical(AroundWeights[WeightHierarchicalState], inner="outer"):
         try:
             if state.acts:
                 self.outer.load_state_dict(state.outer, saved["outer"])
-        finally:  # also where it raised: the others of the node wait for this
+        finally:  # also after an error: the other ranks of the node wait in make_up_for()
             state.made += make_up_for(state.groups, num_groups() - before, state.flags.device)
 
     @override
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> float | None:
-        """Return that of ``outer`` where ``identities`` say that every rank is alone on its node; else only counting tells.
+        """Return the bytes of ``outer`` if ``identities`` put every rank on a node of its own, else None.
 
-        Between nodes it is ``outer.traffic(num_elements, element_bytes, num_nodes)`` for each node; inside, it depends on how
-        often ``outer`` sets weights.
+        In general each node sends ``outer.traffic(num_elements, element_bytes, num_nodes)`` to other nodes; the bytes inside a
+        node depend on how often ``outer`` changes the weights.
         """
         if set(_num_on_each(self.identities, world_size)) != {1}:
             return None
@@ -352,14 +351,14 @@ class WeightHierarchical(AroundWeights[WeightHierarchicalState], inner="outer"):
 
 
 def _num_on_each(identities: Sequence[str] | None, world_size: int) -> list[int]:
-    """Return how many ranks each node has; nothing where that is not known."""
+    """Return how many ranks each node has; an empty list if that is not known."""
     if identities is None or len(identities) != world_size:
         return []
     return [list(identities).count(node) for node in dict.fromkeys(identities)]
 
 
 def _did(state: WeightHierarchicalState, act: Callable[[], None]) -> tuple[bool, int]:
-    """Act, on the rank that leads its node, and return whether weights changed by it, and how many groups it made."""
+    """Call ``act`` if this rank leads its node; return whether that changed the weights, and how many groups it made."""
     if not state.acts:
         return False, 0
     version, groups = state.version(), num_groups()
@@ -368,7 +367,7 @@ def _did(state: WeightHierarchicalState, act: Callable[[], None]) -> tuple[bool,
 
 
 def _greatest(state: WeightHierarchicalState, *numbers: int) -> list[int]:
-    """Return the greatest of what the ranks of the node say, number by number, up to four. All of them must call."""
+    """Return, for each of up to four numbers, the maximum over the ranks of the node. All ranks of the node must call."""
     assert state.groups is not None
     if state.groups.inside.size() == 1:
         return [int(each) for each in numbers]
@@ -383,7 +382,7 @@ def _greatest(state: WeightHierarchicalState, *numbers: int) -> list[int]:
 
 @torch.no_grad()
 def _follow(state: WeightHierarchicalState, source: int) -> None:
-    """Give all ranks of the node the weights of one, by its place there. All of them must call."""
+    """Broadcast the weights of the local rank ``source`` to all ranks of the node, all of which must call."""
     assert state.groups is not None
     inside = state.groups.inside
     if inside.size() == 1:

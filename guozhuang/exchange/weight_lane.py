@@ -1,6 +1,6 @@
-"""Flat copies of the weights that a lane averages while the trainer goes on.
+"""Flat copies of the weights that a lane (a thread with a group of its own) averages while training continues.
 
-The copies are made once and are touched by one side at a time: by the trainer while nothing is in flight, by the job otherwise.
+The copies are allocated once. Only one thread accesses them at a time: the lane's while a job is in flight, else the trainer's.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ _log = logging.getLogger("guozhuang")
 
 
 def as_real(parameters: Named) -> list[tuple[str, Tensor]]:
-    """Return the same memory as real numbers: a complex parameter gets a last dimension of 2."""
+    """Return views of the parameters as real numbers: a complex parameter gets a last dimension of 2."""
     return [(name, torch.view_as_real(p.detach()) if p.is_complex() else p.detach()) for name, p in parameters]
 
 
 class NotFinite:
-    """Says in the log which weights hold NaN or infinity, once until they are finite again."""
+    """Logs which weights hold NaN or infinity, once until they are finite again."""
 
     def __init__(self) -> None:
         self._said = False
 
     def look(self, flat: FlatWeights, values: Sequence[Tensor], rank: int, step: int) -> bool:
-        """Return whether all values are finite.
+        """Return whether all values are finite; log a warning if not.
 
         Args:
-            flat: how parameters lie in ``values``.
-            values: flat tensors that were read from it.
-            rank: this one, within the group.
-            step: the last one; less than 0 where it is not known.
+            flat: the layout of the parameters in ``values``.
+            values: flat tensors into which ``flat.read`` copied the weights.
+            rank: the rank of this process in the group.
+            step: the number of the last step; negative if it is not known.
         """
         if all(is_finite(each) for each in values):
             self._said = False
@@ -60,12 +60,12 @@ class NotFinite:
 
 @contextlib.contextmanager
 def naming_peers(what: Callable[[], str], group: dist.ProcessGroup, fix: str | None = None) -> Iterator[None]:
-    """Turn the error of a collective inside into a WorldError that says with whom it was.
+    """Turn a RuntimeError of a collective in the ``with`` block into a WorldError that names the other ranks.
 
     Args:
-        what: called after an error; says what failed and with whom.
+        what: called after an error; returns a text that says what failed and with which ranks.
         group: the ranks.
-        fix: for the text; None: to look for a rank that ended, or makes no steps.
+        fix: the advice in the error text; None advises to look for a rank that ended or does not make its steps.
     """
     try:
         yield
@@ -77,17 +77,17 @@ def naming_peers(what: Callable[[], str], group: dist.ProcessGroup, fix: str | N
 
 
 def others(group: dist.ProcessGroup) -> str:
-    """Name the other ranks of a group, for texts."""
+    """Return the numbers of the other ranks of a group, for error texts."""
     return ", ".join(str(other) for other in range(group.size()) if other != group.rank())
 
 
 def mean(flats: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Average flat tensors over the group, in place: their sum, divided. Equal bits on all ranks. Every rank must call.
+    """Average flat tensors over the group, in place, with equal bits on all ranks. Every rank must call.
 
-    Narrow ones (float16, bfloat16) travel in float32: their sum could overflow, and would round at each addition.
+    Tensors of float16 and bfloat16 are summed in float32: their own sum could overflow, and would round at each addition.
 
     Raises:
-        WorldError: a rank is gone, or did not come within the group's time-out.
+        WorldError: a rank has ended, or did not take part within the group's time-out.
     """
     wide = [each.float() if each.is_floating_point() and each.itemsize < 4 else each for each in flats]
     with naming_peers(lambda: f"averaging weights with the other ranks ({others(group)}) failed", group):
@@ -103,14 +103,14 @@ class WeightLane(Lane):
     """A lane with flat copies of the weights. Every rank must construct it.
 
     Args:
-        parameters: whose weights are copied.
-        group: the ranks; the lane makes a twin of it.
-        num_copies: how many sets of flat tensors.
+        parameters: the parameters whose weights are copied.
+        group: the ranks; the lane makes a twin of it (another group of the same ranks).
+        num_copies: the number of copies, each a list of flat tensors.
 
     Attributes:
-        flat: how parameters lie in the flat tensors.
-        copies: the sets.
-        not_finite: for jobs that look.
+        flat: the layout of the parameters in the flat tensors.
+        copies: the copies of the weights.
+        not_finite: lets jobs log which weights hold NaN or infinity.
     """
 
     def __init__(self, parameters: Named, group: dist.ProcessGroup, num_copies: int = 1) -> None:
@@ -126,22 +126,22 @@ class WeightLane(Lane):
         return self._work is not None
 
     def start(self, job: Callable[[], None]) -> None:
-        """Run a job in the lane, behind what the trainer has launched. Nothing may be in flight."""
+        """Run a job in the lane's thread, after all kernels that the trainer has launched. No other job may be in flight."""
         assert self._work is None
         self._work = self.run(job, dict.fromkeys(each.device for each in self.copies[0]))
 
     def has_ended(self) -> bool:
-        """Tell, without waiting, whether :meth:`wait` would return, or raise, at once."""
+        """Return, without waiting, whether the job in flight has ended, so that :meth:`wait` would not block."""
         return self._work is not None and self._work.is_completed()
 
     def wait(self) -> None:
-        """Let the trainer go on behind the job; raise what it raised. The collectives inside have the group's time-out."""
+        """Wait until the job has ended, and raise its error if it raised one. The group's time-out limits its collectives."""
         assert self._work is not None
         work, self._work = self._work, None
         work.wait()
 
     def drop(self) -> None:
-        """Wait for the job in flight, if there is one; its result is not used."""
+        """Wait for the job in flight, if there is one, without using its result."""
         if self._work is not None:
             self.wait()
 
@@ -149,13 +149,13 @@ class WeightLane(Lane):
         """Wait for the job in flight, and end the lane's group. Every rank must call; the lane is not used again.
 
         Args:
-            group: that the lane was made from.
+            group: the group from which the lane was made.
         """
         self.drop()
         end_together([self.group], group)
 
     def agree(self) -> None:
-        """Put the mean over all ranks in place of the weights, after the job in flight. Every rank must call."""
+        """Wait for the job in flight, then replace the weights by their mean over all ranks. Every rank must call."""
         self.drop()
         copy = self.copies[0]
         self.flat.read(copy)

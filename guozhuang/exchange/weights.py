@@ -1,10 +1,10 @@
 """The interface between the optimizer's step and a method of exchanging weights.
 
-As with gradients, hyper-parameters are fields of a frozen dataclass, and what changes while training is the state that
-``prepare`` returns and the caller keeps.
+As with gradients, a method is a frozen dataclass of hyper-parameters, and everything that changes during training is in the
+state that ``prepare`` returns and the caller keeps.
 
-Gradients stay where they were computed, unless the method says otherwise: each rank's optimizer steps with its own. So the
-ranks' weights differ between exchanges; :meth:`WeightExchange.agree` makes them one again.
+Gradients are not exchanged unless the method asks for it: each rank's optimizer steps with the gradients of that rank. So the
+ranks' weights differ between exchanges; :meth:`WeightExchange.agree` makes them equal again.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ State = TypeVar("State")
 
 
 class WeightExchange(ABC, Generic[State]):
-    """What is done with the weights before and after each ``optimizer.step()``.
+    """A method of exchanging weights before and after each ``optimizer.step()``.
 
-    A step that a rank shadows, because its data ended before that of others, is ``before_step`` and ``after_step`` with nothing
-    between: it takes part with the weights that it has.
+    A rank whose data ended before that of other ranks shadows their steps: it calls ``before_step`` and ``after_step`` without
+    an optimizer step in between, and so takes part in the exchange with its current weights.
     """
 
     @property
     def in_step(self) -> bool:
-        """Whether every rank must make every step for the others to get on. False for asynchronous methods."""
+        """Whether ranks wait for each other in every step, so that each must make all steps. False for asynchronous methods."""
         return True
 
     def averages_gradients(self, step: int) -> bool:
-        """Tell whether gradients cross the wire in this step, as they do without a weight exchange. By default never."""
+        """Return whether gradients are averaged in this step, as they are without a weight exchange. By default never."""
         return False
 
     def averages_over_all(self, step: int) -> bool:
-        """Tell whether this step leaves equal weights equal on all ranks, because their gradients are averaged over all."""
+        """Return whether gradients are averaged over all ranks in this step, so that equal weights stay equal."""
         return self.averages_gradients(step)
 
     def gradients(self) -> GradientExchange[Any] | None:
-        """Return what gradients go through in steps that average them; None leaves the wrapper's own exchange in place."""
+        """Return the exchange of gradients for steps that average them; None to use the one that the wrapper already has."""
         return None
 
     @abstractmethod
@@ -51,15 +51,15 @@ class WeightExchange(ABC, Generic[State]):
         """Make the state. Every rank must call, with equal weights.
 
         Args:
-            parameters: those that are trained; of any dtypes and shapes, on one device type.
-            group: the ranks. A method that sends from a thread makes a twin of it.
+            parameters: the parameters that are trained; of any dtypes and shapes, on one device type.
+            group: the ranks. A method that sends from a thread makes a second group of the same ranks (a twin) for it.
         """
 
     def miss_step(self, state: State, step: int) -> None:
-        """Note that this rank makes no optimizer step in the coming step, which it only shadows. Not collective."""
+        """Note that this rank will shadow the next step, without an optimizer step. Not collective."""
 
     def before_step(self, state: State, step: int) -> None:
-        """Act after backward and before the optimizer; by default not at all. ``step`` counts optimizer steps from 0."""
+        """Act after backward and before the optimizer; by default do nothing. ``step`` counts optimizer steps from 0."""
 
     @abstractmethod
     def after_step(self, state: State, step: int) -> None:
@@ -67,34 +67,34 @@ class WeightExchange(ABC, Generic[State]):
 
     @abstractmethod
     def agree(self, state: State) -> None:
-        """Bring the weights of all ranks to one value, bit for bit, from which training goes on. Every rank must call.
+        """Make the weights of all ranks equal, bit for bit; training continues from them. Every rank must call.
 
-        Called before evaluation and checkpoints, if there was a step since; what is under way ends first.
+        Called before evaluation and checkpoints, if there was a step since the last call. Started exchanges are finished first.
         """
 
     def rest(self, state: State) -> None:
-        """Hold nobody up until the next step: this rank's data has ended. For methods that are not in step; not collective."""
+        """Let other ranks no longer wait for this one, whose data has ended. For methods not ``in_step``; not collective."""
 
     def close(self, state: State) -> None:
-        """Stop what runs in the background. Not collective; the state is not used again."""
+        """Stop the background threads of the state, which is not used again. Not collective."""
 
     def end(self, state: State) -> None:
-        """Finish what is under way, leave the weights alone, and end the groups that ``prepare`` made; then as :meth:`close`.
+        """Finish started exchanges without changing the weights, end the groups that ``prepare`` made, then :meth:`close`.
 
-        Every rank must call, at one point, where training begins anew with other weights. By default only :meth:`close`: right
-        for a method that made no groups.
+        Every rank must call, at the same point; training then restarts with other weights and a new state. The default, which
+        only calls :meth:`close`, is right for a method that made no groups.
         """
         self.close(state)
 
     def state_dict(self, state: State) -> dict[str, Any]:
-        """Return what a checkpoint needs besides the weights to go on exactly. Every rank must call, after :meth:`agree`."""
+        """Return the values, besides the weights, that a resumed run needs. Every rank must call, after :meth:`agree`."""
         return {}
 
     def load_state_dict(self, state: State, saved: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned on this rank; the weights were loaded before. Every rank must call.
+        """Restore the values that :meth:`state_dict` returned on this rank, after weights were loaded. Every rank must call.
 
         Raises:
-            UsageError: it belongs to another method, or to other parameters.
+            UsageError: the values were saved by another method, or for other parameters.
         """
         if saved:
             what = f"{type(self).__name__} keeps no state, and the checkpoint holds some for {sorted(saved)}"
@@ -102,4 +102,4 @@ class WeightExchange(ABC, Generic[State]):
 
     @abstractmethod
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> float | None:
-        """Return the bytes that one rank sends per step on average, for that many weights; None if only counting can tell."""
+        """Return the bytes that one rank sends per step on average for ``num_elements`` weights; None if unknown in advance."""
