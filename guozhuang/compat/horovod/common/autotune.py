@@ -241,7 +241,7 @@ def _most_promising(points: list[tuple[float, ...]], scores: list[float], noise:
     kernel = ConstantKernel(1.0) * RBF(0.3, (0.05, 5.0))
     process: Any = GaussianProcessRegressor(kernel, alpha=max(noise, 1e-6), normalize_y=True, random_state=0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a few points may put the kernel's parameters at their bounds
+        warnings.simplefilter("ignore")  # with few points scikit-learn warns that fitted parameters are at their bounds
         process.fit(np.array(points), np.array(scores))
     # The seed makes the choice reproducible for the same scores.
     candidates = np.random.default_rng(len(points)).random((_NUM_CANDIDATES, len(points[0])))
@@ -251,7 +251,7 @@ def _most_promising(points: list[tuple[float, ...]], scores: list[float], noise:
 
 
 def expected_improvement(mean: Any, deviation: Any, best: float) -> Any:
-    """E[max(0, score - best)] where the score is normally distributed, element by element; numpy arrays."""
+    """Return E[max(0, score - best)] for normally distributed scores, element by element; arguments are numpy arrays."""
     deviation = np.maximum(deviation, 1e-12)
     z = (mean - best) / deviation
     density = np.exp(-0.5 * z**2) / np.sqrt(2 * np.pi)

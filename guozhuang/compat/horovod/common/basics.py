@@ -349,7 +349,7 @@ def _engine(group: dist.ProcessGroup, settings: Settings) -> NamedEngine:
 
 
 def _told(engine: NamedEngine, world: World) -> list[tuple[int, int]]:
-    """Exchange and return (node rank, local rank by the launcher) of every rank."""
+    """Gather from all ranks, and return, the node rank and local rank that the launcher gave to each."""
     mine = torch.tensor([[world.node_rank, world.local_rank]])
     try:
         (found,) = engine.world.submit(Submission(Kind.ALLGATHER, "guozhuang.places", (mine,))).wait()

@@ -33,7 +33,7 @@ from .exceptions import HorovodInternalError, HostsUpdatedInterrupt
 if TYPE_CHECKING:
     from guozhuang.compat.horovod.runner.elastic.worker import Membership
 
-_ONLY_REMOVED = 1  # HostUpdateResult.removed
+_ONLY_REMOVED = 1  # the value of HostUpdateResult.removed
 _log = logging.getLogger("guozhuang")
 
 
@@ -115,7 +115,7 @@ class State(abc.ABC):
 
     @abc.abstractmethod
     def sync(self) -> None:
-        """Take over the state of rank 0, and save it. Every rank must call."""
+        """Replace the state by that of rank 0, and save it. Every rank must call."""
 
     def reset(self) -> None:  # noqa: B027 - most states have nothing that depends on it
         """Rebuild the parts of the state that depend on the set of ranks, which has changed. Called before reset callbacks."""

@@ -25,9 +25,9 @@ from guozhuang.net.store import connect, serve
 
 _SECRET_BYTES = 32
 _LOOPBACK = "127.0.0.1"
-_LIMIT_S = 60.0  # for the mailbox to be reached, and for each request to its store
+_LIMIT_S = 60.0  # limit for the mailbox to be reached, and for each request to its store
 _KNOCK_S = 5.0
-_PAUSE_S = 0.5  # between two rounds of knocking
+_PAUSE_S = 0.5  # after no door has let this process in, before it tries all of them again
 _MAX_DOORS = 16
 # A pickle is cut into parts of this size: PyTorch's store takes no value of more than 8 MiB.
 _PART_BYTES = 4 << 20

@@ -115,7 +115,7 @@ class LocalWorkers:
         except (
             OSError,
             ValueError,
-        ) as error:  # no memory, no processes, arguments that are too long or hold a zero byte
+        ) as error:  # such as no memory, too many processes, arguments that are too long or hold a zero byte
             said = f"{_WHO}: {command[0]} cannot be started: {error}\n".encode(errors="replace")
             self._room.take(len(said))
             self._events.put(Printed(worker, "stderr", said))

@@ -53,10 +53,10 @@ from guozhuang.watch.processes import node_identity
 _WHO = "horovodrun"
 _TURN_S, _BEAT_S = 0.05, 1.0
 _LOOPBACK = "127.0.0.1"
-_STORE_S = 300.0  # limit of the store's operations
+_STORE_S = 300.0  # limit in seconds for each operation of the store
 # Seconds to wait, after their grace, for the events that workers have ended.
 _LAST_S = 5.0
-_LAST_WORDS_S = 1.0  # for the last output to be written, after a signal
+_LAST_WORDS_S = 1.0  # seconds to wait, after a signal, for the remaining output to be written
 _LAST_LINES = 12
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -279,7 +279,7 @@ class _Driver:
             self._remote[worker.slot.host].end(worker.number, grace_s)
 
     def _here(self, host: str) -> bool:
-        """Return whether a host is this machine, whatever port of ssh was given: that is meant for remote hosts."""
+        """Return whether a host is this machine. A port of ssh that the user gave is ignored: it is meant for remote hosts."""
         if host not in self._is_local:
             self._is_local[host] = ssh.is_here(host)
         return self._is_local[host]

@@ -142,7 +142,7 @@ class ElasticJob:
         self._has_started = False
 
     def found(self, hosts: Mapping[str, int]) -> None:
-        """Take over the hosts that the discovery found, with their numbers of slots."""
+        """Record the hosts that the discovery found, with their numbers of slots."""
         if dict(hosts) == self._hosts:
             return
         gone = ", ".join(host for host in self._hosts if host not in hosts)
@@ -277,7 +277,7 @@ class ElasticJob:
             not self.round and self._hosts and all(map(self._blacklist.was_added, self._hosts))
             and not any(worker.is_waiting for worker in kept)
         ):  # fmt: skip
-            # Hosts may come back after a while, but not for a script that fails everywhere.
+            # Blacklisted hosts may become usable again, but a script that failed at once on every host would fail again.
             orders.say.append("a worker failed on every host before any had called hvd.init()")
         else:
             return False

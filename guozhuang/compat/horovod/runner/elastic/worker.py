@@ -29,7 +29,7 @@ from guozhuang.net.store import connect
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.01, 0.2
 # Pause before asking for the next round, where one broke before it began; doubled each time.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
-# Wait for the driver to report a lost worker: its connections break before the driver knows.
+# Seconds to wait for the driver to report a lost worker: the worker's connections break before the driver knows of it.
 _WORD_S = 3.0
 # Limit for the ranks of a round to meet, as a part of the elastic time-out: shorter than the driver waits for them to return.
 _SHARE_OF_TIMEOUT, _LEAST_TIMEOUT_S, _MOST_TIMEOUT_S = 1 / 3, 20.0, 600.0
@@ -124,7 +124,7 @@ class Membership:
         """Make a request to the store with a time limit. See [Note: waiting for a store] in ``net.client``."""
         try:
             return client.within(self._told.timeout_s, self._where, do, fix=_FIX)
-        except RuntimeError as error:  # a WorldError, or what PyTorch's store raises
+        except RuntimeError as error:  # a WorldError, or an error of PyTorch's store
             raise SilentDriverError(str(error)) from error
 
     def _wait(self, may_skip_sync: bool) -> Round:
