@@ -1,4 +1,4 @@
-"""Samplers and loaders: each rank its share, uneven ends by choice, resume in mid-epoch on any number of ranks."""
+"""Samplers and loaders that give each rank its share of the data, and resume in mid-epoch on any number of ranks."""
 
 from guozhuang.data.loader import Loader, loader
 from guozhuang.data.sampler import DistributedSampler

@@ -1,4 +1,4 @@
-"""Makes batches of a rank's samples. ``loader``: torch's DataLoader over a rank's share, resumable mid-epoch."""
+"""Batches of a rank's samples. ``loader``: torch's DataLoader over a rank's share, resumable in mid-epoch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WORKER_TIMEOUT_S = 1800.0
 
 
 class _Ranked(Protocol):
-    """The part of a ``World`` that is needed here."""
+    """The attributes of a ``World`` that ``loader`` reads."""
 
     @property
     def rank(self) -> int: ...
@@ -47,27 +47,27 @@ def loader(
     The k-th batches of n ranks together are the k-th batch of one process with ``n * batch_size``.
 
     Worker processes are seeded from ``seed``, rank, epoch and worker (torch, numpy's global generator, ``random``):
-    distinct, and the same in every run. With ``persistent_workers`` torch seeds them once, when they start. Random
-    numbers that a worker draws after a resume in mid-epoch are not those of the uninterrupted run; the samples are.
-    Without workers the dataset draws from the process's own generators, which the loader leaves alone: seed those by
-    rank if augmentations shall differ.
+    distinct, and the same in every run. With ``persistent_workers`` torch seeds them once, when they start. After a resume
+    in mid-epoch the samples are those of the uninterrupted run, but the random numbers that workers draw are not.
+    Without workers the dataset draws from the process's own generators, which the loader does not seed: seed them
+    differently on each rank if augmentations shall differ.
 
     Args:
         dataset: a map-style dataset with a length, or a list; an ``IterableDataset`` only with ``stride_stream``.
         batch_size: samples per batch and rank.
-        shuffle: another order each epoch, equal on all ranks.
+        shuffle: use a different order in each epoch, equal on all ranks.
         seed: must be equal on all ranks.
-        ends: "pad" (default), "drop" or "uneven" where the samples do not divide by the ranks, as in
-            ``DistributedSampler``. With "uneven", ranks may differ by one sample and so by one batch: train inside
-            ``with model.join():`` of the wrapped model, or the ranks with more wait for the others.
-        num_workers: processes that load; 0 loads in this one.
+        ends: "pad" (default), "drop" or "uneven": how to share if the number of samples is no multiple of the number of
+            ranks, as in ``DistributedSampler``. With "uneven", ranks may differ by one sample and so by one batch: train
+            inside ``with model.join():`` of the wrapped model, or the ranks with one more wait for the others.
+        num_workers: number of processes that load data; 0 loads in this process.
         collate_fn: makes a batch of a list of samples. Default: torch's ``default_collate``.
         rank: default as in ``DistributedSampler``.
         num_replicas: number of ranks that share; default as in ``DistributedSampler``.
-        world: instead of both; anything with ``rank`` and ``size``, such as what ``init()`` returned.
-        drop_last: drop this rank's last batch if it is smaller than ``batch_size``. It does not concern ``ends``.
-        stride_stream: an ``IterableDataset`` gives its whole stream to everyone who iterates it, so that each rank
-            shall keep every n-th sample; see ``StridedStream``. Needs ``shuffle=False``.
+        world: given instead of both; any object with ``rank`` and ``size``, such as the return value of ``init()``.
+        drop_last: drop this rank's last batch if it is smaller than ``batch_size``. It is independent of ``ends``.
+        stride_stream: declares that the ``IterableDataset`` yields its whole stream on each rank and worker, so that each
+            rank keeps every n-th sample; see ``StridedStream``. Needs ``shuffle=False``.
         options: further arguments of ``torch.utils.data.DataLoader``. ``timeout`` (seconds to wait for a worker's
             batch; when 0, torch waits for ever) is 1800 by default with workers. ``sampler``, ``batch_sampler``,
             ``generator`` and ``in_order=False`` are refused, because share, resume and seeds would no longer hold.
@@ -108,7 +108,7 @@ def loader(
 
 
 class BatchSampler:
-    """The index lists of the batches of a sampler's current pass; iterating it changes no state."""
+    """An iterable of the index lists of the batches of a sampler's current pass; iterating it changes no state."""
 
     def __init__(self, sampler: DistributedSampler, batch_size: int, drop_last: bool) -> None:
         self.sampler = sampler
@@ -116,15 +116,15 @@ class BatchSampler:
         self.drop_last = drop_last
 
     def __len__(self) -> int:
-        """Batches of a whole epoch on this rank."""
+        """Return the number of batches of a whole epoch on this rank."""
         return _num_batches(len(self.sampler), self.batch_size, self.drop_last)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield lists of indices; the epoch is fixed here, not at the first list."""
+        """Iterate over lists of indices; the epoch is fixed by this call, not at the first list."""
         return self._batches(self.sampler.epoch, self.sampler.progress.start)
 
     def _batches(self, epoch: int, start: int) -> Iterator[list[int]]:
-        # Only now are the indices made: torch calls iter() twice when it starts workers, and uses one.
+        # A generator, so that indices are made at the first ``next``: torch calls iter() twice with workers, and uses one.
         batch = []
         for index in self.sampler.indices(epoch, start):
             batch.append(index)
@@ -136,16 +136,16 @@ class BatchSampler:
 
 
 class Loader:
-    """Batches of a rank's share, one pass per ``iter()``; made by ``loader``.
+    """An iterable over the batches of a rank's share, one pass per ``iter()``; made by ``loader``.
 
-    Epochs advance by the rules of ``DistributedSampler``; what counts as taken are the batches handed to the training
-    loop, not those that workers have fetched ahead, so ``state_dict`` may be called between any two steps.
+    Epochs advance by the rules of ``DistributedSampler``. Only batches that the training loop has received count as taken,
+    not those that workers have fetched ahead, so ``state_dict`` may be called between any two steps.
 
     Attributes:
         sampler: the ``DistributedSampler``, or the ``StridedStream`` of an ``IterableDataset``. Its ``state_dict`` is
             the loader's.
         batch_sampler: iterable of the index lists of the current pass; None for a stream.
-        dataset: as it was given.
+        dataset: the dataset given to ``loader``.
     """
 
     def __init__(
@@ -169,19 +169,19 @@ class Loader:
         self._run: EpochPass | None = None
 
     def __len__(self) -> int:
-        """Batches of a whole epoch on this rank, also in a resumed epoch.
+        """Return the number of batches of a whole epoch on this rank, also in a resumed epoch.
 
         Raises:
-            TypeError: a stream whose dataset does not tell its length.
+            TypeError: the dataset is a stream without a length.
         """
         return _num_batches(len(self.sampler), self.batch_size, self.drop_last)
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin a pass; which epoch it is, is told in ``DistributedSampler``.
+        """Begin a pass; for the rules of its epoch see ``DistributedSampler``.
 
         Raises:
-            UsageError: by the iterator, if its persistent workers were given to a newer pass.
-            RuntimeError: by the iterator, if a worker died or took longer than ``timeout`` seconds.
+            UsageError: raised by the iterator if a newer pass has taken over its persistent workers.
+            RuntimeError: raised by the iterator if a worker died or took longer than ``timeout`` seconds.
         """
         smallest = self.sampler.smallest_share()
         if smallest is not None and self.drop_last:
@@ -203,7 +203,7 @@ class Loader:
                 batch = next(source)
             except StopIteration:
                 break
-            # A smaller last batch counts as a whole one: then ranks whose last batches differ still agree on the state.
+            # A smaller last batch counts as a full one, so that ranks whose last batches differ save the same state.
             run.took(self.batch_size)
             yield batch
         run.ran_out()
@@ -213,7 +213,7 @@ class Loader:
         self.sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the epoch: a few plain values, equal on all ranks that made as many steps.
+        """Return the position in the epoch: a few plain values, equal on all ranks that have made equally many steps.
 
         Save it after a step, from rank 0 or every rank; with ``ends="uneven"`` from rank 0. Batch size, number of
         ranks, number of workers and ``ends`` may differ when it is loaded.
@@ -224,7 +224,7 @@ class Loader:
         """Continue with the sample after the last that was trained on; every rank loads the same state.
 
         Raises:
-            UsageError: the state is of a dataset of another length, another seed or shuffle, or none of ours.
+            UsageError: the state has another dataset length, seed or shuffle, or is not from ``state_dict``.
         """
         self.sampler.load_state_dict(state)
 
@@ -234,10 +234,10 @@ def _num_batches(num_samples: int, batch_size: int, drop_last: bool) -> int:
 
 
 def _worker_seed(seed: int, share: DistributedSampler | StridedStream) -> int:
-    """Seed of the generator from which torch draws the workers' seeds; distinct for each rank of one pass."""
+    """Return the seed of the generator from which torch draws the workers' seeds; distinct for each rank of a pass."""
     progress = share.progress
     entropy = [seed % 2**64, progress.epoch % 2**64, progress.start]
-    # torch's CPU generator uses 32 bits; the rank is added after mixing, so that no two ranks can collide in them.
+    # torch's CPU generator uses 32 bits of a seed; the rank is added after mixing, so that two ranks never have the same.
     return (int(np.random.SeedSequence(entropy).generate_state(1)[0]) + share.rank) % 2**32
 
 

@@ -1,11 +1,11 @@
-"""Keeps the position in an epoch. The one place that decides which epoch comes next and what a saved state says.
+"""The position in an epoch. Only this module decides which epoch comes next and what a saved state contains.
 
 [Note: consumed is a prefix]
-In each epoch the samples stand in one order that every rank knows. With n ranks, rank r takes the places
-``start + r``, ``start + r + n``, ... of it. When every rank has taken t samples, the ranks together have taken exactly
-the first ``n * t`` places after ``start``: what is consumed is always a prefix of the order. One number therefore says
-where an epoch stands, however many ranks took part and however often their number changed within the epoch; the next
-ranks share what follows that prefix. It holds for ranks that are in step, as ranks that exchange gradients are.
+In each epoch the samples have one order, which is equal on all ranks. With n ranks, rank r takes the places
+``start + r``, ``start + r + n``, ... of this order. When every rank has taken t samples, the ranks together have taken
+exactly the first ``n * t`` places after ``start``: the consumed samples are always a prefix of the order. One number is
+therefore the whole position, however many ranks took part and however often their number changed within the epoch; after
+a resume the ranks share the places after that prefix. This holds for ranks in step, as ranks that exchange gradients are.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ from guozhuang.errors import UsageError, explain
 
 
 class EpochPass:
-    """One run through (the rest of) an epoch. It counts only while it is the newest of its ``Progress``."""
+    """One run through (the rest of) an epoch. It counts samples only while it is the newest of its ``Progress``."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
 
     @property
     def newest(self) -> bool:
-        """Whether no later pass, ``set_epoch`` or ``load_state_dict`` has taken this one's place."""
+        """Whether no later pass, ``set_epoch`` or ``load_state_dict`` has replaced this pass."""
         return self._progress.newest is self
 
     def took(self, num_samples: int) -> None:
-        """Count samples that this rank handed out."""
+        """Count ``num_samples`` samples that this rank handed out."""
         if self.newest:
             self._progress.taken += num_samples
 
     def ran_out(self) -> None:
-        """Note that this rank's share is used up and was asked for more."""
+        """Record that this rank's share is used up and that its iterator ends."""
         if self.newest:
             self._progress.ended = True
             self._progress.resumed = False
 
 
 class Progress:
-    """The running epoch, where its pass started, and how many samples this rank has handed out since.
+    """The current epoch, the start of its pass, and how many samples this rank has handed out since.
 
-    The rules, for whoever forgets ``set_epoch`` and whoever does not:
+    The rules for the epoch of a pass, with or without calls of ``set_epoch``:
 
     - The first pass is epoch 0. A new pass takes the next epoch if the last one was *full*, that is: it ran out, or it
       handed out as many samples as the smallest share of any rank (so that ranks which stop at the same step agree).
-    - A pass that was left earlier is begun again, same epoch, same order, from where it had started; this is warned of
-      once. A look at ``next(iter(loader))`` on one rank alone therefore does not set that rank's epoch apart.
+    - A pass that was left earlier is repeated (same epoch, same order, same start), with one warning. Therefore
+      ``next(iter(loader))`` on one rank alone does not make that rank's epoch differ from the others'.
     - ``set_epoch(e)``: the next pass is epoch e, from its beginning.
-    - A loaded state: the next pass is the rest of its epoch, or the whole next epoch if the state was taken after the
+    - A loaded state: the next pass is the rest of its epoch, or the whole next epoch if the state was saved after the
       pass had run out. ``set_epoch`` with the state's own epoch still means that rest (which may be empty), so a
       script may call ``set_epoch`` in its loop without knowing that it resumes; any other epoch is run whole.
       Once the rest has run out, ``set_epoch`` means whole epochs only.
@@ -98,11 +98,11 @@ class Progress:
         self._restart()
 
     def consumed(self) -> int:
-        """Places of the epoch's order that all ranks together have used; may lie beyond the end in the last step."""
+        """Return how many places of the order all ranks together have used; in the last step it may exceed the length."""
         return self.start + self.num_replicas * self.taken
 
     def load(self, epoch: int, consumed: int, finished: bool) -> None:
-        """Take up a saved position."""
+        """Resume at a saved position."""
         self.epoch = epoch
         self.start = consumed
         self._restart()
@@ -133,15 +133,15 @@ def check_state(state: Mapping[str, Any], mine: Mapping[str, Any], rank: int) ->
     """Compare a saved state with the object it is loaded into.
 
     Args:
-        state: what ``state_dict`` returned.
-        mine: what must be equal in both, such as ``seed`` and ``length``.
-        rank: named in errors.
+        state: a return value of ``state_dict``.
+        mine: the entries of this object that the state must have too, such as ``seed`` and ``length``.
+        rank: this rank, for errors.
 
     Returns:
-        epoch, samples consumed by all ranks together, whether the pass had run out.
+        The epoch, the number of samples consumed by all ranks together, and whether the pass had run out.
 
     Raises:
-        UsageError: the state is none of ours, or belongs to other data or another order.
+        UsageError: the state is not from ``state_dict``, or belongs to other data or another order.
     """
     if not isinstance(state, Mapping):
         raise UsageError(explain("The state is not a mapping", value=type(state).__name__, rank=rank, fix=_ONE_OF_OURS))

@@ -1,4 +1,4 @@
-"""Which samples does this rank train on? ``DistributedSampler``: torch's, and resumable on any number of ranks."""
+"""The choice of a rank's samples. ``DistributedSampler``: as torch's, and resumable on any number of ranks."""
 
 from __future__ import annotations
 
@@ -19,45 +19,45 @@ _CHUNK = 4096  # indices turned into Python ints at a time
 class DistributedSampler(Sampler[int]):
     """A rank's share of a map-style dataset; a drop-in for ``torch.utils.data.DistributedSampler``.
 
-    In each epoch all samples stand in one order, equal on all ranks (``torch.randperm`` seeded by ``seed + epoch``, or
+    In each epoch all samples have one order, equal on all ranks (``torch.randperm`` seeded by ``seed + epoch``, or
     0, 1, 2, ... without shuffle). Rank r of n takes places r, r + n, r + 2n, ... of it, so the k-th batches of n ranks
     together are the k-th batch of one process with an n-fold batch size. Indices equal those of torch's sampler.
 
     **Epochs.** The epoch of a pass is fixed when ``iter()`` is called. The first pass is epoch 0. Unlike torch's, the
     next ``iter()`` takes the next epoch by itself when ``set_epoch`` was not called in between, provided the last pass
-    was *full*: it ran out, or gave as many samples as the smallest share of any rank. A pass left midway is begun again
-    (same epoch, same order, from where it started), with one warning. Only the newest iterator counts. After
+    was *full*: it ran out, or gave as many samples as the smallest share of any rank. A pass left midway is repeated
+    (same epoch, same order, same start), with one warning. Only the newest iterator counts. After
     ``set_epoch(e)`` the next pass is epoch e from its beginning, as in torch, with one exception: after
     ``load_state_dict`` of a state of that same epoch e, it is the rest of e (possibly empty) until that rest has run
     out. Without ``set_epoch``, a loaded state continues its epoch, or begins the next if it was saved after the pass
     ran out. All ranks must make the same calls; nothing is communicated.
 
-    **Counting.** ``state_dict`` counts what was taken from the newest iterator of this sampler. Under a torch
+    **Counting.** ``state_dict`` counts the samples taken from the newest iterator of this sampler. Under a torch
     ``DataLoader`` with workers that is more than training has seen, because workers fetch ahead: use ``gz.loader``,
-    which counts the batches it handed out, or tell the number by ``state_dict(num_taken=...)``.
+    which counts the batches it handed out, or give the number as ``state_dict(num_taken=...)``.
 
-    **Memory.** An iterator holds its share as 4-byte indices (8-byte from 2**31 samples on), and the whole order for
-    the moment in which it cuts the share out; without shuffle it holds nothing. The sampler holds a few numbers.
+    **Memory.** An iterator holds its share as 4-byte indices (8-byte from 2**31 samples on), and the whole order only
+    while it selects the share; without shuffle it holds no indices. The sampler holds a few numbers.
 
     Args:
         dataset: anything with a length, which must not change.
         num_replicas: number of ranks that share. Default: of ``torch.distributed`` if it is initialised, else 1.
         rank: 0 to ``num_replicas - 1``. Default: of ``torch.distributed`` if it is initialised, else 0.
-        shuffle: another order each epoch.
+        shuffle: use a different order in each epoch.
         seed: must be equal on all ranks.
-        drop_last: torch's word for ``ends="drop"``.
-        ends: what to do when the samples (the rest of them, when resumed) do not divide by the ranks. ``"pad"``: at the
-            end of the epoch, samples from the beginning of its order are repeated, so that no rank gets fewer.
-            ``"drop"``: those over are left out. ``"uneven"``: each sample exactly once; the first ranks get one
-            more than the others, so train inside ``join()`` of the wrapped model. Default: "drop" if ``drop_last``,
-            else "pad".
+        drop_last: torch's name for ``ends="drop"``.
+        ends: how to share if the number of samples (after a resume, of the rest) is no multiple of the number of ranks.
+            ``"pad"``: at the end of the epoch, samples from the beginning of its order are repeated, so that no rank gets
+            fewer. ``"drop"``: surplus samples are left out. ``"uneven"``: each sample is used exactly once; the first ranks
+            get one more than the others, so train inside ``join()`` of the wrapped model. Default: "drop" if
+            ``drop_last``, else "pad".
 
     Attributes:
-        num_samples: samples of a whole epoch on this rank; ``len()`` says the same, also in a resumed epoch.
-        total_size: samples of a whole epoch on all ranks together, repeated ones included.
+        num_samples: number of samples of a whole epoch on this rank; equals ``len()``, also in a resumed epoch.
+        total_size: number of samples of a whole epoch on all ranks together, repeated ones included.
 
     Raises:
-        UsageError: a rank that is not below ``num_replicas``, a dataset without length, ``drop_last`` with other ends.
+        UsageError: a rank not below ``num_replicas``, a dataset without length, or ``drop_last`` with other ``ends``.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class DistributedSampler(Sampler[int]):
 
     @property
     def epoch(self) -> int:
-        """The epoch of the newest pass, or the one chosen for the next. Setting it is ``set_epoch``."""
+        """The epoch of the newest pass, or the one chosen for the next pass. Setting it calls ``set_epoch``."""
         return self.progress.epoch
 
     @epoch.setter
@@ -93,11 +93,11 @@ class DistributedSampler(Sampler[int]):
         self.set_epoch(epoch)
 
     def __len__(self) -> int:
-        """Samples of a whole epoch on this rank."""
+        """Return the number of samples of a whole epoch on this rank."""
         return self.num_samples
 
     def __iter__(self) -> Iterator[int]:
-        """Begin a pass; which epoch it is, is told in the class's description."""
+        """Begin a pass; for the rules of its epoch see the class's description."""
         run = self.begin(self.smallest_share())
         return _counted(run, self.indices(self.epoch, self.progress.start))
 
@@ -106,29 +106,29 @@ class DistributedSampler(Sampler[int]):
         self.progress.set_epoch(epoch)
 
     def smallest_share(self) -> int:
-        """Samples of the newest pass on the rank that gets the fewest."""
+        """Return the number of samples of the newest pass on the rank that gets the fewest."""
         return share_size(self._length - self.progress.start, self.num_replicas, self.num_replicas - 1, self.ends)
 
     def begin(self, full_at: int | None) -> EpochPass:
-        """Begin a pass and return its counter, for a loader that counts for itself what it hands out.
+        """Begin a pass and return its counter, for a loader that itself counts the samples it hands out.
 
         Args:
-            full_at: samples on this rank with which the last pass counts as full; None: only if it ran out.
+            full_at: number of samples on this rank with which the last pass counts as full; None: only if it ran out.
         """
         return self.progress.begin(full_at)
 
     def indices(self, epoch: int, start: int = 0) -> Iterator[int]:
-        """This rank's indices of an epoch of which all ranks together have consumed ``start``; changes no state.
+        """Iterate over this rank's indices of an epoch after its first ``start`` samples; changes no state.
 
         Raises:
-            UsageError: the dataset's length is not what it was when the sampler was made.
+            UsageError: the dataset's length has changed since the sampler was made.
         """
         if (length := length_of(self.dataset)) != self._length:
             what = f"The dataset had {self._length} samples when the sampler was made"
             raise UsageError(explain(what, value=length, rank=self.rank, fix="make a new sampler for the changed data"))
         num_mine = share_size(length - start, self.num_replicas, self.rank, self.ends)
         places = range(start + self.rank, start + self.rank + num_mine * self.num_replicas, self.num_replicas)
-        # Only a share's last place can lie beyond the end, and only with "pad": it wraps to the beginning, as torch's.
+        # Only a share's last place can lie beyond the end, and only with "pad": it wraps to the beginning, as in torch.
         wraps = bool(places) and places[-1] >= length
         if not self.shuffle:
             return _walk_range(places[:-1], places[-1] % length) if wraps else iter(places)
@@ -145,19 +145,20 @@ class DistributedSampler(Sampler[int]):
     def state_dict(self, *, num_taken: int | None = None) -> dict[str, Any]:
         """Return the position in the epoch: six plain values that fit JSON and any checkpoint; equal on ranks that are in step.
 
-        With ``ends="uneven"`` save the state of rank 0: in the last step the ranks without a sample do not know of it.
+        With ``ends="uneven"`` save the state of rank 0: ranks without a sample in the last step do not count that step.
 
         Args:
-            num_taken: samples of this pass that *this rank's* training has used, when they were fetched ahead.
-                Default: those taken from the newest iterator.
+            num_taken: how many samples of this pass *this rank's* training has used, if samples are fetched ahead.
+                Default: the number taken from the newest iterator.
         """
         progress = self.progress
         consumed, finished = progress.consumed(), progress.ended
         if num_taken is not None:
-            # Fetching ahead also runs out ahead, so that the end is not known from here.
+            # With fetching ahead the iterator runs out before training does, so its end does not count.
             consumed = progress.start + self.num_replicas * whole_number("num_taken", num_taken, least=0)
             finished = False
-        # A last batch that is not full was counted as full. What "drop" leaves over is consumed only when all is over.
+        # ``consumed`` may exceed the length, as a smaller last batch counts as full: cap it. The surplus samples of "drop"
+        # count as consumed only when the pass has run out.
         left_over = (self._length - progress.start) % self.num_replicas if self.ends == "drop" else 0
         consumed = self._length if finished else min(consumed, self._length - left_over)
         return {"epoch": progress.epoch, "consumed": consumed, "finished": finished, **self._identity()}
@@ -166,7 +167,7 @@ class DistributedSampler(Sampler[int]):
         """Continue from a state saved on any number of ranks, with any ``ends``; every rank loads the same state.
 
         Raises:
-            UsageError: the state is of a dataset of another length, another seed or shuffle, or none of ours.
+            UsageError: the state has another dataset length, seed or shuffle, or is not from ``state_dict``.
         """
         self.progress.load(*check_state(state, self._identity(), self.rank))
 
@@ -175,7 +176,7 @@ class DistributedSampler(Sampler[int]):
 
 
 def share_size(num_samples: int, num_replicas: int, rank: int, ends: Ends) -> int:
-    """Samples that a rank gets of ``num_samples``; the last rank's is the smallest share."""
+    """Return how many of ``num_samples`` samples a rank gets; the last rank has the smallest share."""
     if num_samples <= 0:
         return 0
     if ends == "pad":
@@ -186,10 +187,10 @@ def share_size(num_samples: int, num_replicas: int, rank: int, ends: Ends) -> in
 
 
 def replica(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """Number of ranks that share and this one's rank, asked of ``torch.distributed`` where not told.
+    """Return (num_replicas, rank), taking values that are None from ``torch.distributed``.
 
     Raises:
-        UsageError: not a rank below the number of ranks.
+        UsageError: the rank is not below the number of ranks.
     """
     known = dist.is_available() and dist.is_initialized()
     if num_replicas is None:

@@ -1,4 +1,4 @@
-"""Which samples of a stream does this rank train on? ``StridedStream``: every rank reads all and keeps every n-th."""
+"""The choice of a rank's samples of a stream. ``StridedStream``: every rank reads the whole stream and keeps every n-th."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from guozhuang.errors import UsageError, explain
 
 
 class StridedStream(IterableDataset[Any]):
-    """A rank's share of an ``IterableDataset`` that yields its whole stream to whoever iterates it.
+    """A rank's share of an ``IterableDataset`` that yields its whole stream on every rank and worker.
 
-    Rank r of n keeps samples r, r + n, r + 2n, ... of the stream; of the batches these make, worker w of W makes every
+    Rank r of n keeps samples r, r + n, r + 2n, ... of the stream. They form batches, of which worker w of W makes every
     W-th, so that the batches and their order do not depend on the number of workers. Each rank and each worker
     therefore reads the whole stream: that repeats the reading, not the training. The stream must be the same, in the
-    same order, for all of them, and must not cut itself in shares by rank or worker, which would lose samples.
+    same order, for all of them, and must not split itself by rank or worker, which would lose samples.
 
-    If the dataset has ``set_epoch``, it is called with the epoch where the stream is read (in the worker) before each
-    pass. A resumed pass reads and drops what was consumed. Epochs follow the rules of ``DistributedSampler``, except
-    that a pass is full only when it ran out.
+    If the dataset has ``set_epoch``, it is called with the epoch before each pass, in the process that reads the stream
+    (the worker). A resumed pass reads and drops the consumed samples. Epochs follow the rules of ``DistributedSampler``,
+    except that a pass is full only if it ran out.
 
     Args:
         dataset: the stream.
         num_replicas: number of ranks that share.
-        rank: this one.
-        batch_size: samples that a worker puts in one batch.
+        rank: number of this rank.
+        batch_size: number of samples that a worker puts in one batch.
         ends: as in ``DistributedSampler``; "pad" keeps the first ``num_replicas`` samples of the pass in memory.
     """
 
@@ -42,19 +42,19 @@ class StridedStream(IterableDataset[Any]):
         self.ends: Ends = ends
         self.progress = Progress(num_replicas)
         self._batch_size = batch_size
-        # Epoch and start of the pass, in shared memory: persistent workers hold an old copy of all the rest.
+        # Epoch and start of the pass. In shared memory, because persistent workers have an old copy of this object.
         self._where = torch.zeros(2, dtype=torch.int64).share_memory_()
 
     @property
     def epoch(self) -> int:
-        """The epoch of the newest pass, or the one chosen for the next."""
+        """The epoch of the newest pass, or the one chosen for the next pass."""
         return self.progress.epoch
 
     def __len__(self) -> int:
-        """Samples of a whole epoch on this rank.
+        """Return the number of samples of a whole epoch on this rank.
 
         Raises:
-            TypeError: the dataset does not tell its length.
+            TypeError: the dataset has no length.
         """
         try:
             length = length_of(self.dataset)
@@ -63,7 +63,7 @@ class StridedStream(IterableDataset[Any]):
         return share_size(length, self.num_replicas, self.rank, self.ends)
 
     def smallest_share(self) -> None:
-        """Not known of a stream."""
+        """Return None: a stream does not know the smallest share of the ranks."""
         return None
 
     def begin(self, full_at: int | None) -> EpochPass:
@@ -73,7 +73,7 @@ class StridedStream(IterableDataset[Any]):
         return run
 
     def __iter__(self) -> Iterator[Any]:
-        """This worker's samples of the pass that was begun last."""
+        """Yield this worker's samples of the newest pass."""
         worker = get_worker_info()
         num_workers, worker_id = (worker.num_workers, worker.id) if worker is not None else (1, 0)
         epoch, start = self._where.tolist()
@@ -88,7 +88,7 @@ class StridedStream(IterableDataset[Any]):
         self.progress.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the epoch: plain values, equal on ranks that are in step; of "uneven" ends save rank 0's."""
+        """Return the position in the epoch: plain values, equal on ranks in step. With ``ends="uneven"`` save rank 0's."""
         return {
             "epoch": self.progress.epoch,
             "consumed": self.progress.consumed(),
@@ -100,14 +100,14 @@ class StridedStream(IterableDataset[Any]):
         """Continue from a state saved on any number of ranks; every rank loads the same state.
 
         Raises:
-            UsageError: the state is not that of a stream.
+            UsageError: the state is not from a ``StridedStream``.
         """
         self.progress.load(*check_state(state, _IDENTITY, self.rank))
 
     def _share(self, start: int) -> Iterator[tuple[int, Any]]:
-        """Yield (how many this rank got before, sample)."""
-        first: list[Any] = []  # what "pad" repeats
-        held: list[Any] = []  # this rank's sample of a group of num_replicas that is not complete yet
+        """Yield (turn, sample): ``turn`` is how many samples this rank got before in this pass."""
+        first: list[Any] = []  # the samples that "pad" repeats at the end
+        held: list[Any] = []  # this rank's sample of the current turn, until it is yielded; at most one
         num_read = 0
         for num_read, sample in enumerate(self.dataset, 1):
             place = num_read - 1
@@ -118,7 +118,7 @@ class StridedStream(IterableDataset[Any]):
             turn, owner = divmod(place - start, self.num_replicas)
             if owner == self.rank:
                 held.append(sample)
-            # With "drop" a sample is given once every rank has one.
+            # With "drop" a sample is yielded only when every rank has one in this turn.
             if held and (self.ends != "drop" or owner == self.num_replicas - 1):
                 yield turn, held.pop()
         turn, over = divmod(num_read - start, self.num_replicas)
@@ -130,7 +130,7 @@ _IDENTITY: Mapping[str, Any] = {"stream": True}
 
 
 def check_stream(stride_stream: bool, shuffle: bool, dataset: IterableDataset[Any]) -> None:
-    """Raise ``UsageError`` unless the user has said that the stream may be strided, and does not ask to shuffle it."""
+    """Raise ``UsageError`` unless ``stride_stream`` is set and ``shuffle`` is not."""
     name = type(dataset).__name__
     if not stride_stream:
         what = "An IterableDataset does not say whether each rank and worker gets the whole stream or a part of it"

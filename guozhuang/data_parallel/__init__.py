@@ -1,4 +1,4 @@
-"""One process, several devices: ``DataParallel``."""
+"""Training on several devices of one process: ``DataParallel``."""
 
 from .module import DataParallel, MisplacedModuleError, data_parallel
 

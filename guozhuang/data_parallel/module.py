@@ -1,4 +1,4 @@
-"""DataParallel: one process, several devices; a forward cuts the batch, runs replicas and joins their outputs."""
+"""DataParallel: one process, several devices. A forward cuts the batch, runs one replica per device and joins the outputs."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ class MisplacedModuleError(UsageError, RuntimeError):
 
 @dataclass(frozen=True)
 class Imbalance:
-    """The time that the forwards of a ``DataParallel`` spent on each device and on one alone.
+    """The time that the forwards of a ``DataParallel`` spent in phases on all devices and in phases on one device alone.
 
-    All times are seconds of host time, summed over ``num_forwards``. Accelerators are not synchronized for it, so on
-    them a time is what it took to hand the work over. The backward is not in it.
+    All times are seconds of host time, summed over ``num_forwards``. Accelerators are not synchronized for the measurement,
+    so for them a time is how long it took to launch the work. The backward is not included.
 
     Attributes:
         num_forwards: how many forwards ended without an error since the start or the last reset.
-        scatter_s: cutting and sending the inputs; the main device (``device_ids[0]``) alone.
-        replicate_s: making the replicas and sending the weights; the main device alone.
-        apply_s: from the start of the first replica to the end of the last; all devices.
-        gather_s: joining the outputs on ``output_device``; that device alone.
+        scatter_s: cutting and sending the inputs; on the main device (``device_ids[0]``) alone.
+        replicate_s: making the replicas and sending the weights; on the main device alone.
+        apply_s: from the start of the first replica to the end of the last; on all devices.
+        gather_s: joining the outputs; on ``output_device`` alone.
         busy_s: for each entry of ``device_ids``, the time its replica was running.
     """
 
@@ -67,7 +67,7 @@ class Imbalance:
 
 
 class _Record:
-    """The sums behind ``Imbalance``; a copy starts at zero. Under a lock: replicas of a nested wrapper share it."""
+    """The running sums for ``Imbalance``; a copy starts at zero. Locked, because replicas of a nested wrapper share it."""
 
     def __init__(self, num_devices: int) -> None:
         self._num_devices = num_devices
@@ -110,15 +110,15 @@ class DataParallel(Module, Generic[_T]):
     thread of its own, and joins the outputs on ``output_device``. The backward adds the gradients of all replicas into
     the parameters of ``module``. There are no ranks; nothing here communicates with another process.
 
-    What it adds to torch's: devices may be CPUs (``device_ids=["cpu", "cpu"]``) and may repeat; replicas on one device
-    share the weights instead of copying them; mappings, dataclasses and Python values in inputs and outputs; gradient
-    and inference mode, autocast for CPU and the default device reach the replicas; ``parameters()`` of a replica is not
-    empty; inputs whose rows cannot belong together raise, where torch's drops rows without a word; ``imbalance()``.
+    Additions to torch's class: devices may be CPUs (``device_ids=["cpu", "cpu"]``) and may repeat; replicas on one device
+    share the weights instead of copying them; inputs and outputs may hold mappings, dataclasses and Python values; gradient
+    and inference mode, autocast for CPU and the default device apply in the replicas; ``parameters()`` of a replica is not
+    empty; inputs that give different numbers of shares raise, where torch's class silently drops rows; ``imbalance()``.
 
-    As in torch's: the running statistics of replica 0 are kept, those of the others lost; what a forward assigns to
-    attributes is lost; hooks run once per replica, in its thread; a scalar output becomes a vector with an entry per
-    replica; a forward without any input runs on the first device only; with a single device the module itself is
-    called. See the notes in ``replicas.py`` on shared weights, buffers and random numbers.
+    The same as in torch's class: the running statistics of replica 0 are kept, those of the other replicas are lost; attributes
+    that a forward assigns are lost; hooks run once per replica, in its thread; a scalar output becomes a vector with an
+    entry per replica; a forward without any input runs on the first device only; with a single device the module
+    itself is called. See the notes in ``replicas.py`` on shared weights, buffers and random numbers.
 
     Args:
         module: its parameters and buffers must be on ``device_ids[0]`` at each forward. With a single device it is
@@ -126,17 +126,17 @@ class DataParallel(Module, Generic[_T]):
         device_ids: devices (``torch.device`` or their names) or indices of the current accelerator's devices, one per
             replica. Default: all devices of the accelerator. With no accelerator (and on ``mps``, which has one
             device) the module is just called, ``device_ids`` is empty, and a line in the log says so.
-        output_device: where outputs are joined. Default: ``device_ids[0]``. ``-1`` is the CPU.
+        output_device: the device on which outputs are joined. Default: ``device_ids[0]``. ``-1`` is the CPU.
         dim: the dimension along which tensors are cut and joined.
 
     Attributes:
         module: the module as it was given.
         device_ids: indices for accelerator devices, ``torch.device("cpu")`` for CPUs.
-        output_device: in the same form; None where ``device_ids`` is empty.
+        output_device: in the same form; None if ``device_ids`` is empty.
         dim: as given.
 
     Raises:
-        UsageError: a device that does not exist, or none.
+        UsageError: a device does not exist, or ``device_ids`` is an empty list.
     """
 
     def __init__(
@@ -168,12 +168,12 @@ class DataParallel(Module, Generic[_T]):
             self.module.to(devices[0])
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Call the module on all devices; see the class for what happens to inputs and outputs.
+        """Call the module on all devices; the class describes how inputs are cut and outputs are joined.
 
         Raises:
             MisplacedModuleError: a parameter or buffer is not on ``device_ids[0]``.
-            UsageError: inputs that cannot be cut, or outputs that cannot be joined.
-            Exception: what the first failing replica raised, with a note that names the replica and its device.
+            UsageError: inputs cannot be cut, or outputs cannot be joined.
+            Exception: the exception of the first failing replica, with a note that names the replica and its device.
         """
         if not self.device_ids:
             return self.module(*inputs, **kwargs)
@@ -219,7 +219,7 @@ class DataParallel(Module, Generic[_T]):
     def parallel_apply(
         self, replicas: Sequence[Module], inputs: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]
     ) -> list[Any]:
-        """Run each replica with its share, in threads, on the first of the devices; see ``replicas.apply``."""
+        """Run each replica with its share in a thread, replica i on device i; see ``replicas.apply``."""
         devices = [_device(d) for d in self.device_ids[: len(replicas)]]
         outputs, busy_s = _replicas.apply(replicas, inputs, kwargs, devices, self._workers)
         self._record.add_busy(busy_s)
@@ -230,10 +230,10 @@ class DataParallel(Module, Generic[_T]):
         return _scatter_gather.gather(outputs, _device(output_device), self.dim)
 
     def imbalance(self, *, reset: bool = False) -> Imbalance:
-        """Return the time that the forwards so far spent on all devices, and on the main one alone.
+        """Return the time that the forwards so far spent on all devices, and on one device alone.
 
         Args:
-            reset: count from zero afterwards.
+            reset: set all sums to zero afterwards.
         """
         return self._record.read(reset)
 
@@ -246,11 +246,11 @@ def data_parallel(
     dim: int = 0,
     module_kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """Call ``module`` once in parallel: the function behind ``DataParallel``, with nothing kept between calls.
+    """Call ``module`` once in parallel, as ``DataParallel`` does, without keeping threads or times between calls.
 
     Args:
         module: its parameters and buffers must be on ``device_ids[0]``.
-        inputs: the positional inputs as a tuple; or the only one, or None for none.
+        inputs: a tuple of positional inputs, a single input that is no tuple, or None for no input.
         device_ids: as for ``DataParallel``.
         output_device: as for ``DataParallel``.
         dim: as for ``DataParallel``.
@@ -261,8 +261,8 @@ def data_parallel(
 
     Raises:
         MisplacedModuleError: a parameter or buffer is not on ``device_ids[0]``.
-        UsageError: a device that does not exist, inputs that cannot be cut, outputs that cannot be joined.
-        Exception: what the first failing replica raised, with a note that names the replica and its device.
+        UsageError: a device does not exist, inputs cannot be cut, or outputs cannot be joined.
+        Exception: the exception of the first failing replica, with a note that names the replica and its device.
     """
     arguments = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
     devices = _devices(device_ids)
@@ -275,13 +275,13 @@ def data_parallel(
 def _scatter_kwargs(
     inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, devices: Sequence[torch.device], dim: int
 ) -> tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]:
-    # Cut together, so that both have the same number of shares.
+    # Positional and keyword inputs are cut in one call, so that both have the same number of shares.
     shares = _scatter_gather.scatter((inputs, dict(kwargs or {})), devices, dim)
     return tuple(share[0] for share in shares), tuple(share[1] for share in shares)
 
 
 def _device(device_id: int | str | torch.device | None) -> torch.device:
-    """The device that a user's name or index means, with its index; CPUs without."""
+    """Return the device for a user's name or index; an accelerator device always has its index, the CPU has none."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if isinstance(device_id, int):
         if device_id == -1:
@@ -312,7 +312,7 @@ def _device(device_id: int | str | torch.device | None) -> torch.device:
 
 
 def _devices(device_ids: Sequence[int | str | torch.device] | None) -> list[torch.device]:
-    """The devices asked for; by default all of the accelerator, and none where there is none that has several."""
+    """Return the devices for ``device_ids``; by default all of the accelerator, and [] without an accelerator or on mps."""
     if device_ids is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         if accelerator is None or accelerator.type == "mps":

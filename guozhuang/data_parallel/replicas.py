@@ -1,20 +1,20 @@
-"""Twins of one module for several devices, and the threads in which they run side by side.
+"""Twins (replicas) of one module for several devices, and the threads in which they run in parallel.
 
 [Note: replicas on one device share the parameters]
 A replica on the device of the original uses the original's parameter tensors themselves: nothing is copied, and
 autograd adds the gradients of all replicas into the original's `.grad`. That needs no lock. For CPU tensors autograd
 runs the whole backward in the thread that called `backward`; for an accelerator in one thread per device. In both cases
-a parameter that several replicas used has one accumulation node, and the engine sums what arrives there before it runs.
+a parameter that several replicas used has one accumulation node, and the engine sums all gradients for it before it runs.
 On another device there is one differentiable copy, used by all replicas there.
 
 [Note: replica 0 owns the buffers]
-Replica 0 uses the original's buffers, so what it writes in place (running statistics of a BatchNorm, the vectors of
-spectral normalization) stays. Every other replica has copies, made before any replica starts; what it writes is lost.
+Replica 0 uses the original's buffers, so its in-place changes (running statistics of a BatchNorm, the vectors of
+spectral normalization) stay. Every other replica has copies, made before any replica starts; its changes are lost.
 
 [Note: random numbers]
-CPU replicas draw from the one CPU generator of the process, in the order in which the threads come to it. So dropout
-differs from run to run, and activation checkpointing inside a CPU replica that draws random numbers cannot restore the
-draws of its forward. Replicas on different accelerators have a generator each and know neither problem.
+CPU replicas draw from the one CPU generator of the process, in an order that depends on thread timing. So dropout
+differs from run to run, and activation checkpointing inside a CPU replica that draws random numbers cannot repeat the
+random numbers of its forward. Replicas on different accelerators have a generator each and neither problem.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ _T = TypeVar("_T", bound=Module)
 
 
 def replicate(module: _T, devices: Sequence[torch.device]) -> list[_T]:
-    """Make one twin of ``module`` per device; gradients of all twins arrive at the module's own parameters.
+    """Make one twin of ``module`` per device; gradients of all twins are added to the module's own parameters.
 
-    A twin has the module's class, attributes, hooks and training flags, and its own submodules. What its forward
-    assigns to attributes is lost with it. Plain attributes that hold modules or tensors (in a list, for example)
+    A twin has the module's class, attributes, hooks and training flags, and its own submodules. Attributes that its
+    forward assigns are lost with it. Plain attributes that hold modules or tensors (in a list, for example)
     refer to the original. See [Note: replicas on one device share the parameters] and
     [Note: replica 0 owns the buffers].
 
     Args:
-        module: its parameters and buffers lie on ``devices[0]``.
+        module: its parameters and buffers are on ``devices[0]``.
         devices: one per twin; entries may repeat.
 
     Raises:
-        UsageError: a compiled module is inside, which would call the original instead of the twin; a lazy module that
-            has not yet seen its first batch; or a ScriptModule with children written in Python.
+        UsageError: the module contains a compiled module, which would call the original instead of the twin; a lazy module
+            that has not yet seen its first batch; or a ScriptModule with children written in Python.
     """
     originals = list(module.modules())
     _refuse_unreplicable(originals)
@@ -81,7 +81,7 @@ def replicate(module: _T, devices: Sequence[torch.device]) -> list[_T]:
 
 
 def _refuse_unreplicable(modules: Sequence[Module]) -> None:
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # not imported: nothing was compiled
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # if it is not imported, no module was compiled
     for module in modules:
         wrapped = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
         if wrapped or getattr(module, "_compiled_call_impl", None) is not None:
@@ -113,14 +113,14 @@ def _refuse_unreplicable(modules: Sequence[Module]) -> None:
 
 
 def _copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> dict[torch.device, list[Tensor]]:
-    """The tensors on each of the devices; themselves (or aliases of their memory) on their own."""
+    """Return the tensors on each of the devices; on ``devices[0]`` the tensors themselves, or aliases of their memory."""
     here = devices[0]
     others = [d for d in dict.fromkeys(devices) if d != here]
     if not others or not tensors:
         return {d: list(tensors) for d in (here, *others)}
     if here.type != "cpu" and all(d.type == here.type for d in others):
-        # torch's own packs small tensors together, on the way out and on the way back. Its outputs for `here` alias the
-        # inputs; they are used, because its backward sums over all outputs and would fill in zeros for unused ones.
+        # torch's own Broadcast packs small tensors together, in forward and backward. Its outputs for `here` alias the
+        # inputs; we use them, because its backward sums over all outputs and would fill in zeros for unused ones.
         flat = torch_functions.Broadcast.apply([here.index, *(d.index for d in others)], *tensors)
         n = len(tensors)
         return {d: list(flat[i * n : (i + 1) * n]) for i, d in enumerate((here, *others))}
@@ -133,8 +133,8 @@ def _twin(root: _T, originals: Sequence[Module], tensors: dict[int, Tensor]) -> 
         twin = twin_of[id(module)]
         scripted = isinstance(module, torch.jit.ScriptModule)
         if not scripted:
-            twin._parameters = {}  # graph modules fill it when they copy themselves
-        # Assigning by `setattr` tells modules that watch their attributes: recurrent ones keep a flat list of weights.
+            twin._parameters = {}  # a graph module has filled it in `_replicate_for_data_parallel`
+        # `setattr`, because some modules override it: recurrent ones update their flat list of weights there.
         for name, child in module._modules.items():
             if child is not None:
                 setattr(twin, name, twin_of[id(child)])
@@ -146,15 +146,15 @@ def _twin(root: _T, originals: Sequence[Module], tensors: dict[int, Tensor]) -> 
             value = tensors[id(parameter)]
             setattr(twin, name, value)
             if not scripted:
-                # A copy is no leaf and lands among the plain attributes. Among the parameters, `twin.parameters()`
-                # finds it: code that asks its first parameter for dtype or device works in a replica too.
+                # A copy is not a leaf, so `setattr` made it a plain attribute. It is moved to the parameters, so that
+                # `twin.parameters()` has it: code that reads dtype or device of its first parameter works in a replica.
                 twin.__dict__.pop(name, None)
                 twin._parameters[name] = value
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 setattr(twin, name, tensors[id(buffer)])
         for name, value in list(twin.__dict__.items()):
-            # `self.forward = self.other_forward`: bound to the original, must act on the twin.
+            # A method set as an attribute (`self.forward = self.other_forward`) is bound to the original: bind it to the twin.
             if isinstance(value, types.MethodType) and id(value.__self__) in twin_of:
                 twin.__dict__[name] = types.MethodType(value.__func__, twin_of[id(value.__self__)])
     root_twin: _T = twin_of[id(root)]
@@ -162,13 +162,13 @@ def _twin(root: _T, originals: Sequence[Module], tensors: dict[int, Tensor]) -> 
 
 
 class Workers:
-    """One thread per replica, kept from forward to forward.
+    """A pool with one thread per replica, kept from forward to forward.
 
-    A thread starts when its replica first runs, always serves the same replica number (so that an accelerator keeps one
+    A thread starts when its replica first runs, always runs the same replica number (so that an accelerator keeps one
     set of library handles per thread), and ends when the object is collected or the interpreter exits. A copy
     (``copy``, ``pickle``) starts with no threads.
 
-    Kept, because a new thread has to build its own team of OpenMP threads, at each step again.
+    Threads are kept, because every new thread would have to start its own team of OpenMP threads at each step.
     """
 
     def __init__(self) -> None:
@@ -178,8 +178,8 @@ class Workers:
         self._pid = os.getpid()
         self._threads: list[ThreadPoolExecutor] = []
         self._idents: set[int] = set()
-        # All calls of a forward are queued at once: two forwards at the same time meet every thread in one order, so
-        # replicas that wait for each other cannot block those of the other forward.
+        # Held while all calls of a forward are queued: all threads then run two simultaneous forwards in the same order,
+        # so replicas of one forward that wait for each other cannot block those of the other.
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[type[Workers], tuple[()]]:
@@ -187,11 +187,11 @@ class Workers:
 
     def submit(self, calls: Sequence[Callable[[], Any]]) -> list[Future[Any]]:
         """Start one call per thread."""
-        if self._pid != os.getpid():  # the threads stayed behind in the process that forked this one
+        if self._pid != os.getpid():  # this process was forked: the threads exist in its parent only
             self._reset()
         if threading.get_ident() in self._idents:
-            # A replica called its own wrapper: its thread would wait for itself. These threads end with the call, and
-            # count as ours, should the replicas in them do the same.
+            # A replica called its own wrapper: its thread would wait for itself, so this call gets new threads, which end
+            # with it. They share `_idents`, so that a further nested call is recognized too.
             others = Workers()
             others._idents = self._idents
             return others._start(calls)
@@ -212,7 +212,7 @@ def _enrol(idents: set[int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _CallerState:
-    """The settings that torch keeps per thread; a replica's thread takes them over from the thread that called forward."""
+    """The settings that torch keeps per thread, copied from the thread that called forward to the replicas' threads."""
 
     grad: bool
     inference: bool
@@ -251,17 +251,17 @@ def apply(
     devices: Sequence[torch.device],
     workers: Workers,
 ) -> tuple[list[Any], list[float]]:
-    """Call each replica with its share, side by side, and wait for all of them.
+    """Call each replica with its share, in parallel, and wait for all of them.
 
-    The threads take over the caller's gradient and inference mode, autocast, default device, context variables and,
+    The threads get the caller's gradient and inference mode, autocast, default device, context variables and,
     on accelerators, current streams. CPU replicas divide the caller's intra-operation threads among themselves.
 
     Returns:
         The outputs, and the seconds of host time each replica took; devices are not synchronized.
 
     Raises:
-        Exception: what the first failing replica raised, itself, with its own traceback and a note that names the
-            replica and its device; raised after all replicas ended.
+        Exception: the exception object of the first failing replica, with its own traceback and a note that names the
+            replica and its device; raised after all replicas have ended.
     """
     assert len(replicas) == len(inputs) == len(kwargs) == len(devices) > 0
     state = _CallerState.capture(devices)
@@ -307,8 +307,8 @@ def _results(futures: list[Future[Any]], num_threads: int) -> list[tuple[Any, fl
     try:
         errors = [(i, e) for i, f in enumerate(futures) if (e := f.exception()) is not None]
         if errors or any(changed for _, changed in (f.result() for f in futures)):
-            # The number of threads is kept per thread, but each change also becomes what *new* threads start with.
-            # Setting the caller's own once more restores that.
+            # `set_num_threads` acts on the calling thread, but also sets the number that *new* threads start with.
+            # Setting the caller's number again restores the latter.
             torch.set_num_threads(num_threads)
         if errors:
             (_, first), *others = errors
@@ -317,8 +317,8 @@ def _results(futures: list[Future[Any]], num_threads: int) -> list[tuple[Any, fl
             raise first
         return [f.result()[0] for f in futures]
     finally:
-        # An exception's traceback holds this frame; a frame that holds the exception would keep both, and the replicas
-        # with all they computed, until the next collection of cycles.
+        # The exception's traceback refers to this frame. If the frame also referred to the exception, this cycle would
+        # keep the replicas and all their tensors alive until the next garbage collection.
         futures = []
         errors = others = []
         first = other = None  # type: ignore[assignment]

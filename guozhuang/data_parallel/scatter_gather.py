@@ -1,8 +1,8 @@
-"""Cuts nested inputs into one share per device, and joins the nested outputs of several replicas.
+"""Functions that cut nested inputs into one share per device, and join the nested outputs of several replicas.
 
-Containers are tuples (named ones too), lists, mappings (``dict`` and what behaves like it: ``OrderedDict``, the outputs
-and encodings of ``transformers``) and dataclasses. Inside them tensors are cut or joined along one dimension; anything
-else is shared between the shares.
+Containers are tuples (named ones too), lists, mappings (``dict`` and similar types: ``OrderedDict``, the outputs
+and encodings of ``transformers``) and dataclasses. Inside them tensors are cut or joined along one dimension; any other
+object is the same in all shares.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def scatter(value: Any, devices: Sequence[torch.device], dim: int = 0) -> list[A
 
     Every tensor with at least one dimension is cut as ``torch.chunk(tensor, len(devices), dim)`` cuts it, so the last
     share may be smaller and fewer rows than devices give fewer shares. Tensors without dimensions go to every device.
-    Containers are rebuilt for each share with their own type; anything else is the same object in each share, and
+    Containers are rebuilt for each share with their own type; any other object is the same in each share, and
     a ``value`` without a tensor to cut gives one share per device.
 
     On CPU a share is a view of the tensor it was cut from; gradients flow back through the cut.
 
     Args:
         value: a tensor, or any nesting of containers.
-        devices: where the shares go, in order; entries may repeat.
+        devices: the devices of the shares, in order; entries may repeat.
         dim: the dimension to cut along; negative values count from each tensor's last dimension.
 
     Returns:
@@ -51,8 +51,8 @@ def scatter(value: Any, devices: Sequence[torch.device], dim: int = 0) -> list[A
     tensors: dict[str, Tensor] = {}
     _collect(value, "", tensors)
     num_shares = _count_shares(tensors, len(devices), dim)
-    # ceil(rows / num_shares) equals ceil(rows / len(devices)) for each tensor counted, so cutting for the devices in
-    # use gives the shares that cutting for all of them would give.
+    # ceil(rows / num_shares) equals ceil(rows / len(devices)) for each tensor counted, so cutting for the first
+    # num_shares devices gives the same shares as cutting for all devices.
     return _cut(value, list(devices[:num_shares]), dim)
 
 
@@ -60,23 +60,23 @@ def gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
     """Join the outputs of several replicas into one value on ``device``.
 
     Tensors are concatenated along ``dim``. Tensors without dimensions become one vector with an entry per replica, and
-    a ``UserWarning`` says so. Containers are rebuilt as the type of the first. Every other value (``None``, a number,
+    a ``UserWarning`` reports it. Containers get the type of replica 0's. Every other value (``None``, a number,
     a string) must be equal in all replicas and is returned as it is.
 
     Args:
         outputs: one value per replica, all of one structure.
-        device: where the result is placed; gradients flow back to each replica's device.
+        device: the device of the result; gradients flow back to each replica's device.
         dim: the dimension to concatenate along.
 
     Raises:
-        UsageError: structures, keys, types or values differ between replicas, or tensors that cannot be concatenated
-            along ``dim``; the text names the place and the replica.
+        UsageError: structures, keys, types or values differ between replicas, or tensors cannot be concatenated
+            along ``dim``; the text names the place in the output.
     """
     return _join(outputs, device, dim, "")
 
 
 def _open(value: Any) -> dict[Any, Any] | None:
-    """The parts of a container by key, position or field; None for what is not a container."""
+    """Return the parts of a container by key, position or field; None if ``value`` is not a container."""
     if isinstance(value, PackedSequence):
         raise UsageError(
             explain(
@@ -96,14 +96,14 @@ def _open(value: Any) -> dict[Any, Any] | None:
 
 
 def _rebuild(like: Any, parts: dict[Any, Any]) -> Any:
-    """A container of the type of ``like`` that holds ``parts``; ``like`` itself is never changed."""
+    """Return a container of the type of ``like`` that holds ``parts``; ``like`` itself is never changed."""
     if type(like) is dict:
         return parts
     if type(like) is list or type(like) is tuple:
         return type(like)(parts.values())
     try:
         if isinstance(like, (dict, UserDict)):
-            # A copy keeps what a constructor cannot be told in general: a default factory, further attributes.
+            # A copy keeps state that a constructor call would lose: a default factory, further attributes.
             new: Any = copy.copy(like)
             for key, part in parts.items():
                 new[key] = part
@@ -119,7 +119,7 @@ def _rebuild(like: Any, parts: dict[Any, Any]) -> Any:
             object.__setattr__(new, name, part)  # also where the dataclass is frozen
         for name in list(getattr(new, "__dict__", ())):
             if isinstance(getattr(type(new), name, None), cached_property):
-                del new.__dict__[name]  # computed from the fields of `like`
+                del new.__dict__[name]  # the cached value was computed from the fields of `like`
         return new
     except (TypeError, AttributeError) as error:
         raise UsageError(
@@ -157,7 +157,7 @@ def _count_shares(tensors: dict[str, Tensor], num_devices: int, dim: int) -> int
                 )
             )
         rows = tensor.size(dim)
-        if rows > 0:  # no rows can be cut into any number of shares
+        if rows > 0:  # a tensor with 0 rows can be cut into any number of shares
             rows_each = -(-rows // num_devices)
             shares[path] = -(-rows // rows_each)
     if not shares:
@@ -179,11 +179,11 @@ def _cut(value: Any, devices: list[torch.device], dim: int) -> list[Any]:
         if value.dim() == 0:
             return [value.to(device) for device in devices]
         if all(device.type != "cpu" for device in devices):
-            # torch's own copies from CPU memory in background streams. It views a complex tensor as a real one with a
-            # dimension more, so the dimension is counted from the front.
+            # torch's own scatter copies from CPU memory in background streams. It views a complex tensor as a real one
+            # with one more dimension at the end, so `dim` must be counted from the front.
             return list(torch_scatter_gather.scatter(value, devices, dim % value.dim()))
-        # `chunk`, not `narrow`: should a replica change its share in place, autograd refuses it, where single views of
-        # one tensor would let two threads rewrite the history of that tensor at once.
+        # `chunk` and not `narrow`: autograd refuses in-place changes of a chunk. With separate views by `narrow`, replicas
+        # that change their shares in place would rewrite the autograd history of one tensor from two threads at once.
         return [part.to(device) for part, device in zip(value.chunk(len(devices), dim), devices, strict=True)]
     parts = _open(value)
     if parts is None or (not parts and type(value) not in (dict, list)):
