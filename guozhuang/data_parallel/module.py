@@ -207,7 +207,7 @@ class DataParallel(Module, Generic[_T]):
         kwargs: dict[str, Any] | None,
         device_ids: Sequence[int | str | torch.device],
     ) -> tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]:
-        """Cut positional and keyword inputs together; two tuples with an entry per share, both empty without inputs."""
+        """Cut positional and keyword inputs; return two tuples with an entry per share, both empty without inputs."""
         if not inputs and not kwargs:
             return (), ()
         return _scatter_kwargs(inputs, kwargs, [_device(d) for d in device_ids], self.dim)

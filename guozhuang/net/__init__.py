@@ -1,1 +1,1 @@
-"""Talk to another process, with a limit and an error that names who did not answer: stores, doors, meetings, interfaces."""
+"""Connections to other processes, with time limits and errors that name the silent one: stores, doors and the roll call."""

@@ -83,5 +83,5 @@ def secret(given: bytes, key: Sequence[str]) -> bytes:
 
 
 def _digest(*parts: str) -> bytes:
-    # With the length of each part, so that ("a", "b") and ("ab", "") differ.
+    # Each part is hashed with its length, so that ("a", "b") and ("ab", "") differ.
     return hashlib.sha256(b"".join(b"%d:%b" % (len(each.encode()), each.encode()) for each in parts)).digest()

@@ -169,7 +169,7 @@ class _Search:
             for host in dict.fromkeys(self.point.hosts):
                 threads.append(self._start(host, self.point.ports))
             if not self.point.is_one_node:
-                # On rank 0's node its name may mean loopback, but the door is elsewhere: "" is own_address, as rank 0 chose.
+                # "" stands for `own_address`, as rank 0 computes it: on its node its name may mean loopback, without a door.
                 threads.append(self._start("", self.point.ports))
             followed: set[tuple[str, int]] = set()
             while True:

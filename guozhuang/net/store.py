@@ -224,5 +224,5 @@ def until_somebody_listens(
             left_s = deadline - time.monotonic()
             if over.is_set() or left_s <= 0:
                 raise NobodyListensError(client.why_no_connection(error)) from error
-        over.wait(min(left_s, pause_s * random.uniform(0.7, 1.3)))  # thousands may be trying
+        over.wait(min(left_s, pause_s * random.uniform(0.7, 1.3)))  # thousands of ranks may be trying at once
         pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)

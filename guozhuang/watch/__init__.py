@@ -1,1 +1,1 @@
-"""Who is gone, and why: processes of this node, heartbeats between ranks, the judge of what they say, and stacks."""
+"""Detection of lost ranks and hangs: processes of this node, heartbeats of the ranks, the rules that judge them, and stacks."""

@@ -1,4 +1,4 @@
-"""The heartbeat: when a rank stops, every other rank logs which, and one logs the Python stacks of all that can send theirs.
+"""The heartbeat: when a rank stops, every other rank logs its number, and the watcher logs the Python stacks of all ranks.
 
 [Note: two threads] A client of a TCP store is one socket under one lock: a ``wait`` of the main thread would delay the
 beats, so the heartbeat has a client of its own (``store.clone()``). If the process that keeps the store falls silent (a cut

@@ -220,7 +220,7 @@ def memfd_create(name: str) -> int:
 
 
 def seal_size(fd: int) -> None:
-    """Fix the size of a ``memfd_create`` for good: a file that shrinks while it is mapped ends its readers by SIGBUS.
+    """Fix the size of a ``memfd_create`` file for good: a file that shrinks while it is mapped ends its readers by SIGBUS.
 
     Raises:
         OSError: the system refuses.

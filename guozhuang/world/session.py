@@ -201,7 +201,7 @@ def shutdown() -> None:
         dist.destroy_process_group()
         if dist.is_gloo_available():
             # Gloo's threads release the last work, and Python objects with it, a moment after the wait for it has ended.
-            # That aborts the process if the interpreter is exiting by then, so it is given a moment before.
+            # That aborts the process if the interpreter is exiting by then, so wait a moment for it here.
             time.sleep(_LAST_WORK_S)
     _forget()
 
