@@ -1,4 +1,4 @@
-"""The texts of a report (pure): lost ranks, cause of a hang, table of places, stacks; ``end`` writes one and ends the process."""
+"""The texts of a report (pure): lost ranks, cause of a hang, places, stacks; ``end`` writes it and ends the process."""
 
 from __future__ import annotations
 
