@@ -36,7 +36,7 @@ _T = TypeVar("_T")
 
 
 class OverdueError(dist.DistNetworkError):
-    """An answer did not come within its limit."""
+    """No answer arrived within the time limit."""
 
 
 class Notices:

@@ -236,7 +236,7 @@ def passage_from(first: socket.socket, host: str, port: int, secret: bytes) -> P
 
 
 def knock(host: str, port: int, secret: bytes, timeout_s: float) -> socket.socket:
-    """Connect to the door at ``host:port`` and prove to each other that both know the secret.
+    """Connect to the door at ``host:port``; do the client's side of [Note: the handshake].
 
     Args:
         host: name or address.

@@ -1,4 +1,4 @@
-"""How the ranks of a world find each other: a store, and a roll call that says who is missing."""
+"""The meeting of the ranks of a world: a shared store, and a roll call that names missing ranks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class WorldStore:
 
 @dataclass(frozen=True)
 class RankCard:
-    """What one rank published about itself in the roll call.
+    """The card that one rank publishes about itself in the roll call.
 
     Attributes:
         host: identity of the rank's node (``node_identity``).

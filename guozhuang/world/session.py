@@ -91,7 +91,7 @@ _session = _Session()
 def init(
     backend: str | None = None, device: str | torch.device | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> World:
-    """Find out who started this process, meet the other ranks, and make the default process group.
+    """Identify the launcher of this process, meet the other ranks, and make the default process group.
 
     Every rank must call. A second call returns the same world. If ``torch.distributed.init_process_group`` was
     called before, its group is used as it is, and the caller must destroy it.
