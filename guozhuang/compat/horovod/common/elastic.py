@@ -2,9 +2,9 @@
 
 [Note: elastic run] ``run_fn`` calls the user's function, and calls it again after each change::
 
-    sync the state, unless all ranks hold the same      ->  call the function   ->  done
-    a collective failed (``HorovodInternalError``)      ->  restore last commit ->  leave the world, enter the next one
-    hosts were added or removed (``HostsUpdatedInterrupt``) -> keep the state   ->  leave the world, enter the next one
+    sync the state, unless all ranks hold the same           ->  call the function        ->  done
+    a collective failed (``HorovodInternalError``)           ->  restore the last commit  ->  leave the world, enter the next
+    hosts were added or removed (``HostsUpdatedInterrupt``)  ->  keep the present state   ->  leave the world, enter the next
 
 Under ``horovodrun`` with ``--host-discovery-script`` or ``--min-np`` a driver decides which ranks are in the next world
 (``horovod.runner.elastic``). Without a driver the set of processes is fixed: after a failure ``guozhuang run`` and torchrun

@@ -6,11 +6,11 @@ a round begins, which workers are started and ended), ``board`` (the messages be
 and ``lost_peers`` (the worker's side).
 
 [Note: rounds] A round is a set of workers, each with its rank. The driver announces the next round only when every living
-worker that shall be in it waits for it, so no rank connects to a process that does not exist. Workers lost in the meantime are
-left out. A worker waits for a new round when a collective failed (a peer is gone), or when ``commit()`` found that hosts were
-added or removed. New workers are started first; the running ones train on, and are notified only when the new ones wait.
+worker that shall be in it waits for it, so no rank connects to a process that does not exist. Lost workers are left out, and
+new ones that start too slowly. A worker waits for a new round when a collective failed (a peer is gone), or when ``commit()``
+found that hosts were added or removed. New workers start first; the running ones are notified only when the new ones wait.
 
 [Note: bytes] All messages between driver and workers go through one ``torch.distributed.TCPStore``. The driver keeps it on
 loopback; the ranks of each round meet in it too, so the loss of rank 0 does not lose the store. Other hosts reach it through
-doors that ask for a secret of this run (``guozhuang.net.door``); on them ssh starts the process that starts the workers.
+doors that ask for a secret of this run (``guozhuang.net.door``); ssh starts a process on each of them, ``remote_host``.
 """
