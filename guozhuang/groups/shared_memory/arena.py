@@ -1,14 +1,14 @@
-"""Tensors of a rank that its peers can see: ``group.empty``.
+"""Tensors of a rank that its peers can map: ``group.empty``.
 
-A rank allocates on its own. Peers learn of a segment when it takes part in a collective for the first time: the rank sends them
-its descriptor before it arrives there, and they map it after the ranks have met. When the last tensor in a segment is gone the
-rank forgets the segment and leaves the peers a note, which they take when they next look; they unmap it when they next begin
-an operation.
+A rank allocates alone. Peers receive a segment when one of its tensors is first used in a collective: the rank sends them the
+segment's descriptor before it arrives at the barrier, and they map it after the barrier. When the last tensor in a segment is
+gone, the rank drops the segment and sends the peers a note, which they read when they next drain their sockets; they unmap
+the segment when they next begin an operation.
 
-[Note: tensors die anywhere] The last reference to a tensor may go in any thread, also by garbage collection in the middle of a
-method of this class, under its lock. What is called then only notes the segment's number; the numbers are worked off by whoever
-can take the lock without waiting, and by whoever holds it, after letting go. A process that was forked off inherits tensors and
-sockets: a tensor that dies there says nothing about the rank's own, so there the call does nothing at all.
+[Note: tensors die anywhere] The last reference to a tensor may go in any thread, also by garbage collection inside a method
+of this class, under its lock. The finalizer therefore only queues the segment's number; the queue is processed by any caller
+that gets the lock without waiting, and by the holder of the lock after releasing it. A forked process inherits tensors and
+sockets: a tensor that dies there says nothing about the rank's own tensors, so there the finalizer does nothing.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from guozhuang.errors import UsageError, explain
 from .rendezvous import Peers
 from .segments import Segment
 
-_TIMEOUT_S: Final = 60.0  # for handing over a descriptor; both ends are in the same collective by then
+_TIMEOUT_S: Final = 60.0  # for sending a descriptor; both ends are in the same collective by then
 _ALIGNMENT_BYTES: Final = 64  # a cache line; more than any vector register
-_SLAB_BYTES: Final = 1 << 20  # a segment that small tensors share
-_SMALL_BYTES: Final = 64 << 10  # at most this long is small
-_LOCATED_PER_LOOK: Final = 64  # a rank that allocates nothing itself must still take notes of what its peers freed
+_SLAB_BYTES: Final = 1 << 20  # a segment shared by small tensors
+_SMALL_BYTES: Final = 64 << 10  # tensors up to this size are small
+_LOCATED_PER_LOOK: Final = 64  # a rank that allocates nothing must process such notes too
 
 
 @dataclass
 class _Shared:
-    """A segment of this rank.
+    """A segment of this rank, and how much of it is in use.
 
     Attributes:
-        number: by which peers ask for it.
-        segment: it.
-        num_tensors: storages alive in it.
-        num_bytes: taken from it so far.
-        is_announced: whether the peers have been sent it.
+        number: the key by which peers request the segment.
+        segment: the segment itself.
+        num_tensors: how many storages in it are alive.
+        num_bytes: how many bytes have been allocated from it.
+        is_announced: whether it has been sent to the peers.
     """
 
     number: int
@@ -58,33 +58,33 @@ class _Shared:
 
 
 class Arena:
-    """The segments of one rank. Its methods may be called from several threads.
+    """The segments of one rank. Thread-safe.
 
     Args:
-        peers: who gets to see them.
+        peers: the ranks that map the segments.
     """
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
         self._process = os.getpid()
-        self._lock = threading.Lock()  # over what follows, but for reading _by_address
+        self._lock = threading.Lock()  # guards all below, except reads of _by_address
         self._shared: dict[int, _Shared] = {}
-        # Addresses in order, and what lies there; replaced as a whole, so that it can be read without the lock.
+        # Sorted addresses, and the segments there; replaced as a whole, so that readers need no lock.
         self._by_address: tuple[list[int], list[_Shared]] = ([], [])
-        self._slab: _Shared | None = None  # where the next small tensor goes
+        self._slab: _Shared | None = None  # the segment of the next small tensor
         self._next = 1
         self._is_closed = False
-        self._gone: deque[int] = deque()  # a number for each storage that is gone. See [Note: tensors die anywhere]
+        self._gone: deque[int] = deque()  # segment numbers, one per dead storage. See [Note: tensors die anywhere]
         self._announcing = threading.Lock()
         self._num_located = 0
 
     def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """A 1-d tensor of undefined contents in memory that peers can see, aligned to 64 bytes. Not collective.
+        """Return an uninitialized 1-d tensor in memory that peers can map, aligned to 64 bytes. Not collective.
 
-        Its memory is committed. It, and views of it, can outlive the arena and the group.
+        Its memory is committed at once. The tensor and views of it may outlive the arena and the group.
 
         Raises:
-            UsageError: a size below zero, or more memory than there is.
+            UsageError: a negative size, or more memory than is available.
         """
         if num_elements < 0:
             raise UsageError(explain("num_elements must not be negative", value=num_elements, rank=self._peers.rank))
@@ -103,10 +103,10 @@ class Arena:
         return tensor
 
     def locate(self, tensor: Tensor) -> tuple[int, int] | None:
-        """Where a tensor lies, as peers are told of it.
+        """Return the place of a tensor, as sent to peers.
 
         Returns:
-            (number of the segment, offset in bytes); None if it is not wholly in a segment of this rank, or not contiguous.
+            (number of the segment, offset in bytes); None if it is not entirely in a segment of this rank, or not contiguous.
         """
         addresses, there = self._by_address
         self._num_located += 1
@@ -125,12 +125,12 @@ class Arena:
         return there[at].number, offset_bytes
 
     def announce(self, number: int) -> None:
-        """Send a segment to all peers, if that was not done yet; before the operation that first uses it.
+        """Send a segment to all peers, unless that was done before; call it before the operation that first uses the segment.
 
         Raises:
-            PeerLost: a peer is gone, left, or took nothing in time.
+            PeerLost: a peer is gone, left the group, or did not receive it in time.
         """
-        shared = self._shared[number]  # alive, as the caller holds a tensor in it
+        shared = self._shared[number]  # exists, since the caller holds a tensor in it
         if shared.is_announced:
             return
         with self._announcing:
@@ -140,17 +140,17 @@ class Arena:
                 shared.segment.close_descriptor()
 
     def address_at(self, rank: int, number: int, offset_bytes: int) -> int:
-        """Where this process sees a place in a rank's segment, which that rank has announced; maps it on first use.
+        """Return the address in this process of a place in a rank's announced segment; map the segment on first use.
 
         Raises:
-            PeerLost: the rank is gone, left, or did not send the segment in time.
+            PeerLost: the rank is gone, left the group, or did not send the segment in time.
         """
         if rank == self._peers.rank:
             return self._shared[number].segment.address + offset_bytes
         return self._peers.receive_segment(rank, number, _TIMEOUT_S).address + offset_bytes
 
     def close(self) -> None:
-        """Forget all segments. Tensors that are still there keep their memory, for this process alone."""
+        """Drop all segments. Tensors that still exist keep their memory, for this process only."""
         with self._changing():
             self._is_closed = True
             for shared in self._shared.values():
@@ -165,7 +165,7 @@ class Arena:
         self._work_off()
 
     def _on_gone(self, number: int) -> None:
-        """See [Note: tensors die anywhere]."""
+        """Queue a segment's number. See [Note: tensors die anywhere]."""
         if os.getpid() == self._process:
             self._gone.append(number)
             self._work_off()
@@ -178,7 +178,7 @@ class Arena:
             finally:
                 self._lock.release()
 
-    # Below, everything runs under the lock.
+    # The methods below run under the lock.
 
     def _with_room(self, num_bytes: int) -> _Shared:
         if num_bytes > _SMALL_BYTES:
@@ -211,7 +211,7 @@ class Arena:
         if shared.num_tensors:
             return
         if shared is self._slab:
-            shared.num_bytes = 0  # from the start again
+            shared.num_bytes = 0  # the next tensor begins at its start again
             return
         del self._shared[shared.number]
         self._sort()

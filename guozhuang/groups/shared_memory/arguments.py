@@ -1,4 +1,4 @@
-"""Tensors of a call as plain bytes: checks, copies of what is not contiguous, and the way back."""
+"""Tensors of a call as plain bytes: checks, contiguous copies, and copies of results back."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OPS: Final = MappingProxyType(
 
 
 def one(tensors: Sequence[Tensor] | Tensor, what: str, rank: int) -> Tensor:
-    """The one tensor of an argument that torch.distributed wraps in a list."""
+    """Return the single tensor of an argument that torch.distributed wraps in a list."""
     if isinstance(tensors, Tensor):
         return tensors
     if len(tensors) != 1:
@@ -39,7 +39,7 @@ def one(tensors: Sequence[Tensor] | Tensor, what: str, rank: int) -> Tensor:
 
 
 def check(tensors: Sequence[Tensor], what: str, rank: int) -> None:
-    """Refuse tensors without plain bytes in this process's memory, and mixed dtypes."""
+    """Refuse tensors that are not dense CPU tensors, and mixed dtypes."""
     for tensor in tensors:
         if not tensor.is_cpu or tensor.layout != torch.strided:
             value = f"{tensor.layout} on {tensor.device}"
@@ -51,26 +51,26 @@ def check(tensors: Sequence[Tensor], what: str, rank: int) -> None:
 
 
 def check_written(tensor: Tensor, what: str, rank: int) -> None:
-    """Refuse to write to a tensor whose elements share memory, as those that ``expand`` makes."""
+    """Refuse a result tensor whose elements share memory, as ``expand`` makes them."""
     if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         value = f"shape {tuple(tensor.shape)}, strides {tensor.stride()}"
         refuse(f"{what}: elements of the tensor share memory", value, rank, "pass tensor.contiguous()")
 
 
 def expect(tensors: Sequence[object], num: int, what: str, rank: int) -> None:
-    """Refuse a list that does not have a tensor per rank."""
+    """Refuse a list whose length is not the number of ranks."""
     if len(tensors) != num:
         refuse(f"{what} takes a list with a tensor for each of the {num} ranks", len(tensors), rank)
 
 
 def check_list(one: Tensor, many: Sequence[Tensor], num: int, what: str, rank: int) -> None:
-    """Both of the above, for a tensor of this rank and a list over the ranks."""
+    """Check one tensor and a list with a tensor per rank: ``check`` and ``expect``."""
     check([one, *many], what, rank)
     expect(many, num, what, rank)
 
 
 def rows_per_rank(tensor: Tensor, splits: Sequence[int], num_ranks: int, rank: int) -> list[int]:
-    """Elements for each rank when a tensor is divided along its first dim: evenly, or as ``splits`` (rows) say."""
+    """Return each rank's number of elements when a tensor is split along its first dim: evenly, or into ``splits`` rows."""
     num_rows = tensor.size(0) if tensor.ndim else 1
     if not splits:
         if num_rows % num_ranks:
@@ -89,7 +89,7 @@ def rows_per_rank(tensor: Tensor, splits: Sequence[int], num_ranks: int, rank: i
 
 
 def root(rank_of_root: int, num_ranks: int, rank: int) -> int:
-    """The root, if there is such a rank."""
+    """Return the root, if it is a rank of the group; else refuse it."""
     if not 0 <= rank_of_root < num_ranks:
         fix = f"choose one of 0 to {num_ranks - 1}"
         refuse("there is no such root rank in the group", rank_of_root, rank, fix)
@@ -97,11 +97,11 @@ def root(rank_of_root: int, num_ranks: int, rank: int) -> int:
 
 
 def combining(reduce_op: Any, dtype: torch.dtype, num_ranks: int, rank: int) -> Combining:
-    """How a torch ``ReduceOp`` combines elements of a dtype; refuses what cannot be."""
+    """Return how a torch ``ReduceOp`` combines elements of a dtype; refuse impossible combinations."""
     kind = getattr(reduce_op, "op", reduce_op)
     if (known := _combining(kind, dtype, num_ranks, rank)) is not None:
         return known
-    factor = reduce_op.factor  # the last kind there is: premultiplied sum
+    factor = reduce_op.factor  # the only other kind: premultiplied sum
     if isinstance(factor, Tensor):
         refuse("a premultiplied sum takes a number here, not a tensor", factor, rank, "pass float(factor)")
     plain = _combining(dist.ReduceOp.SUM, dtype, num_ranks, rank)
@@ -133,25 +133,25 @@ def _check_scale(how: Combining, dtype: torch.dtype, rank: int) -> Combining:
 
 
 class Bytes:
-    """The tensors of one call while it runs, as contiguous memory."""
+    """The contiguous tensors of one call while it runs: the tensors themselves, or copies."""
 
     def __init__(self) -> None:
-        self._kept: list[Tensor] = []  # copies, alive while their addresses are used
+        self._kept: list[Tensor] = []  # copies, kept alive while their addresses are in use
         self._back: list[tuple[Tensor, Tensor]] = []
 
     def plain(self, tensor: Tensor) -> Tensor:
-        """A contiguous tensor with the same values, to read; its elements lie at multiples of their size."""
+        """Return a contiguous, aligned tensor with the same values, for reading."""
         if is_plain(tensor):
             return tensor
         return self._copy(tensor)
 
     def apart(self, tensor: Tensor, others: Sequence[MemoryRange], own: int | None = None) -> Tensor:
-        """As ``plain``; a copy also where it overlaps what is written, ``others``, but for just being their ``own``-th."""
+        """As ``plain``; copy also if it overlaps one of the output ranges ``others``, unless it equals their ``own``-th."""
         plain = self.plain(tensor)
         return self._copy(plain) if is_mixed(piece(plain), others, own) else plain
 
     def target_apart(self, tensor: Tensor, others: Sequence[MemoryRange], own: int) -> Tensor:
-        """As ``target``; another one also where it overlaps what is read, ``others``, but for just being their ``own``-th."""
+        """As ``target``; copy also if it overlaps one of the input ranges ``others``, unless it equals their ``own``-th."""
         plain = self.target(tensor)
         if not is_mixed(piece(plain), others, own):
             return plain
@@ -164,34 +164,34 @@ class Bytes:
         return copied
 
     def target(self, tensor: Tensor) -> Tensor:
-        """A contiguous tensor to write; ``put_back`` copies it to where it belongs."""
+        """Return a contiguous tensor for writing; ``put_back`` copies it to the call's tensor if that is another one."""
         plain = self.plain(tensor)
         if plain is not tensor:
             self._back.append((tensor, plain))
         return plain
 
     def give(self, tensor: Tensor) -> MemoryRange:
-        """Where the values are read."""
+        """Return the memory from which the values are read."""
         return piece(self.plain(tensor))
 
     def take(self, tensor: Tensor) -> MemoryRange:
-        """Where the result is written."""
+        """Return the memory to which the result is written."""
         return piece(self.target(tensor))
 
     def put_back(self) -> None:
-        """Copy results to tensors that are not contiguous."""
+        """Copy results to the call's tensors that are not contiguous or overlap inputs."""
         for tensor, plain in self._back:
             tensor.detach().copy_(plain)
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether the values of a tensor are its bytes, one after the other, where the machine can compute with them."""
+    """Return whether a tensor's bytes are its values, contiguous and aligned, without lazy conjugation or negation."""
     is_aligned = tensor.data_ptr() % tensor.itemsize == 0
     return is_aligned and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
 def is_mixed(one: MemoryRange, others: Sequence[MemoryRange], own: int | None) -> bool:
-    """Whether a piece overlaps one of others without being the ``own``-th of them."""
+    """Return whether a range overlaps one of others without being equal to the ``own``-th of them."""
     if own is not None and one == others[own]:
         others = [other for rank, other in enumerate(others) if rank != own]
     return any(
@@ -201,12 +201,12 @@ def is_mixed(one: MemoryRange, others: Sequence[MemoryRange], own: int | None) -
 
 
 def piece(tensor: Tensor) -> MemoryRange:
-    """The bytes of a contiguous tensor."""
+    """Return the memory of a contiguous tensor."""
     return MemoryRange(tensor.data_ptr(), tensor.numel() * tensor.itemsize)
 
 
 def cut(whole: MemoryRange, sizes_bytes: Sequence[int]) -> list[MemoryRange]:
-    """Cut a piece into pieces that lie one after the other."""
+    """Cut a range into consecutive ranges of these sizes."""
     address, pieces = whole.address, []
     for num_bytes in sizes_bytes:
         pieces.append(MemoryRange(address, num_bytes))

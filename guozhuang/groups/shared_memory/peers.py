@@ -1,13 +1,13 @@
-"""The other ranks of a group as this process holds them: processes, sockets, and the memory they share.
+"""The other ranks of a group as this process stores them: processes, sockets, and their shared memory.
 
-[Note: what tells that a peer is gone] A pidfd, which is readable once the process has ended, whatever else happens. The end
-of a socket tells less: a DataLoader worker that a rank forks inherits the rank's sockets and keeps them open past its death.
-Where the system has no pidfd (Linux before 5.3, some container policies) the socket is what there is, and the death of a rank
-with such workers is noticed when they end; PyTorch's workers look after their parent every few seconds.
+[Note: what tells that a peer is gone] A pidfd becomes readable once the process has ended, in all cases. The end of a socket
+is less reliable: a DataLoader worker forked by a rank inherits the rank's sockets and keeps them open after the rank's death.
+Where the system has no pidfd (Linux before 5.3, some container policies) the socket is used, and the death of a rank with
+such workers is noticed only when they end; PyTorch's workers check every few seconds whether their parent lives.
 
-[Note: when a peer's memory is unmapped] A peer frees a segment when its own part of the last operation with it is done. This
-rank may still be in the middle of that operation, reading there from C on another thread. So a note about it, which any
-thread may take at any time, only marks the segment; it is unmapped when this rank begins its next operation.
+[Note: when a peer's memory is unmapped] A peer frees a segment when its own part of the last operation on it is done. This
+rank may still run that operation, with C code reading the segment on another thread. So a note about a freed segment, which
+any thread may receive at any time, only marks the segment; it is unmapped when this rank begins its next operation.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from guozhuang.errors import PeerLost, WorldError, explain
 
 from .segments import Segment
 
-# What the system says of a socket whose other end is gone. All else (memory, descriptors) says nothing about the peer.
+# The errors of a socket whose other end is closed. All other errors (memory, descriptors) say nothing about the peer.
 ENDED: Final = frozenset((errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN))
-_NOTE: Final = struct.Struct("<cqq")  # kind, number of the segment, its bytes
+_NOTE: Final = struct.Struct("<cqq")  # kind; number of the segment, or of freed segments; bytes of the segment
 _SEGMENT, _FREED = b"S", b"F"
 _FREED_PER_NOTE: Final = 64
 _NUMBERS: Final = struct.Struct(f"<{_FREED_PER_NOTE}q")
 _NOTE_BYTES: Final = _NOTE.size + _NUMBERS.size
-_SLICE_S: Final = 0.05  # another thread may take the note that a thread waits for
+_SLICE_S: Final = 0.05  # a short wait, since another thread may receive the note that this thread waits for
 
 
 class Peers:
-    """The ranks of a group, connected. Made by ``meeting.meet``; may be used from several threads.
+    """The connected ranks of a group. Made by ``rendezvous.meet``; thread-safe.
 
     Args:
         rank: this process in the group.
-        pids: process of every rank.
-        pidfds: a descriptor per rank that polls readable (or tells of a hang-up) once the rank's process is gone; -1 for
-            this one. See [Note: what tells that a peer is gone].
+        pids: the process of every rank.
+        pidfds: per rank a descriptor that polls readable (or hung up) once the rank's process has ended; -1 for this rank.
+            See [Note: what tells that a peer is gone].
         segments: the main segment of every rank, mapped here.
-        notes: per rank a connected SOCK_SEQPACKET socket for what this class sends; None for this one.
-        channels: the same, for the messages of sends and receives. Both do not block.
+        notes: per rank a connected non-blocking SOCK_SEQPACKET socket for this class's messages; None for this rank.
+        channels: the same, for the messages of sends and receives.
 
-    All of it belongs to this object, which closes it.
+    This object owns all of these and closes them.
     """
 
     def __init__(
@@ -68,22 +68,22 @@ class Peers:
         self._notes = notes
         self._received: list[dict[int, Segment]] = [{} for _ in pids]
         self._freed_by_peers: deque[Segment] = deque()  # see [Note: when a peer's memory is unmapped]
-        self._freed: deque[int] = deque()  # not yet told
-        self._unsent: list[list[bytes]] = [[] for _ in pids]  # notes about freed segments that found a socket full
-        self._gone = [False] * self.size  # ranks whose socket has ended
+        self._freed: deque[int] = deque()  # segments of this rank whose note is not yet queued
+        self._unsent: list[list[bytes]] = [[] for _ in pids]  # notes about freed segments, while a socket is full
+        self._gone = [False] * self.size  # ranks whose socket was closed
         self._lock = threading.Lock()
         self._closed = False
 
     def send_segment(self, number: int, segment: Segment, timeout_s: float) -> None:
-        """Hand a segment of this rank to all peers; each takes it when it asks for it.
+        """Send a segment of this rank to all peers; each receives it when it needs the segment.
 
         Args:
-            number: what peers ask for, new for every segment. Positive numbers belong to ``Arena``.
-            segment: still with its descriptor.
-            timeout_s: how long at most to wait for peers that take nothing, in seconds.
+            number: the key for the peers, new for every segment. ``Arena`` uses the positive numbers.
+            segment: a segment whose descriptor is still open.
+            timeout_s: the longest wait for peers that do not receive, in seconds.
 
         Raises:
-            PeerLost: a peer is gone, left, or took nothing in time.
+            PeerLost: a peer is gone, left the group, or did not receive in time.
         """
         deadline = time.monotonic() + timeout_s
         note = _NOTE.pack(_SEGMENT, number, segment.num_bytes)
@@ -91,14 +91,14 @@ class Peers:
             while not self._try_send(peer, note, segment.fd):
                 if time.monotonic() > deadline:
                     self._lost(peer, f"took no memory that this rank shares within {timeout_s:g} s")
-                self.drain()  # the peer may be waiting in the same way for this rank
+                self.drain()  # the peer may be waiting for this rank in the same way
                 self._await(peer, select.POLLOUT, _SLICE_S)
 
     def receive_segment(self, rank: int, number: int, timeout_s: float) -> Segment:
-        """A segment that a peer sent, or sends within ``timeout_s`` seconds; the same object each time.
+        """Return a segment that a peer has sent, or sends within ``timeout_s`` seconds; the same object on every call.
 
         Raises:
-            PeerLost: the peer is gone, left, or sent nothing in time.
+            PeerLost: the peer is gone, left the group, or sent nothing in time.
         """
         deadline = time.monotonic() + timeout_s
         while (segment := self._received[rank].get(number)) is None:
@@ -115,17 +115,17 @@ class Peers:
         return segment
 
     def tell_freed(self, number: int) -> None:
-        """Let all peers unmap a segment, when they next begin an operation.
+        """Make all peers unmap a segment when they next begin an operation.
 
-        Never waits: may be called wherever a tensor can die.
+        Never waits, since it may be called wherever a tensor can die.
         """
         self._freed.append(number)
         self.drain()
 
     def drain(self) -> None:
-        """Take what peers have sent and pass on what has been freed, as far as that can be done without waiting."""
+        """Receive the peers' notes and send notes about freed segments, as far as possible without waiting."""
         if not self._lock.acquire(blocking=False):
-            return  # whoever has it takes and passes on all there is, or the next caller does
+            return  # the holder of the lock, or the next caller, does this
         try:
             if self._closed:
                 return
@@ -143,24 +143,24 @@ class Peers:
 
     @property
     def has_freed(self) -> bool:
-        """Whether peers have freed segments that this rank still maps."""
+        """Return whether peers have freed segments that this rank still maps."""
         return bool(self._freed_by_peers)
 
     def release_freed(self) -> None:
-        """Unmap what peers have freed. Only where no operation of this rank runs, as at the beginning of one."""
+        """Unmap segments that peers have freed. Call it only while no operation of this rank runs, as when one begins."""
         while self._freed_by_peers:
             self._freed_by_peers.popleft().close()
 
     def is_gone(self, rank: int) -> bool:
-        """Whether the process of a rank has ended."""
+        """Return whether the process of a rank has ended."""
         poller = select.poll()
         poller.register(self.pidfds[rank], ended_events(self.pidfds[rank]))
         return bool(poller.poll(0))
 
     def close(self) -> None:
-        """Close sockets, descriptors and segments; a mapping on which tensors lie goes with the last of them.
+        """Close sockets, descriptors and segments; a mapping with tensors in it is unmapped with the last of them.
 
-        No other method may be under way. Again does nothing.
+        No other method may be running. Later calls do nothing.
         """
         with self._lock:
             if self._closed:
@@ -197,7 +197,7 @@ class Peers:
             return True
 
     def _await(self, peer: int, event: int, timeout_s: float) -> None:
-        """Wait, without the lock, until the socket of a peer is ready."""
+        """Wait, without holding the lock, until a peer's socket is ready; raise if the peer's process has ended."""
         connection = self._notes[peer]
         assert connection is not None
         poller = select.poll()
@@ -209,10 +209,10 @@ class Peers:
             if fd == self.pidfds[peer] and fd != connection.fileno():
                 with self._lock:
                     if self._take_all(peer):
-                        return  # what it sent before its end counts
+                        return  # notes sent before the peer's end still count
                 self._lost(peer, "is gone")
 
-    # Below, everything runs under the lock.
+    # The methods below run under the lock.
 
     def _check_open(self) -> None:
         if self._closed:
@@ -229,11 +229,11 @@ class Peers:
             except OSError as error:
                 if error.errno in ENDED:  # a peer that is gone maps nothing any more
                     unsent.clear()
-                return  # else the system is short of memory: later
+                return  # else the system is short of memory: the next drain() tries again
             del unsent[0]
 
     def _take_all(self, peer: int) -> int:
-        """Take the notes that a peer has sent; return how many there were."""
+        """Receive all notes that a peer has sent; return how many there were."""
         connection = self._notes[peer]
         num = 0
         while connection is not None and not self._gone[peer] and not self._closed:
@@ -242,7 +242,7 @@ class Peers:
             except BlockingIOError:
                 break
             except ConnectionResetError:
-                continue  # it went without reading everything; said once, before what it sent
+                continue  # the peer ended with unread messages; reported once, before the messages that it sent
             if not note:
                 self._gone[peer] = True
                 break
@@ -269,5 +269,5 @@ class Peers:
 
 
 def ended_events(fd: int) -> int:
-    """What to poll for on a descriptor of ``pidfds``: a socket is readable by messages too."""
+    """Return the poll events that mean "ended" for a descriptor of ``pidfds``; a socket is readable for messages too."""
     return select.POLLHUP if stat.S_ISSOCK(os.fstat(fd).st_mode) else select.POLLIN

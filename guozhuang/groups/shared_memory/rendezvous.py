@@ -1,14 +1,14 @@
-"""How the processes of a group find each other on one node, and hand each other descriptors of shared memory.
+"""The rendezvous of a group's processes on one node, and the exchange of descriptors of shared memory.
 
-[Note: who may join] The sockets' names are abstract (no file), random, and go through the group's store together with a
-secret of each rank. The first message on a connection proves that the sender knows the secrets of both ends. A store can be
-read by whoever reaches its port, so that alone proves little: the kernel's word for who is on the other end (SO_PEERCRED)
-must name this user and the process that the store named for that rank. Whoever is not that is dropped when it is looked at,
-and nobody waits for it: connections are read when they have something to say, and a queue full of strangers is emptied.
+[Note: who may join] The sockets have abstract (no file) random names, which go through the group's store together with a
+secret of each rank. The first message on a connection proves that the sender knows the secrets of both ends. Any process that
+reaches the store's port can read the store, so the secrets alone prove little: the kernel's credentials of the other end
+(SO_PEERCRED) must also be this user and the process that the store lists for that rank. Any other connection is closed as
+soon as it is checked, and never delays the others: only connections with data are read, and a full queue is emptied.
 
 [Note: why nobody waits in a circle] A rank connects to all lower ranks, in order, then accepts all higher ones. Connecting
-waits only for room in the queue of a lower rank, which empties it as soon as it has connected to the ranks below itself;
-rank 0 waits for nobody. Memory is sent without waiting (a fresh socket has room for one message), then taken.
+waits only for room in a lower rank's queue, which that rank empties as soon as it has connected to the ranks below it;
+rank 0 waits for nobody. Segments are sent without waiting (a new socket has room for one message), then received.
 """
 
 from __future__ import annotations
@@ -39,25 +39,23 @@ from .segments import Segment
 
 __all__ = ["Peers", "identity", "meet"]
 
-_HELLO: Final = struct.Struct(
-    "<4sii16s16s"
-)  # magic, who connects, which mesh, the secret of whom it connects to, its own
+_HELLO: Final = struct.Struct("<4sii16s16s")  # magic, sender's rank, mesh, receiver's secret, sender's secret
 _MAGIC: Final = b"gz01"
-_MAIN: Final = struct.Struct("<q")  # bytes of the main segment, whose descriptor comes with it
+_MAIN: Final = struct.Struct("<q")  # bytes of the main segment, whose descriptor comes with this message
 _CREDENTIALS: Final = struct.Struct("3i")
 _NOTES, _CHANNELS = 0, 1
-_SLICE_S: Final = 0.1  # between two looks whether a rank has ended
-_MOST_STRANGERS: Final = 64  # connections that said nothing yet
+_SLICE_S: Final = 0.1  # between two checks whether a rank has ended
+_MOST_STRANGERS: Final = 64  # connections without a first message
 _FIX: Final = "look at that rank's own error"
 
 
 def identity() -> str:
-    """Name the node of this process (Linux): equal for processes that can share memory and see each other's end.
+    """Return an identity of this process's node (Linux): equal for processes that can share memory and see each other end.
 
-    Made of the boot id, the user, and the namespaces of network (abstract sockets), processes (pids) and users.
+    It combines the boot id, the user, and the namespaces of network (abstract sockets), processes (pids) and users.
 
     Raises:
-        WorldError: /proc does not tell.
+        WorldError: /proc cannot be read.
     """
     try:
         return processes.node_identity(processes.SHARE_MEMORY, strict=True)
@@ -68,35 +66,35 @@ def identity() -> str:
 
 @dataclass(frozen=True)
 class _Card:
-    """What a rank tells the others through the store."""
+    """The text that a rank writes to the store for the other ranks."""
 
     pid: int
-    name: str  # of its listening socket
+    name: str  # name of the rank's listening socket
     secret: bytes
     identity: str
 
 
 def meet(store: dist.Store, rank: int, size: int, timeout_s: float, main: Segment) -> Peers:
-    """Connect the ranks of a group on one node and map each other's main segments. Every rank must call it.
+    """Connect the ranks of a group on one node, and map each other's main segments. Every rank must call it.
 
     Args:
-        store: of the group alone (a PrefixStore). If ranks have left cards under "identity" there, those who ended are named.
+        store: a PrefixStore that only this group uses. Earlier cards under "identity" there are used to name ranks that ended.
         rank: this process in the group.
         size: number of ranks.
-        timeout_s: limit for all of it, in seconds.
-        main: this rank's main segment, all ranks' of one size. The peers close it; if this fails it is closed.
+        timeout_s: limit for the whole call, in seconds.
+        main: this rank's main segment, of the same size on all ranks. The returned Peers own it; it is closed on failure.
 
     Raises:
-        WorldError: ranks did not come in time (the text names them), failed before, run on another node, or the store went
+        WorldError: ranks did not join in time (the text names them), failed before, run on another node, or the store went
             away.
-        PeerLost: a rank ended, or gave up, in the middle.
-        Nothing is left open then.
+        PeerLost: a rank ended, or failed, during the call.
+        After an error no socket, descriptor or mapping is left open.
     """
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(main.close)
         meeting = _MeshSetup(rank, size, timeout_s, main)
         on_failure.callback(meeting.close)
-        on_failure.callback(_tell_broken, main)  # the first to run, while it is mapped
+        on_failure.callback(_tell_broken, main)  # runs first, while the segment is still mapped
         peers = meeting.hold(store)
         on_failure.pop_all()
     meeting.listener.close()
@@ -105,12 +103,12 @@ def meet(store: dist.Store, rank: int, size: int, timeout_s: float, main: Segmen
 
 
 def _tell_broken(main: Segment) -> None:
-    """Say to peers that have mapped it already that this rank will not come."""
+    """Mark this rank as BROKEN for peers that have mapped its segment already."""
     ctypes.c_uint32.from_address(main.address + STATE_OFFSET).value = RankState.BROKEN
 
 
 class _MeshSetup:
-    """The state of one rank while it meets the others."""
+    """The state of one rank during ``meet``."""
 
     def __init__(self, rank: int, size: int, timeout_s: float, main: Segment) -> None:
         self._rank, self._size, self._timeout_s, self._main = rank, size, timeout_s, main
@@ -119,14 +117,14 @@ class _MeshSetup:
         self._pidfds = [-1] * size
         self._segments: list[Segment | None] = [None] * size
         self._meshes: tuple[list[socket.socket | None], ...] = ([None] * size, [None] * size)
-        self._strangers: dict[int, socket.socket] = {}  # connected, and have not said who they are; the oldest first
+        self._strangers: dict[int, socket.socket] = {}  # accepted connections without a first message; the oldest first
         try:
             self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         except OSError as error:
             self._refused(error)
 
     def hold(self, store: dist.Store) -> Peers:
-        """Do all of it."""
+        """Exchange cards, connect the sockets, exchange segments; return the result."""
         name = f"guozhuang-{secrets.token_hex(16)}"
         try:
             self.listener.bind(f"\0{name}")
@@ -156,7 +154,7 @@ class _MeshSetup:
         return Peers(self._rank, [card.pid for card in self._cards], self._pidfds, segments, notes, channels)
 
     def close(self) -> None:
-        """Give everything back after a failure."""
+        """Close everything after a failure."""
         self.listener.close()
         self._drop_strangers(0)
         for each in (*self._meshes[0], *self._meshes[1]):
@@ -194,7 +192,7 @@ class _MeshSetup:
             raise WorldError(explain(what, value=self._cards[elsewhere[0]].identity, rank=self._rank, fix=fix))
 
     def _open_pidfd(self, peer: int) -> int:
-        """A pidfd of a peer, or -1 where the system has none. See [Note: what tells that a peer is gone] in peers.py."""
+        """Return a pidfd of a peer, or -1 if the system has none. See [Note: what tells that a peer is gone] in peers.py."""
         try:
             return processes.pidfd_open(self._cards[peer].pid)
         except OSError as error:
@@ -215,7 +213,7 @@ class _MeshSetup:
             try:
                 connection.connect(f"\0{card.name}")
                 break
-            except BlockingIOError:  # its queue is full
+            except BlockingIOError:  # the peer's queue is full
                 self._look_after([peer])
                 if not self._left_s():
                     self._missing([peer], "to connect")
@@ -257,9 +255,9 @@ class _MeshSetup:
             self._look_after(missing)
 
     def _admit(self, connection: socket.socket) -> bool:
-        """Take a connection for what its first message says, if that is true."""
+        """Accept a connection as the one that its first message claims to be, if that is true; return whether it is."""
         try:
-            message = connection.recv(_HELLO.size + 1)  # without room for descriptors: the kernel drops them
+            message = connection.recv(_HELLO.size + 1)  # no buffer for descriptors: the kernel drops them
         except OSError:
             return False
         if len(message) != _HELLO.size:
@@ -275,13 +273,13 @@ class _MeshSetup:
         return True
 
     def _is(self, connection: socket.socket, peer: int) -> bool:
-        """Whether the kernel says that this peer is on the other end."""
+        """Return whether the kernel's credentials show that this peer is on the other end."""
         raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         pid, uid, _ = _CREDENTIALS.unpack(raw)
         return (pid, uid) == (self._cards[peer].pid, os.getuid())
 
     def _drop_strangers(self, num_kept: int) -> list[int]:
-        """Close the oldest of those who said nothing yet; return what their descriptors were, still open in a poller."""
+        """Close the oldest connections without a first message; return their former descriptors, which a poller still has."""
         dropped = []
         while len(self._strangers) > num_kept:
             fd = next(iter(self._strangers))
@@ -319,7 +317,7 @@ class _MeshSetup:
                 ready.poll(min(self._left_s(), _SLICE_S) * 1e3)
                 continue
             except ConnectionResetError:
-                continue  # it went without reading everything; said once, before what it sent
+                continue  # the peer ended with unread messages; reported once, before the messages that it sent
             if not message:
                 self._lost(peer, "gave up while the group was made")
             if not fds:
