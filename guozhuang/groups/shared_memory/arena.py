@@ -35,7 +35,7 @@ _TIMEOUT_S: Final = 60.0  # for sending a descriptor; both ends are in the same 
 _ALIGNMENT_BYTES: Final = 64  # a cache line; more than any vector register
 _SLAB_BYTES: Final = 1 << 20  # a segment shared by small tensors
 _SMALL_BYTES: Final = 64 << 10  # tensors up to this size are small
-_LOCATED_PER_LOOK: Final = 64  # a rank that allocates nothing must process such notes too
+_LOCATED_PER_LOOK: Final = 64  # so that a rank that allocates nothing reads its peers' notes
 
 
 @dataclass

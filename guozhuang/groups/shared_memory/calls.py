@@ -1,7 +1,7 @@
-"""What torch.distributed calls for a collective, turned into operations on shared memory.
+"""The collectives as torch.distributed calls them, turned into operations on shared memory.
 
-Every method takes what ``torch.distributed`` passes (tensors in lists, an options object) and returns a work. Every rank
-must call it, in the same order. Tensors that are not on the CPU go to a group of their own.
+Every method takes the arguments of ``torch.distributed`` (tensors in lists, an options object) and returns a work. Every rank
+must call it, in the same order. Tensors that are not on the CPU go to a group for their device.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .endpoint import Terms, refuse
 from .engine import ONE_SHOT_BYTES
 from .operations import Operations, describe
 
-# How long a wait looks before it sleeps, in microseconds: less on the group's own thread, beside which others compute.
+# How long a wait spins before it sleeps, in microseconds: less on the group's own thread, which runs beside computations.
 SYNC_SPIN_US: Final = 50
 ASYNC_SPIN_US: Final = 20
 
@@ -38,11 +38,11 @@ class _PreparedCall(NamedTuple):
     """A call whose arguments were checked.
 
     Attributes:
-        run: does what this rank has to do.
-        tensors: what holds the result.
+        run: does this rank's part of the call.
+        tensors: the tensors that hold the result.
         what: the call in words.
-        opts: its options.
-        writes: whether this rank's ``tensors`` are written to.
+        opts: the call's options.
+        writes: whether this rank writes to ``tensors``.
     """
 
     run: Callable[[Terms], object]
@@ -52,13 +52,13 @@ class _PreparedCall(NamedTuple):
     writes: bool = True
 
 
-_Call = _PreparedCall | Callable[[], dist.Work]  # the latter begins the call on another group
+_Call = _PreparedCall | Callable[[], dist.Work]  # the second form starts the call on another group
 
 
 def _collective(name: str, options: Callable[[], Any]) -> Callable[[Callable[..., _Call]], Callable[..., dist.Work]]:
-    """Make a call of a method that checks arguments: start what it prepared; tell the peers if the check fails.
+    """Turn a method that checks arguments into a call: start the prepared call; if the check fails, report it to the peers.
 
-    ``options`` makes the options, the last argument, of a call that brings none.
+    ``options`` makes the options (the last argument) of a call without options.
     """
 
     def decorate(prepare: Callable[..., _Call]) -> Callable[..., dist.Work]:
@@ -85,7 +85,7 @@ def _collective(name: str, options: Callable[[], Any]) -> Callable[[Callable[...
                     for each in prepared.tensors:
                         if not each.is_contiguous():
                             arguments.check_written(each, name, self._rank)
-            except Exception as error:  # peers that wait for this rank in vain would wait for the whole time-out
+            except Exception as error:  # reported: the peers would wait for the whole time-out
                 why = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
                 self._refuse(name, why, args[-1])
                 raise
@@ -97,7 +97,7 @@ def _collective(name: str, options: Callable[[], Any]) -> Callable[[Callable[...
 
 
 def _first_tensor(args: Sequence[Any]) -> Tensor | None:
-    """The first tensor of a call's arguments, which may be lists of tensors, or lists of those."""
+    """Return the first tensor of a call's arguments, which may be lists of tensors, or lists of such lists."""
     for each in args:
         if isinstance(each, Tensor):
             return each
@@ -112,11 +112,11 @@ class CollectiveCalls(PythonGroup):
     Args:
         rank: this process in the group.
         size: number of ranks.
-        turns: gives each call its turn.
-        operations: what the calls do.
-        others: takes tensors on other devices.
-        timeout_s: of each call that does not bring its own.
-        crowded: ranks outnumber cores; waits give the core away at once.
+        turns: runs the calls in order.
+        operations: the collectives on shared memory.
+        others: groups for tensors on other devices.
+        timeout_s: limit of each call whose options have none.
+        crowded: whether ranks outnumber cores; then waits sleep at once.
     """
 
     def __init__(
@@ -138,13 +138,13 @@ class CollectiveCalls(PythonGroup):
 
     @_collective("all_reduce", dist.AllreduceOptions)
     def allreduce(self, tensors: list[Tensor] | Tensor, opts: Any) -> _Call:
-        """Combine a tensor of all ranks, on all ranks: each gets the same bits."""
+        """Combine a tensor of all ranks, on all ranks; each rank gets the same bits."""
         tensor = tensors[0] if len(tensors) == 1 else arguments.one(tensors, "all_reduce", self._rank)
         return self._sparse(tensor, opts) if tensor.layout != torch.strided else self._reduce(tensor, None, opts)
 
     @_collective("all_reduce", dist.AllreduceCoalescedOptions)
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> _Call:
-        """Combine several tensors; small ones travel together."""
+        """Combine several tensors of all ranks, on all ranks; small tensors are sent together."""
         arguments.check(tensors, "all_reduce", self._rank)
         how = arguments.combining(opts.reduceOp, tensors[0].dtype, self._size, self._rank)
         among = f", of tensors of {[tensor.numel() for tensor in tensors]}".encode()
@@ -191,7 +191,7 @@ class CollectiveCalls(PythonGroup):
 
     @_collective("reduce_scatter", dist.ReduceScatterOptions)
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> _Call:
-        """Several ``reduce_scatter_single``, as one work."""
+        """Do several ``reduce_scatter_single`` as one work."""
         return self._pairs("reduce_scatter", outputs, inputs, opts, opts.reduceOp)
 
     # Movements.
@@ -213,14 +213,14 @@ class CollectiveCalls(PythonGroup):
 
     @_collective("all_gather", AllgatherOptions)
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> _Call:
-        """Copy every rank's tensor into the r-th of the list, on all ranks; sizes may differ among ranks."""
+        """Copy rank r's tensor to the r-th tensor of the list, on all ranks; sizes may differ among ranks."""
         given, taken = arguments.one(inputs, "all_gather", self._rank), outputs[0]
         arguments.check_list(given, taken, self._size, "all_gather", self._rank)
         return _PreparedCall(lambda terms: self._gather_list(taken, given, terms), list(taken), "all_gather", opts)
 
     @_collective("all_gather", AllgatherOptions)
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> _Call:
-        """Several ``allgather`` as one work; ``outputs[r][i]`` takes input i of rank r."""
+        """Do several ``allgather`` as one work; ``outputs[r][i]`` receives input i of rank r."""
         arguments.expect(outputs, self._size, "all_gather_coalesced", self._rank)
         if any(len(each) != len(inputs) for each in outputs):
             refuse("all_gather_coalesced takes an output for each input", [len(each) for each in outputs], self._rank)
@@ -236,17 +236,17 @@ class CollectiveCalls(PythonGroup):
 
     @_collective("all_gather", AllgatherOptions)
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any) -> _Call:
-        """Copy every rank's tensor into the r-th part of the output, on all ranks."""
+        """Copy rank r's tensor to the r-th part of the output, on all ranks."""
         return self._pairs("all_gather", [output], [given], opts)
 
     @_collective("all_gather", AllgatherOptions)
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> _Call:
-        """Several ``all_gather_single``, as one work."""
+        """Do several ``all_gather_single`` as one work."""
         return self._pairs("all_gather", outputs, inputs, opts)
 
     @_collective("gather", dist.GatherOptions)
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> _Call:
-        """Copy every rank's tensor into the r-th of the root's list."""
+        """Copy rank r's tensor to the r-th tensor of the root's list."""
         given, root = arguments.one(inputs, "gather", self._rank), arguments.root(opts.rootRank, self._size, self._rank)
         taken = outputs[0] if root == self._rank else []
         arguments.check_list(given, taken, self._size if root == self._rank else 0, "gather", self._rank)
@@ -297,7 +297,7 @@ class CollectiveCalls(PythonGroup):
     def all_to_all_single(
         self, output: Tensor, given: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any
     ) -> _Call:
-        """Copy the r-th part of every rank's tensor to rank r; splits count rows of the first dim, none means evenly."""
+        """Copy the r-th part of every rank's tensor to rank r; splits are rows of the first dim, no splits mean equal parts."""
         arguments.check([output, given], "all_to_all", self._rank)
         takes = arguments.rows_per_rank(output, output_splits, self._size, self._rank)
         gives = arguments.rows_per_rank(given, input_splits, self._size, self._rank)
@@ -319,10 +319,10 @@ class CollectiveCalls(PythonGroup):
             return partial(self._others.group_on(opts.device).barrier, opts)
         return _PreparedCall(lambda terms: self._operations.barrier(b"barrier", terms), [], "barrier", opts)
 
-    # What they have in common.
+    # Shared helpers.
 
     def _start(self, prepared: _PreparedCall) -> dist.Work:
-        """Give a call its turn: before this returns, unless the options say that it may end later."""
+        """Run a call in its turn: before this returns, or later if the options allow it (``asyncOp``)."""
         run, tensors, what, opts, _ = prepared
         timeout_s, perform = take_timeout(opts) or self._timeout_s, self._operations.perform
         self._num_calls += 1
@@ -331,7 +331,7 @@ class CollectiveCalls(PythonGroup):
         return self._turns.now(lambda: perform(run, what, (timeout_s, self._sync_spin_us)), tensors, what)
 
     def _refuse(self, name: str, why: str, opts: Any) -> None:
-        """Tell the peers, in this call's turn, that its arguments cannot work."""
+        """Report to the peers, in this call's turn, that this rank refuses its arguments."""
         give_turn = self._turns.later if getattr(opts, "asyncOp", False) else self._turns.now
         give_turn(lambda: self._operations.refuse(name, why, (self._timeout_s, self._async_spin_us)), [], name)
 
@@ -348,7 +348,7 @@ class CollectiveCalls(PythonGroup):
         held.put_back()
 
     def _sparse(self, tensor: Tensor, opts: Any) -> _PreparedCall:
-        """Sum sparse tensors: every rank gathers the entries of all, and adds them up in rank order."""
+        """Sum sparse tensors: every rank gathers the entries of all ranks, and adds them in rank order."""
         if tensor.layout != torch.sparse_coo or opts.reduceOp != dist.ReduceOp.SUM:
             fix = "use a sum of COO tensors, or .to_dense()"
             refuse(
@@ -376,7 +376,7 @@ class CollectiveCalls(PythonGroup):
     def _pairs(
         self, name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any, reduce_op: Any = None
     ) -> _PreparedCall:
-        """Prepare an all_gather or a reduce_scatter of each input into the output at its place."""
+        """Prepare an all_gather or a reduce_scatter of each input into the output of the same index."""
         pairs = list(zip(outputs, inputs, strict=True))
         for pair in pairs:
             arguments.check(pair, name, self._rank)

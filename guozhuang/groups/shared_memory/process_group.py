@@ -1,4 +1,4 @@
-"""The process group "shm": its life, its names, point to point, and the memory it gives."""
+"""The process group "shm": its creation and end, its properties, point to point, and tensors in shared memory."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ from .rendezvous import Peers, meet
 from .segments import Segment
 
 _MOMENT_S: Final = 1.0
-_AT_EXIT_PATIENCE_S = 1.0  # for collectives that nobody waited for, when the interpreter ends
+_AT_EXIT_PATIENCE_S = 1.0  # how long to wait at the interpreter's exit for collectives that nobody waited for
 _SHUTDOWN_PATIENCE_S = 10.0  # the same, when the group is destroyed
 
 
 class SharedMemoryGroup(CollectiveCalls):
-    """A process group of ranks on one node that talk through shared memory. Every rank must construct it.
+    """A process group of ranks on one node that communicate through shared memory. Every rank must construct it.
 
-    Its collectives raise ``PeerLost`` (a rank is gone, left, gave up or did not come in time; the group cannot be used any
-    more), ``MismatchError`` (on every rank: ranks asked for different things) and ``UsageError`` (arguments that cannot work).
+    Its collectives raise ``PeerLost`` (a rank is gone, left or broke the group, or did not join in time; the group is unusable
+    from then on), ``MismatchError`` (on every rank: ranks made different calls) and ``UsageError`` (invalid arguments).
 
     Args:
         store: a key-value store of this group alone.
         rank: this process in the group.
         size: number of ranks.
-        timeout: of each collective, from the moment it begins on this rank, and of the creation of the group.
-        num_neighbours: how many ranks the job has on this node, if more than this group has: where they outnumber the cores,
-            ranks that wait leave the core at once.
+        timeout: of each collective, from its beginning on this rank, and of the creation of the group.
+        num_neighbours: the number of the job's ranks on this node, if larger than this group: if ranks outnumber the cores,
+            waiting ranks sleep at once.
 
     Raises:
-        WorldError: ranks did not come within the time-out; the text names them.
+        WorldError: ranks did not join within the time-out; the text names them.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class SharedMemoryGroup(CollectiveCalls):
         held = self._resources
         others = OtherDevices(dist.PrefixStore("others/", store), rank, size, timeout)
         super().__init__(rank, size, held.turns, held.operations, others, timeout.total_seconds(), held.crowded)
-        # Ends the thread and tells the peers when the group goes away, or the interpreter, without destroy_process_group.
+        # Ends the thread and notifies the peers if the group or the interpreter ends without destroy_process_group.
         self._end = weakref.finalize(self, held.close, _AT_EXIT_PATIENCE_S)
 
     def empty(self, num_elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A 1-d tensor in memory that the group reduces in place, without copies. Not collective.
+        """Return a 1-d tensor in memory that the group reduces in place, without copies. Not collective.
 
-        Contiguous views of it count too. A tensor is reduced in place if it is such a tensor on all ranks.
+        Contiguous views of it count too. A reduction is in place if its tensor is such a tensor on all ranks.
         """
         refuse_fork("empty", self._process, self._rank)
         return self._resources.arena.empty(num_elements, dtype)
@@ -79,7 +79,7 @@ class SharedMemoryGroup(CollectiveCalls):
     # Point to point.
 
     def send(self, tensors: list[Tensor] | Tensor, dst: int, tag: int = 0) -> dist.Work:
-        """Send a tensor to one rank, which must receive it with the same tag."""
+        """Start sending a tensor to one rank, which must receive it with the same tag."""
         tensor = arguments.one(tensors, "send", self._rank)
         if not tensor.is_cpu:
             return self._others.group_on(tensor.device).send([tensor], dst, tag)
@@ -87,11 +87,11 @@ class SharedMemoryGroup(CollectiveCalls):
         return self._transfers("send").send(tensor, dst, tag, self._timeout_s)
 
     def recv(self, tensors: list[Tensor] | Tensor, src: int, tag: int = 0) -> dist.Work:
-        """Receive a tensor from one rank."""
+        """Start receiving a tensor from one rank."""
         return self._receive(tensors, src, tag)
 
     def recv_anysource(self, tensors: list[Tensor] | Tensor, tag: int = 0) -> dist.Work:
-        """Receive a tensor from whichever rank sends one with this tag; the work tells the rank."""
+        """Start receiving a tensor from the first rank that sends with this tag; the work reports the rank."""
         return self._receive(tensors, None, tag)
 
     def _receive(self, tensors: list[Tensor] | Tensor, src: int | None, tag: int) -> dist.Work:
@@ -104,38 +104,38 @@ class SharedMemoryGroup(CollectiveCalls):
         return self._transfers("recv").recv(tensor, src, tag, self._timeout_s)
 
     def _transfers(self, what: str) -> PointToPoint:
-        """What sends and receives. Raises what broke the group."""
+        """Return the object for sends and receives; raise the error that broke the group, if there is one."""
         refuse_fork(what, self._process, self._rank)
         if self._resources.link.failure is not None:
             self._resources.link.raise_failure()
         return self._resources.point_to_point()
 
     def monitored_barrier(self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks; the error names every rank that did not come in time, whatever ``wait_all_ranks`` says."""
+        """Wait for all ranks; the error names every rank that did not join in time, whatever ``wait_all_ranks`` says."""
         opts = dist.BarrierOptions()
         opts.timeout, opts.asyncOp = self._timeout if timeout is None else timeout, False
         self.barrier(opts)
 
-    # What torch.distributed asks a group, and the backend of a device, about itself. This group is its own backend.
+    # Properties that torch.distributed reads from a group and from a device's backend. This group is its own backend.
 
     supports_splitting = supports_coalescing = supports_shrinking = False
     supports_tensor_alloc = supports_time_estimate = False
 
     def rank(self) -> int:
-        """This process in the group."""
+        """Return this process's rank in the group."""
         return self._rank
 
     def size(self) -> int:
-        """How many ranks the group has."""
+        """Return the number of ranks of the group."""
         return self._size
 
     def name(self) -> str:
-        """The name of the backend."""
+        """Return the name of the backend."""
         return "shm"
 
     @property
     def options(self) -> object:
-        """What the group was made with."""
+        """Return the options that the group was made with."""
         return torch._C._distributed_c10d.Backend.Options("shm", self._timeout)
 
     @property
@@ -143,39 +143,39 @@ class SharedMemoryGroup(CollectiveCalls):
         return [torch.device("cpu"), *self._others.devices()]
 
     def _get_backend(self, device: torch.device | str) -> object:
-        """The group itself for the CPU; raises RuntimeError for a device that it cannot serve."""
+        """Return the group itself for the CPU, else the device's backend; raise RuntimeError for an unsupported device."""
         device = torch.device(device)
         return self if device.type == "cpu" else self._others.group_on(device)._get_backend(device)
 
     def get_group_store(self) -> dist.Store:
-        """The store that the group was made with."""
+        """Return the store that the group was made with."""
         return self._store
 
     def _get_sequence_number_for_group(self) -> int:
         return self._num_calls
 
     def _set_sequence_number_for_group(self) -> None:
-        """Nothing: calls are counted from the beginning."""
+        """Do nothing: calls are counted from the group's creation."""
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
-        """Change the time-out of collectives, sends and receives that begin from now on. Each rank for itself."""
+        """Change the time-out of collectives, sends and receives that begin from now on. Affects this rank only."""
         self._timeout, self._timeout_s = timeout, timeout.total_seconds()
 
     _set_default_timeout = set_timeout
 
-    # Its end.
+    # The group's end.
 
     def shutdown(self) -> None:
-        """Leave the group: collectives under way get some seconds to end; what peers still ask of this rank fails there.
+        """Leave the group: running collectives get some seconds to end; peers that wait for this rank afterwards raise.
 
-        In a process that was forked off it does nothing, as does ``abort``: the group is not its own.
+        In a forked process it does nothing, and neither does ``abort``: the group belongs to the parent process.
         """
         if os.getpid() == self._process and self._end.detach() is not None:
             self._resources.close(_SHUTDOWN_PATIENCE_S)
             self._others.end(at_once=False)
 
     def abort(self) -> None:
-        """Leave the group at once: peers that wait for this rank raise, and so do collectives under way that wait for them."""
+        """Leave the group at once: peers that wait for this rank raise, and so do running collectives that wait for peers."""
         if os.getpid() == self._process and self._end.detach() is not None:
             self._resources.link.leave()
             self._resources.close(_AT_EXIT_PATIENCE_S)
@@ -183,14 +183,14 @@ class SharedMemoryGroup(CollectiveCalls):
 
 
 class GroupResources:
-    """Segments, sockets, the engine and the thread of one rank's end of a group. Every rank must construct it.
+    """Segments, sockets, engine and thread of one rank's end of a group. Every rank must construct it.
 
     Args:
         store: a key-value store of this group alone.
         rank: this process in the group.
         size: number of ranks.
-        timeout_s: of meeting the other ranks.
-        num_neighbours: how many ranks the job has on this node.
+        timeout_s: limit of the rendezvous with the other ranks.
+        num_neighbours: the number of the job's ranks on this node.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float, num_neighbours: int) -> None:
@@ -201,9 +201,9 @@ class GroupResources:
         main = Segment.create(MAIN_BYTES, f"guozhuang-{rank}")
         self._peers: Peers = meet(store, rank, size, timeout_s, main)
         try:
-            # Every rank has set its words before it came to the meeting.
+            # Every rank has set its key before it joined the rendezvous.
             told = [json.loads(each) for each in store.multi_get([f"cores/{peer}" for peer in range(size)])]
-            # Ranks may be bound to different cores, but what programs look like must not differ: all count the same.
+            # Ranks may be bound to different cores, but must build the same programs: so all ranks use the same counts.
             cores = {core for each in told for core in each["cores"]}
             self.crowded = max(each["neighbours"] for each in told) > len(cores)
             controls = [segment.address for segment in self._peers.segments]
@@ -220,7 +220,7 @@ class GroupResources:
         self._closed = False
 
     def point_to_point(self) -> PointToPoint:
-        """What sends and receives, made when it is first needed."""
+        """Return the object for sends and receives, made on first use."""
         with self._making:
             if self._closed:
                 raise _gone(self._rank)
@@ -229,9 +229,9 @@ class GroupResources:
             return self._point_to_point
 
     def close(self, patience_s: float) -> None:
-        """Leave the group and give everything back. What still runs after ``patience_s`` seconds keeps its memory.
+        """Leave the group and release everything. Calls still running after ``patience_s`` seconds keep their memory.
 
-        Later calls do nothing, as do calls in a process that was forked off: the group is not its own.
+        Later calls do nothing, nor do calls in a forked process: the group belongs to its parent.
         """
         if os.getpid() != self._process:
             return
@@ -240,14 +240,14 @@ class GroupResources:
                 return
             self._closed = True
         give_back = functools.partial(self._give_back, patience_s)
-        if not self.turns.close_later(_gone(self._rank), give_back):  # unless the last reference went with a job
+        if not self.turns.close_later(_gone(self._rank), give_back):  # True inside a job that dropped the group
             give_back()
 
     def _give_back(self, patience_s: float) -> None:
-        # Once the group is broken, jobs that wait fail as soon as they begin.
+        # Once the group is broken, queued jobs fail as soon as they begin.
         quiet = self.turns.close(_gone(self._rank), _MOMENT_S if self.link.failure is not None else patience_s)
         self.link.leave()
-        if not quiet:  # a call whose peers never came: it ends now, within a slice of its wait
+        if not quiet:  # a call whose peers never joined: ``leave`` ends it within one slice of its wait
             quiet = self.turns.close(_gone(self._rank), _MOMENT_S)
         if self._point_to_point is not None:
             quiet = self._point_to_point.close() and quiet

@@ -1,12 +1,12 @@
-"""Memory that several processes map: anonymous files (memfd) without a name in any file system.
+"""Memory that several processes map: anonymous files (memfd) that have no name in any file system.
 
-A segment lives as long as a process maps it or holds its descriptor, so nothing is left behind however processes end, and
-the size of /dev/shm does not matter.
+A segment exists as long as a process maps it or has its descriptor, so no file remains however processes end, and the size of
+/dev/shm does not matter.
 
-[Note: who keeps a mapping] Python objects of tensors may die while C++ still holds their storage, so nothing here hangs on
-tensors. Each tensor's storage owns a small buffer object (torch.frombuffer), the buffer owns the mapping, and so does the
-Segment until it is closed: the last of them to go unmaps. The mapping is made past Python's mmap module, which would keep a
-second descriptor open for as long. In a process forked off the same happens to its own copy, which nobody else sees.
+[Note: who keeps a mapping] A tensor's Python object may die while C++ still uses its storage, so no lifetime here depends on
+tensor objects. Each tensor's storage owns a small buffer object (torch.frombuffer), the buffer owns the mapping, and so does
+the Segment until it is closed: the last of these owners to die unmaps. The mapping is made without Python's mmap module, which
+would keep a second descriptor open. In a forked process this happens to its own copy of the mapping, independently.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from .engine import PRIVATE_BYTES
 if TYPE_CHECKING:
     from .process_group import SharedMemoryGroup
 
-_CARD: Final = struct.Struct("<iq")  # descriptor in the rank that made the segment, bytes
-_WELL, _ILL = b"+", b"-"  # what a rank says first
+_CARD: Final = struct.Struct("<iq")  # descriptor in the rank that made the segment; bytes
+_WELL, _ILL = b"+", b"-"  # the first byte of a rank's message: success or failure
 _MOST_WORDS: Final = PRIVATE_BYTES - 1
 _SHMEM_HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _HUGE_PAGE_BYTES: Final = 2 << 20
-# Pages are committed when they are first touched. Asking for more than the machine has would end in the kernel's OOM
-# killer, long after the call that asked; from this size on the call looks first.
+# Pages are committed when they are first touched. A request beyond the machine's memory would end in the kernel's OOM
+# killer, long after the call that made it; from this size on, the call checks the available memory first.
 _LOOK_FIRST_BYTES: Final = 16 << 20
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
@@ -55,9 +55,9 @@ class Segment:
     """One mapping of an anonymous shared file. Made by ``create`` or ``adopt``.
 
     Attributes:
-        fd: descriptor of the file, closed on exec; -1 once it was given up.
+        fd: descriptor of the file, closed on exec; -1 after it was closed.
         num_bytes: size of the segment.
-        address: where this process maps it; page-aligned.
+        address: the address of this process's mapping; page-aligned.
     """
 
     def __init__(self, fd: int, num_bytes: int) -> None:
@@ -69,15 +69,15 @@ class Segment:
 
     @classmethod
     def create(cls, num_bytes: int, name: str, *, committed: bool = False) -> Segment:
-        """Make a segment of zeros.
+        """Create a segment of zeros.
 
         Args:
             num_bytes: its size, fixed from then on; > 0.
-            name: shown where the kernel lists mappings and descriptors; need not be unique.
-            committed: take the memory now, so that running out of it is an error here and not the end of a process later.
+            name: shown in the kernel's lists of mappings and descriptors; need not be unique.
+            committed: commit the memory now, so that a shortage is an error here and does not kill the process later.
 
         Raises:
-            UsageError: more memory than the machine has left.
+            UsageError: more memory than the machine has available.
             WorldError: the system refuses for another reason (limits of open files or of address space).
         """
         if num_bytes >= _LOOK_FIRST_BYTES and num_bytes > (available := machine.available_bytes()):
@@ -104,10 +104,10 @@ class Segment:
 
     @classmethod
     def adopt(cls, fd: int, num_bytes: int) -> Segment:
-        """Map a segment that another process made. The descriptor belongs to the segment from then on, also if this fails.
+        """Map a segment that another process made. The segment owns the descriptor from then on; it is closed on failure.
 
         Raises:
-            WorldError: it is not the sealed segment it should be, or the system refuses.
+            WorldError: the file is not a sealed segment of this size, or the system refuses.
         """
         try:
             actual_bytes = os.fstat(fd).st_size
@@ -126,16 +126,16 @@ class Segment:
     def tensor(
         self, offset_bytes: int, num_elements: int, dtype: torch.dtype, when_gone: Callable[[], object] | None = None
     ) -> Tensor:
-        """A 1-d tensor over part of the segment, which keeps the mapping alive. See [Note: who keeps a mapping].
+        """Return a 1-d tensor over part of the segment, which keeps the mapping alive. See [Note: who keeps a mapping].
 
-        Its storage is that part alone, so saving it saves nothing else.
+        Its storage is only that part, so saving the tensor saves nothing else.
 
         Args:
-            offset_bytes: where it begins; a multiple of the element size.
+            offset_bytes: the tensor's offset; a multiple of the element size.
             num_elements: its length; an empty tensor has memory of its own and does not keep the mapping.
             dtype: its dtype.
-            when_gone: called when the storage is gone, on whichever thread that happens and possibly in the middle of any
-                other code (garbage collection): it must not wait for a lock. Not called at the interpreter's exit.
+            when_gone: called when the storage is freed, on any thread and possibly in the middle of any other code (garbage
+                collection), so it must not wait for a lock. Not called at the interpreter's exit.
         """
         assert self._mapping is not None, "the segment was closed"
         if num_elements == 0:
@@ -149,18 +149,18 @@ class Segment:
         return torch.frombuffer(buffer, dtype=dtype)
 
     def close_descriptor(self) -> None:
-        """Give up the descriptor; the mapping stays. Again does nothing."""
+        """Close the descriptor; the mapping stays. Later calls do nothing."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 
     def close(self) -> None:
-        """Give up the descriptor, and the mapping as soon as no tensor lies in it. Nothing may use ``address`` any more."""
+        """Close the descriptor, and unmap once no tensor is in the segment. Nothing may use ``address`` any more."""
         self.close_descriptor()
         self._mapping = None
 
     def _commit(self) -> None:
-        # Through the mapping, so that the kernel's decision about huge pages holds here too.
+        # Uses the mapping, so that the kernel's choice of huge pages applies here too.
         if LIBC.madvise(self.address, self.num_bytes, _MADV_POPULATE_WRITE):
             number = ctypes.get_errno()
             if number != errno.EINVAL:
@@ -169,11 +169,11 @@ class Segment:
 
 
 class Mapping:
-    """Maps a file, and unmaps it when the last reference to this object goes.
+    """A mapping of a file, unmapped when the last reference to this object goes.
 
     Args:
         fd: descriptor of the file; may be closed afterwards.
-        num_bytes: how much of it.
+        num_bytes: how much of the file is mapped.
         private: give this process its own copy of each page that it writes to.
 
     Raises:
@@ -189,15 +189,15 @@ class Mapping:
         self.address = int(address)
         weakref.finalize(self, LIBC.munmap, self.address, num_bytes).atexit = False
         if private:
-            # Under mlockall(MCL_FUTURE) the kernel has made this process's own copy of every page.
+            # Under mlockall(MCL_FUTURE) the kernel has already made this process's own copy of every page; drop these copies.
             LIBC.munlock(self.address, num_bytes)
             LIBC.madvise(self.address, num_bytes, mmap.MADV_DONTNEED)
         if not private and num_bytes >= _HUGE_PAGE_BYTES and huge_pages_offered():
-            LIBC.madvise(self.address, num_bytes, mmap.MADV_HUGEPAGE)  # a wish; what comes of it does not matter
+            LIBC.madvise(self.address, num_bytes, mmap.MADV_HUGEPAGE)  # a hint; the result does not matter
 
 
 def huge_pages_offered() -> bool:
-    """Whether the kernel gives shared memory huge pages where they are asked for."""
+    """Return whether the kernel gives shared memory huge pages on request."""
     try:
         text = _SHMEM_HUGE_PAGES.read_text()
     except OSError:  # a kernel without them
@@ -212,7 +212,7 @@ def _refuse_size(num_bytes: int, why: str) -> NoReturn:
 
 
 class SharedSegments:
-    """Segments beside the group's own, and its barriers. Every rank must make one and call its methods alike.
+    """Segments in addition to the group's own, and barriers. Every rank must construct one and make the same calls.
 
     Args:
         group: the ranks.
@@ -225,20 +225,20 @@ class SharedSegments:
         self.rank, self.size = group.rank(), group.size()
 
     def meet(self, what: bytes, private: bytes = b"") -> tuple[bytes, ...]:
-        """Wait for all ranks, in turn with the group's collectives, on the caller's thread.
+        """Wait for all ranks, on the caller's thread, in order with the group's collectives.
 
-        What a rank wrote to shared memory before it came is seen by all afterwards.
+        Shared memory written by a rank before its call is visible to all ranks afterwards.
 
         Args:
-            what: compared; ranks that come for different things raise. At most 256 bytes.
-            private: told to all ranks, at most 128 bytes.
+            what: compared; ranks raise if their values differ. At most 256 bytes.
+            private: sent to all ranks, at most 128 bytes.
 
         Returns:
-            What each rank told.
+            Each rank's ``private``.
 
         Raises:
-            PeerLost: a rank is gone, or did not come within the group's time-out.
-            MismatchError: ranks came for different things.
+            PeerLost: a rank is gone, or did not join within the group's time-out.
+            MismatchError: ranks passed different ``what``.
         """
         told: tuple[bytes, ...] = ()
         group, link = self._group, self._link
@@ -255,17 +255,17 @@ class SharedSegments:
 
         Args:
             num_bytes: of this rank's segment, zeros at first; 0 for none.
-            name: shown where the kernel lists mappings.
+            name: shown in the kernel's list of mappings.
 
         Returns:
-            The segment of every rank, None for those that made none. Descriptors are open: the caller closes them.
+            The segment of every rank, None for ranks with 0 bytes. Descriptors are open: the caller closes them.
 
         Raises:
-            UsageError: the machine has not that much memory; it is raised here alone, and the peers learn of it.
-            WorldError: a peer could not make its segment, or map another's; this system may not let a process map what
-                another one of the same user made.
+            UsageError: this machine has not enough memory; raised on this rank only, and reported to the peers.
+            WorldError: a peer could not make its segment, or map another rank's; some systems do not let a process map
+                memory of another process of the same user.
             PeerLost: a rank is gone.
-            After the first two nothing is left open on any rank, and the group goes on.
+            After the first two errors nothing is left open on any rank, and the group stays usable.
         """
         what = b"sharing memory: " + name.encode()[:64]
         found: list[Segment | None] = [None] * self.size
@@ -293,7 +293,7 @@ class SharedSegments:
         return found
 
     def _meet_if_well(self, what: bytes, refused: Exception | None, private: bytes = b"") -> list[bytes]:
-        """Meet, and raise on all ranks if ``refused`` tells of a failure on one, so that nobody waits for it in vain."""
+        """Wait for all ranks, and raise on all of them if ``refused`` is set on one, so that no rank waits in vain."""
         told = self.meet(what, _ILL + str(refused).encode()[:_MOST_WORDS] if refused else _WELL + private)
         if refused is not None:
             raise refused
@@ -305,7 +305,7 @@ class SharedSegments:
         return [words[1:] for words in told]
 
     def _open(self, rank: int, fd: int) -> int:
-        # A second descriptor of the same anonymous file. It stays open there until the ranks have met again.
+        # Opens the same anonymous file again; the owner's descriptor stays open until the next ``meet``.
         path = path_of(f"fd/{fd}", self._pids[rank])
         try:
             return os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -316,14 +316,14 @@ class SharedSegments:
 
 
 class PrivateView:
-    """A segment as a process sees it that may write into its own copy of a page only.
+    """A mapping of a segment in which writes change only this process's own copy of a page.
 
-    Pages that were not written here show what is in the segment at any time, also what others write into it later; a
-    page that was written here is this process's own until :meth:`forget`. (That reads of untouched private pages
-    follow the file is what Linux does; :meth:`follows` finds out.)
+    Pages not written here always show the segment, including later writes by others; a page written here is this process's
+    own until :meth:`forget`. (Linux lets untouched private pages follow the file; :meth:`follows` checks that the system does
+    this.)
 
     Attributes:
-        address: where it is mapped.
+        address: the address of the mapping.
         num_bytes: size.
     """
 
@@ -337,7 +337,7 @@ class PrivateView:
         self.address = self._mapping.address
 
     def tensor(self, offset_bytes: int, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """Return a 1-dimensional tensor over part of it, with a storage of just that part, which keeps the mapping alive."""
+        """Return a 1-d tensor over part of the view; its storage is only that part, and it keeps the mapping alive."""
         if num_elements == 0:
             return torch.empty(0, dtype=dtype)
         buffer: Any = (ctypes.c_ubyte * (num_elements * dtype.itemsize)).from_address(self.address + offset_bytes)
@@ -345,14 +345,14 @@ class PrivateView:
         return torch.frombuffer(buffer, dtype=dtype)
 
     def forget(self, start: int, end: int) -> None:
-        """Drop this process's own copies of the pages that touch bytes [start, end): they show the segment again."""
+        """Drop this process's own copies of the pages that touch bytes [start, end); they show the segment again."""
         start -= start % mmap.PAGESIZE
         end = min(-(-end // mmap.PAGESIZE) * mmap.PAGESIZE, self.num_bytes)
         if start < end:
             LIBC.madvise(self.address + start, end - start, mmap.MADV_DONTNEED)
 
     def own_pages(self, start: int, end: int) -> list[int]:
-        """Byte offsets of the pages touching [start, end) that this process has written to since they were forgotten."""
+        """Return byte offsets of the pages touching [start, end) that this process has written since their last ``forget``."""
         first = (self.address + start) // mmap.PAGESIZE
         last = -(-(self.address + end) // mmap.PAGESIZE)
         pagemap = os.open(path_of("pagemap"), os.O_RDONLY | os.O_CLOEXEC)
@@ -366,7 +366,7 @@ class PrivateView:
         return [(first + int(i)) * mmap.PAGESIZE - self.address for i in is_own.nonzero().flatten()]
 
     def follows(self, segment: Segment, offset_bytes: int) -> bool:
-        """Tell whether a change of one byte of the segment is seen here, and the other way round is not."""
+        """Return whether a change of one byte of the segment shows here, and a change here does not show in the segment."""
         shared = ctypes.c_uint8.from_address(segment.address + offset_bytes)
         mine = ctypes.c_uint8.from_address(self.address + offset_bytes)
         before = mine.value

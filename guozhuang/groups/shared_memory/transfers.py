@@ -1,4 +1,4 @@
-"""Sends and receives under way, the messages about them, and which receive gets what: no sockets, no threads."""
+"""Unfinished sends and receives, their messages, and the matching of sends with receives: no sockets, no threads."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from guozhuang.errors import MismatchError, PeerLost, WorldError, explain, rank_
 # Each message begins with its kind, the name of the dtype, and three numbers, whose meanings depend on the kind.
 MESSAGE: Final = struct.Struct("<4s20sqqq")
 OFFER: Final = b"OFFR"  # sender -> receiver: number of the send, tag, elements; a small payload follows
-ASK: Final = b"ASK "  # receiver -> sender: number; the sender is to send the payload
+ASK: Final = b"ASK "  # receiver -> sender: number; requests the payload
 CHUNK: Final = b"CHNK"  # sender -> receiver: number, offset in bytes; a part of the payload follows
 DONE: Final = b"DONE"  # receiver -> sender: number; the receiver has the whole payload
-DIFFERS: Final = b"DIFF"  # receiver -> sender: number, elements that the receive wants
+DIFFERS: Final = b"DIFF"  # receiver -> sender: number, elements that the receive expects
 GIVEN_UP: Final = b"GONE"  # sender -> receiver: number, 1; receiver -> sender: number, 0
-ALONG_BYTES: Final = 16 << 10  # a payload up to this size comes along with its offer
-TAGS: Final = range(-(1 << 63), 1 << 63)  # a tag has to fit into a message
+ALONG_BYTES: Final = 16 << 10  # a payload up to this size is sent with its offer
+TAGS: Final = range(-(1 << 63), 1 << 63)  # a tag must fit into a message
 
 
 def pack(kind: bytes, number: int, *numbers: int, dtype: str = "", payload: bytes = b"") -> bytes:
-    """Put a message together; numbers that a kind does not use are 0."""
+    """Return the bytes of a message; numbers that a kind does not use are 0."""
     return MESSAGE.pack(kind, dtype.encode(), number, *(*numbers, 0, 0)[:2]) + payload
 
 
@@ -41,15 +41,15 @@ class Transfer(dist._Work):
 
     Args:
         tensor: the tensor of the call.
-        plain: contiguous CPU memory with its values, or that receives them; kept until the transfer has ended.
+        plain: contiguous CPU memory to send from or receive into; kept until the transfer has ended.
         rank: this process in the group.
-        peer: the other rank; None for a receive from any.
-        tag: sends and receives with the same tag find each other.
-        is_send: else it is a receive.
-        limit_s: how long it may take from now on, in seconds.
+        peer: the other rank; None for a receive from any rank.
+        tag: only a send and a receive with the same tag match.
+        is_send: True for a send, False for a receive.
+        limit_s: the time-out from now on, in seconds.
 
     Attributes:
-        sender: the rank that sends; None for a receive from any rank as long as nothing came.
+        sender: the rank that sends; None for a receive from any rank that is not matched yet.
         what: the transfer in words, e.g. ``"send of 1024 float32 to rank 1 (tag 0)"``.
     """
 
@@ -70,8 +70,8 @@ class Transfer(dist._Work):
         self.deadline, self.limit_s = time.monotonic() + limit_s, limit_s
         self.dtype, self.num_elements = str(plain.dtype).removeprefix("torch."), plain.numel()
         self.sender: int | None = rank if is_send else peer
-        self.number = 0  # of the send, as its rank counts them; 0 in a receive that nothing was matched with
-        self.offset_bytes = 0  # how much of the payload was sent or received
+        self.number = 0  # the send's number on its rank; 0 in a receive that is not matched yet
+        self.offset_bytes = 0  # how much of the payload has been sent or received
         self.num_bytes = plain.numel() * plain.element_size()
         self.payload = memoryview(b"")
         if self.num_bytes:
@@ -84,26 +84,26 @@ class Transfer(dist._Work):
 
     @property
     def what(self) -> str:
-        """The transfer in words."""
+        """Return a description in words, for errors."""
         where = "any rank" if self.peer is None else f"rank {self.peer}"
         kind, way = ("send", "to") if self.is_send else ("recv", "from")
         return f"{kind} of {self.num_elements} {self.dtype} {way} {where} (tag {self.tag})"
 
     @property
     def other(self) -> int | None:
-        """The rank at the other end, as far as it is known."""
+        """Return the rank at the other end, if it is known."""
         return self.peer if self.peer is not None else self.sender
 
     def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
         """Wait until the tensor was sent or received.
 
         Args:
-            timeout: how long at most; 0 for as long as the transfer's own time-out. It goes on if this wait gives up.
+            timeout: the longest wait; 0 for the transfer's own time-out. The transfer continues if this wait times out.
 
         Raises:
-            PeerLost: the other rank is gone, left, or did not come in time.
-            MismatchError: the other rank asked for another size or dtype; raised on both.
-            WorldError: a receive from any rank found none in time, or the group was destroyed.
+            PeerLost: the other rank is gone, left the group, or did not join in time.
+            MismatchError: the other rank used another size or dtype; raised on both ranks.
+            WorldError: a receive from any rank was not matched in time, or the group was destroyed.
         """
         limit_s = timeout.total_seconds()
         if not self._ended.wait(limit_s if limit_s > 0 else None):
@@ -113,15 +113,15 @@ class Transfer(dist._Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return whether the transfer has ended, with or without an error."""
         return self._ended.is_set()
 
     def is_success(self) -> bool:
-        """Whether it has ended well."""
+        """Return whether the transfer has ended without an error."""
         return self._ended.is_set() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """What went wrong; None while under way or when all went well."""
+        """Return the transfer's error; None while it runs or after success."""
         return self._error
 
     def synchronize(self) -> None:
@@ -129,24 +129,24 @@ class Transfer(dist._Work):
         self.wait()
 
     def source_rank(self) -> int:
-        """Who sent; -1 as long as nobody has."""
+        """Return the rank that sent; -1 while the transfer is not matched."""
         return -1 if self.sender is None else self.sender
 
     _source_rank = source_rank
 
     def result(self) -> list[Tensor]:
-        """The tensor; waits for it."""
+        """Wait, and return the tensor."""
         self.wait()
         return [self._tensor]
 
     def get_future(self) -> Future[list[Tensor]]:
-        """A future of the tensor; it raises what went wrong."""
+        """Return a future of the tensor; it raises the transfer's error."""
         source: Future[None] = Future()
         self.when_done(lambda: source.set_result(None))
         return source.then(lambda _: self.result())
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` when it has ended, well or not: on the thread that ended it, or now if it has ended."""
+        """Call ``callback`` once the transfer has ended, with or without an error: on the thread that ends it, or now."""
         with self._lock:
             if not self._ended.is_set():
                 self._callbacks.append(callback)
@@ -154,7 +154,7 @@ class Transfer(dist._Work):
         callback()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Mark it as ended, after what was received is where the call wants it. Later calls do nothing."""
+        """Copy the received values to the call's tensor if needed, and mark the transfer as ended. Later calls do nothing."""
         if error is None and not self.is_send and self._plain is not self._tensor and not self._ended.is_set():
             try:
                 self._tensor.detach().copy_(self._plain)
@@ -169,11 +169,11 @@ class Transfer(dist._Work):
         for callback in callbacks:
             try:
                 callback()
-            except Exception:  # it must not take the other transfers with it
+            except Exception:  # an error in one callback must not end other transfers
                 logging.getLogger("guozhuang").exception("what was to follow a %s failed", self.what)
 
     def too_late(self, pid: int | None, limit_s: float | None = None) -> WorldError:
-        """The error of a transfer, or of one wait for it, whose time ran out; ``pid`` is that of the other rank."""
+        """Return the error of a transfer, or of one wait for it, that timed out; ``pid`` is the other rank's process."""
         limit_s, other = self.limit_s if limit_s is None else limit_s, self.other
         if other is None:
             text = f"no rank sent anything within {limit_s:g} s to the {self.what}"
@@ -182,15 +182,15 @@ class Transfer(dist._Work):
         return self.lost(other, pid, f"rank {other} did not come within {limit_s:g} s to the {self.what}", fix)
 
     def lost(self, lost: int, pid: int | None, text: str, fix: str = "look at that rank's own error") -> PeerLost:
-        """The error of a rank that is gone."""
+        """Return the error of a transfer whose other rank is gone."""
         return PeerLost(explain(text, rank=self.rank, fix=fix), rank=lost, pid=pid, waiting_in=self.what)
 
     def given_up(self, peer: int, pid: int) -> PeerLost:
-        """The error of a transfer that the other rank gave up."""
+        """Return the error of a transfer that the other rank aborted."""
         return self.lost(peer, pid, f"rank {peer} gave up its side of the {self.what}")
 
     def differs(self, peer: int, dtype: str, num_elements: int) -> MismatchError:
-        """The error of two ranks that mean different payloads; ``dtype`` and ``num_elements`` are the other's."""
+        """Return the error of a send and a receive that differ; ``dtype`` and ``num_elements`` are the other rank's."""
         mine, other = (self.rank, "sends"), (peer, "receives")
         if not self.is_send:
             mine, other = (self.rank, "receives"), (peer, "sends")
@@ -203,16 +203,16 @@ class Transfer(dist._Work):
 
 @dataclass
 class Offer:
-    """What a rank wants to send.
+    """A rank's message that it wants to send a tensor.
 
     Attributes:
-        source: that rank.
-        number: of the send, there.
-        tag: of the send.
+        source: the rank that sends.
+        number: the send's number on that rank.
+        tag: the send's tag.
         dtype: name of the dtype.
-        num_elements: of the tensor.
-        payload: the bytes of a small payload, which came along; empty if they are to be asked for.
-        turn: counts offers of all ranks as they came.
+        num_elements: the tensor's number of elements.
+        payload: the bytes of a small payload; empty if the receiver must request them.
+        turn: a counter over the offers of all ranks, in order of arrival.
     """
 
     source: int
@@ -225,24 +225,24 @@ class Offer:
 
     @property
     def is_here(self) -> bool:
-        """Whether the whole payload came along."""
+        """Return whether the whole payload came with the offer."""
         return bool(self.payload) or self.num_elements == 0
 
 
 class UnderWay:
-    """The transfers of a rank that have not ended, and the ranks from which nothing can come any more.
+    """The unfinished transfers of a rank, and the ranks from which no more messages can arrive.
 
-    It brings offers and receives together: per source and tag in order; a receive from any rank gets the oldest offer.
+    Matches offers with receives: per source and tag in order; a receive from any rank matches the oldest offer.
 
     Args:
         rank: this process in the group.
         size: number of ranks.
 
     Attributes:
-        sends: by number.
-        receives: those that asked for a payload, by source and number of the send.
-        lost: for each rank that is gone, why, and whether it left properly.
-        gave_up: for each rank whose group broke, why.
+        sends: the sends by number.
+        receives: receives that have requested a payload, by source and number of the send.
+        lost: for each rank that is gone: the reason, and whether it left the group properly.
+        gave_up: for each rank whose group broke: the reason.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -256,7 +256,7 @@ class UnderWay:
         self._offers: dict[tuple[int, int], deque[Offer]] = {}
 
     def post(self, receive: Transfer) -> Offer | None:
-        """Take a receive; return the offer it gets, or None: it is kept then."""
+        """Match a receive with an offer and return the offer; if there is none, store the receive and return None."""
         sources = [receive.peer] if receive.peer is not None else [s for s, tag in self._offers if tag == receive.tag]
         keys = [(source, receive.tag) for source in sources if (source, receive.tag) in self._offers]
         if keys:
@@ -270,7 +270,7 @@ class UnderWay:
         return None
 
     def offer(self, offer: Offer) -> Transfer | None:
-        """Take an offer; return the receive that gets it, or None: it is kept then."""
+        """Match an offer with a receive and return the receive; if there is none, store the offer and return None."""
         keys = [key for key in ((offer.source, offer.tag), (None, offer.tag)) if key in self._posted]
         if keys:
             key = min(keys, key=lambda k: self._posted[k][0][0])
@@ -284,25 +284,25 @@ class UnderWay:
         return None
 
     def withdraw(self, receive: Transfer) -> None:
-        """Forget a receive, if it is kept."""
+        """Remove a receive that is stored unmatched."""
         key = (receive.peer, receive.tag)
         kept = deque(each for each in self._posted.pop(key, ()) if each[1] is not receive)
         if kept:
             self._posted[key] = kept
 
     def forget_offers(self, source: int, unless: Callable[[Offer], bool]) -> None:
-        """Forget the offers of a rank, but for those of which ``unless`` is true."""
+        """Remove the offers of a rank, except those for which ``unless`` is true."""
         for key in [key for key in self._offers if key[0] == source]:
             kept = deque(offer for offer in self._offers.pop(key) if unless(offer))
             if kept:
                 self._offers[key] = kept
 
     def all(self) -> list[Transfer]:
-        """All transfers that have begun and not ended."""
+        """Return all unfinished transfers."""
         return [*self.sends.values(), *self.receives.values(), *self._all_posted()]
 
     def take_failed(self, peer: int) -> list[Transfer]:
-        """Forget, and return, the transfers that can have no good end now that a rank is lost or gave up."""
+        """Remove and return the transfers that cannot succeed now that a rank is lost or has broken its group."""
         self.forget_offers(peer, unless=lambda offer: offer.is_here)
         failed = [send for send in self.sends.values() if send.peer == peer]
         failed += [receive for (source, _), receive in self.receives.items() if source == peer]
@@ -314,7 +314,7 @@ class UnderWay:
         return failed
 
     def hopeless(self, receive: Transfer) -> int | None:
-        """A lost rank because of which a receive that nothing was offered to waits in vain."""
+        """Return a lost rank because of which an unmatched receive cannot succeed, or None."""
         if receive.peer is not None:
             return receive.peer if receive.peer in self.lost or receive.peer in self.gave_up else None
         died = [peer for peer, (_, has_left) in self.lost.items() if not has_left]
