@@ -47,7 +47,8 @@ from .peers import ENDED, ended_events
 from .rendezvous import Peers
 from .transfers import Offer, Transfer, UnderWay
 
-_CHUNK_BYTES: Final = 190 << 10  # what fits into a socket's buffer of the usual size
+_ASKED_BUFFER_BYTES: Final = 4 << 20  # of a socket; the kernel grants less where net.core.wmem_max is smaller
+_MOST_CHUNK_BYTES: Final = 1 << 20
 _FEWEST_CHUNK_BYTES: Final = 4 << 10
 _TOO_LARGE: Final = frozenset((errno.EMSGSIZE, errno.ENOBUFS, errno.ENOMEM))
 _READS_PER_TURN: Final = 64  # from one peer, before the others have their turn
@@ -86,7 +87,13 @@ class PointToPoint:
         self._numbers = itertools.count(1)
         self._streams: list[deque[Transfer]] = [deque() for _ in pages]  # per receiver: sends that were asked for
         self._out: list[deque[bytes]] = [deque() for _ in pages]
-        self._chunk_bytes = _CHUNK_BYTES
+        self._chunk_bytes = _MOST_CHUNK_BYTES
+        for _, channel in self._channels():
+            channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _ASKED_BUFFER_BYTES)
+            room = channel.getsockopt(
+                socket.SOL_SOCKET, socket.SO_SNDBUF
+            )  # for three chunks: both sides copy at the same time
+            self._chunk_bytes = min(self._chunk_bytes, room * 3 // 10)
         self._earliest_deadline = math.inf  # no transfer ends before it; a transfer that has ended may have set it
         self._thread = threading.Thread(target=self._serve, name=f"guozhuang-p2p-{self._rank}", daemon=True)
         try:
@@ -364,11 +371,8 @@ class PointToPoint:
         for peer, state in enumerate(self._states):
             if state.value != RankState.BROKEN or peer in self._under_way.gave_up or peer in self._under_way.lost:
                 continue
-            cause = (
-                ctypes.string_at(self._peers.segments[peer].address + DOING_OFFSET, DOING_BYTES)
-                .split(b"\0")[0]
-                .decode(errors="replace")
-            )
+            words = ctypes.string_at(self._peers.segments[peer].address + DOING_OFFSET, DOING_BYTES)
+            cause = words.split(b"\0")[0].decode(errors="replace")
             self._under_way.gave_up[peer] = f"rank {peer} (pid {self._peers.pids[peer]}) gave up on the group ({cause})"
             if peer == self._rank:
                 for transfer in self._under_way.all():
