@@ -1,8 +1,8 @@
-"""``guozhuang check``: the facts about hosts, ranks and links of a run, and rules that find what is wrong with them.
+"""``guozhuang check``: collects facts about the hosts, ranks and links of a run, and finds problems by rules.
 
-To read: ``results`` (the records), ``facts`` (about one rank), ``worker`` (one rank; rank 0 leads), ``steps`` (of a check),
+Modules: ``results`` (the records), ``facts`` (about one rank), ``worker`` (one rank; rank 0 leads), ``steps`` (of a check),
 ``measure`` (pairs of ranks, all_reduce), ``verdict`` (rules; with ``netrules``, ``linkrules``, ``noderules``), ``table`` (the
-terminal), ``command``.
+terminal output), ``command`` (the command line).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do what ``guozhuang check`` was asked for; see ``command.main``."""
+    """Run ``guozhuang check``; see ``command.main``."""
     from guozhuang.check import command  # here, because a rank is a module of this package that is run by itself
 
     return command.main(arguments)

@@ -1,4 +1,4 @@
-"""``guozhuang check``: its options; it takes part as a rank, or starts the ranks itself and tells what they found."""
+"""``guozhuang check``: its options; takes part as a rank, or starts the ranks itself and prints their result."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from guozhuang.launch.hosts import placement as hosts
 from guozhuang.launch.hosts import ssh
 from guozhuang.world import session, slurm
 
-_START_S = 30.0  # for processes to start
-_GRACE_S = 20.0  # for the launcher to end what it started
-_MOST_AT_ONCE = 64  # of ssh
+_START_S = 30.0  # time for processes to start
+_GRACE_S = 20.0  # time for the launcher to end its processes
+_MOST_AT_ONCE = 64  # number of simultaneous ssh processes
 _SAID_LINES = 3
 _GOT_SIGNAL = re.compile(r"got SIG[A-Z]+")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do what ``guozhuang check`` was asked for.
+    """Run ``guozhuang check``.
 
     Args:
         arguments: the command line after ``guozhuang check``.
 
     Returns:
-        0 if nothing was found that breaks training, 1 if something was. A rank other than 0 returns 1 if it could not
+        0 if no problem was found that breaks training, else 1. A rank other than 0 returns 1 if it could not
         take part, else 0.
 
     Raises:
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options of ``guozhuang check``; those for several hosts are those of ``guozhuang run``."""
+    """Return the parser of ``guozhuang check``; its options for several hosts are those of ``guozhuang run``."""
     made = argparse.ArgumentParser(
         prog="guozhuang check",
         description="Measure the links between ranks, compare their hosts, and say what is wrong. Starts ranks on this node, "
@@ -96,7 +96,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def show(results: CheckResults, as_json: bool) -> int:
-    """Print a result and return the exit code that follows from it."""
+    """Print a result and return its exit code."""
     from rich.console import Console
 
     from guozhuang.check import table
@@ -111,7 +111,7 @@ def show(results: CheckResults, as_json: bool) -> int:
 
 
 def _here(options: argparse.Namespace) -> CheckResults:
-    """Start ranks on this node."""
+    """Start ranks on this node, and return their result."""
     if options.interface is not None:
         what = "--interface serves several hosts; ranks of one node use loopback"
         raise UsageError(explain(what, value=options.interface, fix="leave it out, or give -H"))
@@ -120,7 +120,7 @@ def _here(options: argparse.Namespace) -> CheckResults:
 
 
 def _over_hosts(options: argparse.Namespace) -> CheckResults:
-    """Start ranks on the hosts that accept us over ssh; the others are reported."""
+    """Start ranks on the hosts that accept ssh connections; report the other hosts in the result."""
     named = [host for text in options.hosts or () for host in hosts.parse_hosts(text)]
     if options.hostfile is not None:
         if named:
@@ -148,7 +148,7 @@ def _over_hosts(options: argparse.Namespace) -> CheckResults:
 
 
 def _handed_on(options: argparse.Namespace) -> list[str]:
-    """Return the other options for several hosts, as they were given."""
+    """Return the other options for several hosts as command-line words, to pass on to ``guozhuang run``."""
     given = {
         "--ssh-port": options.ssh_port,
         "--ssh-identity": options.ssh_identity,
@@ -167,16 +167,16 @@ def _default_ranks() -> int:
 
 
 def _run(start: Sequence[str], num_ranks: int, timeout_s: float, start_s: float) -> CheckResults:
-    """Let ``guozhuang run`` start the ranks; return what rank 0 found out, or why nobody did. No process is left.
+    """Start the ranks by ``guozhuang run``; return rank 0's result, or the reason why there is none. No process is left.
 
-    The launcher is this very process: another one would import torch once more, and could outlive this one.
+    The launcher runs in this process: another process would import torch again, and could outlive this one.
     """
     command = [*start, "-m", "guozhuang.check.worker", "--timeout", f"{timeout_s:g}"]
     limit_s = longest_s(timeout_s) + _START_S + start_s
     with _captured() as streams, _limited(limit_s, streams) as over:
         try:
             code = launch.main(command)
-        except SystemExit as error:  # its parser; what it said is in the stream
+        except SystemExit as error:  # raised by its argument parser; the error text is in the stream
             code = error.code if isinstance(error.code, int) else 1
     text = taken_over(streams.out)
     if text is not None:
@@ -195,12 +195,12 @@ def _run(start: Sequence[str], num_ranks: int, timeout_s: float, start_s: float)
 
 
 def _unreachable(hosts: Sequence[str], ssh_options: Sequence[str], limit_s: float) -> list[Absence]:
-    """Try ssh to every host at once; return those that refuse us, with the reason that ssh gives.
+    """Try ssh to all hosts at once; return those that refuse the connection, with the reason that ssh gives.
 
     Args:
-        hosts: as ssh takes them, ``user@name`` too.
-        ssh_options: port, identity and configuration, as ssh takes them.
-        limit_s: for each host.
+        hosts: host names as ssh takes them, also ``user@name``.
+        ssh_options: arguments of ssh for port, identity and configuration.
+        limit_s: time limit for each host.
     """
     with ThreadPoolExecutor(min(_MOST_AT_ONCE, max(len(hosts), 1))) as pool:
         reasons = list(pool.map(lambda host: _refusal(host, ssh_options, limit_s), hosts))
@@ -213,7 +213,7 @@ def _unreachable(hosts: Sequence[str], ssh_options: Sequence[str], limit_s: floa
 
 
 def _refusal(host: str, ssh_options: Sequence[str], limit_s: float) -> str | None:
-    """Return the reason that ssh gives; None if the host accepts us."""
+    """Return the reason that ssh gives for a failure; None if the host accepts the connection."""
     options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={max(int(limit_s), 1)}", *ssh_options]
     try:
         done = subprocess.run(
@@ -236,10 +236,10 @@ def _refusal(host: str, ssh_options: Sequence[str], limit_s: float) -> str | Non
 
 @dataclass
 class _Streams:
-    """The text that went to stdout and stderr, of this process and those it started; filled at the end.
+    """The text written to stdout and stderr by this process and its children; filled when capturing ends.
 
     Attributes:
-        real_err: the descriptor of the stderr that is shown.
+        real_err: the descriptor of the original stderr.
     """
 
     real_err: int
@@ -249,7 +249,7 @@ class _Streams:
 
 @contextlib.contextmanager
 def _captured() -> Iterator[_Streams]:
-    """Send both streams to files without names, at the level of descriptors, for processes inherit those."""
+    """Redirect both streams to anonymous files, at the level of descriptors, because child processes inherit those."""
     sys.stdout.flush()
     sys.stderr.flush()
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
@@ -272,10 +272,10 @@ def _captured() -> Iterator[_Streams]:
 
 @contextlib.contextmanager
 def _limited(limit_s: float, streams: _Streams) -> Iterator[list[float]]:
-    """Send this process SIGTERM after a limit, which makes the launcher end what it started, and return.
+    """Send SIGTERM to this process after a time limit: it makes the launcher end its processes and return.
 
-    The list that is yielded holds the limit once it is over. If the launcher does not return either, the process ends: the
-    guard of the launcher's ranks ends those.
+    The yielded list holds the limit once it has passed, else it is empty. If the launcher does not return either, this process
+    exits: then the launcher's guard ends the ranks.
     """
     over: list[float] = []
 

@@ -1,4 +1,4 @@
-"""Collects the facts about one rank: host, versions, network, resources. Asks the system only; waits for nobody."""
+"""Collects the facts about one rank: host, versions, network, resources. It asks the system only, no other rank."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from guozhuang.world import machine, requested_backend, requested_gloo_interface
 from guozhuang.world.devices import BIND_DEVICES, SHARED_MEMORY, choose
 from guozhuang.world.identity import Identity
 
-_RESOLVE_S = 3.0  # a name server that is down answers after half a minute
+_RESOLVE_S = 3.0  # limit, because asking a name server that is down takes half a minute
 _PACKAGES = ("torch", "guozhuang", "numpy")
 
 
 def collect(identity: Identity) -> Facts:
-    """Return the facts about this process. Takes up to a few seconds where names do not resolve; never longer."""
+    """Return the facts about this process. Takes up to a few seconds if names do not resolve; never longer."""
     num_cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device, device_name = _device(identity, num_cuda)
     return Facts(
@@ -55,7 +55,7 @@ def collect(identity: Identity) -> Facts:
 
 
 def meeting_host(identity: Identity) -> str:
-    """Return the name or address where ranks are to meet, as far as the launcher tells it; "" where it does not."""
+    """Return the name or address at which ranks meet, if the launcher gives one; else ""."""
     point = identity.meeting_point
     if point is None:
         return ""
@@ -65,7 +65,7 @@ def meeting_host(identity: Identity) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that must be the same everywhere. The source has a digest: a checkout may be stale unnoticed."""
+    """Return the versions that must agree on all hosts, with a digest of our source: a checkout may be stale unnoticed."""
     found = {"Python": platform.python_version()}
     for name in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -85,13 +85,13 @@ def versions() -> dict[str, str]:
 
 
 def network(meeting_host: str) -> Network:
-    """Return the network of this process, and the way to the host where ranks meet."""
+    """Return the network of this process, and its interface to the host where ranks meet."""
     interfaces = _interfaces()
     met, meeting_error = _resolve(meeting_host) if meeting_host else ((), "")
     named, name_error = _resolve(socket.gethostname())
     routed = next((name for name in (_interface_to(address, interfaces) for address in met) if name), None)
     requested = requested_gloo_interface()
-    # Gloo takes a list, and uses its interfaces in turn; the first is the one that everything starts with.
+    # Gloo takes a list of interfaces and uses them in turn; the first one carries the first connections.
     in_use = requested.split(",")[0].strip() if requested else routed
     found = Network(
         meeting_host=meeting_host,
@@ -110,7 +110,7 @@ def network(meeting_host: str) -> Network:
 
 
 def address_on(here: Network, name: str | None) -> str:
-    """Return an address of an interface, of the same family as where ranks meet; "" where there is none."""
+    """Return an address of an interface, preferably of the same family as the meeting host's; "" if it has none."""
     found = here.interface(name)
     usable = [each for each in found.addresses if not each.startswith("fe80")] if found else []
     wants_six = bool(here.meeting_addresses) and ":" in here.meeting_addresses[0]
@@ -118,7 +118,7 @@ def address_on(here: Network, name: str | None) -> str:
 
 
 def resources() -> Resources:
-    """Return the resources of the node that this process may use."""
+    """Return the limits and free resources of the node for this process."""
     memory = psutil.virtual_memory()
     shm = shm_free = None
     with contextlib.suppress(OSError):
@@ -142,7 +142,7 @@ def resources() -> Resources:
 
 
 def _device(identity: Identity, num_cuda: int) -> tuple[str, str]:
-    """Return the device that gz.init would choose, and its model. The local rank may be known only after the meeting."""
+    """Return the device that gz.init would choose, and its model. The local rank may be unknown before ranks have met."""
     if not num_cuda:
         return "cpu", machine.processor_name()
     local_rank = identity.local_rank or 0
@@ -150,7 +150,7 @@ def _device(identity: Identity, num_cuda: int) -> tuple[str, str]:
     try:
         _, chosen = choose(requested_backend(), None, local_rank, num_cuda, is_bound=is_bound)
     except UsageError:
-        if is_bound:  # gz.init takes the first that no rank before it on this node has
+        if is_bound:  # gz.init then takes the first device that no lower rank of this node has
             return f"one of {num_cuda} CUDA devices of its own", torch.cuda.get_device_name(0)
         return f"cuda:{local_rank} (not there)", ""
     return str(chosen), torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else ""
@@ -195,14 +195,14 @@ def _resolve(host: str) -> tuple[tuple[str, ...], str]:
             return nothing, str(error.strerror or error)
         return tuple(dict.fromkeys(sorted((str(e[4][0]) for e in entries), key=lambda a: ":" in a))), ""
 
-    try:  # nothing but a thread can put a limit to the system's resolver
+    try:  # the system's resolver has no time limit of its own, so it runs in a thread
         return attempt(_RESOLVE_S, ask)
     except OverdueError:
         return nothing, f"no answer from the name service within {_RESOLVE_S:g} s"
 
 
 def _interface_to(address: str, interfaces: Sequence[NetworkInterface]) -> str | None:
-    """Return the interface that the system would use to reach an address. Sends nothing."""
+    """Return the interface through which the system would send to an address. Sends nothing."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))
@@ -213,7 +213,7 @@ def _interface_to(address: str, interfaces: Sequence[NetworkInterface]) -> str |
 def _owner(address: str, interfaces: Sequence[NetworkInterface]) -> str | None:
     bare = address.partition("%")[0]
     owners = [each.name for each in interfaces if any(a.partition("%")[0] == bare for a in each.addresses)]
-    if not owners and ipaddress.ip_address(bare).is_loopback:  # 127.0.1.1 stands nowhere and works
+    if not owners and ipaddress.ip_address(bare).is_loopback:  # 127.0.1.1 works unlisted
         owners = [each.name for each in interfaces if each.name in ("lo", "lo0")]
     return owners[0] if owners else None
 

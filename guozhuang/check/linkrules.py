@@ -1,4 +1,4 @@
-"""Rules over links: broken, slow against the others, slow in itself. Pure."""
+"""Rules for links: broken ones, ones slower than others, and ones below absolute limits. No I/O."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from guozhuang.check.measure import CONNECTED
 from guozhuang.check.results import CheckResults, Finding, MeasuredLink
 from guozhuang.units import card_speed, listed, short_time, speed
 
-#: Of the median of comparable links.
+#: A link is slow below this share of the median of comparable links.
 SLOW_SHARE = 0.5
-#: Less than this between nodes, and gradients of any size wait for it: what a network of 500 Mbit/s carries.
+#: Links between nodes below this bandwidth (500 Mbit/s) slow down training with gradients of any size.
 MIN_BETWEEN_BYTES_PER_S = 62.5e6
-#: Less than this inside a node means that something slows down the whole machine.
+#: Links inside a node below this bandwidth mean that something slows down the whole machine.
 MIN_INSIDE_BYTES_PER_S = 100e6
-#: Of what the card says of itself.
+#: A link is slow below this share of the speed that its card reports.
 CARD_SHARE = 0.3
 MAX_CARD_MBIT_PER_S = 10_000
 HIGH_LATENCY_S = 2e-3
@@ -25,7 +25,7 @@ _FIX = "test that cable, switch port and card (`ethtool`), what else uses it, an
 
 
 def broken(results: CheckResults) -> Iterator[Finding]:
-    """Find pairs that could not be measured although both ranks were there; one sentence per pair of nodes."""
+    """Find pairs that could not be measured although both ranks were present; one finding per pair of nodes."""
     lost = {each.rank for each in results.absences}
     wrong = [each for each in results.links if each.failure and not {each.a, each.b} & lost]
     by_nodes: dict[tuple[str, str], list[MeasuredLink]] = {}
@@ -35,7 +35,7 @@ def broken(results: CheckResults) -> Iterator[Finding]:
         first = links[0]
         pairs = "" if len(links) == 1 else f" (and {len(links) - 1} more pairs of ranks)"
         where = f"on {a} and {b}" if first.between_nodes else f"on {a}"
-        stalled = first.failure.startswith(CONNECTED)  # small packets pass, and what carries gradients does not
+        stalled = first.failure.startswith(CONNECTED)  # small packets pass, but large messages do not
         cannot = "cannot work together" if stalled else "cannot connect"
         text = f"Ranks {first.a} and {first.b} {where} {cannot}{pairs}: {first.failure}."
         fix = "open TCP ports between the hosts (ranks use any port from 1024 on), and check interface and address"
@@ -55,7 +55,7 @@ def reductions(results: CheckResults) -> Iterator[Finding]:
 
 
 def slow_nodes_and_links(results: CheckResults) -> Iterator[Finding]:
-    """Find nodes and links that are slow against the median of their kind."""
+    """Find nodes and links that are slow compared with the median of their kind."""
     best, slow_nodes = _nodes_by_best_link(results)
     median = statistics.median(best.values()) if best else 0.0
     for node in sorted(slow_nodes, key=lambda each: best[each]):
@@ -71,10 +71,10 @@ def slow_nodes_and_links(results: CheckResults) -> Iterator[Finding]:
 
 
 def _nodes_by_best_link(results: CheckResults) -> tuple[dict[str, float], set[str]]:
-    """Return the bandwidth of each node's best link, and the nodes that are slow against the others.
+    """Return the bandwidth of each node's best link, and the nodes that are slow compared with the others.
 
-    With three nodes, one of them slow, two of three links are slow, and their median says nothing. So nodes are compared
-    before links, by the best that each has.
+    With three nodes, one of them slow, two of three links are slow, and their median is useless. So nodes are compared
+    before links, by the best link of each.
     """
     node_of = {each.rank: each.node for each in results.facts}
     best: dict[str, float] = {}
@@ -89,7 +89,7 @@ def _nodes_by_best_link(results: CheckResults) -> tuple[dict[str, float], set[st
 
 
 def _not_of(results: CheckResults, nodes: set[str]) -> list[MeasuredLink]:
-    """Return the measured links between nodes, without those of ``nodes``."""
+    """Return the measured links between nodes, without links of ``nodes``."""
     node_of = {each.rank: each.node for each in results.facts}
     known = [each for each in results.links if each.between_nodes and each.slower_bytes_per_s]
     return [each for each in known if not {node_of[each.a], node_of[each.b]} & nodes]
@@ -99,7 +99,7 @@ def _slow_pairs(results: CheckResults, links: list[MeasuredLink], kind: str) -> 
     if len(links) < 3:
         return
     median = statistics.median(each.slower_bytes_per_s or 0.0 for each in links)
-    share = SLOW_SHARE if kind == "between nodes" else SLOW_SHARE / 2  # inside, cores and caches make differences
+    share = SLOW_SHARE if kind == "between nodes" else SLOW_SHARE / 2  # caches cause differences inside a node
     slow = [each for each in links if (each.slower_bytes_per_s or 0.0) < share * median]
     for link in sorted(slow, key=lambda each: each.slower_bytes_per_s or 0.0)[:3]:
         text = (
@@ -114,7 +114,7 @@ def _slow_pairs(results: CheckResults, links: list[MeasuredLink], kind: str) -> 
 
 
 def below_floors(results: CheckResults) -> Iterator[Finding]:
-    """Find kinds of links that are slow altogether, so that none stands out."""
+    """Find kinds of links that are slow in general, so that no single link is far below the median."""
     between_nodes = _not_of(results, _nodes_by_best_link(results)[1])
     inside_nodes = [each for each in results.links if not each.between_nodes and each.slower_bytes_per_s]
     for links, floor, kind in (
@@ -140,7 +140,7 @@ def below_floors(results: CheckResults) -> Iterator[Finding]:
 
 
 def below_card(results: CheckResults) -> Iterator[Finding]:
-    """Find a usual link that carries far less than the slower of its two cards promises."""
+    """Find that the median link carries far less than the slower of its two cards reports."""
     by_rank = {each.rank: each.network for each in results.facts}
     links = sorted(
         _not_of(results, _nodes_by_best_link(results)[1]), key=lambda each: each.slower_bytes_per_s or 0.0, reverse=True
@@ -150,7 +150,7 @@ def below_card(results: CheckResults) -> Iterator[Finding]:
     usual = links[len(links) // 2]
     cards = [network.interface(network.in_use) for network in (by_rank[usual.a], by_rank[usual.b])]
     speeds = [card.speed_mbit_per_s for card in cards if card and card.is_card and card.speed_mbit_per_s]
-    # One connection does not fill the fastest cards, which is no fault of theirs.
+    # One connection cannot fill the fastest cards, so those are not judged.
     if len(speeds) < 2 or min(speeds) > MAX_CARD_MBIT_PER_S:
         return
     carried, promised = usual.slower_bytes_per_s or 0.0, min(speeds) * 1e6 / 8
@@ -164,7 +164,7 @@ def below_card(results: CheckResults) -> Iterator[Finding]:
 
 
 def latencies(results: CheckResults) -> Iterator[Finding]:
-    """Find small messages that take long, against the others or in absolute time."""
+    """Find links with high latency, compared with the others or in absolute time."""
     known = [each for each in results.links if each.between_nodes and each.latency_s is not None]
     if not known:
         return
@@ -191,7 +191,7 @@ def _hosts(results: CheckResults, link: MeasuredLink) -> str:
 
 
 def _direction(link: MeasuredLink) -> str:
-    """Name the slow direction, where one is far slower than the other."""
+    """Return a text that names the slow direction, if one direction is far slower than the other."""
     to, fro = link.forward_bytes_per_s, link.backward_bytes_per_s
     if to is None or fro is None or min(to, fro) > 0.6 * max(to, fro):
         return ""

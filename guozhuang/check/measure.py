@@ -1,7 +1,7 @@
-"""Measuring the link between two ranks, which pairs are measured when, and all_reduce.
+"""Measures the link between two ranks and all_reduce, and plans which pairs are measured at the same time.
 
-A pair is a gloo group of two. A large message counts from its first byte to the answer of the rank that received it, so that
-bytes in buffers are not taken for sent ones.
+A pair is a gloo group of two. The time of a large message ends when the receiving rank's answer arrives, so that
+bytes that only lie in buffers do not count as sent.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from guozhuang.errors import WorldError
 from guozhuang.net.client import within
 from guozhuang.world.devices import SHARED_MEMORY
 
-#: The limit of one pair.
+#: The time limit of one pair.
 PAIR_LIMIT_S = 6.0
-#: The beginning of a failure of a pair that was connected.
+#: The beginning of the failure text of a pair that was connected.
 CONNECTED = "connected, but "
 _SMALL_BYTES = 8
 _MODES = ("echo", "take", "give")
 _SMALL_REPEATS, _SMALL_BUDGET_S = 100, 0.05
 _FIRST_BYTES, _MOST_BYTES = 64 << 10, 16 << 20
-_LONG_ENOUGH_S = 0.008  # a message that takes longer is not measured with a larger one
+_LONG_ENOUGH_S = 0.008  # a message that takes longer is large enough
 _LARGE_REPEATS, _LARGE_BUDGET_S = 5, 0.25
-#: More rounds than this would take longer than a check may.
+#: More rounds would take too long.
 MAX_ROUNDS = 30
 _MAX_PAIRS_OF_RANKS = 240
-#: Of all_reduce: a small tensor tells the cost of a call, a bucket of DDP's size the bandwidth.
+#: Sizes for all_reduce: a small tensor shows the cost of a call, one of a DDP bucket's size the bandwidth.
 SMALL_TENSOR_BYTES, LARGE_TENSOR_BYTES = 4 << 10, 25 << 20
 _MOST_REDUCTIONS, _REDUCTIONS_BUDGET_S = 50, 0.4
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which pairs are measured at the same time.
+    """A plan that says which pairs are measured at the same time.
 
     Attributes:
-        rounds: in each, no node takes part in two pairs.
-        note: what was left out and why; "" if nothing was.
+        rounds: pairs of ranks for each round; in a round, no node takes part in two pairs.
+        note: which pairs were left out and why; "" if none.
     """
 
     rounds: tuple[tuple[tuple[int, int], ...], ...]
@@ -56,11 +56,11 @@ class Schedule:
 
 
 def schedule(node_of: Mapping[int, str], max_rounds: int = MAX_ROUNDS) -> Schedule:
-    """Plan every pair of ranks; where that takes too many rounds, one pair per pair of nodes, as many as fit. Pure.
+    """Plan every pair of ranks; if that takes too many rounds, one pair per pair of nodes, as many as fit. No I/O.
 
     Args:
         node_of: the node of each rank.
-        max_rounds: how many rounds there may be.
+        max_rounds: upper bound of the number of rounds.
     """
     ranks = sorted(node_of)
     num_pairs = len(ranks) * (len(ranks) - 1) // 2
@@ -89,7 +89,7 @@ def schedule(node_of: Mapping[int, str], max_rounds: int = MAX_ROUNDS) -> Schedu
 
 
 def _packed(pairs: Sequence[tuple[int, int]], node_of: Mapping[int, str]) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Each pair goes to the first round in which both of its nodes are free."""
+    """Put each pair in the first round in which both of its nodes are free."""
     rounds: list[list[tuple[int, int]]] = []
     busy: list[set[str]] = []
     for a, b in pairs:
@@ -104,7 +104,7 @@ def _packed(pairs: Sequence[tuple[int, int]], node_of: Mapping[int, str]) -> tup
 
 
 def _tournament(players: Sequence[int]) -> list[tuple[tuple[int, int], ...]]:
-    """Everybody meets everybody once, each at most once a round (the circle method)."""
+    """Return rounds in which each player meets every other once, and at most one per round (the circle method)."""
     ring: list[int | None] = [*players, *([None] if len(players) % 2 else [])]
     rounds = []
     for _ in range(len(ring) - 1):
@@ -115,10 +115,10 @@ def _tournament(players: Sequence[int]) -> list[tuple[tuple[int, int], ...]]:
 
 
 class PairError(Exception):
-    """Two ranks could not be connected, or a message did not get through.
+    """Two ranks could not be connected, or a message did not arrive.
 
     Attributes:
-        has_ended: the connection ended before the limit, as it does when the process of the peer is gone.
+        has_ended: whether the connection was closed before the limit, as when the peer's process has ended.
     """
 
     def __init__(self, text: str, has_ended: bool = False) -> None:
@@ -127,16 +127,16 @@ class PairError(Exception):
 
 
 class Pair:
-    """A gloo group of two ranks. Each pair has one of its own, because a time-out in a gloo group ends all its connections.
+    """A gloo group of two ranks. Each pair has its own group, because a time-out in a gloo group ends all its connections.
 
-    Both ranks must make it.
+    Both ranks must construct it.
 
     Args:
-        store: of the world.
-        key: names the pair in the store; used once.
-        is_first: this is the lower rank.
-        address: of this host; gloo listens there.
-        limit_s: for the connection, and for all messages after it until :meth:`limit` sets another.
+        store: the store of the world.
+        key: prefix of the pair's keys in the store; used once.
+        is_first: whether this is the lower rank.
+        address: address of this host at which gloo listens.
+        limit_s: limit for connecting, and for all messages together until :meth:`limit` sets another.
 
     Raises:
         PairError: there is no connection within the limit.
@@ -146,7 +146,7 @@ class Pair:
         self._peer = 1 if is_first else 0
         self.limit(limit_s)
 
-        def make() -> Any:  # torch's stubs know no send and recv of it
+        def make() -> Any:  # torch's stubs lack its send and recv
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._threads = 1
             options._timeout = datetime.timedelta(seconds=limit_s)
@@ -161,23 +161,23 @@ class Pair:
             raise PairError(why) from error
 
     def limit(self, limit_s: float) -> None:
-        """Set the limit of all messages from now on together."""
+        """Set a new limit for all further messages together."""
         self._deadline = time.monotonic() + limit_s
 
     def send(self, tensor: torch.Tensor) -> None:
-        """Send a tensor; returns when gloo has taken all of it.
+        """Send a tensor; return when gloo has accepted all of it.
 
         Raises:
-            PairError: the limit is over, or the connection has ended.
+            PairError: the limit has passed, or the connection was closed.
         """
         self._finish(lambda: self._group.send([tensor], self._peer, 0), tensor)
 
     def receive(self, tensor: torch.Tensor) -> None:
-        """Receive into a tensor of the size that was sent; raises as :meth:`send`."""
+        """Receive into a tensor of the sent size; raises like :meth:`send`."""
         self._finish(lambda: self._group.recv([tensor], self._peer, 0), tensor)
 
     def has_ended(self, limit_s: float) -> bool:
-        """Whether the peer's end is closed. The pair is of no use after that: gloo closes it when the limit passes."""
+        """Tell whether the peer has closed the connection. Ends this pair: gloo closes it when the limit passes."""
         self.limit(limit_s)
         try:
             self.receive(torch.empty(1, dtype=torch.uint8))
@@ -198,10 +198,10 @@ class Pair:
 
 
 def lead(pair: Pair) -> dict[str, Any]:
-    """Measure as the lower rank of a pair; return the fields of a ``MeasuredLink`` that were measured.
+    """Measure as the lower rank of a pair; return the measured fields of a ``MeasuredLink``.
 
     Raises:
-        PairError: a message did not get through.
+        PairError: a message did not arrive.
     """
     latency_s = statistics.median(_exchange(pair, "echo", _SMALL_BYTES, 5)) / 2
     num = min(_SMALL_REPEATS, max(5, int(_SMALL_BUDGET_S / (2 * latency_s))))
@@ -221,7 +221,7 @@ def lead(pair: Pair) -> dict[str, Any]:
 
 
 def follow(pair: Pair) -> dict[str, Any]:
-    """Answer as the higher rank of a pair until the lower one ends it; returns no figures, raises as :func:`lead`."""
+    """Answer as the higher rank of a pair until the lower one ends it; returns an empty dict, raises like :func:`lead`."""
     order = torch.zeros(3, dtype=torch.int64)
     pair.receive(order)
     while num := int(order[2]):
@@ -235,13 +235,13 @@ def follow(pair: Pair) -> dict[str, Any]:
 
 
 def _messages(mode: str, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the messages from the lower rank to the higher one, and back."""
+    """Return two tensors for an exchange: the message to the higher rank, and the message back."""
     whole, one = torch.zeros(num_bytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
     return (one if mode == "give" else whole), (one if mode == "take" else whole.clone())
 
 
 def _exchange(pair: Pair, mode: str, num_bytes: int, num: int) -> list[float]:
-    """Time messages to and fro ("echo"), to the higher rank ("take") or from it ("give"), in seconds each."""
+    """Return the seconds of each message: there and back ("echo"), to the higher rank ("take") or from it ("give")."""
     order = torch.tensor([_MODES.index(mode), num_bytes, num])
     pair.send(order)
     sends, receives = _messages(mode, num_bytes)
@@ -256,13 +256,13 @@ def _exchange(pair: Pair, mode: str, num_bytes: int, num: int) -> list[float]:
 
 
 def _bandwidth(pair: Pair, mode: str, latency_s: float) -> tuple[float, int]:
-    """Return bytes per second, and repeats. The messages grow until one takes long enough; the latency is taken off."""
+    """Return bytes per second, and the number of repeats. Messages grow until one takes long enough; latency is subtracted."""
     size, enough_s = _FIRST_BYTES, max(_LONG_ENOUGH_S, 10 * latency_s)
     took_s, num_repeats = _exchange(pair, mode, size, 1)[0], 1
     while took_s < enough_s and size < _MOST_BYTES:
         size = min(size * 4, _MOST_BYTES)
         took_s = _exchange(pair, mode, size, 1)[0]
-    # A link so slow that one message takes up the time is known by that one.
+    # On a slow link one message uses up the time budget, and is the only measurement.
     if took_s < _LARGE_BUDGET_S:
         num_repeats = max(1, min(_LARGE_REPEATS, int(_LARGE_BUDGET_S / took_s)))
         took_s = statistics.median(_exchange(pair, mode, size, num_repeats))
@@ -270,21 +270,21 @@ def _bandwidth(pair: Pair, mode: str, latency_s: float) -> tuple[float, int]:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the first sentence of an error of gloo, without the place in its sources."""
+    """Return the first sentence of a gloo error, without its source location."""
     return re.sub(r"^\[[^]]*\] ", "", str(error).splitlines()[0]).split(". ")[0][:160]
 
 
 def reductions(limit_s: float, sizes: Sequence[int]) -> Iterator[MeasuredReduction]:
-    """Enter the world of ``gz.init``, measure all_reduce as a training script would call it, and leave the world.
+    """Yield measurements of all_reduce as a training script would call it, in a world of ``gz.init`` that is left afterwards.
 
-    Every rank must call. The times are those of this rank.
+    Every rank must call it. The times are those of this rank.
 
     Args:
-        limit_s: of the meeting, and of each collective, in seconds.
-        sizes: of the tensors, in bytes.
+        limit_s: limit of connecting, and of each collective, in seconds.
+        sizes: tensor sizes in bytes.
 
     Raises:
-        UsageError, WorldError, RuntimeError: the world cannot be entered, or a rank was lost.
+        UsageError, WorldError, RuntimeError: ``gz.init`` failed, or a rank was lost.
     """
     here = world.init(timeout_s=limit_s)
     try:
@@ -312,9 +312,9 @@ def _reduction(
             torch.cuda.synchronize(device)
         return time.perf_counter() - start
 
-    for _ in range(2):  # connections and memory are made by the first
+    for _ in range(2):  # the first call creates connections and memory
         once()
-    # How often, all ranks must agree on: by the slowest of them.
+    # All ranks must use the same number of repeats, so it follows from the slowest rank's time.
     slowest = torch.tensor([once()], dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
     num_repeats = max(3, min(_MOST_REDUCTIONS, int(_REDUCTIONS_BUDGET_S / max(slowest.item(), 1e-6))))

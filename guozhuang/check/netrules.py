@@ -1,4 +1,4 @@
-"""Rules over what leads from node to node: interfaces, host names, packet sizes. Pure."""
+"""Rules for the network between nodes: interfaces, host names, packet sizes. No I/O."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from guozhuang.units import listed
 
 
 def interfaces(results: CheckResults) -> Iterator[Finding]:
-    """Find wrong interfaces and addresses; they matter only where ranks are, or should be, on several nodes."""
+    """Find wrong interfaces and addresses; they matter only if ranks are, or should be, on several nodes."""
     if len(results.nodes) > 1:
         where: dict[tuple[str, str, str, str], list[Facts]] = {}
         for ranks in results.nodes.values():
@@ -30,7 +30,7 @@ def interfaces(results: CheckResults) -> Iterator[Finding]:
 
 
 def _interface(first: Facts) -> Iterator[tuple[str, str, str, str]]:
-    """(level, kind, text with {} for the hosts, fix) of what is wrong with the interface in use on a node."""
+    """Yield (level, kind, text with {} for the hosts, fix) for each fault of the interface in use on a node."""
     here = first.network
     used = here.interface(here.in_use)
     fix = "unset GLOO_SOCKET_IFNAME" if here.requested else "give the right one with --interface or GLOO_SOCKET_IFNAME"
@@ -56,7 +56,7 @@ def _interface(first: Facts) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _of_nccl(first: Facts) -> Iterator[tuple[str, str, str, str]]:
-    """Check NCCL_SOCKET_IFNAME on a node with devices that NCCL serves; returns the same as ``_interface``."""
+    """Check NCCL_SOCKET_IFNAME on a node with CUDA devices; yields the same tuples as ``_interface``."""
     here = first.network
     if not first.num_devices or not here.nccl_requested:
         return
@@ -77,17 +77,17 @@ def _of_nccl(first: Facts) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _chosen_by_nccl(here: Network) -> list[NetworkInterface]:
-    """The interfaces with an address that the variable admits: beginnings of names; "=": whole names; "^": all others."""
+    """Return the interfaces that the variable admits: names are prefixes; after "=" whole names; after "^" exclusions."""
     text = here.nccl_requested or ""
     is_refusal, text = text.startswith("^"), text.removeprefix("^")
     is_whole, text = text.startswith("="), text.removeprefix("=")
-    # A port of a card may follow a colon.
+    # An entry may end with a colon and the port of a card.
     asked = [each.strip().partition(":")[0] for each in text.split(",") if each.strip()]
 
     def fits(name: str) -> bool:
         return any(name == each if is_whole else name.startswith(each) for each in asked)
 
-    # Loopback and docker's bridge are left out only where nothing at all is asked for.
+    # NCCL avoids loopback and docker's bridge by itself only if the variable is not set.
     return [each for each in here.interfaces if each.addresses and each.is_up and fits(each.name) is not is_refusal]
 
 
@@ -100,7 +100,7 @@ def _is_for_this_host_alone(interface: NetworkInterface) -> bool:
 
 
 def mtu(results: CheckResults) -> Iterator[Finding]:
-    """Find nodes whose interfaces have packets of different sizes."""
+    """Find nodes whose interfaces have different packet sizes (MTU)."""
     if len(results.nodes) < 2:
         return
     sizes: dict[int, list[str]] = {}
@@ -115,7 +115,7 @@ def mtu(results: CheckResults) -> Iterator[Finding]:
 
 
 def names(results: CheckResults) -> Iterator[Finding]:
-    """Find host names that do not resolve, or resolve to loopback: gloo and others listen where the host's own name leads."""
+    """Find host names that do not resolve, or resolve to loopback: gloo listens at the address of the host's own name."""
     if len(results.nodes) < 2:
         return
     wrong, looped = [], []

@@ -1,6 +1,6 @@
-"""Rules over single nodes: processors, memory, devices, what is built. Pure.
+"""Rules for single nodes: processors, memory, devices, missing C extension. No I/O.
 
-Nodes with the same problem share a finding, so that a cluster of equal nodes is told once.
+Nodes with the same problem share a finding, so that a cluster of equal nodes gets one line.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from guozhuang import units
 from guozhuang.check.results import CheckResults, Facts, Finding
 from guozhuang.units import listed, ranks_text
 
-#: A DataLoader worker hands batches over through /dev/shm; containers give 64 MiB unless asked.
+#: DataLoader workers pass batches through /dev/shm; containers have 64 MiB of it by default.
 SMALL_SHM_BYTES, SCANT_SHM_BYTES = 320 << 20, 1 << 30
 FULL_SHM_BYTES = 64 << 20
 MIN_MEMLOCK_BYTES = 1 << 30
@@ -23,7 +23,7 @@ MIN_OPEN_FILES = 1024
 
 @dataclass(frozen=True)
 class _Problem:
-    """A finding before it is known on how many nodes; ``{}`` in the text stands for their names."""
+    """A finding whose nodes are not collected yet; ``{}`` in the text stands for their names."""
 
     level: str
     kind: str
@@ -32,7 +32,7 @@ class _Problem:
 
 
 def all_of_them(results: CheckResults) -> Iterator[Finding]:
-    """Apply all rules but those for devices."""
+    """Apply all rules of this module except the one for devices."""
     where: dict[_Problem, list[list[Facts]]] = {}
     for rule in _RULES:
         for ranks in results.nodes.values():
@@ -45,7 +45,7 @@ def all_of_them(results: CheckResults) -> Iterator[Finding]:
 
 
 def devices(results: CheckResults) -> Iterator[Finding]:
-    """Find ranks without a device of their own, or with another kind than the others."""
+    """Find ranks without a device of their own, or with another kind of device than the others."""
     absent = [each for each in results.facts if each.device.endswith("(not there)")]
     if absent:
         ranks = tuple(each.rank for each in absent)
@@ -65,7 +65,7 @@ def devices(results: CheckResults) -> Iterator[Finding]:
 
 def _processors(ranks: Sequence[Facts], num_ranks: int) -> Iterator[_Problem]:
     first = ranks[0]
-    # A launcher may have bound each rank to cores of its own; what all may use together counts.
+    # A launcher may have bound each rank to its own cores, so the cores of all ranks are counted together.
     num_cores = float(len({core for each in ranks for core in each.resources.cores}))
     quota = first.resources.quota_cores
     cores = min(num_cores, quota or num_cores)
@@ -101,7 +101,7 @@ def _shared_memory(ranks: Sequence[Facts], num_ranks: int) -> Iterator[_Problem]
 def _locked_memory(ranks: Sequence[Facts], num_ranks: int) -> Iterator[_Problem]:
     here = ranks[0].resources
     if not (here.rdma_devices or ranks[0].num_devices):
-        return  # nobody needs it
+        return  # without RDMA or CUDA nothing locks memory
     if here.memlock_bytes is not None and here.memlock_bytes < MIN_MEMLOCK_BYTES:
         why = f"RDMA ({here.rdma_devices[0]})" if here.rdma_devices else "pinned memory"
         text = f"A process may lock {units.size(here.memlock_bytes)} of memory on {{}}, too little for {why}."

@@ -1,4 +1,4 @@
-"""The records of a check; their JSON form and back. Units stand in the names."""
+"""The records of a check, and their conversion to and from JSON. Field names contain the unit."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 from guozhuang.errors import UsageError, explain
 from guozhuang.records import build
 
-#: Grows when a field changes its meaning or goes; new fields may come without.
+#: Increased when a field changes its meaning or is removed; adding fields does not change it.
 SCHEMA_VERSION = 1
 
-#: The entry of a digest among versions.
+#: The key of our source's digest in ``Facts.versions``.
 SOURCE = "guozhuang source"
 
-#: What an absent rank did whose facts cannot be understood.
+#: ``Absence.what`` of a rank whose facts cannot be parsed.
 OTHER_VERSION = "runs another version of guozhuang"
 
-#: ``fail`` breaks training, ``warn`` costs speed or breaks some programs, ``note`` is good to know.
+#: ``fail`` breaks training, ``warn`` costs speed or breaks some programs, ``note`` is information.
 LEVELS = ("fail", "warn", "note")
 
 
@@ -29,12 +29,12 @@ class NetworkInterface:
     """A network interface of a node.
 
     Attributes:
-        name: as the system calls it.
+        name: the system's name of it.
         addresses: IPv4 first.
-        is_up: the system says that it is.
-        mtu_bytes: None where the system does not tell, as below.
-        speed_mbit_per_s: what the system tells; None or made up for interfaces that are no cards.
-        is_card: a device stands behind it, it is no bridge, tunnel or pair of virtual ends.
+        is_up: whether the system reports it as up.
+        mtu_bytes: largest packet; None if the system does not report it.
+        speed_mbit_per_s: the reported speed; None or meaningless for interfaces that are not cards.
+        is_card: whether it is a hardware device, not a bridge, a tunnel or a virtual pair.
     """
 
     name: str
@@ -47,20 +47,20 @@ class NetworkInterface:
 
 @dataclass(frozen=True)
 class Network:
-    """The network of a rank: addresses, interfaces, and the way to the others.
+    """The network of a rank: addresses, interfaces, and the interface towards other nodes.
 
     Attributes:
-        meeting_host: the name or address where ranks meet (MASTER_ADDR); "" in a world of one.
-        meeting_addresses: what it resolves to here.
-        meeting_error: why it does not.
-        name_addresses: what this host's own name resolves to here.
-        name_error: why it does not.
-        requested: the interface asked for (GLOO_SOCKET_IFNAME), or None.
-        routed: the interface that leads to where ranks meet; None where there is no way, or no need.
-        in_use: the interface that carries what ranks exchange between nodes; None where nothing fits.
-        address: the address on it; "" where there is none.
-        interfaces: all of them.
-        nccl_requested: what NCCL was told to use (NCCL_SOCKET_IFNAME, as it stands), or None.
+        meeting_host: the name or address where ranks meet (MASTER_ADDR); "" in a world of one rank.
+        meeting_addresses: the addresses it resolves to on this host.
+        meeting_error: why it does not resolve; "" if it does.
+        name_addresses: the addresses that this host's own name resolves to here.
+        name_error: why it does not resolve; "" if it does.
+        requested: the interface requested by GLOO_SOCKET_IFNAME, or None.
+        routed: the interface that leads to the meeting host; None if there is no route, or no need for one.
+        in_use: the interface that carries traffic between nodes; None if no interface fits.
+        address: this host's address on it; "" if it has none.
+        interfaces: all interfaces of the host.
+        nccl_requested: the value of NCCL_SOCKET_IFNAME, or None.
     """
 
     meeting_host: str
@@ -76,26 +76,26 @@ class Network:
     nccl_requested: str | None = None
 
     def interface(self, name: str | None) -> NetworkInterface | None:
-        """The interface of that name."""
+        """Return the interface of that name; None if there is none."""
         return next((each for each in self.interfaces if each.name == name), None)
 
 
 @dataclass(frozen=True)
 class Resources:
-    """The resources of a node that a rank may use. None: not limited, or not told by this system.
+    """The resources of a node that a rank may use. None: unlimited, or not reported by this system.
 
     Attributes:
-        cores: those that this process may run on.
+        cores: numbers of the cores that this process may run on.
         quota_cores: processor time that its control group allows, in cores.
         num_threads: compute threads of this rank.
-        memory_bytes: of the node, or what its control group allows.
-        available_bytes: of it, free or to be had.
-        swap_used_bytes: what the node has swapped out.
-        shm_bytes: the size of /dev/shm.
-        shm_free_bytes: what is free there.
-        memlock_bytes: how much memory a process may lock.
-        num_open_files: how many files a process may have open.
-        rdma_devices: InfiniBand and RoCE devices.
+        memory_bytes: memory of the node, or the limit of its control group.
+        available_bytes: the part of it that can be allocated now.
+        swap_used_bytes: swap space in use on the node.
+        shm_bytes: size of /dev/shm.
+        shm_free_bytes: free space in /dev/shm.
+        memlock_bytes: limit of locked memory of a process.
+        num_open_files: limit of open files of a process.
+        rdma_devices: names of InfiniBand and RoCE devices.
     """
 
     cores: tuple[int, ...]
@@ -116,20 +116,20 @@ class Facts:
     """The facts about one rank.
 
     Attributes:
-        rank: its rank.
-        host: the host's name.
-        node: equal for ranks that share memory.
-        pid: its process.
-        launcher: who started it.
-        device: where it would compute, in words.
-        device_name: the model; "" for a CPU that does not tell.
-        num_devices: accelerators that this process sees.
+        rank: the rank that the facts are about.
+        host: name of its host.
+        node: identifies the node; equal for ranks that can share memory.
+        pid: its process id.
+        launcher: the launcher that started it.
+        device: the device on which it would compute, as text.
+        device_name: the device's model; "" for a CPU that does not report one.
+        num_devices: number of accelerators that this process sees.
         system: kernel and machine.
-        versions: by package: Python, torch, guozhuang and so on; what is absent is left out.
-        c_engine: the C part of the shared-memory group is there.
-        shm_known: the backend "shm" can be used on this system.
-        network: how it reaches others.
-        resources: what it may use.
+        versions: versions by package (Python, torch, guozhuang, ...); absent packages are left out.
+        c_engine: whether the C part of the shared-memory group is built.
+        shm_known: whether the backend "shm" can be used on this system.
+        network: its network.
+        resources: its resources.
     """
 
     rank: int
@@ -150,13 +150,13 @@ class Facts:
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """The lead of a node's clock over rank 0's, by the quickest of several exchanges (as NTP does).
+    """The difference between a node's clock and rank 0's, by the fastest of several exchanges (as in NTP).
 
     Attributes:
-        rank: who answered; one rank per node.
+        rank: the rank that was asked; one rank per node.
         offset_s: positive: that clock is ahead.
-        uncertainty_s: the offset is right to within this, whatever the ways to and fro took.
-        num_repeats: exchanges.
+        uncertainty_s: the largest possible error of the offset, half the time of the exchange.
+        num_repeats: number of exchanges.
     """
 
     rank: int
@@ -167,19 +167,19 @@ class ClockOffset:
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """A pair of ranks over one TCP connection. None: not measured.
+    """A pair of ranks, measured over one TCP connection. None: not measured.
 
     Attributes:
         a: the lower rank.
-        b: the other.
-        between_nodes: they are on different nodes.
-        latency_s: half the median time of a small message to and fro.
-        latency_repeats: how many.
-        forward_bytes_per_s: from a to b, by the median time of large messages.
-        forward_repeats: how many.
-        backward_bytes_per_s: from b to a.
-        backward_repeats: how many.
-        failure: why there are no figures; "" if there are.
+        b: the higher rank.
+        between_nodes: whether the ranks are on different nodes.
+        latency_s: half the median time of a small message there and back.
+        latency_repeats: number of small messages.
+        forward_bytes_per_s: bandwidth from a to b, by the median time of large messages.
+        forward_repeats: number of large messages from a to b.
+        backward_bytes_per_s: bandwidth from b to a.
+        backward_repeats: number of large messages from b to a.
+        failure: why there are no values; "" if there are.
     """
 
     a: int
@@ -202,16 +202,16 @@ class MeasuredLink:
 
 @dataclass(frozen=True)
 class MeasuredReduction:
-    """An all_reduce over all ranks.
+    """The measurement of an all_reduce over all ranks.
 
     Attributes:
-        backend: what carried it.
-        is_default: it is the backend that ``gz.init`` chose here.
-        device_type: where the tensor was.
-        num_bytes: of the tensor.
-        median_s: of the slowest rank; None if it failed.
-        num_repeats: how many.
-        failure: why there is no figure.
+        backend: the backend that carried it.
+        is_default: whether ``gz.init`` chose this backend here.
+        device_type: type of the tensor's device.
+        num_bytes: size of the tensor.
+        median_s: median time of the slowest rank; None if it failed.
+        num_repeats: number of calls.
+        failure: why there is no time; "" if there is one.
     """
 
     backend: str
@@ -225,15 +225,15 @@ class MeasuredReduction:
 
 @dataclass(frozen=True)
 class Absence:
-    """A rank, or a host, that is not part of the result to its end.
+    """A rank or host that did not take part in the check until its end.
 
     Attributes:
-        rank: which; None for a host whose ranks have no numbers yet.
-        host: its name, as far as it is known.
+        rank: its number; None for a host whose ranks have no numbers yet.
+        host: name of the host, if known.
         what: ``"did not come"``, ``"stopped"``, ``"does not answer"``, ``"was ended"``,
             ``"could not meet the others"``, ``"cannot be reached"``, ``"came to no result"`` or :data:`OTHER_VERSION`.
-        when: what was going on.
-        reason: what is known of the cause; "" if nothing is.
+        when: the step of the check at that time.
+        reason: the known cause; "" if unknown.
     """
 
     rank: int | None
@@ -245,14 +245,14 @@ class Absence:
 
 @dataclass(frozen=True)
 class Finding:
-    """One problem.
+    """One problem that a rule found.
 
     Attributes:
         level: one of :data:`LEVELS`.
-        kind: a short name that stays the same, for programs: ``"slow-link"``.
+        kind: a stable short name, for programs: ``"slow-link"``.
         text: a plain sentence.
-        fix: what to do, in the imperative; "" where there is nothing to do.
-        ranks: whom it concerns; empty for all.
+        fix: what to do, in the imperative; "" if there is nothing to do.
+        ranks: the ranks concerned; empty for all.
     """
 
     level: str
@@ -267,16 +267,16 @@ class CheckResults:
     """The result of a check.
 
     Attributes:
-        num_ranks: how many ranks there should be.
-        launcher: who started them.
-        facts: of the ranks that came, in rank order.
-        clocks: one per node but rank 0's.
-        links: measured and failed ones.
-        reductions: of each backend and size.
-        absences: who is missing.
-        notes: what was left out on purpose, and why.
+        num_ranks: the number of ranks that should take part.
+        launcher: the launcher that started them.
+        facts: facts about the ranks that took part, in rank order.
+        clocks: one offset for each node except rank 0's.
+        links: measured links, and failed ones.
+        reductions: one measurement for each backend and size.
+        absences: missing ranks and hosts.
+        notes: measurements that were left out on purpose, and why.
         duration_s: from the meeting of the ranks to the end.
-        schema_version: of the JSON form.
+        schema_version: version of the JSON form.
     """
 
     num_ranks: int
@@ -299,22 +299,22 @@ class CheckResults:
         return found
 
     def host_of(self, rank: int) -> str:
-        """The name of a rank's host; "" if it never came."""
+        """Return the name of a rank's host; "" if the rank never took part."""
         return next((each.host for each in self.facts if each.rank == rank), "")
 
 
 def is_loopback(address: str) -> bool:
-    """Whether it means this very host, wherever it is used."""
+    """Tell whether the address means the host itself, on whichever host it is used."""
     return address.startswith("127.") or address == "::1"
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
-    """1 if something breaks training, else 0."""
+    """Return 1 if a finding breaks training, else 0."""
     return int(any(each.level == "fail" for each in findings))
 
 
 def to_json(results: CheckResults, findings: Sequence[Finding]) -> str:
-    """One document: the records, what was concluded from them, and the exit code that follows."""
+    """Return a JSON document of the records, the findings and the exit code."""
     document = asdict(results)
     document["findings"] = [asdict(each) for each in findings]
     document["exit_code"] = exit_code(findings)
@@ -322,10 +322,10 @@ def to_json(results: CheckResults, findings: Sequence[Finding]) -> str:
 
 
 def from_json(text: str) -> CheckResults:
-    """Rebuild the records; conclusions are drawn again, not read.
+    """Rebuild the records from JSON; findings are computed again, not read.
 
     Raises:
-        UsageError: the text is no such document, or of another version.
+        UsageError: the text is not such a document, or has another schema version.
     """
     try:
         document = json.loads(text)

@@ -1,10 +1,10 @@
-"""The steps of a check after the meeting, the same on every rank; rank 0 begins each and collects its answers.
+"""The steps of a check after the ranks have met, the same on every rank; rank 0 starts each and collects its answers.
 
 See [Note: a check goes step by step] in ``worker``.
 
-[Note: who is lost] A rank whose answer does not come within the limit of a step is lost. If its connection to rank 0 has
-ended, its process is gone ("stopped"); otherwise it hangs ("does not answer"). A rank that a signal ends writes that down
-before it goes, so that ranks ended by a launcher because of another's death are not taken for the cause.
+[Note: who is lost] A rank whose answer does not arrive within the limit of a step is lost. If its connection to rank 0 was
+closed, its process has ended ("stopped"); otherwise it hangs ("does not answer"). A rank that a signal ends writes that to the
+store first, so that ranks which the launcher ended because another died are not reported as the cause.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.net.client import LOOK_AT_THE_KEEPER, Client, OverdueError, attempt
 from guozhuang.world.identity import Identity
 
-_ANSWER_S = 5.0  # limit of a call that the store answers at once
-_CONNECT_S, _CONNECT_ONE_S = 10.0, 3.0  # limit of all connections to rank 0, and of one
+_ANSWER_S = 5.0  # limit of store calls that are answered at once
+_CONNECT_S, _CONNECT_ONE_S = 10.0, 3.0  # limit of all connections to rank 0 together, and of each
 _CLOCKS_S, _CLOCK_REPEATS = 10.0, 16
 _REDUCE_GRACE_S = 2.0
-_GRACE_S = 0.5  # between the limit of a pair and the time when its answers must be there
-ENDED_S = 0.3  # for a connection to show that it has ended
+_GRACE_S = 0.5  # between the limit of a pair and the deadline for its answers
+ENDED_S = 0.3  # time to wait for the end of a connection to be noticed
 
 T = TypeVar("T")
 
 
 def steps_limit_s(timeout_s: float) -> float:
-    """Return how long the steps take in the worst case.
+    """Return how long the steps take at most.
 
     Args:
-        timeout_s: limit of links, and of all_reduce.
+        timeout_s: limit of the step for links, and of that for all_reduce.
     """
     links_s = timeout_s + measure.PAIR_LIMIT_S + _GRACE_S
     return _CONNECT_S + _CLOCKS_S + links_s + timeout_s + _REDUCE_GRACE_S
 
 
 class StoreClient:
-    """The store of the world, with a limit for each call; see [Note: waiting for a store] in ``net.client``.
+    """A client of the world's store, with a limit for each call; see [Note: waiting for a store] in ``net.client``.
 
     Args:
-        store: of the world.
-        host: name or address of the node that keeps it, for errors.
-        rank: of this process.
-        look_s: between looks at a key that is waited for.
+        store: the store of the world.
+        host: name or address of the node that keeps the store, for errors.
+        rank: rank of this process.
+        look_s: pause between reads of a key that is waited for.
     """
 
     def __init__(self, store: dist.Store, host: str | None, rank: int, look_s: float) -> None:
@@ -66,15 +66,15 @@ class StoreClient:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the store has not answered a call."""
+        """Whether a call to the store is still unanswered."""
         return bool(self._client.lost)
 
     def write(self, key: str, value: Any) -> None:
-        """Write what JSON can carry to the store; raises WorldError if the store is silent or gone."""
+        """Write a value that JSON can represent to the store; raises WorldError if the store is silent or gone."""
         self.ask(self.store.set, key, json.dumps(value))
 
     def read(self, key: str, limit_s: float = 0.0) -> Any:
-        """Read from the store; None if nothing is there within ``limit_s``. Raises as :meth:`write`."""
+        """Read a value from the store; None if there is none within ``limit_s``. Raises like :meth:`write`."""
         deadline = time.monotonic() + limit_s
         while not self.ask(self.store.check, [key]):
             if time.monotonic() >= deadline:
@@ -83,11 +83,11 @@ class StoreClient:
         return json.loads(self.ask(self.store.get, key))
 
     def add(self, key: str, number: int) -> int:
-        """Add to a number in the store; return the sum. Raises as :meth:`write`."""
+        """Add to a number in the store; return the sum. Raises like :meth:`write`."""
         return self.ask(self.store.add, key, number)
 
     def ask(self, call: Callable[..., T], *arguments: Any) -> T:
-        """Make a call of the store; raises as :meth:`write`."""
+        """Call a method of the store; raises like :meth:`write`."""
         try:
             return self._client.call(call, *arguments)
         except RuntimeError as error:
@@ -99,12 +99,12 @@ class StoreClient:
 
 @dataclass
 class CheckState:
-    """The knowledge of a rank so far; the result of rank 0 is made of it, whenever the check ends.
+    """The facts and measurements that a rank has so far; rank 0 builds the result from them, whenever the check ends.
 
     Attributes:
-        step: the step that is going on, in words.
-        is_stuck: a call into torch has not come back.
-        present: on rank 0: the ranks that came and are not lost.
+        step: the present step, as text for reports.
+        is_stuck: whether a call into torch has not returned.
+        present: on rank 0: the ranks that took part and are not lost.
         facts, clocks, links, reductions, absences, notes: as in ``CheckResults``.
     """
 
@@ -119,12 +119,12 @@ class CheckState:
     notes: list[str] = field(default_factory=list)
 
     def lack(self, rank: int, what: str, reason: str = "", host: str = "") -> None:
-        """Note that a rank is absent; see ``Absence``."""
+        """Record that a rank is absent; see ``Absence``."""
         host = self.facts[rank].host if rank in self.facts else host
         self.absences.append(Absence(rank, host, what, self.step, reason))
 
     def results(self, identity: Identity, duration_s: float) -> CheckResults:
-        """Return the result as far as it is known."""
+        """Return the result so far."""
         return CheckResults(
             num_ranks=identity.size,
             launcher=identity.launcher,
@@ -139,15 +139,15 @@ class CheckState:
 
 
 class Steps:
-    """The steps of one rank.
+    """Runs the steps of one rank.
 
     Args:
-        client: of the store of the world.
-        identity: of this process.
+        client: client of the store of the world.
+        identity: identity of this process.
         timeout_s: limit of each step.
-        node_of: the node of each rank that came.
-        address: where this rank listens for its peers.
-        state: filled by the steps.
+        node_of: the node of each rank that takes part.
+        address: the address at which this rank listens for other ranks.
+        state: the steps record their results in it.
     """
 
     def __init__(
@@ -166,11 +166,11 @@ class Steps:
         self._node_of = node_of
         self._address = address
         self._state = state
-        self._ended: set[int] = set()  # on rank 0: the ranks whose connection has ended
+        self._ended: set[int] = set()  # on rank 0: the ranks whose connection was closed
         self._control: dict[int, Pair] = {}  # on rank 0: the connection to each other rank; elsewhere that to rank 0
 
     def take(self) -> None:
-        """Take all steps; in a thread, because calls into torch are deaf to signals."""
+        """Run all steps; call it in a thread, because calls into torch do not react to signals."""
         self._connect()
         self._state.step = "clocks were compared"
         self._compare_clocks()
@@ -183,7 +183,7 @@ class Steps:
             self._client.add("left", 1)
 
     def _connect(self) -> None:
-        """Connect every rank to rank 0, on the interface that leads there. Who cannot is measured all the same."""
+        """Connect every rank to rank 0, through the interface that leads there. Ranks that fail are still measured."""
         deadline = time.monotonic() + _CONNECT_S
         alone = len(set(self._node_of.values())) == 1
         here = self._state.facts[self._rank].network
@@ -281,7 +281,7 @@ class Steps:
             self._note_reductions(self._collect(key_of, [list(key_of)], deadline))
 
     def _reduced(self, sizes: Sequence[int]) -> dict[str, Any] | None:
-        """Measure all_reduce; None if that hangs: the roll call, connections and a collective have limits of their own."""
+        """Measure all_reduce; None if it hangs, although roll call, connections and collectives have limits of their own."""
         timings: list[dict[str, Any]] = []
 
         def reduce() -> None:
@@ -292,14 +292,14 @@ class Steps:
         except OverdueError:
             self._state.is_stuck = True
             return None
-        except Exception as error:  # a bug, too: a rank without an answer would look like one that is stuck
+        except Exception as error:  # also a bug: a rank without an answer would look like a stuck one
             is_expected = isinstance(error, RuntimeError | ValueError | OSError) and str(error)
             text, refused = str(error) if is_expected else repr(error), isinstance(error, UsageError)
             return {"timings": timings, "failure": text, "refused": refused}
         return {"timings": timings, "failure": "", "refused": False}
 
     def _note_reductions(self, answers: dict[int, dict[str, Any]]) -> None:
-        # Who refused is the cause; who waited for it in vain comes after.
+        # Ranks that refused come first: they are the cause, ranks that waited for them are a consequence.
         failed = sorted((r for r in answers if answers[r]["failure"]), key=lambda r: not answers[r]["refused"])
         timings = [each["timings"] for each in answers.values()]
         common = min(map(len, timings)) if len(timings) == self._size else 0
@@ -316,9 +316,9 @@ class Steps:
         self._state.reductions.append(replace(known, num_bytes=0, median_s=None, num_repeats=0, failure=failure))
 
     def _bucket_bytes(self) -> int:
-        """Return a bucket of the usual size, or one small enough for the slowest link."""
+        """Return the size of a usual bucket, or a smaller one if the slowest link needs it."""
         slowest = min((each.slower_bytes_per_s for each in self._state.links if each.slower_bytes_per_s), default=1e12)
-        # Six all_reduces of 2 (n - 1) / n of the bucket, in a third of the time there is.
+        # Six all_reduces, each sending 2 (n - 1) / n of the bucket, must fit in a third of the time limit.
         size = measure.LARGE_TENSOR_BYTES
         while size > measure.SMALL_TENSOR_BYTES * 4 and 6 * 2 * size / slowest > self._timeout_s / 3:
             size //= 4
@@ -327,12 +327,12 @@ class Steps:
     def _collect(
         self, key_of: Mapping[int, str], groups: Sequence[Sequence[int]], deadline: float
     ) -> dict[int, dict[str, Any]]:
-        """Read the answers of ranks on rank 0; a rank that gives none in time is lost.
+        """Read the answers of ranks on rank 0; a rank without an answer at the deadline is lost.
 
         Args:
-            key_of: where each rank writes its answer.
-            groups: ranks that depend on each other: once one has failed, the others are lost if their connection has ended.
-            deadline: until when.
+            key_of: the key under which each rank writes its answer.
+            groups: ranks that depend on each other: once one has failed, another is lost if its connection was closed.
+            deadline: monotonic time at which waiting ends.
         """
         group_of = {rank: group for group in groups for rank in group}
         found: dict[int, dict[str, Any]] = {}
@@ -350,7 +350,7 @@ class Steps:
         return found
 
     def _wait_for(self, key: str) -> Any:
-        """Read what rank 0 writes when it begins a step; another rank may use up the limit of the step before."""
+        """Read the key by which rank 0 starts a step; the limit allows for other ranks using up the step before."""
         limit_s = 2 * self._timeout_s + _CONNECT_S + _CLOCKS_S + measure.PAIR_LIMIT_S
         found = self._client.read(key, limit_s)
         if found is None:
@@ -359,7 +359,7 @@ class Steps:
         return found
 
     def lose(self, rank: int) -> None:
-        """Note that a rank is lost, and how; see [Note: who is lost]."""
+        """Record that a rank is lost, and how; see [Note: who is lost]."""
         if self._state.present.pop(rank, None) is None:
             return
         ended_by = self.ended_by(rank)
@@ -367,20 +367,20 @@ class Steps:
         self._state.lack(rank, what, f"it got {ended_by}" if ended_by else "")
 
     def ended_by(self, rank: int) -> str:
-        """Return the signal that has ended a rank; "" where it did not write that down."""
+        """Return the signal that ended a rank; "" if the rank did not write one to the store."""
         with contextlib.suppress(WorldError):
             return str(self._client.read(f"ended/{rank}") or "")
         return ""
 
     def has_ended(self, rank: int) -> bool:
-        """Whether the connection of a rank to rank 0 has ended. Its only other use is to compare clocks, before."""
+        """Tell whether a rank's connection to rank 0 was closed. Clocks, its only other use, were compared before."""
         if (pair := self._control.pop(rank, None)) is not None and pair.has_ended(ENDED_S):
             self._ended.add(rank)
         return rank in self._ended
 
 
 def _clock(rank: int, pair: Pair) -> ClockOffset:
-    """Compare clocks over a pair, as NTP does: the quickest of several exchanges counts."""
+    """Compare clocks over a pair, as NTP does: the result is that of the fastest exchange."""
     found = []
     told = torch.zeros(1, dtype=torch.float64)
     for _ in range(_CLOCK_REPEATS):
@@ -394,7 +394,7 @@ def _clock(rank: int, pair: Pair) -> ClockOffset:
 
 
 def _measured_pair(store: dist.Store, key: str, is_first: bool, address: str, limit_s: float) -> dict[str, Any]:
-    """Be one end of a pair; the figures come from the first."""
+    """Measure one pair as one of its ends; only the first end returns values."""
     try:
         pair = Pair(store, key, is_first, address, limit_s)
         figures = measure.lead(pair) if is_first else measure.follow(pair)

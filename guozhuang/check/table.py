@@ -1,4 +1,4 @@
-"""A check in the terminal: hosts, what differs, links and all_reduce in 80 columns where that goes, then the verdict."""
+"""Prints a check to the terminal: hosts, differences, links and all_reduce, in 80 columns if possible, then the findings."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-#: More links than this are told by the slowest ones and the median.
+#: If there are more links than this, the table shows only the slowest ones and the median.
 MAX_LINKS = 16
 _STYLES = {"fail": "bold red", "warn": "yellow", "note": "dim"}
 _LABELS = {"fail": "breaks training", "warn": "look at this", "note": "note"}
 
 
 def show(console: Console, results: CheckResults, findings: Sequence[Finding]) -> None:
-    """Print everything; what is not known is left out."""
+    """Print the tables and findings; unknown parts are left out."""
     from rich.padding import Padding
     from rich.text import Text
 

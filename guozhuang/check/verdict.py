@@ -1,7 +1,7 @@
-"""Finds what is wrong and says it in plain sentences, worst first. Pure: rules over facts and figures, no system is asked.
+"""Finds problems in the results by rules, and describes them in plain sentences, worst first. No I/O.
 
-Each rule is one function from the results to findings; those about links are in ``linkrules``, those about what leads from
-node to node in ``netrules``, those about single nodes in ``noderules``.
+Each rule is a function from the results to findings; those for links are in ``linkrules``, those for the network between
+nodes in ``netrules``, those for single nodes in ``noderules``.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from guozhuang.units import listed, ranks_text
 
 MAX_CLOCK_OFFSET_S = 0.5
 
-#: Where these differ, collectives may not understand each other; elsewhere it is a risk.
+#: Packages whose versions must agree for collectives to work; a difference in any other package is a risk only.
 _MUST_AGREE = ("torch", "guozhuang", "CUDA", "ROCm", "NCCL")
 _SAME_VERSION = "install the same version on every host"
 
 
 def judge(results: CheckResults) -> tuple[Finding, ...]:
-    """All findings, worst first; empty if there is nothing to say."""
+    """Return all findings, worst first; empty if no problem was found."""
     found = [finding for rule in RULES for finding in rule(results)]
     return tuple(sorted(found, key=lambda each: LEVELS.index(each.level)))
 
 
 def headline(findings: Sequence[Finding], results: CheckResults) -> str:
-    """The verdict in one sentence."""
+    """Return the verdict in one sentence."""
     levels = [each.level for each in findings]
     num_fail, num_warn = levels.count("fail"), levels.count("warn")
     if num_fail:
@@ -51,7 +51,7 @@ def _absences(results: CheckResults) -> Iterator[Finding]:
             yield _unreachable_host(each)
         elif each.rank is None:
             yield Finding("fail", "ended", f"The check {each.what} while {each.when}: {each.reason.rstrip('.')}.")
-        elif each.what != "was ended" or not stopped:  # whom the launcher ended because of another is no cause
+        elif each.what != "was ended" or not stopped:  # ranks ended because of another are no cause
             together.setdefault(replace(each, rank=None), []).append(each.rank)
     for alike, ranks in together.items():
         if alike.what == "did not come":
@@ -115,14 +115,14 @@ def _versions(results: CheckResults) -> Iterator[Finding]:
         what = f"{name} differs between ranks"
         if name == SOURCE:
             if "guozhuang" in found:
-                continue  # said already, and better
+                continue  # the version was reported already
             what, parts = "The source files of guozhuang differ between ranks", f"digest {parts}"
         level = "fail" if name in _MUST_AGREE else "warn"
         yield Finding(level, "differing-versions", f"{what} ({parts}).", _SAME_VERSION)
 
 
 def differing(results: CheckResults) -> dict[str, dict[str, str]]:
-    """By package whose version differs: each version ("" for none) and the hosts that have it, in words."""
+    """Return the packages whose versions differ: for each version ("" if absent) a text that names its hosts or ranks."""
     packages = list(dict.fromkeys(name for each in results.facts for name in each.versions))
     found = {}
     for name in packages:
@@ -135,7 +135,7 @@ def differing(results: CheckResults) -> dict[str, dict[str, str]]:
 
 
 def _where(there: Sequence[Facts], results: CheckResults) -> str:
-    """Name hosts where all ranks of a node agree, else ranks."""
+    """Name the hosts if all ranks of their nodes are included, else the ranks."""
     own = {each.rank for each in there}
     nodes = dict.fromkeys(each.node for each in there)
     whole = all({one.rank for one in results.nodes[node]} <= own for node in nodes)
@@ -154,7 +154,7 @@ def _clocks(results: CheckResults) -> Iterator[Finding]:
 
 
 Rule = Callable[[CheckResults], Iterable[Finding]]
-#: In the order in which findings of one level are told.
+#: In the order in which findings of one level are printed.
 RULES: tuple[Rule, ...] = (
     netrules.interfaces,
     _absences,

@@ -1,13 +1,13 @@
-"""One rank of a check, under whatever launcher; rank 0 leads, and has the result.
+"""One rank of a check, under any launcher; rank 0 leads, and returns the result.
 
-[Note: a check goes step by step] The ranks meet at the store of the world, as ``gz.init`` does, and write their facts there.
-Rank 0 writes the roster of those that came in time; the others are reported missing, and the check goes on without them. From
-the roster every rank derives the same plan of pairs. Rank 0 begins each step by a key in the store, collects the answers of
-the step there with a limit, and tells in the key of the next step which ranks were lost. Ranks measure each other over gloo
-groups of two, and all_reduce in the world of ``gz.init``.
+[Note: a check goes step by step] The ranks meet at the store of the world, as in ``gz.init``, and write their facts to it.
+Rank 0 writes a roster of the ranks that came in time; others are reported missing, and the check continues without them. From
+the roster every rank derives the same plan of pairs. Rank 0 starts each step by writing a key to the store, collects the
+answers from the store with a limit, and publishes in the key of the next step which ranks were lost. Ranks measure each other
+over gloo groups of two, and all_reduce in the world of ``gz.init``.
 
-Every step runs in a thread (``net.client``), because calls into torch are deaf to signals; the main thread waits for it.
-``python -m guozhuang.check.worker`` is what ``guozhuang check`` starts where nobody else has started ranks.
+Every step runs in a thread (``net.client``), because calls into torch do not react to signals; the main thread waits for it.
+``guozhuang check`` starts ranks as ``python -m guozhuang.check.worker`` if no launcher has started them.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from guozhuang.world.identity import Identity
 
 DEFAULT_TIMEOUT_S = 20.0
 _FACTS_S = 15.0
-_LATE_S = 5.0  # rank 0 may have begun to wait so much later
-_LOOK_S, _LOOKS_PER_S = 0.02, 2000  # between looks at the store, and how many all ranks together may take
+_LATE_S = 5.0  # rank 0 may start its wait this much later
+_LOOK_S, _LOOKS_PER_S = 0.02, 2000  # pause between reads of the store, and the bound of all ranks' reads together
 _LEAVE_S = 3.0
-_CHUNK = 900  # characters of a line that is handed over: some pipes and terminals fold or cut long ones
+_CHUNK = 900  # characters of a line of the printed result: some pipes and terminals fold or cut long lines
 _HANDED_OVER = re.compile(r"guozhuang-check (\d+)/(\d+) ([A-Za-z0-9+/=]+)")
 
 
 class CheckEnded(Exception):
-    """The launcher ends the check; the result is what is known by now."""
+    """Raised when a signal ends rank 0: the result is built from the measurements so far."""
 
 
 class Apart(WorldError):
-    """This rank could not take part; rank 0 may never learn why.
+    """This rank could not take part; rank 0 may never learn the reason.
 
     Attributes:
-        facts: of this rank.
+        facts: facts about this rank.
     """
 
     def __init__(self, text: str, facts: Facts) -> None:
@@ -61,7 +61,7 @@ class Apart(WorldError):
 
 
 def longest_s(timeout_s: float) -> float:
-    """Return how long a check takes in the worst case, from when the ranks have started to when rank 0 has the result.
+    """Return how long a check takes at most, from the start of the ranks to rank 0's result.
 
     Args:
         timeout_s: limit of each step: the meeting (once for the store, once for the ranks), links, all_reduce.
@@ -70,14 +70,14 @@ def longest_s(timeout_s: float) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Take part; rank 0 hands its result over on stdout, for ``guozhuang check`` to read."""
+    """Take part as a rank; rank 0 prints its result on stdout in a form that ``guozhuang check`` parses."""
     parser = argparse.ArgumentParser(prog="python -m guozhuang.check.worker")
     parser.add_argument("--timeout", type=float, default=DEFAULT_TIMEOUT_S, metavar="S", help="limit of each step")
     return take_part(parser.parse_args(arguments).timeout, hand_over)
 
 
 def hand_over(results: CheckResults) -> int:
-    """Print the result for :func:`taken_over` in lines that survive a launcher that marks lines."""
+    """Print the result for :func:`taken_over`, in lines that can be found even if a launcher adds prefixes."""
     text = base64.b64encode(zlib.compress(to_json(results, ()).encode())).decode()
     chunks = [text[i : i + _CHUNK] for i in range(0, len(text), _CHUNK)]
     for number, chunk in enumerate(chunks):
@@ -86,7 +86,7 @@ def hand_over(results: CheckResults) -> int:
 
 
 def taken_over(printed: str) -> str | None:
-    """Return the text that :func:`hand_over` put among other output; None if it is not whole."""
+    """Return the text that :func:`hand_over` printed among other output; None if it is incomplete."""
     found = {int(number): (int(total), chunk) for number, total, chunk in _HANDED_OVER.findall(printed)}
     if not found or len(found) != found[max(found)][0]:
         return None
@@ -94,14 +94,14 @@ def taken_over(printed: str) -> str | None:
 
 
 def take_part(timeout_s: float, show: Callable[[CheckResults], int]) -> int:
-    """Be one rank of the check. Every rank must call.
+    """Run one rank of the check. Every rank must call it.
 
     Args:
         timeout_s: limit of each step: the meeting, the links, all_reduce.
-        show: what rank 0 does with the result, with the process's own stdout; returns the exit code.
+        show: called on rank 0 with the result, with the process's own stdout; returns the exit code.
 
     Returns:
-        Rank 0: what ``show`` returned. Others: 0, or 1 if the check could not be done with them.
+        Rank 0: the result of ``show``. Others: 0, or 1 if the check failed for this rank.
 
     Raises:
         UsageError: the environment cannot work.
@@ -120,7 +120,7 @@ def take_part(timeout_s: float, show: Callable[[CheckResults], int]) -> int:
     else:
         code = show(results) if results is not None else 0
     if worker.is_stuck:
-        # A call that hangs in torch cannot be cancelled, and would hold the interpreter's end.
+        # A call that hangs in torch cannot be cancelled, and would block the interpreter's exit.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -128,10 +128,10 @@ def take_part(timeout_s: float, show: Callable[[CheckResults], int]) -> int:
 
 
 class CheckRank:
-    """One rank of a check.
+    """Runs one rank of a check.
 
     Args:
-        identity: of this process.
+        identity: identity of this process.
         timeout_s: limit of each step.
     """
 
@@ -147,15 +147,15 @@ class CheckRank:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether a call in a thread has not come back."""
+        """Whether a call in a thread has not returned."""
         return self._state.is_stuck or bool(self._client and self._client.is_stuck)
 
     def run(self) -> CheckResults | None:
-        """Do all of it; on rank 0 return what is known when it is over, or when a signal or a lost store ends it.
+        """Run the whole check; rank 0 returns the result, partial if a signal or a lost store ended the check.
 
         Raises:
             UsageError: the environment cannot work.
-            Apart: the check could not be done with this rank (not rank 0), or not to its end.
+            Apart: the check failed for this rank (not rank 0), or was cut short.
         """
         started = time.monotonic()
         if self._identity.size == 1:
@@ -184,7 +184,7 @@ class CheckRank:
                 self._state.lack(0, "could not meet the others", text)
             self._release()
             self._is_over = True
-        except CheckEnded as error:  # on rank 0, once, wherever it was
+        except CheckEnded as error:  # on rank 0, at most once, raised anywhere above
             self._state.is_stuck = self._steps is not None
             self._note_end(error)
             self._release()
@@ -199,7 +199,7 @@ class CheckRank:
         return self._client, self._meeting
 
     def _lead(self, client: StoreClient, meeting: WorldStore) -> tuple[dict[int, str], str]:
-        """Meet as rank 0; return the node of each rank that came, and the address of this one."""
+        """Meet the others as rank 0; return the node of each rank that came, and the address of this rank."""
         deadline = time.monotonic() + self._timeout_s
         facts = self._state.facts
         if meeting.host and meeting.host != facts[0].network.meeting_host:
@@ -221,7 +221,7 @@ class CheckRank:
         return {rank: each.node for rank, each in facts.items()}, address_of[0]
 
     def _follow(self, client: StoreClient, meeting: WorldStore) -> tuple[dict[int, str], str]:
-        """Meet as any other rank; return as :meth:`_lead`."""
+        """Meet the others as any other rank; returns the same as :meth:`_lead`."""
         limit_s = self._timeout_s + _LATE_S
         own = self._state.facts[self._rank] = self._informed(client, meeting, limit_s)
         client.write(f"facts/{self._rank}", asdict(own))
@@ -235,9 +235,9 @@ class CheckRank:
         return {int(rank): node for rank, (node, _) in roster.items()}, str(roster[str(self._rank)][1])
 
     def _informed(self, client: StoreClient, meeting: WorldStore, limit_s: float) -> Facts:
-        """Return the facts with the network as it is known after the meeting.
+        """Return the facts, with the network as known after the meeting.
 
-        Where the launcher leads every node to rank 0 through a passage on its own loopback, rank 0 gives its address.
+        If the launcher connects every node to rank 0 through a tunnel on its own loopback, rank 0's facts give its address.
         """
         facts = self._state.facts[self._rank]
         if meeting.host and meeting.host != facts.network.meeting_host:
@@ -253,7 +253,7 @@ class CheckRank:
         return replace(facts, network=network(address)) if address and not is_loopback(address) else facts
 
     def _note_end(self, error: CheckEnded) -> None:
-        """Note the ranks that a signal has ended besides rank 0, and those that had stopped before."""
+        """Record the ranks that a signal ended besides rank 0, and those that had stopped before."""
         state = self._state
         if self._steps is not None:
             time.sleep(ENDED_S)
@@ -264,7 +264,7 @@ class CheckRank:
             state.absences.append(Absence(None, "", "was ended", state.step, str(error)))
 
     def _release(self) -> None:
-        """Let the other ranks end, and wait until they have, so that the launcher sees them end before rank 0 does."""
+        """Let the other ranks exit, and wait until they have, so that the launcher sees them end before rank 0 does."""
         if not self._leads or self._client is None or self._meeting is None:
             return
         deadline, num_others = time.monotonic() + _LEAVE_S, len(self._state.present) - 1
@@ -279,8 +279,8 @@ class CheckRank:
     def _signals(self) -> Iterator[None]:
         """Handle SIGTERM and SIGHUP in the main thread.
 
-        On rank 0 the first raises :class:`CheckEnded`; further ones change nothing, because launchers send several, and rank 0
-        shows its result meanwhile. Any other rank writes down that it was ended, and is gone.
+        On rank 0 the first signal raises :class:`CheckEnded`; further ones are ignored, because launchers send several, while
+        rank 0 shows its result. Any other rank writes to the store that a signal ended it, and exits.
         """
 
         def handle(number: int, frame: object) -> None:
@@ -303,9 +303,9 @@ class CheckRank:
 
 
 def _addresses(facts: dict[int, Facts]) -> dict[int, str]:
-    """Return where each rank listens: on loopback if there is one node, else on the interface that its node uses.
+    """Return the address at which each rank listens: loopback if there is one node, else that of its node's interface.
 
-    Rank 0 of a world that meets through a passage on loopback gets the network that leads to another node.
+    If ranks meet through a tunnel on loopback, rank 0's network is set to the one that leads to another node.
     """
     first_of: dict[str, Facts] = {}
     for rank in sorted(facts):
@@ -321,7 +321,7 @@ def _addresses(facts: dict[int, Facts]) -> dict[int, str]:
 
 @contextlib.contextmanager
 def _quiet_stdout() -> Iterator[None]:
-    """Send what libraries print on stdout (gloo does) to stderr, so that stdout holds the result alone."""
+    """Redirect stdout to stderr, since libraries such as gloo print there, so that stdout holds only the result."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

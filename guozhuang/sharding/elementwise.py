@@ -1,4 +1,4 @@
-"""Which optimizers act element by element, so that a rank can step any part of the weights independently of the rest."""
+"""Tells which optimizers act element by element, so that a rank can step its part of the weights without the rest."""
 
 from __future__ import annotations
 

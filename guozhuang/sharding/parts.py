@@ -1,4 +1,4 @@
-"""Which rank updates which elements: parameters are put in buckets, buckets cut in slices, slices in blocks. No communication.
+"""Assigns elements to ranks: parameters are put in buckets, buckets cut in slices, slices in blocks. No communication.
 
 A bucket is one flat tensor that holds parameters of one optimizer group, dtype and device, one after the other. Rank r
 owns the r-th of its ``num_ranks`` equal slices. The user's optimizer sees a slice as blocks: 1-dimensional
@@ -117,7 +117,7 @@ class FlatBucket:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which rank owns which elements; the same on all ranks.
+    """The assignment of elements to buckets, ranks and blocks; the same on all ranks.
 
     Attributes:
         num_ranks: number of slices of a bucket.

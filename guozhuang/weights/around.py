@@ -233,7 +233,7 @@ class AroundSteps:
         self._places = [p.data_ptr() for p in self._parameters]
 
     def _moved(self) -> bool:
-        """Whether ``p.data`` was set since, for example by ``vector_to_parameters`` or ``module.half()``."""
+        """Tell whether ``p.data`` was set since, for example by ``vector_to_parameters`` or ``module.half()``."""
         return self._places != [p.data_ptr() for p in self._parameters]
 
     def _start_anew(self) -> None:

@@ -1,4 +1,4 @@
-"""What is trained: the one interface between a workload and whoever runs it."""
+"""``Workload``: the interface between a training task and the code that trains it, such as ``guozhuang compare``."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from guozhuang.errors import UsageError, explain
 
 @dataclass(frozen=True)
 class Workload:
-    """Model, data, loss, metric and optimizer, with no word about how they are spread over processes.
+    """Model, data, loss, metric and optimizer of a training task, independent of how it is spread over processes.
 
-    Every rank builds its own, from the same options, and gets the same one. None of the callables communicates.
-    The joined batch of all ranks at a step is the batch that one process sees at that step: rank ``r`` of ``n`` takes
+    Every rank builds its own from the same options, and gets an equal one. None of the callables communicates.
+    The joined batch of all ranks at a step is the batch that one process would see at that step: rank ``r`` of ``n`` takes
     every ``n``-th index of the epoch's permutation, starting at ``r``.
 
     Attributes:
-        name: what the report calls it.
+        name: the name in the report.
         model: builds the bare model on the CPU, in training mode. It is called right after ``torch.manual_seed`` and
             gives the same weights for the same seed.
         optimizer: builds the optimizer over the bare model's parameters, before a strategy wraps either.
-        train: map-style data set: it has a length and is indexed by 0 .. length - 1.
-        collate: list of samples -> batch: a tensor, or tuples and dicts of tensors, on the CPU.
+        train: map-style data set, indexed by 0 .. length - 1.
+        collate: turns a list of samples into a batch: a tensor, or tuples and dicts of tensors, on the CPU.
         loss: runs the forward of the (wrapped) model on a batch and returns a scalar: the mean over its samples. The
-            batch lies where the model expects its inputs; moving it there is the caller's work.
-        evaluate: the bare model -> metrics by name, over a held-out part that is the same in every call; it leaves the
-            model's weights and its training mode as they were. None where there is nothing to measure but speed.
+            batch is on the device where the model expects it; the caller moves it there.
+        evaluate: returns metrics by name for the bare model, over a held-out part that is the same in every call; it keeps the
+            model's weights and its training mode. None if only speed is to be measured.
         batch_size: samples per rank and step.
-        details: what the report prints about the workload, in this order.
+        details: lines that the report prints about the workload, in this order.
 
     Raises:
-        UsageError: from the constructor, where a field cannot work.
+        UsageError: from the constructor, if a field cannot work.
     """
 
     name: str

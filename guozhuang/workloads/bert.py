@@ -1,4 +1,4 @@
-"""BERT models for classification: the four sizes from scratch, or a checkpoint from a local folder."""
+"""BERT models for classification: four sizes trained from scratch, or a checkpoint from a local folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class BertSize:
         layers: number of transformer layers.
         hidden: width.
         heads: attention heads per layer.
-        adamw_lr: learning rate of AdamW for training from scratch without a warm-up. Tried for tiny (twice as much never
+        adamw_lr: learning rate of AdamW for training from scratch without a warm-up. Tuned for tiny (twice as much never
             learns) and mini (twice as much is worse); for small and base only scaled down with the width.
     """
 
@@ -42,19 +42,19 @@ SIZES: Mapping[str, BertSize] = MappingProxyType(
     }
 )
 FINE_TUNING_LR = 2e-5
-# Steady with momentum 0.9; from scratch BERT learns next to nothing by SGD in hundreds of steps (0.3 blows up).
+# Stable with momentum 0.9 (0.3 diverges); SGD from scratch teaches BERT next to nothing in hundreds of steps.
 SGD_LR = 2e-2
 MAX_POSITIONS = 512
 
-# What the families that transformers knows call their dropout probabilities.
+# The names of dropout probabilities in transformers' configurations.
 _DROPOUT = re.compile(r"(dropout|_drop|pdrop|classifier_dropout|_dropout_prob|dropout_rate)$")
 
 
 def find(model: str) -> BertSize | Path:
-    """A size by its name, or the folder of a checkpoint.
+    """Return a size by its name, or the folder of a checkpoint.
 
     Raises:
-        UsageError: neither; a name on a model hub is not looked up, since nothing is downloaded.
+        UsageError: it is neither; names on a model hub are not looked up, since nothing is downloaded.
     """
     if model in SIZES:
         return SIZES[model]
@@ -74,14 +74,14 @@ def find(model: str) -> BertSize | Path:
 
 
 def default_lr(model: BertSize | Path, optimizer: str) -> float:
-    """The learning rate where none was told: for AdamW 2e-5 for a checkpoint, else the size's own; for SGD 2e-2."""
+    """Return the default learning rate: for AdamW 2e-5 for a checkpoint, else that of the size; for SGD 2e-2."""
     if optimizer == "sgd":
         return SGD_LR
     return FINE_TUNING_LR if isinstance(model, Path) else model.adamw_lr
 
 
 def num_parameters(size: BertSize, vocabulary_size: int, num_classes: int) -> int:
-    """Count the parameters that ``build`` gives a model of this size: embeddings, layers, pooler and classifier."""
+    """Count the parameters of a model that ``build`` makes of this size: embeddings, layers, pooler and classifier."""
     h = size.hidden
     embeddings = (vocabulary_size + MAX_POSITIONS + 2) * h + 2 * h
     attention = 4 * (h * h + h) + 2 * h
@@ -92,10 +92,10 @@ def num_parameters(size: BertSize, vocabulary_size: int, num_classes: int) -> in
 def build(
     model: BertSize | Path, *, num_classes: int, vocabulary_size: int, pad_id: int, dropout: float, max_length: int
 ) -> torch.nn.Module:
-    """A model that maps ``input_ids`` and ``attention_mask`` (int64, batch × tokens) to ``.logits`` (batch × classes).
+    """Return a model that maps ``input_ids`` and ``attention_mask`` (int64, batch × tokens) to ``.logits`` (batch × classes).
 
-    It is on the CPU, in fp32, in training mode. New weights come from torch's generator. A checkpoint brings its
-    weights and vocabulary; its classifier is kept if it has ``num_classes`` classes, else a new one is made.
+    It is on the CPU, in fp32, in training mode. New weights come from torch's generator. A checkpoint's weights and
+    vocabulary size are used; its classifier is kept if it has ``num_classes`` classes, else a new one is made.
 
     Raises:
         UsageError: transformers is not installed, or the checkpoint cannot be used.
@@ -125,10 +125,10 @@ def build(
 
 
 def checkpoint_config(folder: Path, num_classes: int, dropout: float, max_length: int) -> Any:
-    """The configuration of a checkpoint, set to ``num_classes`` and this dropout everywhere.
+    """Return the configuration of a checkpoint, with ``num_classes`` and with this dropout everywhere.
 
     Raises:
-        UsageError: it cannot be read, or its positions end before ``max_length``.
+        UsageError: it cannot be read, or it has fewer positions than ``max_length``.
     """
     try:
         from transformers import AutoConfig
@@ -177,7 +177,7 @@ def _from_checkpoint(folder: Path, num_classes: int, dropout: float, max_length:
     from transformers import AutoModelForSequenceClassification, logging
 
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # a new classifier is expected here, and every rank would print a page about it
+    logging.set_verbosity_error()  # a new classifier is expected here, and transformers would warn about it on every rank
     try:
         built: torch.nn.Module = AutoModelForSequenceClassification.from_pretrained(
             str(folder), config=config, local_files_only=True, dtype=torch.float32, ignore_mismatched_sizes=True

@@ -1,4 +1,4 @@
-"""Token sequences in, classes out: batches, the loss, and the metrics of text classification."""
+"""Text classification on token sequences: batches, the loss, and the metrics."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TokenDataset(Dataset[Sample]):
         return self.sequences.tokens[begin : int(self.sequences.ends[index])], int(self.classes[index])
 
     def length(self, index: int) -> int:
-        """How many tokens a sequence has."""
+        """Return the number of tokens of a sequence."""
         return int(self.sequences.ends[index]) - (int(self.sequences.ends[index - 1]) if index > 0 else 0)
 
 
@@ -49,8 +49,8 @@ def collate(samples: Sequence[Sample], pad_id: int, length: int | None = None) -
 
     Args:
         samples: at least one.
-        pad_id: stands in ``input_ids`` where a sequence has ended; ``attention_mask`` is 0 there.
-        length: the tokens of every batch; None: as many as the longest of these samples has. The model's
+        pad_id: fills ``input_ids`` behind the end of a sequence; ``attention_mask`` is 0 there.
+        length: number of tokens to which sequences are padded; None: that of the longest of these samples. The model's
             result does not depend on it beyond rounding.
     """
     longest = max(len(tokens) for tokens, _ in samples) if length is None else length
@@ -66,7 +66,7 @@ def loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     """Run the (wrapped) model's forward and return the cross entropy, mean over the batch, in fp32.
 
     Args:
-        model: takes ``input_ids`` and ``attention_mask`` by name; gives an object or a mapping with ``logits``.
+        model: takes ``input_ids`` and ``attention_mask`` by name; returns an object or a mapping with ``logits``.
         batch: from ``collate``, on the model's device.
     """
     logits = _logits(model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]))
@@ -74,15 +74,15 @@ def loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def evaluate(model: torch.nn.Module, data: TokenDataset, pad_id: int) -> dict[str, float]:
-    """Accuracy (0 to 1) and mean cross entropy over a data set, always in the same order.
+    """Return accuracy (0 to 1) and mean cross entropy over a data set, always in the same order.
 
-    Similar lengths are batched together, so that little is computed on padding. Weights and training modes stay as
-    they were. Not a collective: any rank may call it alone.
+    Similar lengths are batched together, so that little is computed on padding. Weights and training modes are kept.
+    Not a collective: any rank may call it alone.
 
     Args:
         model: the bare model.
         data: at least one sample.
-        pad_id: of the model's vocabulary.
+        pad_id: token number of padding in the model's vocabulary.
     """
     device = next(model.parameters()).device
     modes = [(module, module.training) for module in model.modules()]
@@ -106,9 +106,9 @@ def evaluate(model: torch.nn.Module, data: TokenDataset, pad_id: int) -> dict[st
 def make_optimizer(
     model: torch.nn.Module, name: str, lr: float, weight_decay: float, momentum: float, fused: bool
 ) -> torch.optim.Optimizer:
-    """AdamW or SGD over all trainable parameters, in one group, with torch's other defaults.
+    """Return AdamW or SGD over all trainable parameters, in one group, with torch's other defaults.
 
-    ``fused`` False leaves the implementation to torch (which would take False for a wish and give up foreach, too).
+    ``fused`` False lets torch choose the implementation (it is passed as None, since False would also disable foreach).
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if name == "adamw":

@@ -1,4 +1,4 @@
-"""The default corpus: what the standard library of this machine's Python says about itself, labelled by package."""
+"""The default corpus: docstrings of the standard library of this machine's Python, labelled by package."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_PER_PACKAGE = 1000
 _LEAST_PER_PACKAGE = 50
 _LEAST_PACKAGES = 4
 
-# Tests, and what others installed, are no part of the library.
+# Folders that are skipped: tests and installed packages are not part of the library.
 _LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 _WORD = re.compile(r"[A-Za-z]{2,}")
 _BLANK_LINES = re.compile(r"\n\s*\n")
@@ -24,20 +24,20 @@ _LEAST_WORDS = 5
 
 
 def corpus(library: Path | None = None) -> tuple[list[str], list[str]]:
-    """Labelled texts from the docstrings of a Python library: sources are parsed, nothing is imported.
+    """Return labelled texts from the docstrings of a Python library: its files are parsed, nothing is imported.
 
-    A text is a paragraph of a docstring with at least five words and no ``>>>`` example, without repetitions. Its label
-    is the top-level package or module it stands in. The 16 with the most texts are taken, at most 1,000 texts of each,
-    evenly over the package. Which they are depends on the Python version and on what the system installed of it.
+    A text is a paragraph of a docstring with at least five words and no ``>>>`` example, each once. Its label
+    is the top-level package or module that contains it. The 16 packages with the most texts are used, with at most 1,000 texts
+    each, evenly over the package. The result depends on the Python version and on which parts of it are installed.
 
     Args:
-        library: the folder; None means the standard library of this interpreter.
+        library: the folder of the library; None means the standard library of this interpreter.
 
     Returns:
-        labels and texts, in an order that depends on nothing but the files.
+        labels and texts, in an order that depends only on the files.
 
     Raises:
-        UsageError: the sources are not there, or too few texts were found.
+        UsageError: the source files are missing, or too few texts were found.
     """
     library = Path(sysconfig.get_path("stdlib")) if library is None else library
     found: dict[str, list[str]] = {}
@@ -71,12 +71,12 @@ def corpus(library: Path | None = None) -> tuple[list[str], list[str]]:
 
 def _paragraphs(path: Path) -> Iterator[str]:
     try:
-        with warnings.catch_warnings():  # old escapes in the library's own strings are not the user's concern
+        with warnings.catch_warnings():  # warnings about old escapes in the library's strings do not concern the user
             warnings.simplefilter("ignore")
             tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError, RecursionError):  # the library has files that are broken on purpose
+    except (OSError, SyntaxError, ValueError, RecursionError):  # the library contains files that are broken on purpose
         return
-    # Only statements can hold definitions: expressions, most of the tree, are not walked.
+    # Only statements can contain definitions, so expressions, most of the tree, are skipped.
     nodes: list[ast.AST] = [tree]
     while nodes:
         node = nodes.pop()

@@ -1,4 +1,4 @@
-"""Bytes of a text file -> text, and what was assumed about its encoding."""
+"""Decodes the bytes of a text file, and reports which encoding was assumed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from guozhuang.errors import UsageError, explain
 
-# UTF-32's little-endian mark begins with UTF-16's, so it must be asked for first.
+# UTF-32's little-endian mark begins with UTF-16's, so UTF-32 must be tested first.
 _MARKS = (
     (codecs.BOM_UTF8, "utf-8-sig"),
     (codecs.BOM_UTF32_LE, "utf-32"),
@@ -25,9 +25,9 @@ class Decoded:
     """The text of a file.
 
     Attributes:
-        text: bytes that are not of the encoding stand in it as lone surrogates, U+DC80 + (byte - 0x80).
+        text: the decoded text; undecodable bytes appear in it as lone surrogates, U+DC80 + (byte - 0x80).
         encoding: Python's name of the encoding used.
-        assumed: a sentence for the log where the encoding was a guess, else empty.
+        assumed: a sentence for the log if the encoding was a guess, else empty.
     """
 
     text: str
@@ -36,10 +36,10 @@ class Decoded:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The whole content of a file, unpacked if it is gzip (by its first bytes, whatever its name).
+    """Return the whole content of a file, decompressed if it is gzip (recognised by its first bytes, whatever its name).
 
     Raises:
-        UsageError: the file is not there, not readable, or a broken gzip.
+        UsageError: the file is missing, unreadable, or a damaged gzip file.
     """
     try:
         data = path.read_bytes()
@@ -58,20 +58,20 @@ def read_bytes(path: Path) -> bytes:
 
 
 def decode(data: bytes, path: Path, encoding: str | None = None) -> Decoded:
-    """Decode a file by the encoding told, else by the one detected.
+    """Decode a file by the given encoding, else by a detected one.
 
     Detection: a byte-order mark; UTF-16 by its NUL bytes; UTF-8; UTF-8 with a few bad bytes; for text that is mostly ASCII,
-    Windows-1252 (all of printable ISO-8859-1 is in it), which is a guess and says so. Text that is mostly not ASCII and not
-    Unicode could be in dozens of encodings that all decode: the one in which charset-normalizer recognises a language is
-    taken, which says so too; without one nothing is guessed.
+    Windows-1252 (which contains all of printable ISO-8859-1); ``assumed`` reports that guess. Text that is mostly not ASCII and
+    not Unicode could be in any of dozens of encodings: the one in which charset-normalizer recognises a language is
+    used, and reported too; if it recognises none, this raises.
 
     Args:
         data: the bytes, unpacked.
-        path: for the texts of errors.
+        path: path of the file, for errors.
         encoding: a name Python knows, or None.
 
     Raises:
-        UsageError: an unknown name, nothing detected, or bytes that cannot be told apart into lines.
+        UsageError: an unknown name, no encoding detected, or text that cannot be decoded into lines.
     """
     if encoding is not None:
         try:
@@ -117,7 +117,7 @@ def decode(data: bytes, path: Path, encoding: str | None = None) -> Decoded:
 
 
 def bad_bytes(text: str) -> str:
-    """Name the first byte that ``decode`` could not read in a piece of its text; empty where there is none."""
+    """Return the first byte that ``decode`` could not decode in a part of its text; empty if there is none."""
     for character in text:
         if "\udc80" <= character <= "\udcff":
             return f"0x{ord(character) - 0xDC00:02x}"
@@ -125,18 +125,18 @@ def bad_bytes(text: str) -> str:
 
 
 def _recognised(data: bytes) -> str:
-    """Return the encoding in which charset-normalizer recognises a language; empty where there is none, or no such package."""
+    """Return the encoding in which charset-normalizer recognises a language; empty if none, or without the package."""
     try:
         import charset_normalizer
     except ImportError:
         return ""
-    lines = data[: 1 << 16].rpartition(b"\n")[0] if len(data) > 1 << 16 else data  # a piece may end inside a character
+    lines = data[: 1 << 16].rpartition(b"\n")[0] if len(data) > 1 << 16 else data  # a cut may split a character
     best = charset_normalizer.from_bytes(lines).best()
     return codecs.lookup(best.encoding).name if best is not None and best.coherence > 0 else ""
 
 
 def _utf16(data: bytes) -> str:
-    """UTF-16 without a mark: Latin text has a NUL in every second byte, always on the same side."""
+    """Return the name of UTF-16 without a mark: in Latin text every second byte is NUL, always on the same side; else ""."""
     sample = data[: 1 << 16]
     half = len(sample) // 2
     if half and len(data) % 2 == 0:
@@ -156,7 +156,7 @@ def _text(data: bytes, encoding: str, path: Path) -> str:
     if not encoding.startswith(("utf-16", "utf-32")):
         try:
             return data.decode(encoding, "surrogateescape")
-        except UnicodeDecodeError as error:  # an ASCII byte can be the wrong half of a pair: no row to put it in
+        except UnicodeDecodeError as error:  # an ASCII byte may be the second half of a bad pair: no row can be marked
             first = error
     line = data[: first.start].decode(encoding, "ignore").count("\n") + 1
     raise UsageError(

@@ -1,4 +1,4 @@
-"""From the word after ``--workload`` to a workload: the built-in ones, or a user's own function."""
+"""Builds a workload from the value of ``--workload``: a built-in one, or a user's own function."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ WORKLOADS: Mapping[str, ModuleType] = MappingProxyType({"text": text, "synthetic
 
 
 def load(name: str, told: Mapping[str, Any] | None = None, cache_dir: Path | None = None) -> Workload:
-    """Build a workload. Every process calls it with the same arguments and gets the same one; nothing is communicated.
+    """Build a workload. Every process calls it with the same arguments and gets an equal one; nothing is communicated.
 
     Args:
         name: text, synthetic, or ``module:function``.
-        told: its options, as ``options_from`` gives them.
-        cache_dir: where tokenised data is kept, so that only the first process to call tokenises; None: in memory.
+        told: options of the workload, as ``options_from`` returns them.
+        cache_dir: folder for tokenised data, so that only the first process tokenises; None: data is kept in memory.
 
     Raises:
         UsageError: no such workload, or options that it cannot use.
@@ -45,7 +45,7 @@ def load(name: str, told: Mapping[str, Any] | None = None, cache_dir: Path | Non
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of all workloads, in a group each, and one for those that several share."""
+    """Add the options of all workloads to a parser, in one group for each, and one group for shared options."""
     shared = parser.add_argument_group("workloads text and synthetic")
     options.add_arguments(TrainingOptions, shared)
     text.add_arguments(parser.add_argument_group("workload text"))
@@ -56,10 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def options_from(name: str, namespace: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of one workload in a parsed command line, as ``load`` takes them; JSON can hold them.
+    """Return the options of one workload from a parsed command line, as ``load`` takes them; JSON can represent them.
 
     Raises:
-        UsageError: a value that does not fit, or an option that only another workload has.
+        UsageError: an invalid value, or an option that only another workload has.
     """
     pairs = getattr(namespace, "option", None) or []
     if name not in WORKLOADS:
@@ -75,9 +75,9 @@ def options_from(name: str, namespace: argparse.Namespace) -> dict[str, Any]:
 
 
 def _refuse(name: str, namespace: argparse.Namespace, used: set[str]) -> None:
-    """No option is silently ignored: one that was told and belongs to another workload only is an error.
+    """Raise UsageError for a given option that belongs to another workload only, instead of ignoring it.
 
-    ``seed`` and ``batch_size`` are left alone: the command that trains may have options of these names too.
+    ``seed`` and ``batch_size`` are not checked: the command that trains may have options of these names too.
     """
     for other in (text.TextOptions, synthetic.SyntheticOptions):
         for field in options.told(other, namespace):
@@ -107,7 +107,7 @@ def _users(name: str, told: Mapping[str, Any]) -> Workload:
     function = _find(name)
     try:
         parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # some callables written in C do not say
+    except (TypeError, ValueError):  # some callables written in C have no signature
         parameters = []
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     takes = [p for p in parameters if p.kind in (*positional, inspect.Parameter.VAR_POSITIONAL)]
@@ -146,7 +146,7 @@ def _users(name: str, told: Mapping[str, Any]) -> Workload:
 
 
 def _failed(what: str, error: Exception) -> str:
-    """Describe an exception of the user's own code with the place where it was raised."""
+    """Describe an exception of the user's own code, with the place where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown place"
     if isinstance(error, SyntaxError) and error.filename:
@@ -158,14 +158,14 @@ def _find(name: str) -> Callable[..., Any]:
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
         raise UsageError(explain("a workload of your own is named module:function", value=name, fix="give both names"))
-    # As `python -m` does: the current directory, for good, since the module may import its neighbours later.
+    # Like `python -m`: add the current directory, permanently, since the module may import its neighbours later.
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name is None or not (module_name + ".").startswith(error.name + "."):  # something that it imports
+        if error.name is None or not (module_name + ".").startswith(error.name + "."):  # a module it imports
             raise UsageError(_failed(f"importing {module_name} raised", error)) from error
         raise UsageError(
             explain(

@@ -1,4 +1,4 @@
-"""One declaration per option: a frozen dataclass gives the command line, the checks and the defaults."""
+"""Options declared once, as fields of a frozen dataclass: command line, checks and defaults follow from that."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def option(
     low: float | None = None,
     below: float | None = None,
 ) -> Any:
-    """A field of an options dataclass.
+    """Declare a field of an options dataclass.
 
     Args:
-        default: its value where nothing was told; None means that the code that uses it decides.
+        default: its value if the option is not given; None means that the code which uses it decides.
         kind: str, int, float, bool, or list (several words, for a ``str`` list).
-        help: the line of ``--help``.
+        help: its text in ``--help``.
         choices: the words allowed; empty means any.
         low: the smallest number allowed.
         below: the number must be smaller than this.
@@ -56,8 +56,8 @@ def _rules(options: type) -> dict[str, _Rule]:
 def add_arguments(options: type, parser: argparse._ActionsContainer) -> None:
     """Add ``--name`` for every field of an options dataclass to a parser or a group of one.
 
-    An option that was not told leaves nothing in the namespace. One that the parser already has (two workloads share
-    ``--model``) is left as it stands.
+    An option that is not given is absent from the namespace. An option that the parser already has (two workloads share
+    ``--model``) is not added again.
     """
     for name, rule in _rules(options).items():
         flag = "--" + name.replace("_", "-")
@@ -75,10 +75,10 @@ def add_arguments(options: type, parser: argparse._ActionsContainer) -> None:
 
 
 def told(options: type, namespace: argparse.Namespace) -> dict[str, OptionValue]:
-    """Return the fields of an options dataclass that a parsed command line sets; the others are left out.
+    """Return the fields of an options dataclass that a parsed command line sets; fields that are not given are left out.
 
     Raises:
-        UsageError: for a value that does not fit.
+        UsageError: a value is invalid.
     """
     values = {n: getattr(namespace, n) for n in _rules(options) if getattr(namespace, n, None) is not None}
     read(options, values)
@@ -90,10 +90,10 @@ def read(options: type[Options], values: Mapping[str, Any]) -> Options:
 
     Args:
         options: a frozen dataclass whose fields were made by ``option``.
-        values: by field name; numbers and truth values may be given as text.
+        values: values by field name; numbers and booleans may be given as text.
 
     Raises:
-        UsageError: for a name that is not an option, or a value that does not fit.
+        UsageError: a name is not an option, or a value is invalid.
     """
     rules = _rules(options)
     unknown = sorted(set(values) - set(rules))

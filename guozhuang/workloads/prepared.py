@@ -1,4 +1,4 @@
-"""Tokenised data on disk: written once by whoever comes first, memory-mapped by every rank."""
+"""Tokenised data on disk: written once by the first process, memory-mapped by every rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from guozhuang.workloads.vocabulary import Ragged
 
-# Change it when the same options and files would give other arrays.
+# Increase it when the same options and files give other arrays than before.
 _FORMAT = 1
 
 
@@ -26,9 +26,9 @@ class Prepared:
     """A tokenised data set.
 
     Attributes:
-        train: and ``held_out``: the token sequences.
-        train_classes: and ``held_out_classes``: int64, a class number per sequence.
-        about: what else is to be known, as JSON can hold it.
+        train: token sequences of the training part; ``held_out``: those of the held-out part.
+        train_classes: int64, the class number of each sequence; ``held_out_classes`` likewise.
+        about: further facts, such as the names of the classes; JSON can represent it.
     """
 
     train: Ragged
@@ -39,7 +39,7 @@ class Prepared:
 
 
 def key(settings: Mapping[str, object], files: Iterable[Path]) -> str:
-    """A name for what these settings make of these files, as they are now (path, size, time of last change)."""
+    """Return a name that identifies the result of these settings and files as they are now (path, size, change time)."""
     stats = []
     for path in files:
         stat = path.stat()
@@ -49,15 +49,15 @@ def key(settings: Mapping[str, object], files: Iterable[Path]) -> str:
 
 
 def load_or_make(cache: Path | None, name: str, make: Callable[[], Prepared]) -> Prepared:
-    """Take the data from the cache's folder ``name``, or make it and leave it there.
+    """Load the data from the folder ``name`` of the cache, or make it and save it there.
 
-    The folder appears whole or not at all, so processes may race: the first one's stays. Whoever finds it maps its
+    The folder appears complete or not at all, so processes may race: the first result stays. Every process maps the
     arrays and reads only the pages it needs, which processes of one machine share.
 
     Args:
-        cache: a folder, made if it is not there; None keeps everything in memory.
+        cache: a folder, created if missing; None keeps the data in memory only.
         name: see ``key``.
-        make: called without arguments if the folder is not there.
+        make: called without arguments to make the data if it is not in the cache.
     """
     if cache is None:
         return make()
@@ -70,7 +70,7 @@ def load_or_make(cache: Path | None, name: str, make: Callable[[], Prepared]) ->
             try:
                 os.rename(draft, folder)
             except OSError:
-                if not folder.is_dir():  # not another process that was faster, but a real failure
+                if not folder.is_dir():  # no other process was faster: this is a real failure
                     raise
         finally:
             shutil.rmtree(draft, ignore_errors=True)

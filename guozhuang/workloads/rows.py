@@ -1,4 +1,4 @@
-"""A file -> rows of cells, each with the line it came from; nothing is known here of labels and text."""
+"""Reads a file into rows of cells, each with its line number, without interpreting labels and text."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class TableRow:
     """One row of a file.
 
     Attributes:
-        line: the physical line it begins on, from 1; in a parquet file the number of the row, from 1.
-        cells: text in csv, tsv and lines; whatever JSON or parquet holds elsewhere, None for nothing.
-        problem: why it cannot be used; empty where it can.
+        line: the line of the file on which it begins, from 1; in a parquet file the number of the row, from 1.
+        cells: text in csv, tsv and lines; any value in JSON and parquet, None for a missing one.
+        problem: why the row cannot be used; empty if it can.
     """
 
     line: int
@@ -52,15 +52,15 @@ class TableRow:
 
 @dataclass(frozen=True)
 class Table:
-    """A file in rows.
+    """A file as rows.
 
     Attributes:
-        path: where it came from.
+        path: path of the file.
         format: csv, tsv, jsonl, parquet or lines.
-        names: the names of the columns where the format has them (jsonl, parquet), else None.
+        names: the names of the columns if the format has them (jsonl, parquet), else None.
         rows: in the order of the file; blank lines are left out.
-        encoding: how its bytes were read; empty for parquet.
-        assumed: sentences for the log: what was guessed about the file.
+        encoding: the encoding of the file; empty for parquet.
+        assumed: sentences for the log about guesses on the file.
     """
 
     path: Path
@@ -71,26 +71,26 @@ class Table:
     assumed: tuple[str, ...]
 
     def place(self, line: int) -> str:
-        """``file:line``, as errors name a row."""
+        """Return ``file:line``, by which errors name a row."""
         return f"{self.path}: row {line}" if self.format == "parquet" else f"{self.path}:{line}"
 
 
 def read_table(
     path: Path, format: str = "auto", delimiter: str | None = None, quoting: str = "auto", encoding: str | None = None
 ) -> Table:
-    """Read csv, tsv, jsonl, parquet, or plain lines that begin with their label; gzip is unpacked.
+    """Read csv, tsv, jsonl, parquet, or plain lines that begin with their label; gzip is decompressed.
 
     Args:
         path: the file.
-        format: one of FORMATS; "auto" goes by the name, with or without ``.gz``. In a ``.txt`` file whose first line
-            has a tab, columns are separated by tabs; else a line is a label, the delimiter (a space), and the text.
-        delimiter: one character, or its name (tab, comma, semicolon, space, pipe, colon); None: by the format.
-        quoting: whether cells of csv and tsv may stand in double quotes, a quote inside doubled. "auto": yes in csv; in
+        format: one of FORMATS; "auto" decides by the file name, with or without ``.gz``. In a ``.txt`` file whose first line
+            has a tab, tabs separate columns; else a line is a label, the delimiter (a space), and the text.
+        delimiter: one character, or its name (tab, comma, semicolon, space, pipe, colon); None: the format's usual one.
+        quoting: whether cells of csv and tsv may be in double quotes, with quotes inside doubled. "auto": yes in csv; in
             tsv only if the quotes of the whole file match.
         encoding: see ``encoding.decode``.
 
     Raises:
-        UsageError: the file cannot be read as this format at all. What is wrong with single rows is said in the rows.
+        UsageError: the file cannot be read in this format. Problems of single rows are recorded in the rows instead.
     """
     if format == "auto":
         suffix = (path.with_suffix("") if path.suffix.lower() == ".gz" else path).suffix.lower()
@@ -155,7 +155,7 @@ def _first_line(text: str) -> str:
 
 
 def _sniffed(text: str) -> str:
-    """The comma, unless it cuts the first rows into unequal numbers of columns and another usual delimiter does not."""
+    """Return the comma, unless it cuts the first rows into unequal numbers of columns and another usual delimiter does not."""
     head = list(itertools.islice(io.StringIO(text, newline=""), 50))
     for delimiter in ",\t;|":
         with contextlib.suppress(csv.Error):
@@ -167,7 +167,7 @@ def _sniffed(text: str) -> str:
 
 
 def _delimited(text: str, delimiter: str, quoted: bool, path: Path) -> list[TableRow]:
-    # The module's limit on the length of a cell is for the whole process: lift it for these lines only.
+    # The csv module's limit on the length of a cell is global: raise it for this call only.
     limit = csv.field_size_limit(max(len(text) + 1, csv.field_size_limit()))
     try:
         reader = csv.reader(
@@ -201,10 +201,10 @@ def _delimited(text: str, delimiter: str, quoted: bool, path: Path) -> list[Tabl
 
 
 def _is_quoted(text: str, delimiter: str) -> bool:
-    """Whether a tab-separated file was written with quotes: only if that explains it better than plain characters do.
+    """Tell whether a tab-separated file was written with quotes: only if that fits the file better than plain characters.
 
-    Its quotes must match everywhere. If the rows have one number of columns only when quotes are obeyed, they count; if
-    they have it either way, they count when a quoted cell has doubled quotes inside, or when nearly every row has one.
+    Its quotes must match everywhere. If all rows have the same number of columns only when quotes are parsed, the answer is
+    yes; if they have it either way, it is yes when a quoted cell has doubled quotes, or nearly every row has a quoted cell.
     """
     try:
         obeyed = _delimited(text, delimiter, True, Path())
@@ -235,7 +235,7 @@ def _label_lines(text: str, delimiter: str) -> Iterator[TableRow]:
 def _json_lines(text: str) -> tuple[tuple[str, ...], list[TableRow]]:
     objects: list[tuple[int, dict[str, object] | str]] = []
     names: dict[str, None] = {}
-    # Only \n ends a line: JSON text may hold the other line separators of Unicode as they are.
+    # Only \n ends a line: JSON text may contain Unicode's other line separators unescaped.
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue

@@ -1,4 +1,4 @@
-"""Rows of a file -> labelled texts: which column is which, whether there is a header, and what makes a row unusable."""
+"""Turns rows of a file into labelled texts: finds the label and text columns and the header, and rejects bad rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from guozhuang.errors import UsageError, explain
 from guozhuang.workloads.encoding import bad_bytes
 from guozhuang.workloads.rows import Table, TableRow, read_table
 
-# Names that data sets give these columns; compared without case.
+# Usual names of these columns in data sets; compared without case.
 _LABEL_NAMES = (
     "label",
     "labels",
@@ -36,12 +36,12 @@ class Samples:
     """Labelled texts, in the order of their file.
 
     Attributes:
-        labels: one per sample, never empty, without blanks around.
+        labels: one per sample, never empty, stripped.
         texts: one per sample, never blank.
-        lines: where each sample begins in its file, see ``rows.Row``.
-        table: the file they came from.
-        num_skipped: rows that were left out because they were bad.
-        columns: in words, what was taken for what.
+        lines: the line on which each sample begins in its file, see ``rows.TableRow``.
+        table: the file they were read from.
+        num_skipped: number of bad rows that were left out.
+        columns: a text that says which columns were used as label and text.
     """
 
     labels: list[str]
@@ -52,7 +52,7 @@ class Samples:
     columns: str
 
     def place(self, index: int) -> str:
-        """``file:line`` of a sample, for errors that are found later."""
+        """Return ``file:line`` of a sample, for errors that are found later."""
         return self.table.place(self.lines[index])
 
 
@@ -73,16 +73,16 @@ def read_samples(
 
     Args:
         path: the file.
-        format: and delimiter, quoting, encoding: see ``rows.read_table``.
-        header: "yes", "no", or "auto": the first row of csv or tsv is a header if a column told by name is in it, or if
+        format: see ``rows.read_table``, also for delimiter, quoting and encoding.
+        header: "yes", "no", or "auto": the first row of csv or tsv is a header if it contains a column name given here, or if
             its label never occurs again although labels repeat.
         label: the column of the label, by name or number from 0. None: one with a usual name, else the first.
         text: the columns of the text, joined by a space. Empty: those with usual names, else all but the label's.
-        label_until: keep of each label only what stands before this (``:`` makes DESC of ``DESC:manner``).
+        label_until: cut each label at the first occurrence of this text (``:`` turns ``DESC:manner`` into DESC).
         skip_bad: leave bad rows out and count them, instead of stopping at the first.
 
     Raises:
-        UsageError: naming the file, and the line where it is about a row.
+        UsageError: the text names the file, and the line if the error is in a row.
     """
     table = read_table(path, format, delimiter, quoting, encoding)
     if not table.rows:
@@ -91,7 +91,7 @@ def read_samples(
     if not rows:
         raise UsageError(explain(f"{path} has a header and no rows", fix="add rows, or say --header no"))
     width = len(names) if names is not None else _usual_width(rows)
-    # jsonl and parquet hold numbers too: those are no text unless asked for.
+    # jsonl and parquet also have columns of numbers, which are not used as text unless given by ``text``.
     head = [row.cells for row in rows[:1000] if not row.problem and len(row.cells) == width]
     textual = [at for at in range(width) if any(isinstance(cells[at], str) for cells in head)]
     label_at, text_at = _choose_columns(path, names, width, label, text, textual)
@@ -231,7 +231,7 @@ def _choose_columns(
 
 
 def _sample(row: TableRow, label_at: int, text_at: Sequence[int], label_until: str | None) -> tuple[str, str, str]:
-    """Return the problem of a row (empty: none), its label, its text."""
+    """Return the problem of a row (empty: none), its label and its text."""
     raw = row.cells[label_at]
     if isinstance(raw, list | dict | bytes):
         return f"its label is a {type(raw).__name__}", "", ""

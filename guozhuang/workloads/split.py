@@ -1,4 +1,4 @@
-"""Which samples are trained on and which are held out, and what the classes are: the same in every process."""
+"""Splits samples into training and held-out parts, and numbers the classes: the same in every process."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from guozhuang.workloads.samples import Samples
 
 
 def classes_of(labels: Sequence[str], source: str) -> list[str]:
-    """The distinct labels, in the order of their class numbers: by value if all are whole numbers, else by text.
+    """Return the distinct labels, in the order of their class numbers: by value if all are integers, else by text.
 
     Raises:
-        UsageError: fewer than two, or so many that the label column cannot be one.
+        UsageError: there are fewer than two, or so many that the column cannot be the label.
     """
     distinct = set(labels)
     if len(distinct) < 2:
@@ -39,15 +39,15 @@ def classes_of(labels: Sequence[str], source: str) -> list[str]:
 
 
 def hold_out(classes: Sequence[int], fraction: float, seed: int) -> tuple[list[int], list[int]]:
-    """Split sample numbers into a part to train on and a part held out, each class by the same fraction.
+    """Split sample numbers into a training part and a held-out part, with the same fraction of each class.
 
-    A class of two samples or more gives at least one to either part; a class of one stays in training. Both parts keep
+    A class of two samples or more has at least one in each part; a class of one stays in training. Both parts keep
     the order of the samples.
 
     Args:
         classes: the class number of each sample.
-        fraction: of each class to hold out, between 0 and 1.
-        seed: chooses which.
+        fraction: share of each class to hold out, between 0 and 1.
+        seed: seed of the random choice.
     """
     by_class: dict[int, list[int]] = {}
     for index, number in enumerate(classes):
@@ -62,17 +62,17 @@ def hold_out(classes: Sequence[int], fraction: float, seed: int) -> tuple[list[i
 
 
 def cap(indices: Sequence[int], limit: int, seed: int) -> list[int]:
-    """At most ``limit`` of these sample numbers, chosen by the seed, in their order; 0 means all."""
+    """Return at most ``limit`` of these sample numbers, chosen randomly by the seed, in their order; 0 means all."""
     if limit == 0 or len(indices) <= limit:
         return list(indices)
     return sorted(random.Random(seed).sample(list(indices), limit))
 
 
 def class_numbers(samples: Samples, classes: Sequence[str], trained_on: Path) -> list[int]:
-    """The class numbers of an evaluation file's samples.
+    """Return the class numbers of an evaluation file's samples.
 
     Raises:
-        UsageError: a label that the training data does not have, with its file and line.
+        UsageError: a label does not occur in the training data; the text names file and line.
     """
     numbers = {label: number for number, label in enumerate(classes)}
     for index, label in enumerate(samples.labels):

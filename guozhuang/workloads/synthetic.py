@@ -1,4 +1,4 @@
-"""The synthetic workload: the same models on random tokens, for speed alone; there is nothing to learn in it."""
+"""The synthetic workload: the same models on random tokens, to measure speed only; nothing can be learned from it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from guozhuang.workloads.base import Workload
 from guozhuang.workloads.options import OptionValue, option
 from guozhuang.workloads.training_options import TrainingOptions, check, describe, learning_rate, optimizer_maker
 
-# The vocabulary of the published BERT models, so that sizes and bytes on the wire are theirs.
+# The vocabulary size of the published BERT models, so that memory and traffic are the same as theirs.
 _VOCABULARY_SIZE = 30522
 _PAD_ID = 0
 
 
 @dataclass(frozen=True)
 class SyntheticOptions(TrainingOptions):
-    """The options of the random tokens, beside model and optimizer."""
+    """The options of the synthetic workload: those of its data, added to those of model and optimizer."""
 
     seq_len: int = option(64, int, "tokens of every sample (default 64)", low=1)
     num_classes: int = option(4, int, "number of classes (default 4)", low=2)
@@ -33,7 +33,7 @@ class SyntheticOptions(TrainingOptions):
 
 
 class RandomTokens(Dataset[classify.Sample]):
-    """Samples that are made when they are asked for, each from the seed and its own number alone."""
+    """Random samples, generated on access, each from the seed and its own number alone."""
 
     def __init__(self, num_samples: int, seq_len: int, num_classes: int, vocabulary_size: int, seed: int) -> None:
         self.num_samples = num_samples
@@ -53,14 +53,14 @@ class RandomTokens(Dataset[classify.Sample]):
 
 
 def add_arguments(parser: argparse._ActionsContainer) -> None:
-    """Add this workload's options to a parser or a group of one; see ``options.add_arguments``."""
+    """Add this workload's options to a parser or to one of its groups; see ``options.add_arguments``."""
     options.add_arguments(SyntheticOptions, parser)
 
 
 def options_from(namespace: argparse.Namespace) -> dict[str, OptionValue]:
-    """Return the options of this workload in a command line; JSON can hold them. UsageError where a value does not fit.
+    """Return this workload's options from a command line; JSON can represent them. UsageError for an invalid value.
 
-    Paths come out absolute.
+    Paths are made absolute.
     """
     told = options.told(SyntheticOptions, namespace)
     if "model" in told and told["model"] not in bert.SIZES:
@@ -72,8 +72,8 @@ def load(told: Mapping[str, Any], cache: Path | None = None) -> Workload:
     """Build the workload; nothing is read or written.
 
     Args:
-        told: by field of SyntheticOptions; what is left out takes its default.
-        cache: not needed; the argument that every built-in workload takes.
+        told: values by field of SyntheticOptions; missing ones take their defaults.
+        cache: unused; every built-in workload has this argument.
 
     Raises:
         UsageError: options that cannot work.

@@ -1,4 +1,4 @@
-"""The text workload: BERT learns to classify texts, from a file or from the Python library's docstrings."""
+"""The text workload: BERT learns to classify texts, read from a file or from the Python library's docstrings."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from guozhuang.workloads.split import cap, class_numbers, classes_of, hold_out
 from guozhuang.workloads.training_options import TrainingOptions, check, describe, learning_rate, optimizer_maker
 
 _YES_NO_AUTO = ("auto", "yes", "no")
-# The options that say how to read a file.
+# The options that describe how to read a file.
 _OF_FILES = ("data_format", "delimiter", "quoting", "encoding", "header", "label", "label_until", "text", "bad_rows")
 
 
 @dataclass(frozen=True)
 class TextOptions(TrainingOptions):
-    """The options of the texts, beside model and optimizer."""
+    """The options of the text workload: those of its data, added to those of model and optimizer."""
 
     data: str | None = option(
         None, str, "file to train on: csv, tsv, jsonl, parquet, txt; .gz of each (default: Python's own docstrings)"
@@ -67,17 +67,17 @@ class TextOptions(TrainingOptions):
 
 
 def add_arguments(parser: argparse._ActionsContainer) -> None:
-    """Add this workload's options to a parser or a group of one; see ``options.add_arguments``."""
+    """Add this workload's options to a parser or to one of its groups; see ``options.add_arguments``."""
     options.add_arguments(TextOptions, parser)
 
 
 def options_from(namespace: argparse.Namespace) -> dict[str, OptionValue]:
-    """Return the options of this workload in a command line; JSON can hold them. UsageError where a value does not fit.
+    """Return this workload's options from a command line; JSON can represent them. UsageError for an invalid value.
 
-    Paths come out absolute.
+    Paths are made absolute.
     """
     told = options.told(TextOptions, namespace)
-    for name in ("data", "eval_data"):  # the ranks need not run in this directory
+    for name in ("data", "eval_data"):  # because ranks may run in another directory
         if name in told:
             told[name] = os.path.abspath(os.path.expanduser(str(told[name])))
     if "model" in told and told["model"] not in bert.SIZES:
@@ -88,12 +88,12 @@ def options_from(namespace: argparse.Namespace) -> dict[str, OptionValue]:
 def load(told: Mapping[str, Any], cache: Path | None = None) -> Workload:
     """Build the workload; needs transformers only when its ``model`` is called, tokenizers only to fill the cache.
 
-    With dropout above 0 each process draws its own masks, so that the results of strategies can no longer be compared
+    With dropout above 0 each process draws its own masks, so that the results of strategies cannot be compared
     number for number.
 
     Args:
-        told: by field of TextOptions; what is left out takes its default.
-        cache: a folder for the tokenised data, so that only the first process to come tokenises; None: in memory.
+        told: values by field of TextOptions; missing ones take their defaults.
+        cache: a folder for the tokenised data, so that only the first process tokenises; None: data is kept in memory.
 
     Raises:
         UsageError: options, files or checkpoints that cannot work.
@@ -155,7 +155,7 @@ def load(told: Mapping[str, Any], cache: Path | None = None) -> Workload:
 
 
 def _check_data_options(chosen: TextOptions, told: Mapping[str, Any]) -> None:
-    """No option that would have no effect is accepted."""
+    """Refuse options that would have no effect."""
     if chosen.data is None:
         for name in (*_OF_FILES, "eval_data"):
             if told.get(name) is not None:
@@ -193,7 +193,7 @@ def _key(chosen: TextOptions, model: bert.BertSize | Path) -> str:
 
 
 def _prepare(chosen: TextOptions, model: bert.BertSize | Path) -> prepared.Prepared:
-    """Read, split and tokenise: the work that the cache saves."""
+    """Read, split and tokenise the data; the cache saves this work."""
     details: dict[str, str | int | float] = {}
     held = None
     if chosen.data is None:

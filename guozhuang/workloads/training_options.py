@@ -1,4 +1,4 @@
-"""The options of model and optimizer that every built-in workload has."""
+"""The options for model and optimizer that all built-in workloads share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from guozhuang.workloads.options import option
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """The options of model and optimizer; the fields' help texts describe them."""
+    """The options for model and optimizer; their help texts describe them."""
 
     model: str = option(
         "bert-tiny",
@@ -56,19 +56,19 @@ def check(options: TrainingOptions, told: Mapping[str, Any]) -> None:
     """Refuse an option that would have no effect.
 
     Raises:
-        UsageError: momentum for AdamW.
+        UsageError: momentum was given for AdamW.
     """
     if options.optimizer == "adamw" and told.get("momentum") is not None:
         raise UsageError(explain("adamw has no momentum to set", value=options.momentum, fix="say --optimizer sgd"))
 
 
 def learning_rate(options: TrainingOptions, model: BertSize | Path) -> float:
-    """The learning rate told, or the model's own."""
+    """Return the given learning rate, else the model's default."""
     return options.lr if options.lr is not None else default_lr(model, options.optimizer)
 
 
 def optimizer_maker(options: TrainingOptions, lr: float) -> Callable[[torch.nn.Module], torch.optim.Optimizer]:
-    """Build the optimizer for a bare model."""
+    """Return a function that builds the optimizer for a bare model."""
     return partial(
         make_optimizer,
         name=options.optimizer,
@@ -80,7 +80,7 @@ def optimizer_maker(options: TrainingOptions, lr: float) -> Callable[[torch.nn.M
 
 
 def describe(options: TrainingOptions, lr: float) -> dict[str, str | int | float]:
-    """The lines of a report about the optimizer and the batches."""
+    """Return the report's lines about optimizer and batches."""
     lines: dict[str, str | int | float] = {"optimizer": options.optimizer + (" (fused)" if options.fused else "")}
     lines["learning rate"] = lr
     lines["weight decay"] = options.weight_decay

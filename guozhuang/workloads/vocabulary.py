@@ -1,4 +1,4 @@
-"""Texts -> token numbers: a WordPiece vocabulary trained on the texts, or the tokenizer of a checkpoint."""
+"""Converts texts to token numbers, by a WordPiece vocabulary trained on the texts or by a checkpoint's tokenizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from guozhuang.errors import UsageError, explain
 
-# One of these holds the vocabulary of every tokenizer that transformers can load.
+# Every tokenizer that transformers can load has its vocabulary in one of these files.
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "vocab.txt",
@@ -30,11 +30,11 @@ SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 @dataclass(frozen=True)
 class Ragged:
-    """Sequences of token numbers, end to end.
+    """Sequences of token numbers, concatenated.
 
     Attributes:
-        tokens: int32, one dimension.
-        ends: int64, one per sequence: where it ends in ``tokens``; it begins where the one before ends.
+        tokens: int32, one dimension, all sequences one after the other.
+        ends: int64, the end of each sequence in ``tokens``; a sequence begins where the one before ends.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -42,14 +42,14 @@ class Ragged:
 
 
 def train_wordpiece(texts: Sequence[str], size: int) -> Any:
-    """A lower-case WordPiece tokenizer as BERT's, trained on these texts; the same texts give the same one.
+    """Train a lower-case WordPiece tokenizer like BERT's on these texts; the same texts give the same tokenizer.
 
     Args:
-        texts: the training texts only: held-out words stay unknown.
+        texts: the training texts only, so that words of held-out texts stay unknown.
         size: the largest number of entries; few texts give fewer.
 
     Returns:
-        a ``tokenizers.Tokenizer`` with BERT's ``[CLS] ... [SEP]`` around each text.
+        a ``tokenizers.Tokenizer`` that puts BERT's ``[CLS] ... [SEP]`` around each text.
 
     Raises:
         UsageError: the package tokenizers is not installed.
@@ -70,8 +70,8 @@ def train_wordpiece(texts: Sequence[str], size: int) -> Any:
     learner = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     learner.pre_tokenizer = splitter
     # [Note: a repeatable vocabulary] The trainer numbers the pieces that continue a word in the order of a hash table,
-    # which differs from run to run, and breaks ties between merges by these numbers. Handed over as special tokens they
-    # are numbered first and in our order; the tokenizer that is returned knows them as ordinary pieces.
+    # which differs from run to run, and breaks ties between merges by these numbers. Passed as special tokens they
+    # are numbered first and in our order; the returned tokenizer treats them as ordinary pieces.
     trainer = trainers.WordPieceTrainer(
         vocab_size=size, min_frequency=2, special_tokens=[*SPECIAL, *inner], show_progress=False
     )
@@ -85,7 +85,7 @@ def train_wordpiece(texts: Sequence[str], size: int) -> Any:
 
 
 def encode(tokenizer: Any, texts: Sequence[str], max_length: int) -> Ragged:
-    """Token numbers of texts, each cut to ``max_length`` tokens with the special ones counted.
+    """Return the token numbers of texts, each cut to ``max_length`` tokens including the special ones.
 
     Args:
         tokenizer: a ``tokenizers.Tokenizer``.
@@ -97,7 +97,7 @@ def encode(tokenizer: Any, texts: Sequence[str], max_length: int) -> Ragged:
 
 
 def checkpoint_tokenizer(folder: Path) -> Any:
-    """The tokenizer that lies in a checkpoint's folder (transformers' AutoTokenizer); nothing is downloaded.
+    """Return the tokenizer in a checkpoint's folder (by transformers' AutoTokenizer); nothing is downloaded.
 
     Raises:
         UsageError: transformers is not installed, there is no tokenizer, or it has no padding token.
@@ -106,7 +106,7 @@ def checkpoint_tokenizer(folder: Path) -> Any:
         from transformers import AutoTokenizer
     except ImportError:
         raise missing("transformers") from None
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):  # transformers would make up an empty one
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):  # else transformers would make an empty one
         raise UsageError(
             explain(
                 f"the checkpoint in {folder} has no tokenizer",
@@ -131,12 +131,12 @@ def checkpoint_tokenizer(folder: Path) -> Any:
 
 
 def encode_with_checkpoint(tokenizer: Any, texts: Sequence[str], max_length: int) -> Ragged:
-    """Encode with a checkpoint's own tokenizer; the same result as ``encode``."""
+    """Encode texts with a checkpoint's own tokenizer; the result has the same form as that of ``encode``."""
     return ragged(tokenizer(list(texts), truncation=True, max_length=max_length, padding=False)["input_ids"])
 
 
 def ragged(sequences: Sequence[Sequence[int]]) -> Ragged:
-    """Lay sequences end to end."""
+    """Concatenate sequences."""
     ends = np.cumsum([len(sequence) for sequence in sequences], dtype=np.int64)
     tokens = np.fromiter(
         (token for s in sequences for token in s), dtype=np.int32, count=int(ends[-1]) if len(ends) else 0
@@ -145,7 +145,7 @@ def ragged(sequences: Sequence[Sequence[int]]) -> Ragged:
 
 
 def missing(package: str) -> UsageError:
-    """The error for a package of the extra ``text`` that is not installed."""
+    """Return the error for a package of the extra ``text`` that is not installed."""
     return UsageError(
         explain(
             f"the text workload needs the package {package}, which is not installed",
