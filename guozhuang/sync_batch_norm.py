@@ -2,7 +2,7 @@
 
 Formulas: every rank sends (count, mean, M2) per channel, combined as in Chan, Golub and LeVeque 1979 (the pairwise update of
 sums of squared deviations), which stays exact where the mean is large against the spread. Backward needs two sums per channel
-over all ranks: of dy and of dy * (x - mean). Ranks may have different numbers of samples, none among them.
+over all ranks: of dy and of dy * (x - mean). Ranks may have different numbers of samples, including none.
 Source: Ioffe and Szegedy 2015, https://arxiv.org/abs/1502.03167.
 """
 
@@ -25,8 +25,8 @@ _HOOKS = (
 )
 
 
-# What brings the statistics of the ranks together: gathers a 1-dimensional tensor of each as (ranks, elements), and adds up a
-# tensor in place.
+# Two functions that combine the statistics of the ranks: the first gathers a 1-dimensional tensor of each rank as (ranks,
+# elements), the second sums a tensor over the ranks in place.
 Collectives: TypeAlias = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], object]]
 
 
@@ -40,24 +40,24 @@ def _of_group(group: dist.ProcessGroup) -> Collectives:
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
-    """``torch.nn.SyncBatchNorm`` that also works on CPU. Same arguments, same ``state_dict``; on accelerators it is PyTorch's.
+    """``torch.nn.SyncBatchNorm`` that also works on the CPU, with equal arguments and ``state_dict``; else it calls PyTorch's.
 
-    Training-mode forward and its backward each issue one collective; every rank of the group must call them. Forward is of
-    shape (N, C, ...) with any number of further dimensions, in any floating-point dtype; statistics are kept in fp32 or wider.
+    Training-mode forward and its backward each issue one collective; every rank of the group must call them. The input has the
+    shape (N, C, ...) with any number of further dimensions and any floating-point dtype; statistics are in fp32 or wider.
 
     Raises:
-        ValueError: fewer than two dimensions, or one value per channel on all ranks together.
+        ValueError: the input has fewer than two dimensions, or only one value per channel on all ranks together.
     """
 
     def forward(self, input: Tensor) -> Tensor:  # the name is PyTorch's
-        """Normalize over the joined batch in training mode, by the running statistics in evaluation mode."""
+        """Normalize by the statistics of the joined batch in training mode, by the running statistics in evaluation mode."""
         if input.device.type != "cpu":
             return super().forward(input)
         group = self.process_group or (dist.group.WORLD if dist.is_initialized() else None)
         return self.normalized(input, None if group is None or group.size() == 1 else _of_group(group))
 
     def normalized(self, input: Tensor, collectives: Collectives | None) -> Tensor:
-        """Return the normalized input, on any device; ``collectives`` is None where there are no other ranks."""
+        """Return the normalized input, on any device; ``collectives`` is None if there are no other ranks."""
         if input.dim() < 2:
             raise UsageError(
                 explain(
@@ -101,16 +101,16 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
-        """Return the module with every BatchNorm part (PyTorch's SyncBatchNorm among them) replaced by this class.
+        """Return the module with every BatchNorm submodule, including PyTorch's SyncBatchNorm, replaced by this class.
 
-        The replacements hold the same parameter and buffer objects, and the hooks of forward and backward. A part that stands
-        in several places stays one. A subclass of SyncBatchNorm that somebody wrote stays as it is.
+        The replacements hold the same parameter and buffer objects, and the hooks of forward and backward. A submodule that is
+        used in several places gets one replacement. Other subclasses of SyncBatchNorm are not replaced.
         """
         return _replace(module, _is_batch_norm, process_group, {})
 
 
 def use_on_cpu(module: nn.Module) -> nn.Module:
-    """Return the module with PyTorch's SyncBatchNorm parts, which refuse CPU tensors, replaced by :class:`SyncBatchNorm`."""
+    """Return the module with PyTorch's SyncBatchNorm, which refuses CPU tensors, replaced by :class:`SyncBatchNorm`."""
     if not any(_is_torchs(part) for part in module.modules()):
         return module
     return _replace(module, _is_torchs, None, {})
@@ -155,7 +155,7 @@ def _converted(part: Any, group: dist.ProcessGroup | None) -> SyncBatchNorm:
     new.running_mean, new.running_var = part.running_mean, part.running_var
     new.num_batches_tracked = part.num_batches_tracked
     for name in _HOOKS:
-        # The dictionary itself, not a copy: the handle that the user holds removes the hook from it.
+        # Share the dictionary instead of copying it, so that the user's handles still remove hooks.
         new.__dict__[name] = part.__dict__[name]
     return new
 
@@ -207,7 +207,7 @@ class _Normalize(torch.autograd.Function):
         d_weight = sum_dy_normal.to(weight.dtype) if weight is not None else None
         d_bias = sum_dy.to(weight.dtype) if ctx.has_bias else None
         if not ctx.needs_input_grad[0]:
-            # All ranks agree: whether an input needs a gradient follows from the model.
+            # All ranks skip the collective alike: whether the input needs a gradient depends on the model only.
             return None, d_weight, d_bias, None, None
         sums = torch.cat([sum_dy, sum_dy_normal])
         ctx.collectives[1](sums)

@@ -1,4 +1,4 @@
-"""Optimizers that know of the other ranks; each is a ``torch.optim.Optimizer``."""
+"""Optimizers that take part in the exchange between ranks; each is a ``torch.optim.Optimizer``."""
 
 from .qadam import QAdam
 

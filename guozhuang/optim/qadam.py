@@ -1,16 +1,17 @@
-"""``QAdam``: Adam whose momentum crosses the wire in a code, once its second moment has settled.
+"""``QAdam``: Adam whose momentum is sent in a lossy code, once its second moment has settled.
 
-Formula, with W = ``warmup_steps``, for step t of a parameter. t <= W: Adam (or AdamW), by torch's own step. t > W: v stays what
-it was after step W, and m <- b1 m + (1 - b1) g, p <- p - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^W)) + eps). What each rank
-sends is its own b1 m + (1 - b1) g_r, coded, see :mod:`guozhuang.exchange.adam_momentum`; ``p.grad`` is the mean gradient that
-follows from what all sent, so clipping, weight decay and accumulation mean what they mean with Adam.
-Error: in the warm-up none; then that of a v which no longer follows, and of the code. No step's gradient is left out.
-Traffic: in the warm-up an all-reduce, then the code, both ways.
+Formula, with W = ``warmup_steps``, for step t of a parameter. t <= W: Adam (or AdamW), by torch's own step. t > W: v keeps its
+value after step W, and m <- b1 m + (1 - b1) g, p <- p - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^W)) + eps). Each rank sends its
+own b1 m + (1 - b1) g_r in a code, see :mod:`guozhuang.exchange.adam_momentum`; ``p.grad`` is the mean gradient that follows
+from the momenta of all ranks, so clipping, weight decay and accumulation have the same meaning as with Adam.
+Error: none in the warm-up; then that of a frozen v, and that of the code. No step's gradient is left out.
+Traffic: in the warm-up an all-reduce; then the code, for momenta and for their means.
 Source: 1-bit Adam, Tang et al. 2021, arXiv:2102.02888; QAdam of Bagua, Gan et al. 2021, arXiv:2107.01499.
 
-[Note: an element without a second moment] Where an element had no gradient in the warm-up (a word that had not come up yet) v
-is 0, and the first m, or the first rounding error of a code, would be divided by eps: a step of thousands. Such an element gets
-the mean v of the others of its parameter when v is frozen. A parameter whose v is 0 as a whole stays with Adam until it is not.
+[Note: an element without a second moment] If an element had no gradient in the warm-up (a word that had not occurred yet), its
+v is 0, and the first m, or the first rounding error of a code, would be divided by eps: a step of thousands. When v is frozen,
+such an element gets the mean v of the other elements of its parameter. A parameter with v = 0 in all elements stays with Adam
+until some v is not 0.
 """
 
 from __future__ import annotations
@@ -39,35 +40,35 @@ _STATE_HOOKS = (
 
 
 class QAdam(Optimizer):
-    """Adam for few bytes on the wire: ``ddp.use_exchange(optimizer.exchange())``. Use it on every rank alike.
+    """Adam that sends few bytes: ``ddp.use_exchange(optimizer.exchange())``. Use it with the same settings on every rank.
 
-    It steps through an Adam or AdamW of torch, ``inner``, whose ``param_groups`` and ``state`` it shares, so checkpoints are
-    Adam's and load into Adam. With ``torch.amp.GradScaler``, the scale is learnt from the first ``scaler.step(optimizer)``;
-    a run that is resumed after the warm-up sets ``optimizer.grad_scaler = scaler`` before its first backward.
+    It steps an Adam or AdamW of torch, ``inner``, and shares its ``param_groups`` and ``state``, so checkpoints are Adam's and
+    can be loaded into Adam. With ``torch.amp.GradScaler``, it gets the scale in the first ``scaler.step(optimizer)``; a run
+    that is resumed after the warm-up must set ``optimizer.grad_scaler = scaler`` before its first backward.
 
     Args:
         params: parameters or groups, as for ``torch.optim.Adam``.
         lr: learning rate.
-        betas: decay of the two moments, by group if it is to differ.
+        betas: decay of the two moments; may differ by group.
         eps: added to the root of the second moment.
         weight_decay: added to gradients times weights (L2) or, if decoupled, taken off the weights.
-        warmup_steps: after so many steps v is frozen, and after so many synchronized backward passes the code begins. A tenth
-            to a fifth of all steps in the paper; much less does, if the learning rate has reached its height by then.
-        codec: of the momentum; None is 8 bits, ``MinMax8()``. ``OneBit()`` with ``error_feedback`` is 1-bit Adam.
-        error_feedback: whether what the code lost is sent with the next.
-        seed: of the code's random bits.
+        warmup_steps: the number of steps after which v is frozen, and of synchronized backward passes after which momentum is
+            sent coded. The paper uses a tenth to a fifth of all steps; far fewer suffice if the learning rate has then peaked.
+        codec: the code of the momentum; None is 8 bits, ``MinMax8()``. ``OneBit()`` with ``error_feedback`` is 1-bit Adam.
+        error_feedback: whether to add the error of the code to the next momentum that is sent.
+        seed: the seed of the code's random bits.
         decoupled_weight_decay: as in AdamW.
-        **options: others of ``torch.optim.Adam``: amsgrad, maximize, foreach, fused.
+        **options: further options of ``torch.optim.Adam``: amsgrad, maximize, foreach, fused.
 
     Raises:
         UsageError: ``warmup_steps`` below 1; ``capturable`` or ``differentiable``, which are not supported.
 
     Attributes:
-        inner: torch's optimizer.
-        grad_scaler: whose scale the gradients have; None for none.
+        inner: the Adam or AdamW of torch that is stepped.
+        grad_scaler: the GradScaler whose scale the gradients are multiplied by; None without one.
     """
 
-    # So GradScaler hands itself to the step, which tells the scale.
+    # Makes GradScaler pass itself to step(), which reads the scale from it.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -98,17 +99,17 @@ class QAdam(Optimizer):
         error_feedback: bool = False,
         seed: int = 0,
     ) -> QAdam:
-        """Make one around an Adam or AdamW of torch, which keeps its groups and its schedulers; step the new one from then on.
+        """Make a QAdam around an Adam or AdamW of torch, with its groups and its schedulers; step only the QAdam afterwards.
 
         Args:
-            optimizer: of these very classes, fresh or not.
-            warmup_steps: as in the constructor; steps that it made already count.
+            optimizer: a ``torch.optim.Adam`` or ``AdamW``, not of a subclass, new or already stepped.
+            warmup_steps: as in the constructor; steps that ``optimizer`` already made count.
             codec: as in the constructor.
             error_feedback: as in the constructor.
             seed: as in the constructor.
 
         Raises:
-            UsageError: another optimizer; and as the constructor.
+            UsageError: ``optimizer`` is of another class; also the errors of the constructor.
         """
         made: QAdam = cls.__new__(cls)
         made._take(optimizer, warmup_steps, codec, error_feedback, seed)
@@ -125,7 +126,7 @@ class QAdam(Optimizer):
         # Optimizer.__init__ would make groups and state of its own.
         self.defaults = inner.defaults
         for name in _STEP_HOOKS:
-            setattr(self, name, getattr(inner, name))  # the same dictionaries: handles the user holds still remove
+            setattr(self, name, getattr(inner, name))  # the same dictionaries, so that the user's handles work
             setattr(inner, name, OrderedDict())
         for name in _STATE_HOOKS:
             setattr(self, name, getattr(inner, name))
@@ -152,7 +153,7 @@ class QAdam(Optimizer):
             raise UsageError(explain(what, fix="step that one; gz.prepare() returns it"))
 
     def exchange(self) -> GradientExchange[Any]:
-        """Return what ``ddp.use_exchange`` takes: an all-reduce in the warm-up, then the coded momentum."""
+        """Return the exchange for ``ddp.use_exchange``: an all-reduce in the warm-up, then the coded momentum."""
         from ..exchange.adam_momentum import AdamMomentum
         from ..exchange.allreduce import AllReduce
         from ..exchange.codecs.quantize8 import MinMax8
@@ -162,12 +163,12 @@ class QAdam(Optimizer):
         compressed = Compressed(self._codec or MinMax8(), error_feedback=self._error_feedback, seed=self._seed)
         return Warmup(self.warmup_steps, AllReduce(), AdamMomentum(self, compressed))
 
-    # ---- what the exchange asks --------------------------------------------------------------------------------------------
+    # ---- called by the exchange --------------------------------------------------------------------------------------------
 
     def momenta(self, parameters: Sequence[Tensor]) -> list[tuple[Tensor | None, float]]:
-        """Return for each parameter its momentum, in the direction of gradients, and b1. Not to be changed.
+        """Return for each parameter its momentum, with the sign of gradients, and b1. The tensors must not be changed.
 
-        None and 0.0 for what is not in the optimizer; None and b1 before the first step.
+        The pair is (None, 0.0) for a parameter that is not in the optimizer, and (None, b1) before the first step.
         """
         group_of = {p: group for group in self.param_groups for p in group["params"]}
         found: list[tuple[Tensor | None, float]] = []
@@ -182,7 +183,7 @@ class QAdam(Optimizer):
         return found
 
     def loss_scale(self) -> float:
-        """Return what the gradients under way are multiplied with."""
+        """Return the factor by which the current gradients are multiplied; 1.0 if no GradScaler is known."""
         if self.grad_scaler is None:
             self._assumed_unscaled = True
             return 1.0
@@ -201,13 +202,13 @@ class QAdam(Optimizer):
             What ``closure`` returned, else None.
 
         Raises:
-            UsageError: gradients were exchanged as if they had no scale, and a GradScaler steps.
+            UsageError: gradients were exchanged as if they were not scaled, but a GradScaler calls this step.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.inner._opt_called = True  # type: ignore[attr-defined]  # for schedules that were made with it
+        self.inner._opt_called = True  # type: ignore[attr-defined]  # for schedulers that were made with ``inner``
         if grad_scaler is not None and not self._learn_scale(grad_scaler):
             return loss
         self._assumed_unscaled = False
@@ -229,7 +230,7 @@ class QAdam(Optimizer):
         return loss
 
     def _learn_scale(self, scaler: Any) -> bool:
-        """Unscale unless the user did; tell whether to step."""
+        """Unscale the gradients unless the user did; return whether to step, which is False after an overflow."""
         if self._assumed_unscaled and scaler.get_scale() != 1.0:
             what = "momentum was exchanged before the scale of the loss was known"
             raise UsageError(explain(what, fix="set `optimizer.grad_scaler = scaler` before the first backward"))
@@ -240,7 +241,7 @@ class QAdam(Optimizer):
         return not any(value.item() for value in found["found_inf_per_device"].values())
 
     def _divide(self) -> tuple[list[list[Tensor]], bool]:
-        """Return the parameters with a gradient whose v is frozen, by group (empty if none), and whether there are others."""
+        """Return, by group, the parameters with a gradient and a frozen v, and whether torch's Adam is to step others."""
         used = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
         self._freeze([(p, group) for group, some in zip(self.param_groups, used, strict=True) for p in some])
         frozen = [[p for p in some if p in self._frozen] for some in used]
@@ -248,9 +249,9 @@ class QAdam(Optimizer):
         return (frozen if num_frozen else []), num_frozen < num_used or not num_used
 
     def _freeze(self, used: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
-        """Find out whose warm-up has ended, and see to [Note: an element without a second moment].
+        """Freeze v of parameters whose warm-up has ended. See [Note: an element without a second moment].
 
-        ``state["frozen_at"]`` is the number of steps that v has seen: W, or what it was in a loaded state of Adam.
+        ``state["frozen_at"]`` is the number of steps in which v was updated: W, or more for a loaded state of Adam.
         """
         candidates = [(p, group) for p, group in used if p not in self._frozen and self.inner.state.get(p)]
         for (p, group), count in zip(candidates, self._counts([p for p, _ in candidates]), strict=True):
@@ -265,7 +266,7 @@ class QAdam(Optimizer):
                 num = int(torch.count_nonzero(v))
                 if num == 0:
                     break
-                if num < v.numel():  # in float64 the order of the sum, which may differ between hosts, does not show
+                if num < v.numel():  # in float64, so that the order of the sum, which may differ by host, has no effect
                     v.masked_fill_(v == 0, float(v.sum(dtype=torch.float64) / num))
             else:
                 state["frozen_at"] = count
@@ -301,16 +302,16 @@ class QAdam(Optimizer):
         torch._foreach_add_(lengths, float(group["eps"]))
         torch._foreach_addcdiv_(parameters, moments, lengths, [-lr / (1 - beta1**count) for count in counts])
 
-    # ---- what torch's other parts look at ----------------------------------------------------------------------------------
+    # ---- used by other parts of torch --------------------------------------------------------------------------------------
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of torch's optimizer."""
+        """The parameter groups of ``inner``."""
         return self.inner.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """That of torch's optimizer."""
+        """The state of ``inner``."""
         return self.inner.state
 
     def __repr__(self) -> str:
@@ -321,16 +322,16 @@ class QAdam(Optimizer):
         raise UsageError(explain(what, fix="keep optimizer.state_dict()"))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; the new parameters have a warm-up of their own."""
+        """Add a parameter group, as in torch; its parameters have a warm-up of their own."""
         self.inner.add_param_group(param_group)
         self._check_groups()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in the format of torch's Adam, the same on every rank. The exchange's own is in the wrapper."""
+        """Return the state in the format of torch's Adam, the same on every rank. The wrapper saves the exchange's state."""
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what ``state_dict`` returned, here or of torch's Adam."""
+        """Restore a state that was saved by this class or by torch's Adam."""
         self.inner.load_state_dict(state_dict)
         self._frozen.clear()
         self._check_groups()

@@ -1,4 +1,4 @@
-"""Strategies: the table of names (``table``), what each does to a model (``ways``), and the check and choice (``apply``)."""
+"""Strategies: the table of their names (``table``), the functions that apply them (``ways``), and ``prepare`` (``apply``)."""
 
 from .apply import prepare
 from .table import DEFAULT, STRATEGIES, Strategy, check_groups, get, register

@@ -1,4 +1,4 @@
-"""``prepare``: the strategy that was asked for, checked against the model and the world, and applied."""
+"""``prepare``: checks the requested strategy against the model and the world, and applies it."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def prepare(
     """Make a plain model and its optimizer train over the whole world. Every rank must call this, after ``init()``.
 
     Under ``guozhuang run --groups K`` the buckets of a strategy that exchanges gradients go to K process groups in turn.
-    Under ``guozhuang run --timeline FILE`` what the model and the optimizer do from now on is recorded, and written when
-    the process ends. A model that lies on the CPU while this rank owns an accelerator is moved there, which is said in the log.
+    Under ``guozhuang run --timeline FILE`` the steps of the model and the optimizer are recorded from now on, and written to a
+    file when the process ends. A model on the CPU is moved to this rank's accelerator, if it has one, with a line in the log.
 
     Args:
         model: the bare model, not wrapped yet; the same on every rank.
         optimizer: over parameters of that model.
-        strategy: a name from :data:`STRATEGIES`. None: what ``guozhuang run --strategy`` asked for, else ``"ddp"``.
+        strategy: a name from :data:`STRATEGIES`. None: the one of ``guozhuang run --strategy``, else ``"ddp"``.
         num_replicas: for ``"dp"`` only: how many devices share the batch. None: every accelerator, or 2 on the CPU.
 
     Returns:
-        ``model, optimizer``, to be called and stepped in place of yours. Unpack them, or keep the whole: its ``step(batch,
-        loss_fn)`` trains on one batch under every strategy, also under one that has no such loop as a script would write.
+        ``model, optimizer``, to be called and stepped in place of yours. Unpack the pair, or keep it: its method ``step(batch,
+        loss_fn)`` trains on one batch under every strategy, even one that a script could not train by its own loop.
 
     Raises:
         UsageError: ``init()`` was not called, the name is unknown, the strategy is impossible in this world, the model
@@ -112,7 +112,7 @@ def _check(model: nn.Module, optimizer: Optimizer, chosen: Strategy, world: Worl
 
 
 def _place(model: nn.Module, optimizer: Optimizer, world: World) -> None:
-    """Bring a model from the CPU to this rank's accelerator."""
+    """Move a model from the CPU to this rank's accelerator, if it has one."""
     if world.device.type == "cpu" or any(p.device.type != "cpu" for p in model.parameters()):
         return
     fix = f"call model.to({str(world.device)!r}) before the optimizer is made"
@@ -121,7 +121,7 @@ def _place(model: nn.Module, optimizer: Optimizer, world: World) -> None:
         raise UsageError(explain(what, rank=world.rank, fix=fix))
     before = {id(parameter) for parameter in model.parameters()}
     model.to(world.device)
-    # CPU to CUDA keeps the Parameter objects, so the optimizer follows; some other devices get new ones.
+    # CUDA keeps the Parameter objects, to which the optimizer refers; for some other devices torch makes new ones.
     if before != {id(parameter) for parameter in model.parameters()}:
         what = f"moving the model to {world.device} made new parameters, which the optimizer does not know"
         raise UsageError(explain(what, rank=world.rank, fix=fix))

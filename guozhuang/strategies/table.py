@@ -1,6 +1,6 @@
-"""Which ways to train there are: the table from a name to what is done to the model and the optimizer, with all settings.
+"""The table of strategies: from a name to the function that prepares a model and an optimizer, with all its settings.
 
-A new strategy is one entry here and whatever it is made of elsewhere.
+To add a strategy, implement its parts elsewhere and add one entry here.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from guozhuang.strategies.ways import Lazy, Setup, WithExchange
 
 DEFAULT = "ddp"
 
-# After which Adam's second moment is taken to have settled; 100 are too few for BERT from scratch.
+# Steps after which Adam's second moment is assumed to have settled; 100 are too few for BERT from scratch.
 _ADAM_WARMUP_STEPS = 300
-# In which large first changes pass whole, for methods that add to a gradient what was lost of earlier ones; 20 are too few
-# for BERT from scratch: benchmarks/convergence.py.
+# First steps in which methods with error feedback send whole gradients, because these are large; 20 are too few for BERT from
+# scratch: benchmarks/convergence.py.
 _WARMUP_STEPS = 100
 
 
@@ -33,15 +33,15 @@ class Strategy:
     """One complete way to train.
 
     Attributes:
-        name: the word that selects it.
+        name: the word that selects the strategy.
         summary: one line for tables and help.
-        exact: the weights equal those of a single process on the joined batch, to rounding.
+        exact: whether the weights equal those of a single process on the joined batch, to rounding.
         trains: False for a bound on speed that must not be used to train.
-        one_process: the whole global batch goes through one process; a world of several ranks is impossible.
-        prepare: makes a model and its optimizer train so, on every rank; returns a ``PreparedPair`` where it owns the step.
-        source: the paper or the software that it comes from, for reports; empty where there is none.
-        takes_groups: its buckets can be handed to several process groups in turn.
-        warmup_steps: steps at the start in which it sends more than later.
+        one_process: whether the whole global batch goes through one process, so that a world of several ranks is impossible.
+        prepare: applies the strategy to a model and its optimizer on every rank; returns a ``PreparedPair`` to own the step.
+        source: the paper or the software on which the strategy is based, for reports; empty if there is none.
+        takes_groups: whether its buckets can go to several process groups in turn.
+        warmup_steps: number of first steps in which it sends more bytes than later.
     """
 
     name: str
@@ -90,7 +90,7 @@ _ALLREDUCE = Lazy("exchange.allreduce:AllReduce")
 _QUANTIZE8 = _compressed("quantize8:MinMax8")
 _LOCAL_SGD = Lazy("exchange.local_sgd:LocalSGD", every=16)
 
-# Simplest to live with first: where measurements tie, the earlier one is recommended.
+# Ordered from the simplest to use: if measurements tie, the earlier strategy is recommended.
 _TABLE: dict[str, Strategy] = {
     strategy.name: strategy
     for strategy in (
@@ -284,7 +284,7 @@ _TABLE: dict[str, Strategy] = {
             "overlapped-local-sgd",
             "the same in two parts and 8 bits, each 7 steps under way in the background",
             Lazy(
-                # With this outer optimizer the weights that arrive are the mean of those that were sent.
+                # With this outer optimizer the result of an exchange is the plain mean of the weights that were sent.
                 "exchange.diloco:DiLoCo",
                 every=16,
                 outer_lr=1.0,
@@ -352,11 +352,11 @@ STRATEGIES: Mapping[str, Strategy] = MappingProxyType(_TABLE)
 
 
 def register(strategy: Strategy, after: str) -> None:
-    """Add a strategy of a package that stands above this table, when that package is imported.
+    """Add a strategy to the table; for packages that this module may not import, which call it when they are imported.
 
     Args:
-        strategy: the new one.
-        after: the name of its neighbour in the table; see the order of the table.
+        strategy: the new strategy.
+        after: the name of the strategy after which it is inserted; the order of the table matters.
     """
     assert strategy.name not in _TABLE and after in _TABLE, strategy.name
     names = list(_TABLE)
@@ -365,10 +365,10 @@ def register(strategy: Strategy, after: str) -> None:
 
 
 def get(name: str) -> Strategy:
-    """Look a strategy up.
+    """Return the strategy of a name.
 
     Raises:
-        UsageError: there is none of that name; the text lists those there are.
+        UsageError: there is no strategy of that name; the text lists all names.
     """
     if name not in STRATEGIES:
         raise UsageError(explain("there is no such strategy", value=name, fix=f"choose one of {', '.join(STRATEGIES)}"))
@@ -376,10 +376,10 @@ def get(name: str) -> Strategy:
 
 
 def check_groups(strategy: Strategy, num_groups: int) -> None:
-    """Refuse several groups for a strategy that hands nothing to groups.
+    """Raise if several groups were requested for a strategy that cannot use them.
 
     Raises:
-        UsageError: it is asked for more groups than it can use.
+        UsageError: ``num_groups`` is above 1, and the strategy does not take groups.
     """
     if num_groups > 1 and not strategy.takes_groups:
         takers = [one.name for one in STRATEGIES.values() if one.takes_groups]

@@ -1,11 +1,11 @@
-"""What each strategy does to a model and its optimizer, and what it hands back: the table in ``table.py`` names these.
+"""The functions that apply each strategy to a model and its optimizer; the table in ``table.py`` refers to them.
 
 [Note: who owns the step] Most strategies leave the training step to the script: forward, loss, backward, ``optimizer.step()``.
-A strategy that interleaves these parts (a pipeline computes several pieces of a batch at once, and its last rank alone sees the
-loss) has to own the whole step. So each strategy hands back a third thing besides the model and the optimizer, a :class:`Step`:
-where the strategy does not own the step it is :class:`PlainStep`, the loop that a script would write. A script that trains by
-``prepared.step(batch, loss_fn)`` runs under every strategy. A strategy that owns the step hands back a model whose forward
-raises and names ``step``.
+A strategy that interleaves these parts (a pipeline computes several pieces of a batch at once, and only its last rank has the
+loss) has to own the whole step. So each strategy returns, besides the model and the optimizer, a :class:`Step`: if the strategy
+does not own the step, it is a :class:`PlainStep`, which runs the same calls as a script's own loop. A script that trains by
+``prepared.step(batch, loss_fn)`` runs under every strategy. A strategy that owns the step returns a model whose forward raises
+an error that names ``step``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _log = logging.getLogger("guozhuang")
 
 @dataclass(frozen=True)
 class Setup:
-    """The run that a strategy prepares a model for.
+    """The properties of the run for which a strategy prepares a model.
 
     Attributes:
         world: the world of this process.
@@ -56,24 +56,24 @@ class Step(Protocol):
         """Train on one batch. Every rank must call, each with its own batch.
 
         Args:
-            batch: handed to ``loss_fn``.
+            batch: passed to ``loss_fn``.
             loss_fn: ``loss_fn(model, batch)`` calls the model once and returns the mean loss over the batch, a tensor of one
                 element. A strategy may call it with a part of the batch (along the first dim of all its tensors) and with a
                 stand-in for the model.
-            passed: called with "forward", "backward" and "optimizer" when each has ended; a strategy that interleaves them
-                calls it at the end of the last piece of each.
+            passed: called with "forward", "backward" and "optimizer" when that phase has ended; a strategy that interleaves
+                phases calls it at the end of the last piece of each.
 
         Returns:
             The loss on this rank's batch, detached.
 
         Raises:
-            UsageError: the loss is no tensor of one element.
+            UsageError: ``loss_fn`` did not return a tensor of one element.
         """
         ...
 
 
 class PlainStep:
-    """The step of strategies that leave it to the script."""
+    """The step of strategies that do not own it: forward, backward, optimizer step and zero_grad, as in a script's loop."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
@@ -100,16 +100,16 @@ class PlainStep:
 
 
 class PreparedPair(tuple[nn.Module, Optimizer]):
-    """``model, optimizer``, to be unpacked, with the step of the strategy. See [Note: who owns the step].
+    """The tuple ``model, optimizer`` with the step of the strategy. See [Note: who owns the step].
 
     Args:
-        model: to be called in place of the user's.
-        optimizer: to be stepped in place of the user's.
-        step: of a strategy that owns the step; None for one that leaves it to the script.
+        model: the model to be called in place of the user's.
+        optimizer: the optimizer to be stepped in place of the user's.
+        step: the step of a strategy that owns it; None for a strategy that leaves the step to the script.
 
     Attributes:
         step: trains on one batch, under any strategy.
-        owns_step: whether nothing but ``step`` trains the model.
+        owns_step: whether the model can be trained by ``step`` only.
     """
 
     step: Step
@@ -128,7 +128,7 @@ def single(model: nn.Module, optimizer: Optimizer, setup: Setup) -> tuple[nn.Mod
 
 
 def none(model: nn.Module, optimizer: Optimizer, setup: Setup) -> tuple[nn.Module, Optimizer]:
-    """Change nothing on any rank, and warn of it."""
+    """Change nothing on any rank, and log a warning that the ranks do not communicate."""
     if setup.world.rank == 0:
         _log.warning(
             "strategy none: the ranks exchange nothing, so each trains a model of its own on its share of the data. "
@@ -144,12 +144,12 @@ def ddp(model: nn.Module, optimizer: Optimizer, setup: Setup) -> tuple[nn.Module
 
 
 class Lazy:
-    """A call that is made later, so that a module is imported by those who use it: each costs a millisecond or more.
+    """A deferred call, which imports its module only when it is called: each import costs a millisecond or more.
 
     Args:
-        path: of the callable, ``module:name`` within the package: ``exchange.cast:Cast``.
-        *args: its arguments; a ``Lazy`` among them is called first.
-        **options: its keyword arguments, alike.
+        path: the path of the callable in the package, ``module:name``, for example ``exchange.cast:Cast``.
+        *args: its arguments; a ``Lazy`` among them is replaced by the result of calling it.
+        **options: its keyword arguments; a ``Lazy`` among them is replaced as well.
     """
 
     def __init__(self, path: str, *args: Any, **options: Any) -> None:
@@ -171,15 +171,15 @@ class WithExchange:
     """Wraps the model in DistributedDataParallel with an exchange of gradients or of weights.
 
     Attributes:
-        exchange: makes a new exchange; None for the one that the optimizer brings (``QAdam``).
-        around: makes the optimizer that steps from the user's; None for the user's own.
+        exchange: creates the exchange; None to use the one that ``optimizer.exchange()`` returns (``QAdam``).
+        around: wraps the user's optimizer in the one that steps; None to use the user's own.
     """
 
     exchange: Lazy | None
     around: Lazy | None = None
 
     def make(self, optimizer: Optimizer) -> tuple[Any, Optimizer]:
-        """Return a new exchange, and the optimizer that steps."""
+        """Return a new exchange, and the optimizer that is to be stepped."""
         if self.around is not None:
             optimizer = self.around(optimizer)
         brought: Any = optimizer
@@ -204,10 +204,10 @@ def torch_ddp(model: nn.Module, optimizer: Optimizer, setup: Setup) -> tuple[nn.
 
 @dataclass(frozen=True)
 class Sharded:
-    """Divides the optimizer's work, and its state, between the ranks.
+    """Divides the optimizer's work and its state between the ranks.
 
     Attributes:
-        exchange: makes the exchange that averages gradients; None for an exact sum.
+        exchange: creates the exchange that averages gradients; None for an exact sum.
     """
 
     exchange: Lazy | None = None
@@ -221,13 +221,13 @@ class Sharded:
 
 def sharded_gradients(model: nn.Module, optimizer: Optimizer, setup: Setup) -> tuple[nn.Module, Optimizer]:
     """Divide gradients and the optimizer's state by PyTorch's fully_shard."""
-    from guozhuang.sharding.fully import shard_fully  # DTensor and all that it imports
+    from guozhuang.sharding.fully import shard_fully  # imported late, because it imports DTensor
 
     return shard_fully(model, optimizer, keep_weights=True)
 
 
 def sharded_weights(model: nn.Module, optimizer: Optimizer, setup: Setup) -> tuple[nn.Module, Optimizer]:
-    """Divide the weights too."""
+    """Divide weights, gradients and the optimizer's state by PyTorch's fully_shard."""
     from guozhuang.sharding.fully import shard_fully
 
     return shard_fully(model, optimizer, keep_weights=False)
@@ -250,8 +250,8 @@ def dp(model: nn.Module, optimizer: Optimizer, setup: Setup) -> tuple[nn.Module,
         kind = setup.world.device.type
         devices = [torch.device(kind, i) for i in range(wanted or num_accelerators)]
     else:
-        # A thread computes a replica's forward, and PyTorch already spreads one forward over the cores: two replicas
-        # show what the method costs, more would only crowd them.
+        # Each replica's forward runs in a thread, and PyTorch already uses all cores for one forward: two replicas are
+        # enough to show what the method costs, and more would only compete for the cores.
         devices = [torch.device("cpu")] * (wanted or 2)
         if wanted is None:
             _log.info("strategy dp: 2 replicas on the CPU; ask for another number with num_replicas=")
@@ -259,7 +259,7 @@ def dp(model: nn.Module, optimizer: Optimizer, setup: Setup) -> tuple[nn.Module,
 
 
 def _group(setup: Setup) -> dist.ProcessGroup | None:
-    """Return the group that takes the buckets: None for the default group."""
+    """Return the group to which buckets are sent; None stands for the default group."""
     if setup.num_groups == 1:
         return None
     assert dist.group.WORLD is not None
@@ -267,6 +267,6 @@ def _group(setup: Setup) -> dist.ProcessGroup | None:
 
 
 def _device_ids(model: nn.Module) -> list[torch.device] | None:
-    """Name the device only where there is exactly one accelerator to name; CPU and several devices take None."""
+    """Return the model's device in a list if it is a single accelerator; None for the CPU or several devices."""
     devices = {parameter.device for parameter in model.parameters()}
     return list(devices) if len(devices) == 1 and next(iter(devices)).type != "cpu" else None

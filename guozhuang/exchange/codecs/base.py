@@ -1,4 +1,4 @@
-"""The interface of a lossy code for gradients: rows of numbers to rows of bytes, and back; and codes by blocks."""
+"""The interface of lossy codes for gradients, which turn rows of numbers into rows of bytes and back; also codes by blocks."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from ..kernels import CodeKind, Task
 
 
 def aligned(num_bytes: int) -> int:
-    """Return the length of a part of a code, so that the next part may be seen as float32 or int64."""
+    """Return ``num_bytes`` rounded up to a multiple of 8, so that a following part can be viewed as float32 or int64."""
     return -(-num_bytes // 8) * 8
 
 
 class Codec(ABC):
     """A code whose length depends on the number of elements only. Hyper-parameters are fields of a frozen dataclass.
 
-    A row is one rank's part of a bucket. What cannot be expressed, NaN and infinity, is the caller's to keep out.
+    A row is one rank's part of a bucket. The caller must not pass rows with NaN or infinity, which codes cannot represent.
     """
 
-    #: Whether the decoded values are right on average (rounding at random), so that errors cancel without feedback.
+    #: Whether the expected decoded value equals the input (random rounding), so that errors cancel without error feedback.
     unbiased: bool = False
 
     @abstractmethod
     def row_bytes(self, num_elements: int) -> int:
-        """Return the length of the code of a row of so many elements."""
+        """Return the length, in bytes, of the code of a row of ``num_elements`` elements."""
 
     @abstractmethod
     def encode(self, rows: Tensor, codes: Tensor, random: torch.Generator) -> None:
@@ -38,14 +38,14 @@ class Codec(ABC):
         Args:
             rows: (rows, elements), float32, finite; not to be changed.
             codes: (rows, ``row_bytes(elements)``), uint8; each row contiguous and at a multiple of 8 bytes; written.
-            random: where random bits come from; seeded so that a resumed run draws the same.
+            random: the source of random bits, seeded so that a resumed run draws the same bits.
         """
 
     def encode_with_feedback(self, rows: Tensor, codes: Tensor, random: torch.Generator, lost: Tensor) -> None:
-        """Write the code of ``rows + lost``, and put what it loses of that into ``lost``.
+        """Write the code of ``rows + lost``, and write the error of that code to ``lost``.
 
         Args:
-            rows: as for ``encode``, but changed.
+            rows: as for ``encode``, but may be changed.
             codes: as for ``encode``.
             random: as for ``encode``.
             lost: (rows, elements), float32, contiguous; read and overwritten.
@@ -57,15 +57,15 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, codes: Tensor, rows: Tensor) -> None:
-        """Write what each code stands for.
+        """Write the decoded values of each code.
 
         Args:
-            codes: (rows, bytes), uint8, aligned alike, as ``encode`` wrote it on any rank.
+            codes: (rows, bytes), uint8, aligned as for ``encode``, which wrote them on any rank.
             rows: (rows, elements), float32; overwritten. Equal codes give equal bits on all ranks.
         """
 
     def decode_mean(self, codes: Tensor, mean: Tensor) -> None:
-        """Write the mean of what the codes stand for: added row by row, in float32, and divided by their number.
+        """Write the mean of the decoded codes: their values are added row by row, in float32, and divided by their number.
 
         Args:
             codes: as for ``decode``.
@@ -80,11 +80,11 @@ class Codec(ABC):
 
 
 class KernelCodec(Codec):
-    """A code that a C kernel computes in one pass over memory where it can, and torch operations elsewhere, to the same bits.
+    """A code that a C kernel computes if possible, and torch operations otherwise, with equal bits.
 
     Attributes:
-        bits: of an element.
-        block: elements that share a scale.
+        bits: the bits of an element.
+        block: how many elements share a scale.
     """
 
     bits: int = 8
@@ -93,7 +93,7 @@ class KernelCodec(Codec):
     @property
     @abstractmethod
     def kernel(self) -> CodeKind | None:
-        """The kernel that encodes; None where there is none for these settings."""
+        """The kernel that encodes; None if there is no kernel for these settings."""
 
     @property
     def kernel_to_decode(self) -> CodeKind | None:
@@ -103,7 +103,7 @@ class KernelCodec(Codec):
     def run(
         self, task: Task, rows: Tensor, codes: Tensor, seeds: tuple[int, int] = (0, 0), lost: Tensor | None = None
     ) -> bool:
-        """Do a task by the kernel, if that can; tell whether it was done. For the arguments see ``kernels.run``."""
+        """Run a task in the C kernel if it supports it; return whether it was run. For the arguments see ``kernels.run``."""
         kind = self.kernel if task is Task.ENCODE else self.kernel_to_decode
         if kind is None or not kernels.serves(rows, codes):
             return False
@@ -112,7 +112,7 @@ class KernelCodec(Codec):
 
     @abstractmethod
     def decode_by_torch(self, codes: Tensor, rows: Tensor) -> None:
-        """Decode by torch operations; as ``decode``."""
+        """Decode like :meth:`decode`, by torch operations."""
 
     @override
     def decode(self, codes: Tensor, rows: Tensor) -> None:
@@ -126,10 +126,10 @@ class KernelCodec(Codec):
 
 
 class BlockCodec(KernelCodec):
-    """A code of a few bits an element, in which the elements of a block share a scale.
+    """A code of a few bits per element, in which the elements of a block share a scale.
 
-    In memory: a float32 for each block of a row, then the elements' levels, packed into bytes. A subclass is a dataclass with
-    the field ``block``.
+    The code of a row is one float32 scale for each block, then the elements' levels, packed into bytes. A subclass is a
+    dataclass with the field ``block``.
     """
 
     def __post_init__(self) -> None:
@@ -142,7 +142,7 @@ class BlockCodec(KernelCodec):
         return aligned(4 * blocks) + aligned(blocks * self.block * self.bits // 8)
 
     def parts(self, codes: Tensor, num_elements: int) -> tuple[Tensor, Tensor]:
-        """Return the scales, (rows, blocks), and the packed levels, (rows, bytes), of codes of such rows; both are views."""
+        """Return views of the scales, (rows, blocks), and of the packed levels, (rows, bytes), in codes."""
         blocks = -(-num_elements // self.block)
         begin = aligned(4 * blocks)
         return codes[:, : 4 * blocks].view(torch.float32), codes[
@@ -150,14 +150,14 @@ class BlockCodec(KernelCodec):
         ]
 
     def blocks_of(self, rows: Tensor) -> Tensor:
-        """Copy rows, (rows, elements), into (rows, blocks, block), the last one filled up with zeros."""
+        """Copy rows, (rows, elements), into (rows, blocks, block), with the last block padded with zeros."""
         num_rows, num_elements = rows.shape
         blocks = rows.new_zeros(num_rows, -(-num_elements // self.block), self.block)
         blocks.view(num_rows, -1)[:, :num_elements] = rows
         return blocks
 
     def pack(self, levels: Tensor, packed: Tensor) -> None:
-        """Write levels, (rows, blocks, block), uint8 below ``2 ** bits``, the first of a byte in its highest bits."""
+        """Pack levels, (rows, blocks, block), uint8 below ``2 ** bits``, into bytes; the first is in a byte's highest bits."""
         each = 8 // self.bits
         parts = levels.view(levels.shape[0], -1, each)
         packed.copy_(parts[..., 0])

@@ -1,11 +1,11 @@
-"""Gradients in 2, 4 or 8 bits an element, rounded at random so that they are right on average.
+"""Gradients in 2, 4 or 8 bits per element, rounded at random so that the expected decoded value equals the gradient.
 
 For a block of elements x with scale m (the greatest magnitude, or the l2 norm) and L = 2^(bits - 1) - 1 levels on each side:
 
 - linear: q = floor(L x / m + u), u uniform in [0, 1); decoded m q / L. Error below m / L; its standard deviation is at most
   m / (2 L).
-- natural: the levels are 0 and m 2^-(L - 1), ..., m / 4, m / 2, m; an element goes to one of the two levels around its
-  magnitude, with the chances that make the mean right. Error of an element above the least level: below its own magnitude.
+- natural: the levels are 0 and m 2^-(L - 1), ..., m / 4, m / 2, m; an element is rounded to one of the two levels around its
+  magnitude, with probabilities that give the right mean. Error of an element above the least level: below its own magnitude.
 
 Source: linear, QSGD, Alistarh et al. 2017, arXiv:1610.02132; natural, Horvath et al. 2019, arXiv:1905.10988; both as BytePS
 offers them, here with codes of fixed length.
@@ -33,16 +33,16 @@ _CHUNK = 1 << 15
 
 @dataclass(frozen=True)
 class Dithering(BlockCodec):
-    """Rounding at random, block by block.
+    """Rounds the elements of each block at random to one of a few levels.
 
     Args:
-        bits: of an element: 2, 4 or 8.
-        partition: how levels are spaced.
-        normalize: what a block is measured by.
-        block: elements that share a scale, a multiple of 8.
+        bits: the bits of an element: 2, 4 or 8.
+        partition: how levels are spaced: evenly ("linear") or as powers of two ("natural").
+        normalize: the scale of a block: its greatest magnitude ("max") or its l2 norm.
+        block: how many elements share a scale, a multiple of 8.
 
     Raises:
-        UsageError: anything else.
+        UsageError: an argument has another value.
     """
 
     bits: int = 4
@@ -64,7 +64,7 @@ class Dithering(BlockCodec):
 
     @property
     def num_levels(self) -> int:
-        """How many levels there are on each side of zero."""
+        """The number of levels on each side of zero."""
         return int(2 ** (self.bits - 1)) - 1
 
     @property
@@ -132,13 +132,13 @@ def _seeds(random: torch.Generator) -> tuple[int, int]:
 
 
 def chances(count: int, first: int, second: int) -> Tensor:
-    """Numbers in [0, 1), multiples of 2^-24: a hash of their places and two seeds below 2^32, cheap to draw in any order.
+    """Return ``count`` pseudo-random numbers in [0, 1), multiples of 2^-24: hashes of their positions and two seeds below 2^32.
 
-    The mixing steps are those of MurmurHash3 (Appleby 2011, public domain), with the second seed after the first of them, and a
-    further product, without which numbers of two second seeds would differ by a constant.
+    The mixing steps are those of MurmurHash3 (Appleby 2011, public domain), with the second seed added after the first step,
+    and one more product at the end, without which the numbers for two values of the second seed would differ by a constant.
     """
     parts = []
-    for begin in range(0, count, _CHUNK):  # in the cache
+    for begin in range(0, count, _CHUNK):  # in chunks that fit into the cache
         x = torch.arange(begin, min(count, begin + _CHUNK)).add_(first).bitwise_and_(_BITS_32)
         x ^= x >> 16
         x.mul_(0x85EBCA6B).bitwise_and_(_BITS_32)
@@ -152,13 +152,13 @@ def chances(count: int, first: int, second: int) -> Tensor:
 
 
 def _natural(values: Tensor, chance: Tensor, num_levels: int) -> Tensor:
-    """The signed number of the level of each value from -1 to 1: ``num_levels`` is 1, one less is 1/2, and so on; 0 is 0."""
+    """Return the signed level number of each value in -1 .. 1: level ``num_levels`` is 1, the one below 1/2, and so on to 0."""
     mantissa, exponent = torch.frexp(values.abs())  # magnitude = mantissa 2^exponent, mantissa in [1/2, 1)
-    # The level just below the magnitude, which is 2^(exponent - 1). Of 0 the exponent is 0, and says nothing.
+    # The level just below the magnitude is 2^(exponent - 1). For 0 frexp returns exponent 0, which must not be used.
     lower = torch.where(mantissa > 0, exponent + (num_levels - 1), 0)
     above = chance < 2 * mantissa - 1
     levels = (lower + above).to(torch.float32)
-    # Below the least level the two around are 0 and that level.
+    # A magnitude below the least level is rounded to 0 or to that level.
     least = 2.0 ** (1 - num_levels)
     levels = torch.where(lower >= 1, levels, (chance < values.abs() / least).to(torch.float32))
     return levels.copysign_(values)

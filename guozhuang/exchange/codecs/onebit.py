@@ -1,8 +1,8 @@
-"""Gradients by their signs, one bit an element, and a magnitude for each block. Only with error feedback.
+"""The signs of gradients, one bit per element, and one magnitude per block. Use only with error feedback.
 
 For a block x: bit = 1 where x < 0 (zero counts as positive), s = mean |x| with scaling, else 1; decoded s or -s. Where the sum
-of magnitudes overflows float32, it is taken of the magnitudes times 2^-64.
-Error: for a block of b elements the squared error is |x|^2 - (sum |x|)^2 / b, so feedback holds a fixed share of it.
+of magnitudes overflows float32, the magnitudes are scaled by 2^-64 before the sum.
+Error: for a block of b elements the squared error is |x|^2 - (sum |x|)^2 / b, which error feedback keeps for later steps.
 Source: Seide et al. 2014, Interspeech; Bernstein et al. 2018, arXiv:1802.04434; as in BytePS, by blocks.
 """
 
@@ -23,14 +23,14 @@ _GREATEST = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True)
 class OneBit(BlockCodec):
-    """Signs.
+    """Codes each element by its sign.
 
     Args:
-        scaling: send the mean magnitude of each block; without it every element is decoded as 1 or -1.
-        block: elements that share a magnitude, a multiple of 8.
+        scaling: whether to send the mean magnitude of each block; otherwise every element is decoded as 1 or -1.
+        block: how many elements share a magnitude, a multiple of 8.
 
     Raises:
-        UsageError: such a block is impossible.
+        UsageError: ``block`` is no multiple of 8.
     """
 
     scaling: bool = True
@@ -64,7 +64,7 @@ class OneBit(BlockCodec):
         values = self.blocks_of(rows)
         if self.scaling:
             counts = torch.full((scales.shape[1],), self.block, dtype=torch.float32, device=rows.device)
-            counts[-1] = rows.shape[1] - (len(counts) - 1) * self.block  # what fills the last block up does not count
+            counts[-1] = rows.shape[1] - (len(counts) - 1) * self.block  # without the padding of the last block
             torch.div(_sum(values.abs()), counts, out=scales)
             over = ~scales.isfinite()
             if bool(over.any()):
@@ -83,7 +83,7 @@ class OneBit(BlockCodec):
 
 
 def _sum(values: Tensor) -> Tensor:
-    """The sum over the last dim, which is overwritten, in one order everywhere: the second half is added to the first."""
+    """Return the sum over the last dim, in the C kernel's order: the second half is added to the first, until one is left."""
     left = values.shape[-1]
     while left > 1:
         half = left // 2

@@ -1,11 +1,11 @@
-"""Gradients in 8 bits an element, between the least and the greatest: Bagua's MinMaxUInt8, the code of ByteGrad.
+"""Gradients in 8 bits per element, as levels between the least and the greatest: Bagua's MinMaxUInt8, the code of ByteGrad.
 
 For a row with least and greatest element a and b,
 s = min(255 / (b - a + 1e-7), 1e38 / max(|a|, |b|, 1e-7)), U = rint(b s), L = U - 255;
-q = min(rint(x s), U) - L, from 0 to 255, and decoded (q + L) / s. The second bound of s is for a row of large elements that
-are next to alike, the product with which would overflow.
-Error: half a step, (b - a + 1e-7) / 510, per element; the same on all ranks, so it does not average out. Where U is beyond
-2^23, because a row's elements differ by their last bits only, float32 rounds as much again.
+q = min(rint(x s), U) - L, from 0 to 255, which is decoded as (q + L) / s. The second bound of s prevents an overflow of x s
+for a row of large, nearly equal elements.
+Error: half a step, (b - a + 1e-7) / 510, per element; the rounding is deterministic, so equal errors of ranks do not average
+out. If U is beyond 2^23, because a row's elements differ in their last bits only, float32 rounds as much again.
 Source: Gan et al. 2021, arXiv:2107.01499.
 """
 
@@ -21,13 +21,13 @@ from ..kernels import CodeKind, Task
 from .base import KernelCodec, aligned
 
 _EPSILON = 1e-7
-_LARGE = 1e38  # of float32
+_LARGE = 1e38  # bound of products, below the greatest float32
 _LEVELS = 255.0
 
 
 @dataclass(frozen=True)
 class MinMax8(KernelCodec):
-    """A byte an element, between the least and the greatest of the row, which stand before the bytes in float32."""
+    """Codes each element as a byte; the row's least and greatest element are stored before the bytes, in float32."""
 
     @property
     @override
@@ -47,12 +47,12 @@ class MinMax8(KernelCodec):
         """Encode by torch operations; see the formula above."""
         low, high = torch.aminmax(rows, dim=1, keepdim=True)
         bounds = codes[:, :8].view(torch.float32)
-        bounds[:, :1], bounds[:, 1:] = low + 0.0, high + 0.0  # no zero with a minus
+        bounds[:, :1], bounds[:, 1:] = low + 0.0, high + 0.0  # turns -0.0 into 0.0
         scale, upper = _scale_and_upper(bounds)
         levels = torch.mul(rows, scale).round_()
         torch.minimum(levels, upper, out=levels)
         levels -= upper - _LEVELS
-        levels.clamp_(0.0, _LEVELS)  # roundings of large numbers may leave it
+        levels.clamp_(0.0, _LEVELS)  # rounding of large numbers may leave this range
         codes[:, 8 : 8 + rows.shape[1]] = levels
 
     @override
@@ -67,7 +67,7 @@ def _scale_and_upper(bounds: Tensor) -> tuple[Tensor, Tensor]:
     low, high = bounds[:, :1], bounds[:, 1:]
     span = high - low + _EPSILON
     scale = _divide(_LEVELS, span)
-    # Where all elements are alike and large, the product with them would overflow.
+    # If all elements are large and nearly equal, their product with the first bound would overflow.
     torch.minimum(scale, _divide(_LARGE, torch.maximum(high.abs(), low.abs()).clamp_(min=_EPSILON)), out=scale)
     return scale, (high * scale).round_()
 

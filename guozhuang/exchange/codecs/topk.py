@@ -1,9 +1,9 @@
-"""A few elements of each row, the others as zeros. Only with error feedback.
+"""Codes that send a few elements of each row; the others are decoded as zeros. Use only with error feedback.
 
-``TopK``: the k elements of greatest magnitude, each as its place and its value. Error: what is left out, at most
-(1 - k / n) |x|^2 of a row of n elements, squared.
-``RandomK``: k places drawn anew each time, equally likely, with replacement, as BytePS draws them; only the values travel,
-with the seed from which every rank draws the same places. Error: (1 - 1/n)^k |x|^2 expected, squared.
+``TopK``: the k elements of greatest magnitude, each as its position and its value. Error: the squared norm of the elements left
+out, at most (1 - k / n) |x|^2 for a row of n elements.
+``RandomK``: k positions, drawn anew each time, uniformly, with replacement, as in BytePS; only the values are sent, with the
+seed from which every rank draws the same positions. Error: the expected squared norm left out is (1 - 1/n)^k |x|^2.
 Source: Aji and Heafield 2017, arXiv:1704.05021; Stich et al. 2018, arXiv:1809.07599 (both with feedback); as in BytePS.
 """
 
@@ -17,18 +17,18 @@ from torch import Tensor
 from ...errors import UsageError, explain
 from .base import Codec, aligned
 
-_MAX_ELEMENTS = 2**31  # places travel in int32
+_MAX_ELEMENTS = 2**31  # positions are sent as int32
 
 
 @dataclass(frozen=True)
 class Sparsifier(Codec):
-    """A code of some elements of each row; the others are decoded as zeros.
+    """A code that sends some elements of each row; the others are decoded as zeros.
 
     Args:
-        k: below 1 the share of elements that travel, else how many of each row.
+        k: if below 1, the share of elements that are sent; else the number of elements per row.
 
     Raises:
-        UsageError: such a number is impossible.
+        UsageError: ``k`` is not above 0, or is neither a share nor a whole number.
     """
 
     k: float = 0.01
@@ -39,26 +39,26 @@ class Sparsifier(Codec):
             raise UsageError(explain("k must be a share below 1 or a count", value=self.k, fix=fix))
 
     def _count(self, num_elements: int) -> int:
-        """How many elements travel: ``k`` of them, or that share; at least one, at most all."""
+        """Return how many elements of a row are sent: ``k`` or that share of them; at least one, at most all."""
         return max(1, min(num_elements, int(self.k) if self.k >= 1 else int(self.k * num_elements)))
 
 
 @dataclass(frozen=True)
 class TopK(Sparsifier):
-    """The elements of greatest magnitude.
+    """Sends the elements of greatest magnitude.
 
     Args:
-        k: below 1 the share of elements that travel, else how many of each row.
+        k: if below 1, the share of elements that are sent; else the number of elements per row.
 
     Raises:
-        UsageError: such a number is impossible.
+        UsageError: ``k`` is not above 0, or is neither a share nor a whole number.
     """
 
     def row_bytes(self, num_elements: int) -> int:
-        """Return 8 bytes for each element that travels.
+        """Return 8 bytes for each element that is sent.
 
         Raises:
-            UsageError: a row is too long for places of 32 bits.
+            UsageError: a row is too long for positions of 32 bits.
         """
         if num_elements > _MAX_ELEMENTS:
             what = f"TopK codes at most {_MAX_ELEMENTS} elements of a bucket for each rank"
@@ -68,7 +68,7 @@ class TopK(Sparsifier):
         return 8 * self._count(num_elements)
 
     def encode(self, rows: Tensor, codes: Tensor, random: torch.Generator) -> None:
-        """Write the places, in int32, and then the values, in float32."""
+        """Write the positions, in int32, and then the values, in float32."""
         count = self._count(rows.shape[1])
         places = rows.abs().topk(count, dim=1, sorted=False).indices
         codes[:, : 4 * count].view(torch.int32).copy_(places)
@@ -83,17 +83,17 @@ class TopK(Sparsifier):
 
 @dataclass(frozen=True)
 class RandomK(Sparsifier):
-    """Elements drawn at random.
+    """Sends elements drawn at random.
 
     Args:
-        k: below 1 the share of elements that travel, else how many of each row.
+        k: if below 1, the share of elements that are sent; else the number of elements per row.
 
     Raises:
-        UsageError: such a number is impossible.
+        UsageError: ``k`` is not above 0, or is neither a share nor a whole number.
     """
 
     def row_bytes(self, num_elements: int) -> int:
-        """Return 4 bytes for each element that travels, and the seed."""
+        """Return 8 bytes for the seed, plus 4 bytes for each element that is sent, rounded up to a multiple of 8."""
         return 8 + aligned(4 * self._count(num_elements))
 
     def _places(self, seed: Tensor, num_elements: int) -> Tensor:
@@ -102,7 +102,7 @@ class RandomK(Sparsifier):
         return torch.randint(num_elements, (self._count(num_elements),), generator=random, device=seed.device)
 
     def encode(self, rows: Tensor, codes: Tensor, random: torch.Generator) -> None:
-        """Write a seed, in int64, and then the values, in float32. All rows have the same places."""
+        """Write a seed, in int64, and then the values, in float32. All rows have the same positions."""
         count = self._count(rows.shape[1])
         seed = torch.randint(2**62, (1,), generator=random, device=rows.device)
         codes[:, :8].view(torch.int64).copy_(seed)
@@ -112,7 +112,7 @@ class RandomK(Sparsifier):
         """Write the values at their places, and zeros elsewhere."""
         count = self._count(rows.shape[1])
         rows.zero_()
-        for code, row in zip(codes, rows, strict=True):  # each came from another rank, with a seed of its own
+        for code, row in zip(codes, rows, strict=True):  # rows may come from different ranks, each with its own seed
             row[self._places(code[:8].view(torch.int64)[0], rows.shape[1])] = code[8 : 8 + 4 * count].view(
                 torch.float32
             )

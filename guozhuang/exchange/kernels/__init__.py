@@ -1,9 +1,8 @@
-"""Codes of gradients, and the rows of a table that are used, on the CPU in as few passes over memory as they need, in C and
-without the GIL.
+"""C kernels for the CPU, which run without the GIL: they code gradients, and find the used rows of a table.
 
-A code that is put together from torch operations reads and writes the gradients eight times or more. Here a row is read once to
-measure it and once to write its code, and the mean over ranks is taken while the codes are decoded. The bits are those of the
-torch operations of the codec, which do the work where the C module was not built, and on other devices.
+A code that is composed of torch operations reads and writes the gradients eight times or more. Here a row is read once to find
+its scale and once to write its code, and the mean over ranks is computed while the codes are decoded. The results have the bits
+of the codec's torch operations, which are used if the C module was not built, and on other devices.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor
 
 try:
     from . import _codes
-except ImportError:  # it was not built: torch does the work
+except ImportError:  # the C module was not built, so torch operations are used
     _codes = None  # type: ignore[assignment]
 try:
     from . import _rows
@@ -26,7 +25,7 @@ _MAX_ROWS = 4096
 
 
 class CodeKind(enum.IntEnum):
-    """Which code; the numbers stand in _codes.c too."""
+    """The codes that the kernel can compute; _codes.c has the same numbers."""
 
     MIN_MAX_8 = 0
     DITHERING = 1
@@ -36,9 +35,9 @@ class CodeKind(enum.IntEnum):
 
 
 class Task(enum.IntEnum):
-    """What to do; the numbers stand in _codes.c too.
+    """The tasks of the kernel; _codes.c has the same numbers.
 
-    MEAN writes one row: the codes' values added in their order, and divided by their number.
+    MEAN writes one row: the decoded values of all codes, added in the order of the codes, and divided by their number.
     """
 
     ENCODE = 0
@@ -47,7 +46,7 @@ class Task(enum.IntEnum):
 
 
 def serves(rows: Tensor, codes: Tensor) -> bool:
-    """Tell whether :func:`run` can do it: it was built, and the tensors are what it takes."""
+    """Return whether :func:`run` can be called: the C module was built, and it supports these tensors."""
     return (
         _codes is not None
         and rows.device.type == codes.device.type == "cpu"
@@ -68,17 +67,17 @@ def run(
     seeds: tuple[int, int] = (0, 0),
     lost: Tensor | None = None,
 ) -> None:
-    """Do a task; :func:`serves` holds.
+    """Run a task; :func:`serves` must have returned True.
 
     Args:
-        kind: of the code.
-        task: what is read and what is written.
-        rows: (rows, elements), or (1, elements) for the mean.
-        codes: (rows, bytes), as long as the codec says.
-        bits: of an element, for codes by blocks.
-        block: elements that share a scale.
-        seeds: of what is drawn at random, both below 2 ** 32.
-        lost: to encode ``rows + lost``, by blocks, and to write there what the code loses; as ``rows``.
+        kind: the code.
+        task: whether to encode, to decode, or to decode to the mean.
+        rows: (rows, elements), or (1, elements) for the mean; ENCODE reads them, the other tasks write them.
+        codes: (rows, bytes), of the length that the codec's ``row_bytes`` returns.
+        bits: the bits of an element, for codes by blocks.
+        block: how many elements share a scale.
+        seeds: two seeds of the random numbers, both below 2 ** 32.
+        lost: for codes by blocks: if given, ``rows + lost`` is encoded, and its error is written here; shaped like ``rows``.
     """
     assert rows.shape[0] == (1 if task is Task.MEAN else codes.shape[0])
     where = (rows.data_ptr(), rows.stride(0)), (codes.data_ptr(), codes.stride(0))
@@ -87,7 +86,7 @@ def run(
 
 
 def used_rows(table: Tensor) -> Tensor:
-    """Return the numbers of the rows that are not all zeros of either sign, rising, as int64. NaN is not zero.
+    """Return the indices of the rows with an element other than 0.0 and -0.0 (NaN counts), ascending, as int64.
 
     Args:
         table: (rows, columns) of real floating-point numbers of 2, 4 or 8 bytes, contiguous.

@@ -1,4 +1,4 @@
-"""Parameter servers: gradients summed, or weights held, by processes to which each worker sends every byte once."""
+"""Parameter servers: processes or threads that sum gradients or hold the weights; workers send to them, not to each other."""
 
 from .asynchronous import AsyncParameterServer
 from .synchronous import ParameterServer

@@ -1,14 +1,14 @@
-"""Weights that servers hold: each worker pushes what its optimizer changed and pulls what all have made of them.
+"""Asynchronous training with weights held by servers: each worker pushes its optimizer's changes and pulls the current weights.
 
-Formula: servers hold w, seeded with the weights of rank 0. After its optimizer's step rank r has w_r' where it pulled w_r; it
-sends d = s (w_r' - w_r), the server does w <- w + d at once, and answers with w, which is w_r from then on. s is 1, or 1/n
+Formula: servers hold w, seeded with the weights of rank 0. If rank r pulled w_r and its optimizer's step made w_r' of it, the
+rank sends d = s (w_r' - w_r); the server does w <- w + d at once, and answers with w, which is the new w_r. s is 1, or 1/n
 with ``average``. A worker that is more than ``max_staleness_steps`` steps ahead of the slowest active one gets its answer when
-that one has caught up; each part of the weights counts by itself.
+that one has caught up; each part of the weights decides this by itself.
 Error: gradients are of weights that lack at most the last n (max_staleness_steps + 1) deltas. With 0 each step of all workers
-starts from the same weights: w plus the sum of all d, added in the order in which they came.
+starts from the same weights: w plus the sum of all d, added in the order of their arrival.
 With s = 1 the changes of n workers add up, as if the learning rate were n times that of their mean: divide it by n, or set
 ``average``.
-Traffic: the weights once per step to servers of their own; 2 (n-1)/n times where the workers serve.
+Traffic: the bytes of the weights once per step with server processes; 2 (n-1)/n times that if the workers serve.
 Source: Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI 2014; deltas as in BytePS, Jiang et al.,
 OSDI 2020; the bound: Ho et al., More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server, NIPS 2013.
 """
@@ -40,13 +40,17 @@ class AsyncServersState:
     """A worker's weights as flat tensors, and its client.
 
     Attributes:
-        pulled: the weights as they came last; where the worker began its step.
-        changed: room for what the optimizer changed.
-        leaving: where the changes are sent from: ``changed`` itself, or a copy on the CPU.
-        coming: where weights arrive: ``pulled`` itself, or a copy on the CPU.
-        parts: into which they are cut; none where a single worker needs no server.
+        group: the workers.
+        client: the connections to the servers.
+        parameters: the parameters that are trained.
+        weights: the layout of the parameters in flat tensors.
+        pulled: the weights that were pulled last, from which the worker started its step.
+        changed: buffer for the changes that the optimizer made.
+        leaving: buffer from which changes are sent: ``changed`` itself, or a copy on the CPU.
+        coming: buffer into which weights are received: ``pulled`` itself, or a copy on the CPU.
+        parts: the parts into which the flat tensors are cut; empty for a single worker without server processes.
         num_steps: see [Note: numbers of steps] in ``protocol``.
-        rests: whether the servers know that this worker's data has ended.
+        rests: whether this worker has told the servers that its data has ended.
     """
 
     group: dist.ProcessGroup
@@ -64,18 +68,18 @@ class AsyncServersState:
 
 @dataclass(frozen=True)
 class AsyncParameterServer(WeightExchange[AsyncServersState]):
-    """Asynchronous training with a bound.
+    """Asynchronous training through parameter servers, with a bound on how far workers may be apart.
 
     Args:
         max_staleness_steps: how many steps a worker may be ahead of the slowest one; 0: all wait for all in every step.
         average: whether to add the mean of the workers' changes instead of their sum.
-        part_bytes: the most that travels as one part, in bytes.
-        servers: None: those that ``guozhuang run --servers`` started, or else the workers themselves. 0: the workers. K:
-            exactly K processes that ``guozhuang run`` started.
+        part_bytes: the largest size of a part, in bytes.
+        servers: K: exactly K server processes that ``guozhuang run --servers`` started. 0: the workers serve. None: all server
+            processes of the run, or the workers if it has none.
 
     Raises:
-        UsageError: a number that makes no sense; in ``prepare``, the run has another number of servers.
-        WorldError: in ``prepare``, a rank or a server did not come in time; the text names it.
+        UsageError: a number is out of its range; in ``prepare``, the run has another number of servers.
+        WorldError: in ``prepare``, a rank or a server did not join in time; the text names it.
     """
 
     max_staleness_steps: int = 4
@@ -95,7 +99,7 @@ class AsyncParameterServer(WeightExchange[AsyncServersState]):
 
     @override
     def prepare(self, parameters: Named, group: dist.ProcessGroup) -> AsyncServersState:
-        """Meet the servers and seed them with the weights of rank 0, which all ranks take. Every rank must call."""
+        """Connect to the servers; seed them with the weights of rank 0, which all ranks then copy. Every rank must call."""
         client = ServerClient(group, self.servers, self.part_bytes)
         weights = FlatWeights(parameters)
         pulled, changed = weights.copy(), weights.empty()
@@ -108,7 +112,7 @@ class AsyncParameterServer(WeightExchange[AsyncServersState]):
 
     @override
     def after_step(self, state: AsyncServersState, step: int) -> None:
-        """Push what the optimizer changed; pull the servers' weights. May wait for slower workers, see the module."""
+        """Push the optimizer's changes; pull the servers' weights. May wait for slower workers, see the module's docstring."""
         if state.parts:
             if state.rests:
                 part, lowest = state.parts[0], torch.zeros(1, dtype=torch.int64)
@@ -128,7 +132,7 @@ class AsyncParameterServer(WeightExchange[AsyncServersState]):
 
     @override
     def agree(self, state: AsyncServersState) -> None:
-        """Push what was changed since the last pull; wait for all other active workers; take the same weights on all."""
+        """Push the changes since the last pull, wait until all workers have done so, and pull the same weights on all."""
         if state.parts:
             self._change(state, "before weights are agreed on")
             has_payload = any(bool(changed.count_nonzero()) for changed in state.changed)
@@ -141,12 +145,12 @@ class AsyncParameterServer(WeightExchange[AsyncServersState]):
 
     @override
     def state_dict(self, state: AsyncServersState) -> dict[str, Any]:
-        """Return the names of the weights that the servers hold: after ``agree`` they are those of the model itself."""
+        """Return the names of the weights that the servers hold; after ``agree`` the model itself has their values."""
         return {"held": [name for name, _ in state.parameters]}
 
     @override
     def load_state_dict(self, state: AsyncServersState, saved: Mapping[str, Any]) -> None:
-        """Seed the servers anew, with the loaded weights of rank 0, which all ranks take. Every rank must call."""
+        """Seed the servers again, with the loaded weights of rank 0, which all ranks then copy. Every rank must call."""
         if saved and saved.get("held") != [name for name, _ in state.parameters]:
             what = "the checkpoint was saved with another exchange, or for other parameters"
             raise UsageError(explain(what, value=sorted(saved), fix="choose the exchange that it was saved with"))
@@ -167,7 +171,7 @@ class AsyncParameterServer(WeightExchange[AsyncServersState]):
 
     @torch.no_grad()
     def _change(self, state: AsyncServersState, when: str) -> None:
-        """Write what was changed since the last pull to where it leaves from."""
+        """Write the changes since the last pull to ``state.leaving``; warn if they are not finite."""
         state.weights.read(state.changed)
         views = state.weights.views(state.changed)
         for i, (changed, pulled) in enumerate(zip(state.changed, state.pulled, strict=True)):
@@ -185,7 +189,7 @@ class AsyncParameterServer(WeightExchange[AsyncServersState]):
                 state.leaving[i].copy_(changed)
 
     def _request(self, state: AsyncServersState, opcode: Opcode, number: int = 0, has_payload: bool = True) -> None:
-        """Send a message for each part, wait for the answers, and take the weights."""
+        """Send a message for each part, wait for the answers, and write the received weights into the parameters."""
         requests = []
         for part in state.parts:
             leaving, coming = part.of(state.leaving[part.tensor]), part.of(state.coming[part.tensor])
@@ -202,6 +206,6 @@ class AsyncParameterServer(WeightExchange[AsyncServersState]):
 
 
 def _on_cpu(flat: Tensor) -> Tensor:
-    """Return the tensor itself on a CPU; else pinned memory of its size."""
+    """Return the tensor itself if it is on the CPU; else a CPU tensor of its size, pinned if it is on a CUDA device."""
     on_cpu = flat.device.type == "cpu"
     return flat if on_cpu else torch.empty_like(flat, device="cpu", pin_memory=flat.device.type == "cuda")

@@ -1,12 +1,12 @@
-"""The worker's side: parts of what is sent, a connection to each server, and the order of sending, most urgent first.
+"""The worker's side: cuts tensors into parts, and sends them over a connection to each server, most urgent first.
 
-[Note: credit] Bytes that were handed to gloo can no longer be overtaken, so a connection hands over only enough to keep the
-link full: ``CREDIT_PARTS`` parts whose sending has not ended. Requests that come meanwhile wait, the most urgent one in front.
-Answers come while the next parts leave, so the link is used both ways.
+[Note: credit] A more urgent request cannot overtake bytes that gloo already has, so a connection gives gloo only enough to keep
+the link busy: ``CREDIT_PARTS`` parts whose sending has not ended. Further requests wait in a queue, ordered by urgency. Answers
+arrive while the next parts are sent, so the link is used in both directions.
 
-[Note: the end] A worker that drops the model says goodbye to the servers in the background. A worker that ends in peace says
-goodbye and, where the workers serve, stays until all others have said it too, or the limit has passed: they may still need this
-server. A worker that ends after an error ends all connections, so that the others learn of it at once.
+[Note: the end] A worker that drops the model sends GOODBYE to the servers in the background. A worker that ends without error
+sends GOODBYE and, if the workers serve, stays until all workers have sent it, or the limit has passed, because they may still
+need its server. A worker that ends after an error closes all connections, so that the other processes notice at once.
 
 Source: parts of a few megabytes and the order of their sending: Peng et al., A Generic Communication Scheduler for Distributed
 DNN Training Acceleration (ByteScheduler), SOSP 2019, https://doi.org/10.1145/3341301.3359642; the load of servers by bytes:
@@ -39,24 +39,24 @@ from .protocol import HEADER, PAYLOAD, REPLY, Announcement, Opcode, ServerGroup,
 from .service import Service, copy_into
 
 CREDIT_PARTS = 2
-_CREDIT_MESSAGES = 16  # of small parts
+_CREDIT_MESSAGES = 16  # the most messages in sending at a time, which limits small parts
 _GOODBYE_S = 5.0
-# Below that many bytes a server's share costs more in messages than its link saves.
+# With fewer bytes per server, the cost of further messages is higher than the gain of using all links.
 _WORTH_SHARING_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class ServedPart:
-    """A piece of a flat tensor that travels by itself.
+    """A piece of a flat tensor that is sent in a message of its own.
 
     Attributes:
-        index: place among all parts of the layout; the same on all ranks.
-        tensor: which flat tensor it is cut from.
-        start: its first element there.
-        num_elements: how many it has.
-        num_bytes: the same in bytes.
+        index: its number among all parts of the layout; the same on all ranks.
+        tensor: the number of the flat tensor from which it is cut.
+        start: the position of its first element in that tensor.
+        num_elements: its number of elements.
+        num_bytes: its size in bytes.
         server: the number of its server, from 0.
-        urgency: parts that wait are sent in ascending order of it.
+        urgency: waiting parts are sent in ascending order of this number.
     """
 
     index: int
@@ -82,10 +82,10 @@ def cut(
 
     Args:
         sizes: (number of elements, bytes of an element) of each flat tensor.
-        part_bytes: the most that a part has, in bytes; an element is never cut.
-        num_servers: how many there are, at least 1.
-        last_is_first: whether the last numbers are needed first. So it is with buckets of gradients: they are filled in the
-            order of backward, and the next forward begins where backward ended.
+        part_bytes: the largest size of a part, in bytes; an element is never cut.
+        num_servers: the number of servers, at least 1.
+        last_is_first: whether the last parts are the most urgent. This is so for buckets of gradients: they are filled in the
+            order of backward, and the next forward starts with the layers at which backward ended.
     """
     assert num_servers >= 1 and part_bytes >= 1
     pieces = []
@@ -109,9 +109,9 @@ class PartRequest(SerialWork):
 
     Args:
         message: the header.
-        payload: is sent with it, contiguous in the CPU's memory; None for none.
-        into: receives the answer, alike; None for none.
-        urgency: the lower, the sooner.
+        payload: the values to send, contiguous in CPU memory; None for a message without payload.
+        into: receives the answer, contiguous in CPU memory; None for a message without an answer.
+        urgency: requests with a lower number are sent first.
         before: called in the sending thread before the payload is sent.
     """
 
@@ -129,13 +129,13 @@ class PartRequest(SerialWork):
 
 
 class Connection:
-    """Carries requests to one server, in a thread for sending and one for answers.
+    """Sends requests to one server, with one thread for sending and one for answers.
 
     Args:
-        group: of which this process is a worker.
-        server: number of the server.
-        part_bytes: size of a part, in bytes.
-        service: the service of this process, if it is that server itself.
+        group: the group of workers and servers, in which this process is a worker.
+        server: the number of the server.
+        part_bytes: the largest size of a part, in bytes.
+        service: the service of this process, if this process is that server itself; else None.
     """
 
     def __init__(self, group: ServerGroup, server: int, part_bytes: int, service: Service | None) -> None:
@@ -150,18 +150,18 @@ class Connection:
             service.when_it_fails(self._service_failed)
 
     def submit(self, request: PartRequest) -> None:
-        """Hand over a request; the most urgent one leaves first."""
+        """Queue a request for sending; the most urgent request is sent first."""
         self._sender.run(functools.partial(self._send, request), urgency=request.urgency)
 
     def leave(self) -> None:
-        """Say goodbye after everything else. Not collective, and does not wait."""
+        """Queue a GOODBYE behind all other requests. Not collective, and does not wait."""
         if not self._has_left:
             self._has_left = True
             self.submit(PartRequest(ServerMessage(Opcode.GOODBYE), urgency=float("inf")))
             self._sender.close()
 
     def wait(self, limit_s: float) -> None:
-        """Wait for the threads to end, for so many seconds each."""
+        """Wait until both threads have ended, for at most ``limit_s`` seconds each."""
         self._sender.join(limit_s)
         self._receiver.join(limit_s)
 
@@ -175,7 +175,7 @@ class Connection:
                 self._serve(request, self._service)
             else:
                 self._transmit(request, is_last)
-            if is_last:  # all others end with their answers
+            if is_last:  # GOODBYE has no answer; other requests end when their answers arrive
                 request.end()
         except BaseException as error:
             self._fail(str(request.message), error, request)
@@ -231,7 +231,7 @@ class Connection:
         self._fail(doing, RuntimeError(text), None)
 
     def _fail(self, doing: str, error: BaseException, request: PartRequest | None) -> None:
-        """End a request, those that are open at the service, and all later ones, with the first error."""
+        """End ``request``, the requests without an answer at the own service, and all later ones, with the first error."""
         if self._failed is None and isinstance(error, RuntimeError) and not isinstance(error, WorldError):
             error = self._group.error_of(self._server, doing, error)
         elif self._failed is None:
@@ -245,21 +245,21 @@ class Connection:
 
 
 class ServerClient:
-    """The connections of one model of one worker to all servers, and its service if the workers serve.
+    """The connections of one model of one worker to all servers, and the worker's own service if the workers serve.
 
-    Every rank of the group must construct it, and send the same requests. It does not wait for the end; see [Note: the end].
+    Every rank of the group must construct it, and send the same requests. For its end see [Note: the end].
 
     Args:
         group: the workers.
         servers: see :func:`num_servers`.
-        part_bytes: size of a part, in bytes.
+        part_bytes: the largest size of a part, in bytes.
 
     Attributes:
-        connections: to each server; none where a single worker needs none.
+        connections: one connection per server; empty for a single worker without server processes.
 
     Raises:
         UsageError: the run has another number of servers.
-        WorldError: a process did not come within the group's time-out; the text names it.
+        WorldError: a process did not join within the group's time-out; the text names it.
     """
 
     def __init__(self, group: dist.ProcessGroup, servers: int | None, part_bytes: int) -> None:
@@ -277,24 +277,24 @@ class ServerClient:
         atexit.register(ending.at_exit)
 
     def send(self, requests: Iterable[tuple[int, PartRequest]]) -> None:
-        """Hand (number of the server, request) pairs to the connections."""
+        """Submit requests, given as (number of the server, request) pairs, in the order of urgency."""
         for server, request in sorted(requests, key=lambda each: each[1].urgency):
             self.connections[server].submit(request)
 
     def close(self) -> None:
-        """Say goodbye to the servers, in the background. Not collective."""
+        """Send GOODBYE to the servers, in the background. Not collective."""
         if self.connections:
             self._finalizer()
 
 
 class _Ending:
-    """See [Note: the end]."""
+    """Ends a client's connections and service, when the client is dropped or the process ends. See [Note: the end]."""
 
     def __init__(self, group: ServerGroup, connections: Sequence[Connection], service: Service | None) -> None:
         self._group, self._connections, self._service = group, connections, service
 
     def in_background(self) -> None:
-        # Locks are for the thread: this may be called by the garbage collector, wherever that happens to run.
+        # The garbage collector may call this at any point, so locks are taken only in another thread.
         SerialThread("guozhuang leaves servers", "goodbye").run(self._finish)
 
     def _finish(self) -> None:
@@ -321,13 +321,13 @@ class _Ending:
 
 
 def num_servers(asked: int | None) -> int:
-    """Return how many server processes an exchange is to use; 0: the workers serve.
+    """Return how many server processes an exchange uses; 0 means that the workers serve.
 
     Args:
-        asked: by the user; None: as many as this run has.
+        asked: the number that the user asked for; None: as many as this run has.
 
     Raises:
-        UsageError: it was given, and this run has another number.
+        UsageError: ``asked`` is a number other than 0, and this run has another number of servers.
     """
     there = requested_servers()
     if asked == 0 or (asked is None and there is None):
@@ -343,7 +343,7 @@ def check_numbers(part_bytes: int, servers: int | None) -> None:
     """Check the settings that both exchanges share.
 
     Raises:
-        UsageError: a size of parts below 1, or a number of servers below 0.
+        UsageError: ``part_bytes`` is below 1, or ``servers`` is below 0.
     """
     if part_bytes < 1:
         raise UsageError(explain("part_bytes is a size in bytes, at least 1", value=part_bytes, fix="give 4_000_000"))
@@ -352,18 +352,18 @@ def check_numbers(part_bytes: int, servers: int | None) -> None:
 
 
 def traffic(num_bytes: int, servers: int | None, world_size: int) -> float:
-    """Return the bytes that a worker sends per step: all to servers of their own, else twice the other workers' shares."""
+    """Return the bytes that a worker sends per step: ``num_bytes`` to server processes, or 2 (n-1)/n of it if workers serve."""
     return num_bytes if num_servers(servers) else 2 * (world_size - 1) * num_bytes / world_size
 
 
 def _join(group: dist.ProcessGroup, asked: int | None) -> ServerGroup | None:
-    """Make the group of workers and servers, at a worker; None where a single worker would serve itself."""
+    """Join the group of workers and servers as a worker; return None for a single worker without server processes."""
     rank, size, limit_s = group.rank(), group.size(), timeout_s(group)
     count = num_servers(asked)
     if count == 0 and size == 1:
         return None
     own = store_of(group)
-    # Each rank counts in the store, so no process keeps a counter.
+    # Each rank counts its groups in the store, so all ranks get the same number for the same group.
     turn = own.add(f"guozhuang/parameter server/turns/{rank}", 1)
     store: dist.Store = dist.PrefixStore(f"guozhuang/parameter server/{turn}", own)
     keeper = ""

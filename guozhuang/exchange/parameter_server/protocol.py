@@ -1,19 +1,20 @@
-"""What workers and parameter servers send each other: typed messages, and the gloo group in which they travel.
+"""The protocol between workers and parameter servers: typed messages, and the gloo group in which they are sent.
 
 [Note: messages] A worker sends a header with tag ``HEADER``, and its payload, if it has one, with tag ``PAYLOAD``; gloo keeps
 the order of messages of one tag between two processes, so the n-th payload belongs to the n-th header that announces one.
-The answer to a message about part i comes with tag ``REPLY + i``, and the worker waits there before it asks: answers come in
-any order, and none waits for another one.
+The answer to a message about part i has tag ``REPLY + i``, and the worker posts the receive before it sends the message, so
+answers may arrive in any order and none blocks another one.
 
-[Note: numbers of steps] A worker counts its steps from the last time that all agreed, and sends the count with its changes: it
-is the same for all parts of a step. If each part counted by itself, parts would take a worker that comes back from a rest for
-faster or slower than it is, some this, some that, and two workers would wait for each other for ever. Such a worker asks one
-part where the slowest other one is, and counts on from there.
+[Note: numbers of steps] A worker counts its steps from the last ``agree`` of all workers, and sends this number with its
+changes, the same for all parts of a step. If each part counted messages by itself, parts could disagree about how far a worker
+is that returns from a rest, and two workers would wait for each other for ever. Such a worker asks one part for the step number
+of the slowest other worker, and continues counting from there.
 
-[Note: two kinds of servers] Where ``guozhuang run --servers K`` started servers, they wait at a store: on one node at a store
-of their own, with several nodes at the one where ranks meet. Rank 0 of the workers announces a new group there; workers have
-its first ranks, servers those after them. Without such servers each worker serves a share in threads of its own, and the group
-is that of the workers once more. Nothing else is sent in the group, so its messages have no order towards those of others.
+[Note: two kinds of servers] If ``guozhuang run --servers K`` started servers, they wait at a store: on one node at a store of
+their own, with several nodes at the store where the ranks meet. Rank 0 of the workers announces a new group there; workers have
+the first ranks of the group, servers the ranks after them. Without such servers each worker serves a share of the parts in its
+own threads, and the group consists of the workers. Nothing else is sent in the group, so its messages need no order relative to
+other collectives.
 """
 
 from __future__ import annotations
@@ -49,35 +50,35 @@ _DTYPES = (
     *(torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool),
 )
 _PAUSES_S = (0.002, 0.05)  # between two looks into a store: the first, and the longest
-_PATIENCE_S = 1.0  # for the first cause, which the process that noticed it writes into the store
+_PATIENCE_S = 1.0  # how long to look for the first cause, which the process that noticed it writes into the store
 _FAILURE = "failure"
 _PREFIX = "guozhuang servers"  # with several hosts the store is the one where ranks meet
 
 
 class Opcode(enum.IntEnum):
-    """What a message asks for."""
+    """The operation that a message requests."""
 
-    SUM = 1  # add to the sum of this step; answered when all workers have
-    SEED = 2  # the weights begin with those of worker 0; answered when all workers have asked
-    DELTA = 3  # add to the weights at once; answered with them, when the others are near enough
-    AGREE = 4  # add to the weights; answered with them when all workers have asked
-    GOODBYE = 5  # nothing more will come
-    REST = 6  # no step will come for a while; answered with the weights at once
-    JOIN = 7  # a step will come after a rest; answered at once with the number of the slowest active worker's last step, int64
+    SUM = 1  # add the payload to the sum of this step; answered with the sum when all workers have sent theirs
+    SEED = 2  # set the weights to those of worker 0; answered with them when all workers have sent this
+    DELTA = 3  # add the payload to the weights at once; answered with them when slower workers are near enough
+    AGREE = 4  # add the payload to the weights; answered with them when all workers have sent this
+    GOODBYE = 5  # this worker will send no more messages; not answered
+    REST = 6  # this worker will make no step for a while; answered with the weights at once
+    JOIN = 7  # this worker makes steps again after REST; answered at once with the slowest worker's step number, int64
 
 
 @dataclass(frozen=True, slots=True)
 class ServerMessage:
-    """A header.
+    """The header of a message to a server.
 
     Attributes:
-        opcode: what is asked for.
-        layout: which layout the part is of; workers count them alike.
-        part: index in the layout.
-        number: the step of a sum or delta; the bound of staleness of a seed.
-        dtype: of the part.
-        num_elements: of the part.
-        has_payload: whether values follow; a worker that has nothing to add sends none.
+        opcode: the requested operation.
+        layout: the number of the bucket layout to which the part belongs, counted alike by all workers.
+        part: index of the part in the layout.
+        number: for SUM and DELTA the step number; for SEED the staleness bound in steps.
+        dtype: dtype of the part.
+        num_elements: number of elements of the part.
+        has_payload: whether a payload follows; a worker that has nothing to add sends none.
     """
 
     opcode: Opcode
@@ -89,17 +90,17 @@ class ServerMessage:
     has_payload: bool = False
 
     def encode(self) -> Tensor:
-        """Return the header as it travels."""
+        """Return the header as an int64 tensor, in the form in which it is sent."""
         extent = 2 * self.num_elements + self.has_payload
         words = (self.opcode, self.layout, self.part, self.number, _DTYPES.index(self.dtype), extent)
         return torch.tensor(words, dtype=torch.int64)
 
     @classmethod
     def decode(cls, header: Tensor) -> ServerMessage:
-        """Read a header.
+        """Return the message of a received header.
 
         Raises:
-            WorldError: it is none of ours.
+            WorldError: the tensor is no valid header.
         """
         opcode, layout, part, number, dtype, extent = header.tolist()
         if opcode not in Opcode.__members__.values() or not 0 <= dtype < len(_DTYPES) or extent < 0:
@@ -108,18 +109,18 @@ class ServerMessage:
         return cls(Opcode(opcode), layout, part, number, _DTYPES[dtype], extent // 2, bool(extent % 2))
 
     def __str__(self) -> str:
-        """Say it in words."""
+        """Return a description for error texts."""
         what = {Opcode.SUM: f"the sum of step {self.number}", Opcode.SEED: "the first weights", Opcode.DELTA: "weights"}
         return f"{what.get(self.opcode, 'the agreed weights')} of part {self.part}"
 
 
 def empty_header() -> Tensor:
-    """Make room for a header."""
+    """Return a tensor into which a header can be received."""
     return torch.empty(_WORDS, dtype=torch.int64)
 
 
 def wire(tensor: Tensor) -> Tensor:
-    """Return the bytes of a contiguous CPU tensor: gloo does not know all dtypes."""
+    """Return a view of a contiguous CPU tensor as bytes, because gloo does not support all dtypes."""
     return tensor.view(-1).view(torch.uint8)
 
 
@@ -127,7 +128,7 @@ def wire(tensor: Tensor) -> Tensor:
 
 
 class _Entry:
-    """A dataclass that stands in a store as JSON."""
+    """A dataclass that is written to a store as JSON."""
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.astuple(self))  # type: ignore[call-overload]
@@ -139,7 +140,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class Announcement(_Entry):
-    """A new group to which workers call the servers: how many workers, and the limit of waits in it, in seconds."""
+    """The announcement of a new group to the servers: the number of workers, and the limit of each wait, in seconds."""
 
     num_workers: int
     limit_s: float
@@ -147,7 +148,7 @@ class Announcement(_Entry):
 
 @dataclass(frozen=True)
 class _Presence(_Entry):
-    """A process that has come: its host identity and its process number."""
+    """The entry of a process that has joined a group: its host identity and its process id."""
 
     host: str
     pid: int
@@ -155,14 +156,14 @@ class _Presence(_Entry):
 
 @dataclass(frozen=True)
 class _FirstCause(_Entry):
-    """Why a group ended: the rank that was lost, or None, and a text."""
+    """The reason why a group ended: the rank that was lost, or None, and a text."""
 
     lost: int | None
     text: str
 
 
 def address_of(address: str) -> MeetingPoint:
-    """Return where the store of the servers is, from ``host:port``."""
+    """Return the meeting point of the servers' store for an address ``host:port``."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     is_here = loopback_address(host) is not None
@@ -170,10 +171,10 @@ def address_of(address: str) -> MeetingPoint:
 
 
 def keep(address: str, limit_s: float) -> WorldStore:
-    """Keep the store of the servers at ``host:port`` of this host, behind a door if it is on the network and there is a secret.
+    """Start the servers' store at ``host:port`` of this host, behind a door if it is on the network and the run has a secret.
 
     Raises:
-        UsageError: one cannot listen there.
+        UsageError: this process cannot listen at the address.
     """
     return open_store(address_of(address), 0, limit_s, is_one_node=True)
 
@@ -186,32 +187,32 @@ def connect(address: str, limit_s: float) -> dist.Store:
         limit_s: how long to try, in seconds.
 
     Raises:
-        WorldError: nobody answered.
+        WorldError: the store did not answer in time.
     """
     try:
         return open_store(
             address_of(address), 1, limit_s, says=False
-        ).store  # its passage lasts as long as this process
+        ).store  # the connection through the door stays open until this process ends
     except (WorldError, RuntimeError) as error:
         what = f"the store of the parameter servers at {address} does not answer: {error}"
         raise WorldError(explain(what, fix="look at the output of `guozhuang run`, which keeps it")) from error
 
 
 def announce(store: dist.Store, announcement: Announcement) -> int:
-    """Call the servers to a new group; return its number."""
+    """Announce a new group to the servers; return its number."""
     number = int(store.add(f"{_PREFIX}/announced", 1))
     store.set(f"{_PREFIX}/announced/{number}", announcement.to_json())
     return number
 
 
 def announced(store: dist.Store, number: int) -> Announcement | None:
-    """Return the announcement of a group; None before there is one."""
+    """Return the announcement of a group, or None if it was not announced yet."""
     key = f"{_PREFIX}/announced/{number}"
     return Announcement.from_json(store.get(key)) if store.check([key]) else None
 
 
 def store_of_group(store: dist.Store, number: int) -> dist.Store:
-    """Return the part of the servers' store that a group has to itself."""
+    """Return the part of the servers' store that belongs to one group, under a prefix of its own."""
     return dist.PrefixStore(f"{_PREFIX}/meeting/{number}", store)
 
 
@@ -220,16 +221,16 @@ def store_of_group(store: dist.Store, number: int) -> dist.Store:
 
 @dataclass(frozen=True)
 class ServerGroup:
-    """Workers and servers that are connected.
+    """A group of connected workers and servers.
 
     Attributes:
-        rank: this process in the group.
-        num_workers: they have the first ranks.
-        servers: rank of each server.
-        limit_s: of each wait for another process, in seconds.
-        store: of this group alone.
-        crossing: the connections.
-        names: of each rank in texts, with its process and host.
+        rank: the rank of this process in the group.
+        num_workers: the number of workers, which have the first ranks.
+        servers: the rank of each server.
+        limit_s: the limit of each wait for another process, in seconds.
+        store: the part of the store that belongs to this group.
+        crossing: the gloo connections.
+        names: a name for each rank in error texts, with its process id and host.
     """
 
     rank: int
@@ -242,7 +243,7 @@ class ServerGroup:
 
     @property
     def limit(self) -> timedelta:
-        """The limit of a wait."""
+        """The limit of each wait for another process."""
         return timedelta(seconds=self.limit_s)
 
     @property
@@ -251,19 +252,19 @@ class ServerGroup:
         return self.servers[0] < self.num_workers
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Any:
-        """Begin to send; the returned work keeps the memory until it was waited for."""
+        """Start to send; the returned work keeps the tensor's memory alive until it was waited for."""
         return self.crossing.group.send([tensor], to, tag)
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Any:
-        """Begin to receive."""
+        """Start to receive; return the work."""
         return self.crossing.group.recv([tensor], source, tag)
 
     def _report(self, cause: _FirstCause) -> None:
-        with contextlib.suppress(RuntimeError):  # the process that kept the store is gone
-            self.store.compare_set(_FAILURE, "", cause.to_json())  # unless another process did before
+        with contextlib.suppress(RuntimeError):  # the process that keeps the store may have ended
+            self.store.compare_set(_FAILURE, "", cause.to_json())  # unless another process reported a cause before
 
     def abort(self, lost: int | None, text: str) -> None:
-        """Report a cause, and end all connections: every wait of the group, here and elsewhere, fails."""
+        """Report a cause, and close all connections, so that every wait of the group fails in all processes."""
         self._report(_FirstCause(lost, text))
         self.crossing.cut()
 
@@ -271,9 +272,9 @@ class ServerGroup:
         """Return the error to raise after a wait for a peer failed: the first cause that any process reported.
 
         Args:
-            peer: for which this process waited.
+            peer: the rank for which this process waited.
             doing: the purpose of the wait.
-            error: raised by the wait.
+            error: the exception that the wait raised.
         """
         cause = self._first_cause()
         if cause is None:
@@ -297,7 +298,7 @@ class ServerGroup:
 
 
 def how_lost(error: BaseException, limit_s: float) -> str:
-    """Say what became of a process, from the error that gloo raised."""
+    """Return a text that says what happened to a process, judged by the error that gloo raised."""
     text = str(error)
     if "imed out" in text:
         return f"did not answer within {limit_s:g} s"
@@ -307,18 +308,18 @@ def how_lost(error: BaseException, limit_s: float) -> str:
 
 
 def join(store: dist.Store, rank: int, num_workers: int, count: int, limit_s: float, keeper: str = "") -> ServerGroup:
-    """Join a group, as a worker or a server; return when all are connected.
+    """Join a group, as a worker or a server, and return when all its processes are connected.
 
     Args:
-        store: of this group alone.
-        rank: of this process among workers and servers.
-        num_workers: they have the ranks from 0 on.
-        count: server processes; 0: the workers serve.
+        store: the part of the store that belongs to this group.
+        rank: the rank of this process among workers and servers.
+        num_workers: the number of workers, which have the ranks from 0 on.
+        count: the number of server processes; 0 if the workers serve.
         limit_s: see :class:`ServerGroup`.
-        keeper: the host that keeps the servers' store, if that may be another one than this.
+        keeper: the host that keeps the servers' store, if it may be another host than this one.
 
     Raises:
-        WorldError: a process did not come; the text names it.
+        WorldError: a process did not join in time; the text names it.
     """
     size = num_workers + count
     store.set(f"here/{rank}", _Presence(node_identity(), os.getpid()).to_json())
@@ -335,7 +336,7 @@ def join(store: dist.Store, rank: int, num_workers: int, count: int, limit_s: fl
     present = [_Presence.from_json(store.get(key)) for key in keys]
     names = [f"{name(r)} (process {each.pid} on {each.host.split('/')[0]})" for r, each in enumerate(present)]
     others = [r for r in range(size) if present[r].host != present[rank].host]
-    # Ranks that are all on one host were told to use loopback among themselves, which leads to no server elsewhere.
+    # If all ranks are on one host, the launcher makes them use loopback, over which a server on another host is not reachable.
     is_remote = keeper and loopback_address(keeper) is None
     address = own_address([keeper], []) if is_remote else choose_address(dist.PrefixStore("route", store), rank, others)
     try:
@@ -349,10 +350,10 @@ def join(store: dist.Store, rank: int, num_workers: int, count: int, limit_s: fl
 
 
 def wait_until(is_so: Callable[[], bool], limit_s: float, why_not: Callable[[], str], rank: int) -> None:
-    """Look until a condition holds. A wait of the store itself would keep its connection from other threads.
+    """Poll until a condition holds; unlike a wait of the store itself, this does not block the store for other threads.
 
     Raises:
-        WorldError: it does not hold within the limit; ``why_not`` is called for the text.
+        WorldError: the condition does not hold within the limit; ``why_not`` is called for the text.
     """
     deadline, pause_s = time.monotonic() + limit_s, _PAUSES_S[0]
     while not is_so():

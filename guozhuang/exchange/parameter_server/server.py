@@ -2,13 +2,13 @@
 
     python -m guozhuang.exchange.parameter_server.server --store HOST:PORT --number I --count K [--listen] [--stay]
 
-It waits at the store for groups of workers that announce themselves, and serves each group. It ends when all workers of all
-groups have left, when the store is gone, or, with a code other than 0, when a worker was lost. With ``--stay`` it waits for
-further workers whatever happens, until it is ended, or its store is gone, which is no failure.
+The process polls the store for announcements of groups of workers, and serves each group. It exits when all workers of all
+groups have left, when the store is gone, or, with an exit code other than 0, when a worker was lost. With ``--stay`` it waits
+for further workers in any case, until it is killed, or until the store is gone, which then counts as success.
 
-``guozhuang run --server-hosts`` starts them on hosts of their own over ssh. Where they are started by hand, the one with
-``--listen`` keeps the store at HOST:PORT, and the ranks find GUOZHUANG_SERVERS=K@HOST:PORT in their environment. With
-GUOZHUANG_SECRET, equal for all, a door stands before the store.
+``guozhuang run --server-hosts`` starts servers on hosts of their own over ssh. To start them by hand, give ``--listen`` to one
+of them, which then keeps the store at HOST:PORT, and set GUOZHUANG_SERVERS=K@HOST:PORT in the environment of the ranks. If
+GUOZHUANG_SECRET is set, to the same value for all, only processes that know it can connect to the store.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from .protocol import Announcement, ServerGroup
 from .service import Service
 
 _LOOK_S = 0.05
-_LINGER_S = 2.0  # for another model's workers, after the last of one have left
-_FIRST_S = 600.0  # for the first workers to come
+_LINGER_S = 2.0  # how long to wait for workers of another model after all workers have left
+_FIRST_S = 600.0  # how long to wait for the first workers
 _log = logging.getLogger("guozhuang")
 
 
 class _ServedGroup:
-    """One announced group, served in a thread."""
+    """Serves one announced group, in a thread of its own."""
 
     def __init__(self, make: Callable[[], ServerGroup]) -> None:
         self.failed = False
@@ -63,12 +63,12 @@ def serve(store: dist.Store, place: int, count: int, stay: bool, keeper: str = "
     """Serve until the work is done; return the exit code.
 
     Args:
-        store: where workers announce themselves.
-        place: of this server, from 0.
+        store: the store in which workers announce groups.
+        place: the number of this server, from 0.
         count: how many servers there are.
         stay: whether to wait for further workers.
         keeper: see :func:`protocol.join`.
-        linger_s: how long to wait for further workers otherwise, in seconds, after the last ones have left.
+        linger_s: without ``stay``, how long to wait for further workers after the last ones have left, in seconds.
     """
 
     def join(number: int, found: Announcement) -> ServerGroup:
@@ -81,9 +81,9 @@ def serve(store: dist.Store, place: int, count: int, stay: bool, keeper: str = "
         try:
             found = protocol.announced(store, number)
         except RuntimeError:
-            for each in served:  # they need it no more
+            for each in served:  # connected groups no longer need the store
                 each.work.wait()
-            if stay:  # the run is over
+            if stay:  # the store ended because the run is over
                 return 0
             if number == 1:
                 _log.error("parameter server %d: the store is gone before any worker came", place)
@@ -104,7 +104,7 @@ def serve(store: dist.Store, place: int, count: int, stay: bool, keeper: str = "
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do what the command line asks."""
+    """Run a server with command-line arguments; return the exit code."""
     parser = argparse.ArgumentParser(prog="guozhuang parameter server", allow_abbrev=False)
     parser.add_argument("--store", required=True)
     parser.add_argument("--number", type=int, required=True)
@@ -113,7 +113,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--stay", action="store_true")
     found = parser.parse_args(arguments)
     logging.basicConfig(format="%(message)s", level=logging.INFO)
-    torch.set_num_threads(1)  # each worker has its own thread here
+    torch.set_num_threads(1)  # each worker is served by threads of its own, so torch needs no further ones
     if not 0 <= found.number < found.count:
         parser.error(f"--number {found.number} is none of --count {found.count} servers, which count from 0")
     try:
@@ -129,4 +129,4 @@ if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # threads of sessions may stand in gloo
+    os._exit(code)  # a normal exit could hang, because threads may be blocked in gloo

@@ -1,13 +1,13 @@
-"""A server of one group of workers: threads that take messages, and the parts that it keeps: sums of a step, or weights.
+"""A server of one group of workers: threads that receive messages, and the parts that it keeps (sums of a step, or weights).
 
-[Note: threads of a service] For each worker one thread takes headers and makes room for the payloads that they announce, and
-another one waits for the payload and adds it; so the next part is on its way while the last one is added. A worker limits how
-much it announces ahead. A worker may be silent between two steps for any time: a header is waited for without a limit, which is
-safe because a process that ends closes its connections. Waits of workers for each other have the limit, and a watch names the
-late ones.
+[Note: threads of a service] For each worker one thread receives headers and starts to receive the payloads that they announce;
+another thread waits for each payload and adds it, so that the next part is received while the last one is added. A worker
+limits how many bytes it sends ahead. A worker may send nothing between two steps for any time, so the wait for a header has no
+limit; this is safe because a process that ends closes its connections. The waits of workers for each other have a limit, and a
+watching thread names the late workers.
 
-[Note: the server's threads] Messages of different workers come in different threads. Each part has a lock of its own, under
-which it is changed and its answers are handed over; so what one answer says is what all answers of that moment say.
+[Note: the server's threads] Messages of different workers are handled in different threads. Each part has a lock of its own,
+which is held while the part is changed and its answers are sent, so that all answers of one moment hold the same values.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from .protocol import HEADER, PAYLOAD, REPLY, Opcode, ServerGroup, ServerMessage
 
 _FOR_EVER = timedelta(days=3650)
 _WATCH_S = 0.5
-_SHARE_OF_LIMIT = 0.9  # the server names the late ones before the workers' own waits run out
+_SHARE_OF_LIMIT = 0.9  # of the workers' limit: the server names late workers before the waits of others time out
 _log = logging.getLogger("guozhuang")
 
-#: Sends an answer; returns a function that waits until it has left, to be called before the answer's memory is used again.
+#: Starts to send an answer; returns a function that waits until it was sent. Call that before reusing the answer's memory.
 Reply = Callable[[Tensor], Callable[[], object]]
 
 
@@ -41,7 +41,7 @@ class HeldParts:
     """The parts of one group of workers at one server.
 
     Args:
-        num_workers: how many there are.
+        num_workers: the number of workers.
     """
 
     def __init__(self, num_workers: int) -> None:
@@ -52,24 +52,24 @@ class HeldParts:
         self._gone: set[int] = set()
 
     def take(self, worker: int, message: ServerMessage, payload: Tensor | None, is_shared: bool, reply: Reply) -> None:
-        """Take a message in; answer the workers that can be answered now.
+        """Apply a message to its part, and answer the workers that can be answered now.
 
         Args:
-            worker: its sender.
+            worker: the sender.
             message: the header.
             payload: the values to add, in the part's dtype; flat.
-            is_shared: whether the payload is memory of the worker, to be read but not kept after the answer.
-            reply: how the worker is answered.
+            is_shared: whether the payload is the worker's own memory, which may not be changed, or read after the answer.
+            reply: sends the answer to the worker.
 
         Raises:
-            MismatchError: it does not fit what other workers sent; the text names the workers.
-            WorldError: it needs a worker that has left.
+            MismatchError: the message does not fit those of other workers; the text names the workers.
+            WorldError: the message needs a worker that has left.
         """
         key = message.layout, message.part
         with self._lock:
             if message.layout > self._layouts[worker]:
                 self._layouts[worker] = message.layout
-                oldest = min(self._layouts)  # all workers have got their answers about earlier ones
+                oldest = min(self._layouts)  # all workers have received their answers about earlier layouts
                 for old in [k for k in self._parts if k[0] < oldest]:
                     del self._parts[old]
             part = self._parts.get(key)
@@ -80,10 +80,10 @@ class HeldParts:
             part.take(worker, message, payload, is_shared, reply)
 
     def leave(self, worker: int) -> None:
-        """Note that a worker will not ask again; it holds nobody any more.
+        """Note that a worker sends no more messages, so that other workers no longer wait for it.
 
         Raises:
-            WorldError: others wait for a sum that needs it.
+            WorldError: other workers wait for a sum that needs this worker.
         """
         with self._lock:
             self._gone.add(worker)
@@ -93,7 +93,7 @@ class HeldParts:
                 part.leave(worker)
 
     def oldest_wait(self) -> tuple[float, list[int], str] | None:
-        """Return the longest wait of a worker: its begin (``time.monotonic``), the workers it waits for, and the message."""
+        """Return the longest current wait: its start (``time.monotonic``), the workers it waits for, and the message."""
         with self._lock:
             parts = list(self._parts.values())
         found = []
@@ -105,11 +105,12 @@ class HeldParts:
 
 
 class _HeldPart:
-    """One part; its methods are called with its lock held.
+    """One part; its methods must be called with ``lock`` held.
 
     Attributes:
-        since: when (``time.monotonic``) the worker that waits longest began to wait; None while none waits.
-        what: the message of the last worker, in words.
+        lock: protects the part.
+        since: when (``time.monotonic``) the worker that waits longest started to wait; None while no worker waits.
+        what: a description of the last message, for error texts.
     """
 
     def __init__(self, num_workers: int, gone: Set[int]) -> None:
@@ -120,12 +121,12 @@ class _HeldPart:
 
 
 class _HeldSum(_HeldPart):
-    """The sum of one part, in the order of ranks however they come."""
+    """The sum of one part; payloads are added in the order of ranks, in whatever order they arrive."""
 
     def __init__(self, num_workers: int, gone: Set[int]) -> None:
         super().__init__(num_workers, gone)
         self._message: ServerMessage | None = None
-        self._waiting: dict[int, Tensor] = {}  # payloads that came before their turn
+        self._waiting: dict[int, Tensor] = {}  # payloads, by rank, that arrived before those of lower ranks
         self._next = 0
         self._total: Tensor | None = None
         self._replies: dict[int, Reply] = {}
@@ -135,7 +136,7 @@ class _HeldSum(_HeldPart):
         return [w for w in self._all if w not in self._replies]
 
     def leave(self, worker: int) -> None:
-        """A sum needs all workers."""
+        """Raise if a sum was started and needs a worker that has left."""
         lost = [w for w in self.missing() if w in self._gone]
         if self.since is not None and lost:
             raise WorldError(f"rank {lost[0]} has left, and others wait for {self.what}")
@@ -157,7 +158,7 @@ class _HeldSum(_HeldPart):
                 self._total += values
             self._next += 1
         if self._next == len(self._all):
-            for has_left in self._sent:  # the last answers: all workers have taken them, or they would not ask again
+            for has_left in self._sent:  # the last step's answers; workers received them before they sent again
                 has_left()
             assert self._total is not None
             total, replies = self._total, self._replies
@@ -166,7 +167,7 @@ class _HeldSum(_HeldPart):
 
 
 class _HeldWeights(_HeldPart):
-    """One part of the weights, and the number of steps of each worker."""
+    """One part of the weights, and the step number of each worker."""
 
     def __init__(self, num_workers: int, gone: Set[int]) -> None:
         super().__init__(num_workers, gone)
@@ -174,7 +175,7 @@ class _HeldWeights(_HeldPart):
         self._value: Tensor | None = None
         self._steps = dict.fromkeys(self._all, 0)
         self._active: set[int] = set()
-        self._held: dict[int, Reply] = {}  # workers that wait for slower ones
+        self._held: dict[int, Reply] = {}  # replies to workers that wait for slower ones
         self._seeding: dict[int, Reply] = {}
         self._agreeing: dict[int, Reply] = {}
         self._seed: Tensor | None = None
@@ -257,7 +258,7 @@ class _HeldWeights(_HeldPart):
 
     def _answer(self, replies: dict[int, Reply]) -> None:
         assert self._value is not None
-        now = self._value.clone()  # others change the weights while this is on its way
+        now = self._value.clone()  # messages of other workers change the weights while the answer is being sent
         for worker in sorted(replies):
             self._sent[worker] = replies[worker](now)
 
@@ -268,7 +269,7 @@ def _difference(worker: int, message: ServerMessage, other: int, known: ServerMe
 
 
 def copy_into(into: Tensor) -> Reply:
-    """Return a reply that copies into memory of this process at once."""
+    """Return a reply for a worker in this process: it copies the answer into the tensor ``into`` at once."""
 
     def reply(answer: Tensor) -> Callable[[], object]:
         with torch.no_grad():
@@ -279,15 +280,15 @@ def copy_into(into: Tensor) -> Reply:
 
 
 class Service:
-    """A server of one group. Its threads start with it and end when all workers have left, or one is lost.
+    """A server of one group. The constructor starts its threads; they end when all workers have left, or one is lost.
 
     Args:
-        group: of which this process is a server.
-        says: whether to say in the log how it ended.
+        group: the group of workers and servers, in which this process is a server.
+        says: whether to log a failure.
 
     Attributes:
-        parts: that it keeps.
-        failed: why it ended; "" while it did not fail.
+        parts: the parts that this server keeps.
+        failed: the reason of its failure; "" while it did not fail.
     """
 
     def __init__(self, group: ServerGroup, says: bool = False) -> None:
@@ -314,7 +315,7 @@ class Service:
         thread.close()
 
     def leave(self, worker: int) -> None:
-        """Note that a worker will not ask again."""
+        """Note that a worker sends no more messages; the service ends when all workers have left."""
         with self._lock:
             self._left.add(worker)
             all_left = len(self._left) == self._group.num_workers
@@ -326,7 +327,7 @@ class Service:
             self._over.set()
 
     def fail(self, lost: int | None, text: str) -> None:
-        """End it for all workers, for a reason; the first one counts."""
+        """End the service for all workers with a reason; later calls have no effect."""
         with self._lock:
             if self._over.is_set():
                 return
@@ -339,17 +340,17 @@ class Service:
             listener(text)
 
     def when_it_fails(self, listener: Callable[[str], None]) -> None:
-        """Call ``listener`` with the reason when it fails."""
+        """Call ``listener`` with the reason if the service fails."""
         self._listeners.append(listener)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until all workers have left, or it failed, and its threads have ended; return whether that is so."""
+        """Wait until all threads have ended, because all workers have left or it failed; return whether they have ended."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         left = [t.join(None if deadline is None else max(0.0, deadline - time.monotonic())) for t in self._threads]
         return all(left)
 
     def end(self, limit_s: float) -> None:
-        """Wait, at a worker that serves too, until the others need it no more; warn where they do not say so in time."""
+        """Wait, in a worker that serves, until all workers have left; warn if they do not within ``limit_s`` seconds."""
         if not self.wait(limit_s):
             missing = [w for w in range(self._group.num_workers) if w not in self._left]
             what = f"ranks {missing} have not left within {limit_s:g} s and lose the parameter server of this rank"
@@ -365,7 +366,7 @@ class Service:
         return reply
 
     def _listen(self, worker: int, adding: SerialThread) -> None:
-        """Take headers. See [Note: threads of a service]."""
+        """Receive the headers of one worker. See [Note: threads of a service]."""
         group, message = self._group, None
         try:
             while message is None or message.opcode is not Opcode.GOODBYE:
@@ -382,7 +383,7 @@ class Service:
             adding.close()
 
     def _take(self, worker: int, message: ServerMessage, payload: Tensor | None, work: Any) -> None:
-        """Add an announced payload to its part."""
+        """Wait for the payload of a message, and apply the message to its part."""
         if self._over.is_set():
             return
         if message.opcode is Opcode.GOODBYE:
@@ -397,7 +398,7 @@ class Service:
         try:
             self.parts.take(worker, message, payload, False, self._reply_to(worker, message.part))
         except Exception as error:
-            # A failed answer means that another worker is lost, which its own threads see and name; give them time.
+            # A failed answer means that another worker is lost. Its own threads notice that and name it; give them time.
             if isinstance(error, ValueError) or not self._over.wait(2 * _WATCH_S):
                 self.fail(None, str(error))
 

@@ -1,11 +1,11 @@
 """Mean of the gradients over all ranks, summed by parameter servers.
 
-Formula: g = sum over ranks r of (g_r / n), added in the order of ranks by whichever server has the part.
-Error: that of n additions in the gradient's dtype. All ranks get the same bits, and every run does.
-Traffic: with K servers of their own a worker sends its gradients once and a server (n/K) times; a ring sends 2 (n-1)/n times.
-Where the workers serve, each its share, one sends 2 (n-1)/n times, as with a ring.
-Order: a bucket is cut into parts, and of what waits that part is sent first which the next forward needs first. Buckets are
-filled in the order of backward, so it is the part that lies last.
+Formula: g = sum over ranks r of (g_r / n), added in the order of ranks by the server that holds the part.
+Error: the rounding of n additions in the gradient's dtype. All ranks get equal bits, and repeated runs get the same bits.
+Traffic: with K server processes a worker sends its gradients once, and a server sends n/K times their bytes. If the workers
+serve, each its share, a worker sends 2 (n-1)/n times the bytes of its gradients, as in a ring all-reduce.
+Order: a bucket is cut into parts; of the waiting parts, the one that the next forward needs first is sent first. Buckets are
+filled in the order of backward, so that is the last part.
 Source: BytePS, Jiang et al., OSDI 2020; the order: ByteScheduler, Peng et al., SOSP 2019,
 https://doi.org/10.1145/3341301.3359642.
 """
@@ -35,13 +35,14 @@ _log = logging.getLogger("guozhuang")
 
 @dataclass
 class ServersState:
-    """What is made once per layout of the buckets.
+    """The state of :class:`ParameterServer`, made once per bucket layout.
 
     Attributes:
-        client: of the servers; the same for all layouts.
-        layout: how many layouts there were before.
-        parts: of each bucket, by its index.
-        copies: memory on the CPU for buckets of other devices, by index.
+        group: the workers.
+        client: the connections to the servers; the same for all layouts.
+        layout: the number of this layout, from 0.
+        parts: the parts of each bucket, by bucket index.
+        copies: buffers on the CPU for buckets on other devices, by bucket index.
     """
 
     group: dist.ProcessGroup
@@ -51,22 +52,22 @@ class ServersState:
     copies: dict[int, Tensor]
 
     def close(self) -> None:
-        """Say goodbye to the servers, in the background; the state is not used again. Not collective."""
+        """Send GOODBYE to the servers, in the background; the state is not used again. Not collective."""
         self.client.close()
 
 
 @dataclass(frozen=True)
 class ParameterServer(GradientExchange[ServersState]):
-    """The exact exchange, through servers.
+    """The exact exchange of gradients, through parameter servers.
 
     Args:
-        part_bytes: the most that travels as one part, in bytes.
-        servers: None: those that ``guozhuang run --servers`` started, or else the workers themselves. 0: the workers. K:
-            exactly K processes that ``guozhuang run`` started.
+        part_bytes: the largest size of a part, in bytes.
+        servers: K: exactly K server processes that ``guozhuang run --servers`` started. 0: the workers serve. None: all server
+            processes of the run, or the workers if it has none.
 
     Raises:
-        UsageError: a number that makes no sense; in ``prepare``, the run has another number of servers.
-        WorldError: in ``prepare``, a rank or a server did not come in time; the text names it.
+        UsageError: a number is out of its range; in ``prepare``, the run has another number of servers.
+        WorldError: in ``prepare``, a rank or a server did not join in time; the text names it.
     """
 
     part_bytes: int = 4_000_000
@@ -130,7 +131,7 @@ class _ServedBucket:
                 self._copied = torch.cuda.current_stream(bucket.flat.device).record_event()
 
     def look_at(self, values: Tensor) -> None:
-        """Warn, in the sending thread, of a gradient that is not finite; it travels all the same."""
+        """Warn if gradients are not finite, which are sent nevertheless; called in the sending thread."""
         if self._copied is not None:
             self._copied.synchronize()
         if not self._warned and not is_finite(values):
