@@ -1,4 +1,4 @@
-"""Counts the gradients of each parameter, and sends them when all backward passes of a step have brought theirs.
+"""Counts the gradients of each parameter, and sends a parameter's gradient after the last backward pass of a step.
 
 [Note: units] Gradients are sent in *units*: the gradient of one parameter, or those of several. The hook of the gradient that
 completes a unit sends it, while backward goes on. A unit that is not complete when the step ends is sent then, with zeros for
@@ -30,13 +30,13 @@ class HookedParameter:
     """A parameter whose gradients are exchanged.
 
     Attributes:
-        parameter: the tensor. name: by which ranks match it.
-        left: how many backward passes are still to come in this step.
-        came: it got a gradient in this step.
-        unit: the unit that it is sent in.
-        version: version of ``.grad`` when it was sent; the program must not change it in place before the step has ended.
-        sparse_dims: number of sparse dimensions of its last gradient; 0 where that was dense.
-        by_rows: all ranks know that its gradients are sparse and are sent as rows.
+        parameter: the tensor. name: the name by which ranks match its gradients.
+        left: how many gradients it still gets in this step.
+        came: whether it got a gradient in this step.
+        unit: the unit in which its gradient is sent.
+        version: version counter of ``.grad`` when it was sent, to detect in-place changes by the program; -1: not sent.
+        sparse_dims: number of sparse dimensions of its last gradient; 0: that was dense.
+        by_rows: whether all ranks know that its gradients are sparse and are sent as rows.
     """
 
     __slots__ = ("by_rows", "came", "left", "name", "parameter", "sparse_dims", "unit", "version")
@@ -49,12 +49,12 @@ class HookedParameter:
 
 @dataclass(slots=True)
 class Pending:
-    """A unit that was sent.
+    """The exchange of a unit that was sent and whose result was not stored yet.
 
     Attributes:
         wait: waits for the result, and returns it.
-        receive: puts the result where it belongs; False if the unit was sent again, and is to be waited for once more.
-        hurry: asks the channel not to collect more before it begins; None where that is not needed.
+        receive: stores a result as gradients; returns False if the unit has to be sent again in another way.
+        hurry: asks the channel to begin without collecting more; None if that is not needed.
     """
 
     wait: Callable[[], Any]
@@ -67,9 +67,9 @@ class Unit:
 
     Attributes:
         members: the parameters.
-        num_left: how many of them are not complete in this step.
-        pending: set while the unit is under way.
-        is_bucket: its gradients lie in one flat tensor and are sent as that tensor.
+        num_left: how many of them still wait for gradients in this step.
+        pending: the exchange while it runs; None before and after.
+        is_bucket: whether its gradients lie in one flat tensor and are sent as that tensor.
     """
 
     __slots__ = ("is_bucket", "members", "num_left", "pending")
@@ -93,7 +93,7 @@ class BackwardPasses(ABC):
         hooked: the parameters that take part.
         units: the units of their gradients.
         num_passes: number of backward passes in a step, from the next step on.
-        is_open: a gradient came or was sent since the last step.
+        is_open: whether a gradient came or was sent since the last step.
     """
 
     def __init__(self, names: Mapping[Tensor, str], process_set: ProcessSet, num_passes: int) -> None:
@@ -101,8 +101,8 @@ class BackwardPasses(ABC):
         self.hooked: list[HookedParameter] = []
         self.units: list[Unit] = []
         self.is_open = False
-        self._num_left = 0  # units that were not completed by a gradient in this step
-        self._asleep: list[Tensor] = []  # do not require a gradient so far
+        self._num_left = 0  # units that no gradient has completed yet in this step
+        self._asleep: list[Tensor] = []  # parameters that did not require a gradient so far
         self._hooks: list[Any] = []
         self._channel: NamedChannel | None = None
         self._forms: list[Any] = []  # dtype, device, shape and strides of each parameter when its gradient was laid out
@@ -112,7 +112,7 @@ class BackwardPasses(ABC):
     # ---- which parameters ---------------------------------------------------------------------------------------------
 
     def take(self, parameters: Sequence[Tensor]) -> None:
-        """Let parameters take part from now on; those that require no gradient as soon as they do."""
+        """Exchange the gradients of these parameters from now on, or from the step on in which they require gradients."""
         order = {id(p): place for place, p in enumerate(self.names)}
         added = []
         for parameter in sorted(parameters, key=lambda p: order[id(p)]):
@@ -131,7 +131,7 @@ class BackwardPasses(ABC):
             self._lay_out(added, self._channel)
 
     def group(self, members: Sequence[Sequence[int]]) -> None:
-        """Send gradients in groups: indices in ``hooked``, each index once."""
+        """Send gradients in groups, which are given as indices in ``hooked``, each index once."""
         self.units = [Unit([self.hooked[i] for i in indices]) for indices in members]
         self._num_left = len(self.units)
 
@@ -171,7 +171,7 @@ class BackwardPasses(ABC):
                 if unit.num_left == 0:
                     self._launch(unit)
                     self._num_left -= 1
-                    # Nothing is gained by collecting more where a unit is large, or is the last one of this step.
+                    # A large unit, and the last one of a step, gain nothing if the channel waits for more to send.
                     if (unit.is_bucket or self._num_left == 0) and unit.pending is not None and unit.pending.hurry:
                         unit.pending.hurry()
 
@@ -183,7 +183,7 @@ class BackwardPasses(ABC):
         forms = [form_of(one) for one in self.hooked]
         if channel is not self._channel or forms != self._forms:
             for one in self.hooked:
-                one.by_rows &= channel is self._channel  # ranks that have come know nothing of it
+                one.by_rows &= channel is self._channel  # a new channel may have new ranks, which do not know it
             self._channel, self._forms = channel, forms
             self._begin(channel)
             self._lay_out(self.hooked, channel)
@@ -191,10 +191,10 @@ class BackwardPasses(ABC):
         self._opened(channel)
 
     def finish(self) -> None:
-        """Send what is left, wait for everything, and begin the next step.
+        """Send the units that were not sent yet, wait for all units, and begin the next step.
 
         Raises:
-            HorovodInternalError: something failed; all else has ended, and the next step may begin.
+            HorovodInternalError: an exchange failed; all others have ended, and the next step may begin.
         """
         with self._lock:
             self._take_woken()
@@ -202,7 +202,7 @@ class BackwardPasses(ABC):
                 self.open()
             try:
                 failed = self._finish()
-            except Exception:  # an interrupt does not wait for what else is under way
+            except Exception:  # not BaseException: KeyboardInterrupt does not wait for the other units
                 self.abandon()
                 raise
             self._forget()
@@ -210,7 +210,7 @@ class BackwardPasses(ABC):
                 raise HorovodInternalError(str(failed)) from failed
 
     def _finish(self) -> RuntimeError | None:
-        """Send what is left and wait for everything; return what failed first."""
+        """Send the units that were not sent yet and wait for all units; return the first error, or None."""
         failed: RuntimeError | None = None
         for unit in self.units:
             if unit.pending is None:
@@ -231,7 +231,7 @@ class BackwardPasses(ABC):
         return failed
 
     def _receive(self, unit: Unit) -> list[Unit]:
-        """Wait for a unit, and return the units that were sent again in its place."""
+        """Wait for a unit and store its result; return the units that were sent again in its place, if any."""
         pending = unit.pending
         assert pending is not None
         try:
@@ -246,15 +246,15 @@ class BackwardPasses(ABC):
     def _launch(self, unit: Unit) -> None:
         try:
             self._send(unit)
-        except NegotiationError as error:  # the engine stands still
+        except NegotiationError as error:  # the engine has failed
             raise HorovodInternalError(str(error)) from error
 
     def abandon(self) -> None:
-        """Begin the next step without the results of what is still under way; wait until that has left the memory alone."""
+        """Begin the next step and drop the results of running exchanges, after waiting until they no longer use the memory."""
         with self._lock:
             for unit in self.units:
                 if unit.pending is not None:
-                    with contextlib.suppress(RuntimeError):  # nobody wants to know
+                    with contextlib.suppress(RuntimeError):  # the result is dropped anyway
                         unit.pending.wait()
             self._forget()
 
@@ -268,7 +268,7 @@ class BackwardPasses(ABC):
         self._num_left = len(self.units)
 
     def handles(self) -> dict[Any, tuple[Any, Any]]:
-        """Return what is under way: a handle by parameter, or by tuple of them in a group; None for what is not sent yet."""
+        """Return the running exchanges by parameter, or by tuple of parameters for a group; None: got a gradient, not sent."""
         found: dict[Any, tuple[Any, Any]] = {}
         for unit in self.units:
             if unit.pending is not None and len(unit.members) > 1 and not unit.is_bucket:
@@ -280,7 +280,7 @@ class BackwardPasses(ABC):
         return found
 
     def warn_of_changes(self, one: HookedParameter) -> None:
-        """Say once that the program changed a gradient that was on its way."""
+        """Warn, the first time that the program changed a gradient in place while it was exchanged."""
         gradient = one.parameter.grad
         if gradient is None or one.version < 0 or gradient._version == one.version or self._warned:
             return
@@ -295,19 +295,19 @@ class BackwardPasses(ABC):
     # ---- to be implemented ------------------------------------------------------------------------------------------------
 
     def _begin(self, channel: NamedChannel) -> None:  # noqa: B027 - there may be nothing to forget
-        """Forget the last layout: parameters have changed, or the channel, as after the world was left and entered."""
+        """Drop the layout, because parameters or the channel have changed, as after ``hvd.shutdown`` and ``hvd.init``."""
 
     def _lay_out(self, some: Sequence[HookedParameter], channel: NamedChannel) -> None:  # noqa: B027
-        """Lay out the gradients of some parameters."""
+        """Lay out the gradients of parameters that were added, or of all after :meth:`_begin`."""
 
     def _opened(self, channel: NamedChannel) -> None:  # noqa: B027
-        """Do what has to be done at the beginning of a step."""
+        """Prepare a step; called before its first gradient is sent."""
 
     def _closed(self) -> None:  # noqa: B027
-        """Do what has to be done at the end of a step."""
+        """Finish a step; called after the results of all units were stored or dropped."""
 
     def _retried(self, unit: Unit, error: NegotiationError | None) -> list[Unit]:
-        """Send a unit that failed, or was not received, in another way; return the units that it is waited for in."""
+        """Send a unit again in another way, after it failed or ``receive`` returned False; return the units to wait for."""
         if error is not None:
             raise error
         return [unit]
@@ -318,13 +318,13 @@ class BackwardPasses(ABC):
 
 
 def form_of(one: HookedParameter) -> Any:
-    """Return the properties of a parameter that the layout of its gradient depends on; ``model.to(...)`` changes them."""
+    """Return the properties of a parameter on which the layout of its gradient depends; ``model.to(...)`` may change them."""
     parameter = one.parameter
     return parameter.dtype, parameter.device, parameter.shape, parameter.stride()
 
 
 def _level_of_the_program() -> int:
-    """Return how far above the caller the program stands, which may have called ``step``, or something that calls it."""
+    """Return the ``stacklevel`` of the first frame outside this package and torch, so that a warning points at the program."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("guozhuang.", "torch.")):
         level, frame = level + 1, frame.f_back

@@ -1,4 +1,4 @@
-"""Smaller numbers on the wire: a compressor is applied before an all-reduce, and undone after it."""
+"""Compressors, which turn a tensor into a smaller one before an all-reduce, and turn the result back after it."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from torch import Tensor
 
 
 class Compressor:
-    """The interface: two static methods. Subclass it for a compressor of your own."""
+    """The interface of a compressor: two static methods. Subclass it for a compressor of your own."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """Return what is sent, and what ``decompress`` needs to know."""
+        """Return the tensor to send, and a context for ``decompress``."""
         raise TypeError("a Compressor defines compress(tensor) and decompress(tensor, ctx) as static methods")
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """Return what came back, in the form of the tensor that was compressed."""
+        """Return the result of the exchange in the dtype and shape of the tensor that was compressed."""
         raise TypeError("a Compressor defines compress(tensor) and decompress(tensor, ctx) as static methods")
 
 
 class NoneCompressor(Compressor):
-    """Sends what it is given."""
+    """Sends tensors unchanged."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, None]:

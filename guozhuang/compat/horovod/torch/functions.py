@@ -27,14 +27,14 @@ def broadcast_parameters(
 
     Args:
         params: a dictionary (``model.state_dict()``), or a list of tensors or of (name, tensor)
-            (``list(model.named_parameters())``). Values that are None are passed over. They may lie in memory in any order.
-        root_rank: the rank whose values all get.
+            (``list(model.named_parameters())``). Values that are None are skipped. Tensors need not be contiguous.
+        root_rank: the rank whose values all ranks get.
 
     Raises:
-        ValueError: anything else, a generator such as ``model.named_parameters()`` among it; a name comes twice; a tensor that
+        ValueError: ``params`` is of another type, as the generator ``model.named_parameters()``; a name comes twice; a tensor
             cannot be sent.
-        HorovodInternalError: ranks differ, or one is lost. Nothing is under way then, and it may be called again; some tensors
-            may hold root's values already.
+        HorovodInternalError: ranks differ, or one is lost. No operation is left running, and it may be called again; some
+            tensors may hold root's values already.
     """
     if isinstance(params, Mapping):
         named: list[tuple[str | None, Any]] = sorted(params.items())
@@ -47,7 +47,7 @@ def broadcast_parameters(
     if wrong:
         fix = "broadcast_object brings other things"
         raise ValueError(explain("invalid params: not all of them are tensors", value=wrong[:5], fix=fix))
-    # Before the first one is sent, so that nothing is left under way.
+    # Check all tensors before the first one is sent, so that an error leaves no operation running.
     names = Counter(name for name, _ in named if name is not None)
     twice = [name for name, count in names.items() if count > 1]
     if twice:
@@ -59,7 +59,7 @@ def broadcast_parameters(
     started = []
     for name, tensor in named:
         if tensor is not None:
-            contiguous = tensor.detach().contiguous()  # the tensor's own memory, where that is contiguous already
+            contiguous = tensor.detach().contiguous()  # no copy if the tensor is contiguous
             started.append((broadcast_async_(contiguous, root_rank, name), tensor.detach(), contiguous))
     synchronize_all(handle for handle, _, _ in started)
     for _, tensor, received in started:

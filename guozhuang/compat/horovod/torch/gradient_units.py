@@ -1,14 +1,14 @@
-"""What a ``DistributedOptimizer`` sends: gradients in flat tensors that the group reduces in place; for Adasum, steps.
+"""The units that a ``DistributedOptimizer`` sends: gradients, in flat tensors that are reduced in place; for Adasum, steps.
 
-[Note: scales] A mean over n ranks is a sum of gradients that were multiplied with 1/n in the copy that brings them into the
-flat tensor anyway: no further pass over memory, and float16 does not overflow as long as the mean fits. With
-``gradient_predivide_factor`` f the copy multiplies with 1/f, and the engine the sum with f/n.
+[Note: scales] A mean over n ranks is a sum of gradients that were multiplied by 1/n as they were copied into the flat tensor:
+this needs no further pass over memory, and float16 does not overflow as long as the mean fits. With
+``gradient_predivide_factor`` f the copy multiplies by 1/f, and the engine multiplies the sum by f/n.
 
-[Note: buckets by agreement] Ranks may have parameters in different orders, or different ones. So at first each gradient is sent
-under its own name, and together with them the ranks compare a digest of their parameters: names, shapes, dtypes and strides, in
-order. Where all of them have the same, whole buckets are sent from the next step on, one name each. Otherwise gradients keep
+[Note: buckets by agreement] Ranks may have parameters in different orders, or different parameters. So at first each gradient
+is sent under its own name, and besides the ranks compare a digest of their parameters: names, shapes, dtypes and strides, in
+order. If all digests are equal, whole buckets are sent from the next step on, each under one name. Otherwise gradients keep
 their own names, by which the engine matches them in any order and reports which one differs; the digest is compared again in
-each step. A rank that has joined supplies zeros, which agree with nothing, so ranks always agree in the same step.
+each step. A rank that has joined supplies zeros, which equal no digest, so ranks always agree in the same step.
 
 [Note: why not the reducer] ``guozhuang.gradients.reducer`` starts buckets in one order on all ranks, in a group of its own. A
 Horovod script may run the backwards of several optimizers in different orders on different ranks, may join, expects that a
@@ -16,11 +16,11 @@ mismatch is an error of one name on all ranks after which the job goes on, that 
 tuner see gradients. All of this follows from matching by name, so gradients are submitted as other collectives are; buckets,
 views and the rules for gradients that a program keeps are the reducer's.
 
-[Note: sparse gradients] A sparse gradient travels by its rows, unlike a dense one, so ranks must agree on which it is; but a
-rank that did not use the parameter cannot know. So a rank whose gradient is sparse for the first time does not send the unit,
-but asks for a barrier under the name under which others may send dense numbers. Either all ask so, or the engine tells all of
-them that they asked for different collectives. Then a bucket is sent again parameter by parameter, and a single parameter as
-rows, which may be none. From then on all ranks know.
+[Note: sparse gradients] A sparse gradient is sent as rows, unlike a dense one, so ranks must agree on which it is; but a rank
+that did not use the parameter cannot know. So a rank whose gradient is sparse for the first time does not send the unit, but
+submits a barrier under the unit's name, under which other ranks may submit an all-reduce. Either all ranks submit the barrier,
+or all get the error that they submitted different kinds of collectives. In both cases a bucket is sent again parameter by
+parameter, and a single parameter as rows, which may be none. From then on all ranks know that the gradient is sparse.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class GradientOptions:
         compression: a class with ``compress`` and ``decompress``.
         op: one of the constants of ``mpi_ops``.
         predivide_factor: see [Note: scales].
-        sparse_as_dense: sparse gradients travel as dense ones.
+        sparse_as_dense: whether sparse gradients are sent as dense ones.
     """
 
     compression: Any
@@ -89,7 +89,7 @@ class _FlatGradients:
         self._aliased: Tensor | None = None
 
     def begin(self, scale: float) -> GradientViews:
-        """Return the views; at the first call in a step, ready to be filled with gradients multiplied with ``scale``."""
+        """Return the views; the first call in a step prepares them for gradients that are multiplied by ``scale``."""
         if self._views is None:
             parameters = [one.parameter for one in self.members]
             names = [one.name for one in self.members]
@@ -102,17 +102,17 @@ class _FlatGradients:
         return self._views
 
     def was_filled(self, index: int) -> bool:
-        """Tell whether a gradient was put into flat memory, scaled, in this step."""
+        """Return whether a gradient was copied into the flat tensor, scaled, in this step."""
         return self._views is not None and self._has_begun and self._views.filled[index]
 
     def end(self) -> None:
-        """The step has ended."""
+        """End the step; the next :meth:`begin` prepares the views again."""
         self._has_begun = False
 
     def wire(self, index: int) -> Tensor:
-        """Return the elements of one gradient in the order of memory, contiguous.
+        """Return the elements of one gradient as a contiguous tensor, in the order in which they lie in memory.
 
-        They are seen through a storage of their own: references that the engine holds do not count as the program's.
+        The tensor has a storage object of its own, so that references held by the engine do not count as the program's.
         """
         if self._aliased is not self.bucket.flat:
             self._aliased, self._alias = self.bucket.flat, from_dlpack(to_dlpack(self.bucket.flat))
@@ -121,7 +121,7 @@ class _FlatGradients:
         outermost_first = sorted(dims, key=lambda d: -view.stride()[d])
         shape = list(view.shape)
         if outermost_first != dims:
-            # One dim more than there are: a rank with another memory format differs in shape, and does not add up strangers.
+            # An extra dim, so that ranks with different memory formats differ in shape and get an error, not a wrong sum.
             shape = [view.shape[d] for d in outermost_first] + [1] * (view.dim() + 1 - len(dims))
         begin = view.storage_offset() - self.bucket.flat.storage_offset()
         return self._alias[begin : begin + view.numel()].view(shape)
@@ -132,7 +132,7 @@ class GradientUnits(BackwardPasses):
 
     Args:
         names, process_set, num_passes: see :class:`BackwardPasses`.
-        options: how.
+        options: how gradients are combined.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class GradientUnits(BackwardPasses):
     ) -> None:
         super().__init__(names, process_set, num_passes)
         self._options = options
-        # Element by element, so that it can be applied to flat tensors of scaled gradients.
+        # These compressors work element by element, so they can be applied to flat tensors of scaled gradients.
         self._is_elementwise = options.compression in (Compression.none, Compression.fp16)
         self._is_grouped = self._is_agreed = self._is_split = False
         self._scale, self._reduction, self._prescale, self._postscale = 1.0, Reduction(options.op), 1.0, 1.0
@@ -158,7 +158,7 @@ class GradientUnits(BackwardPasses):
     @override
     def _begin(self, channel: NamedChannel) -> None:
         factor = self._options.predivide_factor
-        if not self._is_elementwise:  # a compressor may make integers, whose mean is the engine's business
+        if not self._is_elementwise:  # a compressor may return integers, so the engine must compute the mean
             self._prescale, self._postscale = 1.0 / factor, factor
         elif self._options.op == Reduction.AVERAGE:  # see [Note: scales]
             self._reduction = Reduction.SUM
@@ -209,7 +209,7 @@ class GradientUnits(BackwardPasses):
             flat.end()
         if self._vote is not None:
             (handle, vote), self._vote = self._vote, None
-            with contextlib.suppress(NegotiationError):  # others are told by the units
+            with contextlib.suppress(NegotiationError):  # the units raise the same error
                 handle.wait()
                 least, most = vote.tolist()
                 if least == -most:
@@ -218,7 +218,7 @@ class GradientUnits(BackwardPasses):
             self._unite()
 
     def _unite(self) -> None:
-        """Send whole buckets from now on; the same on all ranks. See [Note: buckets by agreement]."""
+        """Send whole buckets from now on; all ranks call it in the same step. See [Note: buckets by agreement]."""
         assert self._channel is not None
         before, self._flats = self._flats, {}
         self._lay_out(self.hooked, self._channel)
@@ -269,7 +269,7 @@ class GradientUnits(BackwardPasses):
         unit.pending = Pending(handle.wait, receive, handle.done)
 
     def _filled(self, unit: Unit) -> list[Tensor]:
-        """Put the gradients of a unit, scaled, into flat memory, zeros where there are none; return what is to be sent."""
+        """Copy a unit's gradients, scaled, into flat tensors, zeros where there are none; return the tensors to send."""
         for one in unit.members:
             flat, index = self._places[one]
             views = flat.begin(self._scale)
@@ -283,10 +283,10 @@ class GradientUnits(BackwardPasses):
         return [flat.bucket.views[index] for flat, index in map(self._places.__getitem__, unit.members)]
 
     def _show(self, one: HookedParameter) -> None:
-        """Make the result the gradient."""
+        """Make the result of the exchange the parameter's ``.grad``."""
         parameter = one.parameter
         if not parameter.requires_grad and parameter.grad is None:
-            return  # the program has frozen it since, and an optimizer would step on it
+            return  # the program has frozen it since, and with a gradient the optimizer would still change it
         flat, index = self._places[one]
         parameter.grad = None
         flat.begin(self._scale).settle(index, used=True)
@@ -344,17 +344,17 @@ class GradientUnits(BackwardPasses):
 
 
 class AdasumUnits(BackwardPasses):
-    """Exchanges not gradients, but how far each rank's own step went.
+    """Exchanges not gradients, but the change of each weight by the rank's own step.
 
-    For each parameter, when its gradient is there: the user's optimizer steps on it alone, d = after - before, and the weight
-    goes back to what it was. The adaptive sum of the ranks' d is added when ``step()`` is called. All ranks begin and end a
-    step with the same weights; each keeps an optimizer state of its own.
+    When the gradient of a parameter is complete, the user's optimizer steps on it alone, d = after - before, and the weight is
+    set back to its value from before. The adaptive sum of the ranks' d is added when ``step()`` is called. All ranks begin and
+    end a step with the same weights; each keeps an optimizer state of its own.
     Source: Maleki et al. 2021, MLSys, arXiv:2006.02924; the formula stands in ``guozhuang.exchange.adasum``.
 
     Args:
         names, process_set, num_passes: see :class:`BackwardPasses`.
         compression: a class with ``compress`` and ``decompress``.
-        step_on: steps on some parameters alone.
+        step_on: function that makes the optimizer step on the given parameters only.
     """
 
     def __init__(
@@ -373,7 +373,7 @@ class AdasumUnits(BackwardPasses):
         parameter = unit.members[0].parameter
         with torch.no_grad():
             before = parameter.clone()
-            # The weight is back at its value before anybody looks: graphs that saved it stay valid.
+            # The weight has its old value again before other code reads it, so graphs that saved it stay valid.
             with torch.autograd._unsafe_preserve_version_counter(parameter):
                 self._step_on([parameter])
                 delta = parameter - before

@@ -1,4 +1,4 @@
-"""Integers for what is under way: what asynchronous operations return, and ``synchronize`` takes."""
+"""The integer handles that asynchronous operations return and ``synchronize`` takes."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from guozhuang.gradients.named import Handle, NegotiationError
 from ..common.exceptions import HorovodInternalError
 
 Finish = Callable[[list[Tensor], Handle], Any]
-# Of what nobody has waited for when the world is left.
+# Most operations without a ``synchronize`` whose results are kept when Horovod is shut down.
 _NUM_KEPT: Final = 1000
 
 
 @dataclass(slots=True)
 class _Pending:
-    """A handle of the engine, and how its outputs become what the caller is given."""
+    """A handle of the engine, and a function that turns its outputs into the caller's result."""
 
     handle: Handle
     finish: Finish
 
 
 class HandleTable:
-    """Numbers, from 1, for handles of the engine. May be used from several threads.
+    """Numbers, from 1, for handles of the engine. Several threads may use the table.
 
-    A number stands for one operation as long as the process lives, also in worlds that are entered later.
+    A number is never used again in this process, also not after Horovod was shut down and initialised again.
     """
 
     def __init__(self) -> None:
@@ -38,13 +38,13 @@ class HandleTable:
         self._numbers = itertools.count(1)
 
     def add(self, handle: Handle, finish: Finish) -> int:
-        """Return a number for ``handle``; ``finish`` makes of its outputs what the caller is given."""
+        """Return a number for ``handle``; ``finish`` turns the handle's outputs into the caller's result."""
         number = next(self._numbers)
         self._pending[number] = _Pending(handle, finish)
         return number
 
     def done(self, number: int) -> bool:
-        """Tell, without waiting, whether it has ended, well or not.
+        """Return, without waiting, whether the operation was completed or has failed.
 
         Raises:
             ValueError: the number is unknown, or was waited for before.
@@ -55,7 +55,7 @@ class HandleTable:
         return found.handle.done()
 
     def wait(self, number: int) -> Any:
-        """Return the result when it is there, and forget the number; None where that is unknown.
+        """Wait for the operation, forget its number and return its result; None if the number is unknown.
 
         Raises:
             HorovodInternalError: it failed.
@@ -70,9 +70,9 @@ class HandleTable:
         return found.finish(outputs, found.handle)
 
     def left(self) -> None:
-        """The world was left, and nothing is under way: keep how the newest operations ended, and forget the others.
+        """Keep the results of the newest operations only; called after a shutdown, when no operation is running any more.
 
-        Of what failed the tensors are let go of.
+        The tensors of failed operations are released.
         """
         for number in list(self._pending)[:-_NUM_KEPT]:
             self._pending.pop(number, None)
@@ -85,7 +85,7 @@ class HandleTable:
 
 
 def _nothing(outputs: list[Tensor], handle: Handle) -> None:
-    """What becomes of an operation that failed: never called."""
+    """Stand in for the function of a failed operation; it is never called."""
 
 
 table = HandleTable()
@@ -117,10 +117,10 @@ def synchronize(handle: int) -> Any:
 
 
 def synchronize_all(handles: Iterable[int]) -> list[Any]:
-    """Wait for all of them, whatever becomes of each, and return their results. Nothing of them is under way afterwards.
+    """Wait for all operations, also after one has failed, and return their results. None of them is running afterwards.
 
     Raises:
-        HorovodInternalError: the first one that failed.
+        HorovodInternalError: the error of the first operation that failed.
     """
     results: list[Any] = []
     first: HorovodInternalError | None = None

@@ -1,7 +1,7 @@
 """Everything that runs on all ranks, by the names of Horovod's ``horovod.torch.mpi_ops``.
 
-The collectives lie in ``verbs``. ``__all__`` is what ``horovod.torch`` shows of it; ``is_homogeneous`` and ``_basics`` stand
-here alone, as in Horovod.
+The collectives are defined in ``verbs``. ``horovod.torch`` exports the names in ``__all__``; ``is_homogeneous`` and ``_basics``
+are found only in this module, as in Horovod.
 """
 
 from __future__ import annotations
@@ -117,10 +117,10 @@ __all__ = [
 
 
 class _TorchBasics(HorovodBasics):
-    """The world, and the handles of what is done in it."""
+    """Starts and ends the Horovod world, as ``HorovodBasics`` does, and keeps results of unfinished handles at its end."""
 
     def shutdown(self) -> None:
-        """As ``HorovodBasics.shutdown``. What nobody has waited for yet can still be asked for: the newest 1000."""
+        """Call ``HorovodBasics.shutdown``; ``synchronize`` still works for the newest 1000 handles that it has not got yet."""
         super().shutdown()
         table.left()
 
@@ -158,8 +158,8 @@ def join(device: int = -1) -> int:
     collectives fail there. Works among all ranks, not in process sets.
 
     Args:
-        device: index of the device of the accelerator on which the zeros are made where the others' tensors are on theirs, if
-            this rank never had any there; -1: the current one. Without an accelerator it means nothing.
+        device: index of the accelerator on which zeros are made for other ranks' tensors on accelerators, if this rank never
+            submitted any there; -1: the current one. It is ignored without an accelerator.
 
     Returns:
         The rank that joined last, the same on all ranks.
@@ -184,7 +184,7 @@ def join(device: int = -1) -> int:
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until every member of the process set has come here.
+    """Wait until every member of the process set has called ``barrier``.
 
     Raises:
         ValueError: not initialised; this process is no member.

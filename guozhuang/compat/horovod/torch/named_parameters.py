@@ -1,4 +1,4 @@
-"""The names by which ranks match gradients, and which gradients travel as one unit."""
+"""Finds the names by which ranks match gradients, and divides parameters into groups whose gradients are sent as one."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def names_of(
     """Return the name of each parameter, in the order in which they were named.
 
     Args:
-        named_parameters: pairs, as of ``model.named_parameters()``; may name more than the optimizer has. None: parameters
-            are called by their place in the optimizer.
-        param_groups: those of the optimizer.
+        named_parameters: pairs, as of ``model.named_parameters()``; may contain more parameters than the optimizer has. None:
+            names are made from each parameter's place in the optimizer.
+        param_groups: the parameter groups of the optimizer.
 
     Raises:
-        ValueError: these are no pairs, a name comes twice, or a parameter of the optimizer has none.
+        ValueError: an item is no pair, a name comes twice, or a parameter of the optimizer has no name.
     """
     ours = [p for group in param_groups for p in group["params"]]
     if named_parameters is None:
@@ -41,7 +41,7 @@ def names_of(
         what = f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(twice)}"
         fix = "with several models give each a prefix: model.named_parameters(prefix=...)"
         raise ValueError(explain(what, fix=fix))
-    # One tensor under several names takes the last of them in the order of the alphabet, which is the same on all ranks.
+    # A tensor with several names gets the last one in sorted order, which is the same on all ranks.
     last_name = {id(p): name for name, p in sorted(pairs, key=lambda pair: pair[0])}
     unnamed = [p for p in ours if id(p) not in last_name]
     if unnamed:
@@ -53,7 +53,7 @@ def names_of(
 
 
 def check_groups(groups: Any) -> None:
-    """Refuse what cannot form groups.
+    """Check the type of the argument ``groups``.
 
     Raises:
         ValueError: it is neither a number above 0 nor a list of lists of tensors, each tensor once.
@@ -80,10 +80,10 @@ def grouped(
     """Divide parameters into groups, the same on all ranks. Every rank must call.
 
     Args:
-        names: of the parameters.
-        parameters: those whose gradients are exchanged.
-        groups: how many of about equal length, or which; a parameter that none names forms one of its own.
-        of_first_rank: returns what the first rank passes to it; ranks may have registered in different orders.
+        names: names of the parameters.
+        parameters: the parameters whose gradients are exchanged.
+        groups: the number of groups of about equal length, or the groups; a parameter in none of these is a group of its own.
+        of_first_rank: returns on all ranks what the first rank passes to it, as ranks may have parameters in other orders.
 
     Returns:
         Groups of indices, none of them empty.
@@ -103,7 +103,7 @@ def grouped(
         chunks = [order[begin:end] for begin, end in pairwise(ends)]
         return [chunk for chunk in chunks if chunk]
     place_of = {id(p): i for i, p in enumerate(parameters)}
-    # In the order of the first rank too: ranks may have them from a set.
+    # Within a group, too, in the order of the first rank: a group may come from a set, whose order differs between ranks.
     rank_of = {i: place for place, i in enumerate(order)}
     chosen = [
         sorted((place_of[id(p)] for p in group if id(p) in place_of), key=rank_of.__getitem__) for group in groups

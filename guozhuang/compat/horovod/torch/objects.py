@@ -26,11 +26,11 @@ def broadcast_object(
     """Return root's object on every rank; root gets its own object back. Every member of the process set must call.
 
     Args:
-        obj: picklable on root, lambdas and local classes too where cloudpickle is installed; elsewhere anything.
+        obj: on root a picklable object, with cloudpickle installed also lambdas and local classes; ignored on other ranks.
         root_rank: rank in the global process set; a member of ``process_set``.
-        name: begins the names of what is sent, "<name>.sz" and "<name>.t"; None: by the order of unnamed calls, since the
-            types of the objects may differ between ranks.
-        process_set: whose members take part.
+        name: beginning of the names under which tensors are sent, "<name>.sz" and "<name>.t"; None: a name by the order of
+            unnamed calls, since the types of the objects may differ between ranks.
+        process_set: the process set whose members take part.
 
     Raises:
         UsageError: the object cannot be pickled (on root; the other ranks get a ValueError).
@@ -63,9 +63,9 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     """Return the objects of all ranks, in rank order. Every member of the process set must call.
 
     Args:
-        obj: picklable, see ``broadcast_object``.
-        name: begins the names of what is sent; None: by the order of unnamed calls.
-        process_set: whose members take part.
+        obj: a picklable object, see ``broadcast_object``.
+        name: beginning of the names under which tensors are sent; None: a name by the order of unnamed calls.
+        process_set: the process set whose members take part.
 
     Raises:
         UsageError: the object of a rank cannot be pickled (on it; the other ranks get a ValueError).
@@ -92,10 +92,10 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 
 
 def pickled(obj: Any) -> Tensor:
-    """Return the object's pickle as a tensor of bytes; by cloudpickle where that is installed.
+    """Return the object's pickle as a tensor of bytes; made by cloudpickle if that is installed.
 
     Raises:
-        UsageError: it cannot be pickled.
+        UsageError: the object cannot be pickled.
     """
     try:
         dumps, fix = importlib.import_module("cloudpickle").dumps, "send what it is made from"
@@ -106,12 +106,12 @@ def pickled(obj: Any) -> Tensor:
         )
     try:
         data = dumps(obj)
-    except Exception as error:  # whatever __reduce__ of the object raises
+    except Exception as error:  # __reduce__ of the object may raise anything
         what = f"the object cannot be pickled: {type(error).__name__}: {error}"
         raise UsageError(explain(what, value=type(obj).__name__, fix=fix)) from error
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def unpickled(data: Tensor) -> Any:
-    """Return the object whose pickle this is."""
+    """Return the object that :func:`pickled` turned into these bytes."""
     return pickle.loads(data.numpy().tobytes())

@@ -1,4 +1,4 @@
-"""``DistributedOptimizer``: the user's optimizer, whose ``step`` works on what the gradients of all ranks combine to."""
+"""``DistributedOptimizer``: the user's optimizer, whose ``step`` uses the combined gradients of all ranks."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from .gradient_units import AdasumUnits, GradientOptions, GradientUnits
 from .mpi_ops import Adasum, Average, Sum, allreduce, size
 from .named_parameters import ParameterGroups, check_groups, grouped, names_of
 
-# What a learning-rate scheduler or the like may have put before the class's own, on the optimizer that is wrapped.
+# Methods that a learning-rate scheduler may have replaced on the wrapped optimizer's instance; they are not copied.
 _OWN_METHODS = frozenset({"add_param_group", "load_state_dict", "step", "zero_grad"})
 
 
 class _Distributed(Optimizer):
-    """What both kinds have in common. Stands before the user's own class among the bases, whose methods it calls.
+    """The base of both distributed optimizers; it precedes the user's class among the bases, and so calls it by ``super()``.
 
     Attributes:
-        op, process_set: as given.
+        op, process_set: the arguments of ``DistributedOptimizer``.
     """
 
     op: int
@@ -43,12 +43,12 @@ class _Distributed(Optimizer):
     _wrapped: Optimizer
 
     def _take_over(self, optimizer: Optimizer, names: dict[Tensor, str], op: int, process_set: ProcessSet) -> None:
-        """Become what ``optimizer`` is: the same parameter groups and state, not copies."""
+        """Take all attributes of ``optimizer``: the same parameter groups and state, not copies."""
         self.__dict__.update({name: value for name, value in optimizer.__dict__.items() if name not in _OWN_METHODS})
         self._wrapped, self._names, self.op, self.process_set = optimizer, names, op, process_set
 
     def _hook(self) -> None:
-        """Exchange from now on, if there is anybody to exchange with, now or after hosts have come."""
+        """Exchange from now on, if there are other ranks, or if an elastic driver may add ranks later."""
         here, is_member = required(), self.process_set.included()
         if is_member is None:
             fix = "give it to hvd.init(process_sets=[...]), or call hvd.add_process_set first"
@@ -89,7 +89,7 @@ class _Distributed(Optimizer):
         self._exchange.abandon()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the wrapped optimizer's. New parameters are exchanged too; every rank must add the same, between steps."""
+        """Add a parameter group. Its gradients are exchanged too; every rank must add the same group, between steps."""
         super().add_param_group(param_group)
         added = self.param_groups[-1]["params"]
         for parameter in added:
@@ -98,17 +98,17 @@ class _Distributed(Optimizer):
             self._exchange.take(added)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the wrapped optimizer's. Gradients that are under way are given up."""
+        """Load a state as the wrapped optimizer does; the results of running exchanges are dropped."""
         self._exchange.abandon()
         super().load_state_dict(state_dict)
-        # Loading replaces them; a scheduler that was made for the wrapped optimizer goes on changing that one's.
+        # Loading replaces both; share the new ones, as a scheduler of the wrapped optimizer changes that one's groups.
         self._wrapped.param_groups, self._wrapped.state = self.param_groups, self.state
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """As the wrapped optimizer's, between steps.
+        """Reset the gradients as the wrapped optimizer does; call it between steps.
 
         Raises:
-            AssertionError: gradients are under way.
+            AssertionError: gradients are being exchanged.
         """
         if self._exchange.is_open:
             raise AssertionError(
@@ -121,11 +121,11 @@ class _Distributed(Optimizer):
         super().zero_grad(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle and copy as an optimizer of the wrapped class: hooks and what is under way belong to this process."""
+        """Pickle and copy as an optimizer of the wrapped class: hooks and running exchanges belong to this process."""
         return _empty, (type(self._wrapped),), self.__getstate__()
 
     def _stepped(self) -> None:
-        # A scheduler that was made for the wrapped optimizer asks that one whether it has stepped.
+        # A scheduler of the wrapped optimizer reads this attribute to warn if it steps before the optimizer.
         self._wrapped._opt_called = True  # type: ignore[attr-defined]
 
 
@@ -162,7 +162,7 @@ class _DistributedOptimizer(_Distributed):
             self._should_synchronize = True
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the wrapped optimizer's. Gradients that are under way are given up."""
+        """Load a state as the wrapped optimizer does; the results of running exchanges are dropped."""
         super().load_state_dict(state_dict)
         self._synchronized, self._should_synchronize = False, True
 
@@ -170,9 +170,9 @@ class _DistributedOptimizer(_Distributed):
         """Synchronize, unless inside ``skip_synchronize``, and step as the wrapped optimizer does.
 
         Args:
-            closure: computes the loss and its gradients anew; they are combined each time it was called, if it did not call
-                ``synchronize`` itself. LBFGS, which decides by the loss how often to call it, gets that of all ranks.
-            *args, **kwargs: what the wrapped optimizer's ``step`` takes besides.
+            closure: computes the loss and its gradients anew; they are combined after each call of it, unless it calls
+                ``synchronize`` itself. LBFGS, which decides by the loss how often to call it, gets the loss of all ranks.
+            *args, **kwargs: further arguments of the wrapped optimizer's ``step``.
 
         Returns:
             What the wrapped optimizer's ``step`` returns.
@@ -188,7 +188,7 @@ class _DistributedOptimizer(_Distributed):
             if closure is None or self._exchange.is_open:
                 self.synchronize()
         again = None if closure is None else self._synchronizing(closure, self._should_synchronize)
-        # Some take no closure, so none is passed on where there is none.
+        # Pass a closure only if there is one: the ``step`` of some optimizers takes none.
         told = (again, *args) if again is not None or args else ()
         result = super().step(*told, **kwargs)
         self._synchronized = False
@@ -211,7 +211,7 @@ class _DistributedOptimizer(_Distributed):
             own.clone(), name=f"loss.{min(self._names.values())}", op=self.op, process_set=self.process_set
         )
 
-    # The wrapped class's own ``step``, which this one calls, runs the hooks that users register; PyTorch is told so.
+    # Prevents PyTorch from running users' step hooks here: the wrapped class's ``step``, which this one calls, runs them.
     step.hooked = True  # type: ignore[attr-defined]
 
 
@@ -221,7 +221,7 @@ class _DistributedAdasumOptimizer(_Distributed):
     _exchange: AdasumUnits
 
     def synchronize(self) -> None:
-        """Do nothing: gradients are not exchanged, ``step`` exchanges what they lead to."""
+        """Do nothing: gradients are not exchanged; ``step`` waits for the exchange of the weights' changes."""
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -274,30 +274,30 @@ def DistributedOptimizer(
 ) -> Any:
     """Make an optimizer step on the combined gradients of all ranks. Every rank must call, after ``hvd.init()``.
 
-    While backward runs each gradient is sent as soon as it is there; ``step()`` waits for the rest. ``synchronize()`` waits
-    earlier, for what is to be done with the combined gradients (clipping, unscaling), see ``skip_synchronize``.
+    While backward runs each gradient is sent as soon as it is computed; ``step()`` waits for the results. ``synchronize()``
+    waits earlier, so that the combined gradients can be clipped or unscaled, see ``skip_synchronize``.
 
     Args:
-        optimizer: any torch optimizer; what is returned shares its parameter groups and state.
-        named_parameters: pairs of name and parameter, for all that the optimizer has (``model.named_parameters()``). Ranks
-            match gradients by these names. None: by the place in the optimizer.
-        compression: what a gradient is on the wire.
-        backward_passes_per_step: gradients of so many backward passes are added up here before they are sent. They are not
-            divided by that number.
+        optimizer: any torch optimizer; the returned one shares its parameter groups and state.
+        named_parameters: pairs of name and parameter, for all parameters of the optimizer (``model.named_parameters()``).
+            Ranks match gradients by these names. None: by the place in the optimizer.
+        compression: the compressor of gradients that are sent; see ``Compression``.
+        backward_passes_per_step: number of backward passes whose gradients are added up on this rank before they are sent.
+            They are not divided by that number.
         op: Average or Sum; Adasum makes each rank step by itself and combines the steps, by the adaptive sum.
         gradient_predivide_factor: of Average: gradients are divided by it before they are summed, and by
             size / factor afterwards.
         num_groups: the older form of an integer in ``groups``.
-        groups: gradients travel in so many groups, or in these groups of parameters and each other one by itself. Not used
-            with Adasum.
+        groups: number of groups in which gradients are sent, or lists of parameters that form groups; a parameter in none of
+            them is sent by itself. Not used with Adasum.
         sparse_as_dense: send sparse gradients as dense ones; otherwise their rows are gathered.
-        process_set: the ranks that exchange; elsewhere the optimizer steps alone.
+        process_set: the ranks that exchange; on other ranks the optimizer steps alone.
 
     Returns:
         An object of a class with the name of the optimizer's own, derived from it.
 
     Raises:
-        ValueError: names are missing or double, groups cannot be formed, a number cannot be, or Adasum with LBFGS.
+        ValueError: names are missing or double, groups cannot be formed, a number is invalid, or Adasum with LBFGS.
         NotImplementedError: Adasum in a process set other than the global one.
     """
     if isinstance(optimizer, _Distributed):

@@ -1,7 +1,7 @@
 """Bring the state of an optimizer from one rank to all, without a step.
 
 Horovod calls ``step()`` to make state where there is none, which moves the weights by weight decay and counts a step. Here
-root says what its state looks like, and the others make the same: nothing else changes.
+root describes its state, and the other ranks make the same state: nothing else changes.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from .submitting import Min
 from .verbs import allreduce_, broadcast_async_
 
 _NAME = "broadcast_optimizer_state"
-# Counters of steps and the like travel inside the description: a message for each would cost more.
+# Tensors of at most so many elements, as step counters, are sent in the description: a message for each would cost more.
 _SMALL = 16
 
 
 @dataclass(frozen=True)
 class _Described:
-    """A tensor of root, as the others get to know of it.
+    """The description of a tensor of root's state that other ranks get.
 
     Attributes:
-        shape: of it.
-        dtype: of it.
-        is_beside: it is on the CPU although its parameter is not.
-        values: on the CPU; None: they follow in a message.
+        shape: shape of the tensor.
+        dtype: dtype of the tensor.
+        is_beside: whether the tensor is on the CPU although its parameter is not.
+        values: the values, on the CPU; None: they follow in a message of their own.
     """
 
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class _Described:
 
 @dataclass(frozen=True)
 class _Description:
-    """An optimizer of root: options and shapes of parameters by group, state by parameter and by other keys."""
+    """The description of root's optimizer: options and parameter shapes by group, state by parameter and by other keys."""
 
     options: list[dict[str, Any]]
     shapes: list[list[tuple[int, ...]]]
@@ -56,18 +56,18 @@ class _Description:
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: nn.Module | None = None) -> None:
     """Make state and options of an optimizer those of root, tensors and everything else. Every rank must call.
 
-    State that a rank lacks is made there, state that root lacks is dropped; parameters do not change. Training goes on as on
-    root, so a checkpoint need only be loaded there.
+    State that a rank lacks is made there, state that root lacks is dropped; parameters do not change. So a checkpoint needs to
+    be loaded on root only.
 
     Args:
-        optimizer: with the same parameters, in the same groups, on all ranks.
-        root_rank: the rank whose state all get.
-        model: not needed; Horovod looks for sparse embeddings in it before it makes a step, and there is none here.
+        optimizer: an optimizer with the same parameters, in the same groups, on all ranks.
+        root_rank: the rank whose state all ranks get.
+        model: not used; Horovod looks for sparse embeddings in it before it makes a step, and no step is made here.
 
     Raises:
         ValueError: no optimizer, or LBFGS; the parameters of the ranks differ (on every rank).
-        HorovodInternalError: a rank is lost. The optimizer stays as it was, but for tensors that it had already, which may hold
-            root's values.
+        HorovodInternalError: a rank is lost. The optimizer is unchanged, but tensors that it had already may hold root's
+            values.
     """
     if not hasattr(optimizer, "param_groups"):
         what = f"what has no param_groups is no optimizer: an object of {type(optimizer).__name__}"
@@ -111,7 +111,7 @@ def _counted(shapes: list[list[tuple[int, ...]]]) -> str:
 
 
 def _described(optimizer: torch.optim.Optimizer, tensors: list[Tensor]) -> _Description:
-    """On root; the tensors that are to follow are appended to ``tensors``."""
+    """Describe root's optimizer; append the tensors that are sent in messages of their own to ``tensors``."""
     params = _params(optimizer)
     numbers = {param: number for number, param in enumerate(params)}
     options = [
@@ -133,7 +133,7 @@ def _first(group: dict[str, Any]) -> Tensor | None:
 
 
 def _packed(value: Any, near: Tensor | None, tensors: list[Tensor]) -> Any:
-    """``value`` with descriptions in the place of tensors; ``near`` is the parameter that it belongs to."""
+    """Return ``value`` with descriptions in place of tensors; ``near`` is the parameter to which the value belongs."""
     if isinstance(value, Tensor):
         is_sent = value.layout == torch.strided and value.dtype in DTYPES and value.numel() > _SMALL
         is_beside = value.device.type == "cpu" and near is not None and near.device.type != "cpu"
@@ -150,15 +150,15 @@ def _packed(value: Any, near: Tensor | None, tensors: list[Tensor]) -> Any:
 
 
 class _Taken:
-    """On the others: what root described, beside the optimizer until all of it is there.
+    """The state that a rank other than root builds from root's description, apart from its optimizer until :meth:`put`.
 
     Attributes:
-        tensors: that are to receive, in the order of ``_described``.
+        tensors: the tensors that receive root's values, in the order in which ``_described`` appends them.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, described: _Description) -> None:
         self.tensors: list[Tensor] = []
-        self._small: list[tuple[Tensor, Tensor]] = []  # a tensor that stays, and the values for it
+        self._small: list[tuple[Tensor, Tensor]] = []  # tensors of the optimizer that stay, and root's values
         self._options: list[dict[str, Any]] = []
         for group, options in zip(optimizer.param_groups, described.options, strict=True):
             near = _first(group)
@@ -172,7 +172,7 @@ class _Taken:
             self._state[key] = self._unpacked(entries, optimizer.state.get(key), None)
 
     def put(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make it the optimizer's."""
+        """Replace the state and options of the optimizer by these."""
         for tensor, values in self._small:
             tensor.copy_(values)
         for group, options in zip(optimizer.param_groups, self._options, strict=True):
@@ -183,7 +183,7 @@ class _Taken:
         optimizer.state.update(self._state)
 
     def _unpacked(self, packed: Any, own: Any, near: Tensor | None) -> Any:
-        """The reverse of ``_packed``; ``own`` is what stood in this place, and stays where it is a tensor that fits."""
+        """Undo ``_packed``; ``own`` is this rank's value in the same place, and is used again if it is a tensor that fits."""
         if isinstance(packed, _Described):
             return self._tensor(packed, own, near)
         if type(packed) is dict:
@@ -204,7 +204,7 @@ class _Taken:
         elif fits:
             self.tensors.append(own.detach())
         else:
-            if near is not None and near.shape == packed.shape:  # as the parameter lies in memory
+            if near is not None and near.shape == packed.shape:  # use the memory format of the parameter
                 own = torch.empty_like(near.detach(), dtype=packed.dtype, device=device)
             else:
                 own = torch.empty(packed.shape, dtype=packed.dtype, device=device)

@@ -1,8 +1,8 @@
-"""From a call to a submission and the number that stands for it; and the gradients of collectives.
+"""Turns calls of Horovod's interface into submissions and integer handles, and defines the gradients of collectives.
 
-[Note: gradients of collectives] They are Horovod's: that of an all-reduce is the all-reduce of the gradients with the same
-operation and factors; that of an all-gather is this rank's part of their *mean*; that of a broadcast is their mean on root, and
-zero elsewhere; that of an all-to-all goes back the way the rows came; that of a reduce-scatter is their all-gather, times the
+[Note: gradients of collectives] They are defined as Horovod does. All-reduce: the all-reduce of the outputs' gradients with the
+same operation and factors. All-gather: this rank's part of their *mean*. Broadcast: their mean on root, zero elsewhere.
+All-to-all: each row's gradient is sent back to the rank from which the row came. Reduce-scatter: their all-gather, times the
 factors and, for Sum, the number of ranks. All of these can be differentiated again.
 """
 
@@ -39,13 +39,13 @@ class Call:
     """One call of a collective.
 
     Attributes:
-        kind: of collective.
-        process_set: whose members take part.
-        name: by which ranks match, without the operation; None for the next number.
-        is_group: the tensors are one unit, and the result is a list.
-        in_place: the results are written into the inputs.
+        kind: the kind of collective.
+        process_set: the process set whose members take part.
+        name: the name by which ranks match, without the operation; None: a number that counts unnamed calls.
+        is_group: whether the tensors are one unit, and the result is a list.
+        in_place: whether the results are written into the inputs.
         fields: further fields of the ``Submission``.
-        splits_device: of an all-to-all: the device of the number of rows that came from each rank.
+        splits_device: of an all-to-all, the device of the result tensor with the number of rows from each rank.
     """
 
     kind: Kind
@@ -57,12 +57,12 @@ class Call:
     splits_device: torch.device | None = None
 
     def begin(self, tensors: Sequence[Tensor]) -> int:
-        """Submit the collective and return its handle. Not waited for.
+        """Submit the collective and return its handle, without waiting for it.
 
         Raises:
-            ValueError: not initialised; this process is no member; what is no tensor, or one that is sparse or not contiguous,
-                or of a dtype that nobody sums; other fields that cannot be; a name that is under way.
-            HorovodInternalError: the engine stands still after a failure.
+            ValueError: not initialised; this process is no member; an input is no tensor, is sparse or not contiguous, or has a
+                dtype that cannot be sent; another field is invalid; an operation of that name has not ended.
+            HorovodInternalError: the engine has failed.
         """
         operation, member = ("grouped_" if self.is_group else "") + self.kind.value, member_of(self.process_set)
         if self.is_group:
@@ -71,7 +71,7 @@ class Call:
             if not isinstance(tensor, Tensor):
                 what = f"{operation} takes tensors"
                 raise ValueError(explain(what, value=type(tensor).__name__, fix="use torch.tensor"))
-        # What requires a gradient refuses to be written to, also from the engine's thread.
+        # Tensors that require a gradient cannot be written in place, also not in the engine's thread.
         sent = tuple([tensor.detach() if tensor.requires_grad else tensor for tensor in tensors])
         full_name = member.full_name(operation, self.name)
         submission = Submission(self.kind, full_name, sent, sent if self.in_place else None, **self.fields)
@@ -93,17 +93,17 @@ class Call:
         return table.add(handle, finish)
 
     def wait(self, tensors: Sequence[Tensor]) -> Any:
-        """Submit the collective, and return its result when it is there."""
+        """Submit the collective, wait for it and return its result."""
         return synchronize(self.begin(tensors))
 
     def differentiable(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return the results, through which gradients flow; see [Note: gradients of collectives]."""
+        """Carry out the collective and return its results, connected to autograd; see [Note: gradients of collectives]."""
         results: tuple[Tensor, ...] = _Collective.apply(self, *tensors)  # type: ignore[no-untyped-call]
         return results
 
 
 def reducing(kind: Kind, op: int, prescale: float, postscale: float, process_set: ProcessSet, **more: Any) -> Call:
-    """Return the call of an all-reduce or a reduce-scatter; ValueError or NotImplementedError if there is no such one."""
+    """Return the ``Call`` of an all-reduce or a reduce-scatter; ValueError or NotImplementedError if it is invalid."""
     if kind == Kind.REDUCESCATTER and op not in (Average, Sum):
         raise ValueError(explain("reducescatter combines by Average or Sum", value=op))
     try:
@@ -121,7 +121,7 @@ def reducing(kind: Kind, op: int, prescale: float, postscale: float, process_set
 
 
 def broadcasting(root_rank: int, process_set: ProcessSet, **more: Any) -> Call:
-    """Return the call of a broadcast; ValueError if root is no member."""
+    """Return the ``Call`` of a broadcast; ValueError if root is no member."""
     members = member_of(process_set).ranks
     if root_rank not in members:
         what = f"root_rank is no member of the process set, which has the ranks {list(members)}"
@@ -131,12 +131,12 @@ def broadcasting(root_rank: int, process_set: ProcessSet, **more: Any) -> Call:
 
 
 def exchanging(splits: Splits | None, process_set: ProcessSet, name: str | None) -> Call:
-    """Return the call of an all-to-all; ValueError if the splits are no whole numbers."""
-    member_of(process_set)  # before the splits are looked at: the first thing that is wrong
+    """Return the ``Call`` of an all-to-all; ValueError if the splits are not integers."""
+    member_of(process_set)  # raises ValueError for a process that is no member, before any error about splits
     device, chosen = splits.device if isinstance(splits, Tensor) else None, None
     if splits is not None:
         given = splits.tolist() if isinstance(splits, Tensor) else list(splits)
-        # numpy's integers among them; no bool, no float
+        # __index__ accepts numpy's integers, too
         if not isinstance(given, list) or not all(
             hasattr(each, "__index__") and not isinstance(each, bool | float) for each in given
         ):
@@ -186,7 +186,7 @@ class _Collective(torch.autograd.Function):
         if call.kind == Kind.BROADCAST:
             (mean,) = reducing(Kind.ALLREDUCE, Average, 1.0, 1.0, call.process_set).differentiable(*sent)
             if member_of(call.process_set).channel.rank != call.fields["root"]:
-                # Zeros that lead back to the others' gradients, which may be infinite.
+                # Zeros that keep the graph; times zero would not do, because gradients may be infinite.
                 mean = mean.masked_fill(torch.ones((), dtype=torch.bool, device=mean.device), 0)
             return None, mean
         return None, *call.differentiable(*sent)
@@ -195,13 +195,13 @@ class _Collective(torch.autograd.Function):
 def _own_rows(gradients: Sequence[Tensor], shapes: Sequence[torch.Size], process_set: ProcessSet) -> list[Tensor]:
     """Return this rank's rows of the mean of the gradients of an all-gather."""
     counts = [shape[0] if shape else 0 for shape in shapes]
-    # Together with the gradients, in one round: how many rows each rank has of each tensor.
+    # Gather how many rows each rank has of each tensor; submitted before the gradients, to share their round.
     rows = Call(Kind.ALLGATHER, process_set).begin([torch.tensor([counts])])
     try:
         mean = reducing(Kind.ALLREDUCE, Average, 1.0, 1.0, process_set, is_group=True).differentiable(*gradients)
     except HorovodInternalError:
         with contextlib.suppress(HorovodInternalError):
-            synchronize(rows)  # nothing is left under way
+            synchronize(rows)  # so that no operation is left running
         raise
     starts = synchronize(rows)[: process_set.rank()].sum(0).tolist()
     return [each.narrow(0, start, count) for each, start, count in zip(mean, starts, counts, strict=True)]

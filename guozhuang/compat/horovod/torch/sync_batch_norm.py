@@ -17,18 +17,18 @@ class SyncBatchNorm(guozhuang.sync_batch_norm.SyncBatchNorm):
     """``torch.nn.BatchNorm`` whose statistics in training are those of all ranks together.
 
     In training, forward and its backward each issue one unnamed collective: every rank must call them, and in the same order.
-    Ranks may have different numbers of samples, none among them; with none in all it is an error.
+    Ranks may have different numbers of samples, some also none; it is an error if all ranks have none.
 
     Args:
         num_features: C of an input of shape (N, C, ...) with any number of further dimensions.
         eps: added to the variance.
-        momentum: of the running statistics; None: the mean of all.
-        affine: has weight and bias.
-        track_running_stats: has running statistics, by which it normalizes in evaluation.
+        momentum: weight of a new batch in the running statistics; None: they are the mean over all batches.
+        affine: whether it has weight and bias.
+        track_running_stats: whether it keeps running statistics, by which it normalizes in evaluation.
 
     Raises:
-        ValueError: an input with fewer than two dimensions, or another number of channels; one value for each channel on all
-            ranks together.
+        ValueError: an input has fewer than two dimensions, or another number of channels, or all ranks together have only one
+            value for each channel.
         HorovodInternalError: a rank is lost, or has joined.
     """
 

@@ -1,4 +1,4 @@
-"""The collectives of Horovod's interface for PyTorch in all forms: now or begun, new tensors or in place, one or a group."""
+"""The collectives of Horovod's interface for PyTorch: synchronous or asynchronous, in place or not, of one or more tensors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def allreduce(
         process_set: whose members take part.
 
     Raises:
-        ValueError: what cannot be sent; see ``hvd.mpi_ops.enqueue``. Both ``op`` and ``average``.
+        ValueError: the tensor cannot be sent, see ``submitting.Call.begin``; both ``op`` and ``average`` are given.
         HorovodInternalError: ranks differ, or one is lost.
         NotImplementedError: Adasum in a process set other than the global one.
     """
@@ -81,7 +81,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """As ``allreduce``, into the tensor itself, which is returned. Not differentiable."""
+    """Do the same as ``allreduce``, but write the result into the tensor itself and return it. Not differentiable."""
     op = handle_average_backwards_compatibility(op, average)
     call = reducing(Kind.ALLREDUCE, op, prescale_factor, postscale_factor, process_set, name=name, in_place=True)
     return call.wait([tensor])  # type: ignore[no-any-return]
@@ -112,7 +112,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """All-reduce several tensors as one unit: all of them or none. As ``allreduce`` otherwise; returns a list."""
+    """All-reduce several tensors as one unit: all succeed or none. Return a list; otherwise the same as ``allreduce``."""
     op = handle_average_backwards_compatibility(op, average)
     check_group(tensors)
     call = reducing(Kind.ALLREDUCE, op, prescale_factor, postscale_factor, process_set, name=name, is_group=True)
@@ -143,7 +143,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """As ``grouped_allreduce``, into the tensors themselves, which are returned. Not differentiable."""
+    """Do the same as ``grouped_allreduce``, but write results into the tensors themselves. Not differentiable."""
     op = handle_average_backwards_compatibility(op, average)
     call = reducing(
         Kind.ALLREDUCE, op, prescale_factor, postscale_factor, process_set, name=name, is_group=True, in_place=True
@@ -174,8 +174,8 @@ def sparse_allreduce_async(
     """Begin to add up sparse COO tensors: indices and values of all ranks are gathered.
 
     Args:
-        tensor: sparse; how many values it has may differ between ranks, its shape may not.
-        name: as in ``allreduce``.
+        tensor: sparse; the number of its values may differ between ranks, its shape may not.
+        name: see ``allreduce``.
         op: Average or Sum.
         process_set: whose members take part.
 
@@ -192,8 +192,8 @@ def sparse_allreduce_async(
     if not tensor.is_sparse:
         raise ValueError(explain("a sparse COO tensor is needed", value=str(tensor.layout), fix="use allreduce_async"))
     ranks = member_of(process_set).ranks
-    # Gathering joins the first dimension: of the values that is the one of what is stored, of the indices the second. Shapes
-    # go along, each behind its length: indices of a larger tensor would point outside of a smaller one.
+    # All-gather joins tensors along dim 0, which counts stored elements in the values and in the transposed indices. Shapes,
+    # each after its number of dims, are gathered to be compared: indices of a larger tensor could lie outside a smaller one.
     shape = torch.tensor([tensor.dim(), *tensor.shape], device=tensor.device)
     parts = [shape, tensor._indices().t().contiguous(), tensor._values().contiguous()]
     handle = grouped_allgather_async(parts, None if name is None else f"sparse.{name}", process_set)
@@ -247,7 +247,7 @@ def allgather_async(tensor: Tensor, name: str | None = None, process_set: Proces
 def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Tensor]:
-    """All-gather several tensors as one unit: all of them or none. As ``allgather`` otherwise; returns a list."""
+    """All-gather several tensors as one unit: all succeed or none. Return a list; otherwise the same as ``allgather``."""
     check_group(tensors)
     return list(Call(Kind.ALLGATHER, process_set, name, is_group=True).differentiable(*tensors))
 
@@ -314,7 +314,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """Reduce-scatter several tensors as one unit: all of them or none. As ``reducescatter`` otherwise; returns a list."""
+    """Reduce-scatter several tensors as one unit: all or none. Return a list; otherwise the same as ``reducescatter``."""
     check_group(tensors)
     call = reducing(Kind.REDUCESCATTER, op, prescale_factor, postscale_factor, process_set, name=name, is_group=True)
     return _compressed(call, compression, tensors)
@@ -342,7 +342,7 @@ def broadcast(
 
     Args:
         tensor: contiguous, of the same shape and dtype on all ranks.
-        root_rank: rank in the global process set, also where another set is given; a member of that.
+        root_rank: rank in the global process set, also if another set is given, of which it must be a member.
         name: by which ranks find each other's call; None: by the order of unnamed calls.
         process_set: whose members take part.
 
@@ -363,7 +363,7 @@ def broadcast_async(
 def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """As ``broadcast``, into the tensor itself, which is returned. Not differentiable."""
+    """Do the same as ``broadcast``, but write the result into the tensor itself and return it. Not differentiable."""
     call = broadcasting(root_rank, process_set, name=name, in_place=True)
     return call.wait([tensor])  # type: ignore[no-any-return]
 
@@ -388,12 +388,12 @@ def alltoall(
 
     Args:
         tensor: contiguous; the first dimension may differ between ranks, the others and the dtype may not.
-        splits: how many rows go to each member, as integers; what is left over goes nowhere. None: equally many.
+        splits: how many rows go to each member, as integers; further rows are not sent. None: equally many.
         name: by which ranks find each other's call; None: by the order of unnamed calls.
         process_set: whose members take part.
 
     Returns:
-        The rows that came; with ``splits`` given (them, how many came from each rank as an int32 tensor).
+        The received rows; if ``splits`` is given, a pair of them and an int32 tensor: how many rows came from each rank.
 
     Raises:
         ValueError: what cannot be sent; ``splits`` are no integers, not as many as members, negative, or more than there are

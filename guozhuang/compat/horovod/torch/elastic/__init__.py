@@ -15,7 +15,7 @@ __all__ = ["ElasticSampler", "TorchState", "run"]
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a training function go on after ranks were lost or came::
+    """Let a training function continue after ranks were lost or added::
 
         @hvd.elastic.run
         def train(state):
@@ -25,13 +25,13 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
         train(hvd.elastic.TorchState(model, optimizer, epoch=0))
 
-    Before each call the state is that of rank 0 on all ranks. When a collective fails because a rank was lost, the state goes
-    back to the last ``commit``, when hosts came or went it stays as it is; then this process gets a rank in the new world, and
+    Before each call all ranks get the state of rank 0. When a collective fails because a rank was lost, the state is restored
+    to the last ``commit``; when hosts were added or removed it is kept. Then this process gets a rank in the new world, and
     the function is called again. Under a launcher without an elastic driver (``guozhuang run``, torchrun) it is called once:
-    a failure then leaves it, and the launcher starts all processes anew.
+    an error is then raised to the caller, and the launcher restarts all processes.
 
     Args:
-        func: takes the state first.
+        func: a function whose first argument is the state.
 
     Returns:
         The function that does this, and returns what ``func`` returns. Every rank must call it, after ``hvd.init()``.

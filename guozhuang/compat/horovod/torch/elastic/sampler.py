@@ -1,4 +1,4 @@
-"""Which samples each rank gets, when ranks come and go in the middle of an epoch."""
+"""A sampler that divides an epoch's samples among ranks, also when ranks are added or lost in the middle of the epoch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ..mpi_ops import rank, size
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
-    """Share out the samples of an epoch that have not been seen yet; each rank gets equally many.
+    """Divide the samples of an epoch that have not been processed yet among the ranks; each rank gets equally many.
 
-    After the ranks have changed (``reset``) what is left is shared out anew. Give it to ``TorchState``, which does that, and
-    tell it what was seen::
+    After the ranks have changed (``reset``) the remaining samples are divided again. Pass the sampler to ``TorchState``, which
+    calls ``reset``, and record each batch that was processed::
 
         sampler = hvd.elastic.ElasticSampler(dataset)
         loader = torch.utils.data.DataLoader(dataset, batch_size=32, sampler=sampler)
@@ -29,25 +29,25 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
             state.commit()
         sampler.set_epoch(sampler.epoch + 1)      # at the end of an epoch
 
-    Each sample comes once in an epoch, on one rank, whatever comes and goes; only where what is left does not divide by the
-    number of ranks, some come once more at the end, so that all ranks have equally many. It differs from Horovod's in that
-    ``processed_num`` never counts beyond the end of the data, also where the last batch is smaller than it was said to be or
-    partly made of such repeats, and in that fewer samples than ranks may be left. With other data it behaves the same.
+    Each sample comes once in an epoch, on one rank, also when ranks change; only if the remaining samples do not divide by the
+    number of ranks, some are repeated at the end, so that all ranks have equally many. It differs from Horovod's sampler in
+    that ``processed_num`` never exceeds the number of samples, even if the last batch is smaller than was recorded or contains
+    repeats, and in that fewer samples than ranks may remain. In all other cases it behaves the same.
 
     The order is that of Python's ``random.Random(seed + epoch).shuffle``.
 
     Args:
-        dataset: what is sampled; only its length counts, which must be the same on all ranks.
-        shuffle: samples come in a random order, another one in each epoch.
-        seed: of the order; the same on all ranks.
+        dataset: the data set; only its length is used, which must be the same on all ranks.
+        shuffle: whether samples come in a random order, another one in each epoch.
+        seed: seed of the random order; the same on all ranks.
 
     Attributes:
-        epoch: as told by ``set_epoch``.
-        processed_num: how many samples of the epoch all ranks together have seen.
-        num_replicas, rank: how many ranks there are, and which one this is.
-        remaining_indices: the samples that have not been seen, of all ranks, in their order.
-        num_samples: how many this rank gets of them.
-        total_size: how many all ranks get, with those that come once more.
+        epoch: number of the epoch, see ``set_epoch``.
+        processed_num: number of samples of the epoch that all ranks together have processed.
+        num_replicas, rank: number of ranks, and rank of this process.
+        remaining_indices: indices of all samples that were not processed at the last ``reset``, in their order.
+        num_samples: number of samples that this rank gets of them.
+        total_size: number of samples that all ranks get, including repeats.
 
     Raises:
         ValueError: Horovod has not been initialized.
@@ -63,34 +63,34 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch: nothing of it has been seen. Call it at the end of the one before, on every rank.
+        """Begin an epoch, of which no sample has been processed. Call it at the end of the epoch before, on every rank.
 
         Args:
-            epoch: its number.
+            epoch: number of the epoch.
         """
         self.epoch, self.processed_num = epoch, 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Every rank has seen a further batch. Call it after each step, on every rank, before ``state.commit()``.
+        """Record that every rank has processed a batch. Call it after each step, on every rank, before ``state.commit()``.
 
         Args:
-            batch_idx: which one; it does not matter.
-            batch_size: how many samples it has on each rank; of the last one, the size of the others will do too.
+            batch_idx: number of the batch; not used.
+            batch_size: number of samples of the batch on each rank; for a smaller last batch the usual size may be given, too.
         """
         self.processed_num = min(self.processed_num + batch_size * self.num_replicas, len(self.dataset))
 
     def state_dict(self) -> dict[str, Any]:
-        """What ``load_state_dict`` takes: how far the epoch is. The same on every rank."""
+        """Return the position in the epoch for ``load_state_dict``; it is the same on every rank."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there, with the ranks there are now."""
+        """Continue from the position that ``state_dict`` returned, with the present ranks."""
         self.epoch, self.processed_num = int(state_dict["epoch"]), int(state_dict["processed_num"])
         self.reset()
 
     def reset(self) -> None:
-        """Share out what is left among the ranks there are now."""
+        """Divide the remaining samples among the present ranks."""
         self.num_replicas, self.rank = size(), rank()
         order = list(range(len(self.dataset)))
         if self.shuffle:
@@ -100,10 +100,10 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.total_size = self.num_samples * self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
-        """The samples of this rank that are left, by their indices."""
+        """Return an iterator over the indices of this rank's samples."""
         shared = itertools.islice(itertools.cycle(self.remaining_indices), self.total_size)
         return itertools.islice(shared, self.rank, None, self.num_replicas)
 
     def __len__(self) -> int:
-        """How many those are."""
+        """Return the number of this rank's samples."""
         return self.num_samples

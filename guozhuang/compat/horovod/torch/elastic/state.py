@@ -16,10 +16,10 @@ from .sampler import ElasticSampler
 
 
 class StateHandler(abc.ABC):
-    """How values of one type are saved, brought back, and made the same on all ranks.
+    """Saves, restores and synchronizes a value of a certain type.
 
     Args:
-        value: the one that is looked after.
+        value: the value.
     """
 
     def __init__(self, value: Any) -> None:
@@ -27,27 +27,27 @@ class StateHandler(abc.ABC):
 
     @abc.abstractmethod
     def save(self) -> None:
-        """Keep a copy of what the value holds."""
+        """Keep a copy of the value's content."""
 
     @abc.abstractmethod
     def restore(self) -> None:
-        """Put back what was kept."""
+        """Set the value's content to the copy."""
 
     @abc.abstractmethod
     def sync(self) -> None:
-        """Take over what rank 0 holds. Every rank must call.
+        """Set the value's content to that of rank 0. Every rank must call.
 
-        It is not to be kept yet: a later handler may fail, and all go back to what was saved together. ``save`` follows.
+        It must not be saved here: a later handler may fail, and then all values are restored together. ``save`` follows.
         """
 
     def set_value(self, value: Any) -> None:
-        """Look after another value from now on, and keep a copy of what it holds."""
+        """Handle another value from now on, and keep a copy of its content."""
         self.value = value
         self.save()
 
 
 class ModelStateHandler(StateHandler):
-    """For ``torch.nn.Module``: its ``state_dict``."""
+    """Handles a ``torch.nn.Module`` by its ``state_dict``."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
@@ -67,12 +67,12 @@ class ModelStateHandler(StateHandler):
         tensors = {name: value for name, value in present.items() if isinstance(value, torch.Tensor)}
         broadcast_parameters(tensors, root_rank=0)
         others = {name: value for name, value in present.items() if name not in tensors}
-        if others:  # what get_extra_state gives
+        if others:  # values that are no tensors, as get_extra_state may return
             self.value.load_state_dict(present | broadcast_object(others, root_rank=0))
 
 
 class OptimizerStateHandler(StateHandler):
-    """For ``torch.optim.Optimizer``: its ``state_dict``."""
+    """Handles a ``torch.optim.Optimizer`` by its ``state_dict``."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer)
@@ -83,31 +83,31 @@ class OptimizerStateHandler(StateHandler):
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        """Load copies of them; gradients that were under way are given up."""
+        """Load copies of the saved state and options; the results of running exchanges are dropped."""
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
-        """Take over state and options of rank 0. Every rank must call."""
+        """Replace state and options by those of rank 0. Every rank must call."""
         broadcast_optimizer_state(self.value, root_rank=0)
 
 
 class SamplerStateHandler(StateHandler):
-    """For ``ElasticSampler``: how far its epoch is."""
+    """Handles an ``ElasticSampler`` by its ``state_dict``: the epoch and the number of samples that were processed."""
 
     def __init__(self, sampler: ElasticSampler) -> None:
         super().__init__(sampler)
         self.save()
 
     def save(self) -> None:
-        """Note it."""
+        """Copy the sampler's position in the epoch."""
         self._saved = dict(self.value.state_dict())
 
     def restore(self) -> None:
-        """Go back to what was noted."""
+        """Set the sampler to the saved position."""
         self.value.load_state_dict(self._saved)
 
     def sync(self) -> None:
-        """Be as far as rank 0, and share out what is left. Every rank must call."""
+        """Set the sampler to the position of rank 0, and divide the remaining samples. Every rank must call."""
         self.value.load_state_dict(broadcast_object(self.value.state_dict(), root_rank=0))
 
 
@@ -120,12 +120,12 @@ _registry: _Registry = [
 
 
 def get_handler_registry() -> _Registry:
-    """Which handler looks after values of which type; the first that fits is taken."""
+    """Return the list of (type, handler class); the first entry whose type fits a value is used."""
     return _registry
 
 
 def set_handler_registry(registry: _Registry) -> None:
-    """Let states that are made from now on use these handlers.
+    """Set the handlers for states that are constructed from now on.
 
     Args:
         registry: pairs of a type and its handler, the more special types first.
@@ -134,7 +134,7 @@ def set_handler_registry(registry: _Registry) -> None:
 
 
 class TorchState(ObjectState):
-    """What a training needs to go on after ranks were lost or came. For ``hvd.elastic.run``::
+    """The state with which a training continues after ranks were lost or added. For ``hvd.elastic.run``::
 
         state = hvd.elastic.TorchState(model, optimizer, epoch=0, batch=0)
 
@@ -164,21 +164,21 @@ class TorchState(ObjectState):
             super().__setattr__(name, handler.value)
 
     def save(self) -> None:
-        """Keep a copy of everything, to come back to it."""
+        """Keep a copy of all values, for ``restore``."""
         for handler in self._handlers.values():
             handler.save()
         super().save()
 
     def restore(self) -> None:
-        """Come back to what was saved last."""
+        """Set all values to the last saved copies."""
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
 
     def sync(self) -> None:
-        """Take over everything from rank 0, and then save all of it. Every rank must call, with the same names and shapes.
+        """Set all values to those of rank 0, and then save them. Every rank must call, with the same names and shapes.
 
-        Where it fails in the middle, ``restore`` brings back what was saved before, as a whole.
+        If it fails in the middle, ``restore`` sets all values to the copies that were saved before.
 
         Raises:
             HorovodInternalError: ranks differ, or one is lost.
@@ -188,7 +188,7 @@ class TorchState(ObjectState):
         super().sync()
 
     def reset(self) -> None:
-        """The set of ranks has changed: share out anew what is left of the epoch."""
+        """Divide the remaining samples of the epoch among the ranks again, after the set of ranks has changed."""
         for handler in self._handlers.values():
             if isinstance(handler.value, ElasticSampler):
                 handler.value.reset()
