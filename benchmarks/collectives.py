@@ -63,11 +63,19 @@ def other_calls(num_elements: int, n: int, gloo: Any, shm: Any) -> dict[str, dic
     def both(name: str, call: Callable[[Any], object]) -> None:
         made[name] = {"gloo": lambda: call(gloo), "shm": lambda: call(shm)}
 
+    def ring(group: Any) -> None:
+        rank = dist.get_rank(group)
+        works = [dist.isend(whole, (rank + 1) % n, group=group), dist.irecv(into, (rank - 1) % n, group=group)]
+        for work in works:
+            assert work is not None
+            work.wait()
+
     both("broadcast", lambda group: dist.broadcast(whole, 0, group=group))
     both("all_gather_into_tensor", lambda group: dist.all_gather_into_tensor(whole, part, group=group))
     both("reduce_scatter_tensor", lambda group: dist.reduce_scatter_tensor(part, whole, group=group))
     both("all_to_all_single", lambda group: dist.all_to_all_single(into, whole, group=group))
     both("reduce", lambda group: dist.reduce(whole, 0, group=group))
+    both("send and recv", ring)
     both("barrier", lambda group: dist.barrier(group=group))
     return made
 
