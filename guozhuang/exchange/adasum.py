@@ -33,7 +33,7 @@ from ..world import versions
 from .base import Done, GradientExchange, Work
 from .numbers import check_floating_point, is_finite, num_numbers, numbers, where_not_finite
 
-_NUM_LANES = 2  # one computes while the other sends
+_NUM_LANES = 2  # so that one lane computes while the other sends
 _NUM_COLUMNS = 1 << 18  # how many columns are converted to float64 at a time, to limit memory
 _LEAST = 1e-12  # |a|^2 of a node below this share of its greatest possible value is rounding error and counts as 0
 _log = logging.getLogger("guozhuang")
@@ -65,7 +65,7 @@ class AdasumState:
 
 @dataclass(frozen=True)
 class Adasum(GradientExchange[AdasumState]):
-    """The adaptive sum, by parameter. A step is as long as one rank's or longer, up to n times: keep the rate of one rank."""
+    """The adaptive sum, per parameter. A step is 1 to n times as long as one rank's, so keep the learning rate of one rank."""
 
     @property
     @override

@@ -49,7 +49,7 @@ _LOOK_EVERY_S = 0.005  # pause between two looks at the rounds, while waiting in
 
 @dataclass
 class AsyncState:
-    """What changes while training.
+    """The state of :class:`AsyncModelAverage`.
 
     Attributes:
         group: the ranks.
@@ -107,7 +107,7 @@ class AsyncModelAverage(WeightExchange[AsyncState]):
         return step < self.start_step
 
     def prepare(self, parameters: Named, group: dist.ProcessGroup) -> AsyncState:
-        """Allocate two copies of the weights, and make two twins of the group. Every rank must call, with equal weights."""
+        """Allocate two copies of the weights; make two groups of the same ranks. Every rank must call, with equal weights."""
         device, now_s = parameters[0][1].device, time.monotonic()
         if group.size() == 1:
             return AsyncState(group, None, None, None, device, now_s)

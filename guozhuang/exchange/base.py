@@ -38,7 +38,7 @@ class Done:
         """Return at once."""
 
     def is_completed(self) -> bool:
-        """Return True."""
+        """Return True, because there is nothing to wait for."""
         return True
 
 

@@ -39,7 +39,7 @@ from .codecs.base import Codec
 from .codecs.topk import Sparsifier
 from .numbers import check_floating_point, is_finite, num_numbers, numbers, some_of, where_not_finite
 
-_NUM_LANES = 2  # one computes while the other sends
+_NUM_LANES = 2  # so that one lane computes while the other sends
 # Two float32 before each row's code: first 0.0, or NaN for a row that is not finite and so was not coded; then 0.0, or 1.0 for
 # a row of a rank that has nothing to add.
 _HEADER_BYTES = 8

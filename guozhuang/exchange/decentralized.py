@@ -43,7 +43,7 @@ def partner(turn: int, rank: int, size: int) -> int | None:
 
 @dataclass
 class DecentralizedState:
-    """What changes while training.
+    """The state of :class:`Decentralized`.
 
     Attributes:
         group: the ranks.
@@ -113,7 +113,7 @@ class Decentralized(WeightExchange[DecentralizedState]):
         if other is not None:
             _swap(mine, lane.copies[1], other, group)
             for x, y in zip(mine, lane.copies[1], strict=True):
-                if x.itemsize < 4:  # the sum of narrow ones could overflow
+                if x.itemsize < 4:  # float16 and bfloat16, whose sum could overflow
                     x.copy_((x.float() + y) / 2)
                 else:
                     x += y

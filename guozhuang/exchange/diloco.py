@@ -277,7 +277,7 @@ class DiLoCo(WeightExchange[DiLoCoState]):
                 change.add_(part.momentum, alpha=self.outer_momentum)
             own = part.own
             if own is not None and kept != 0:
-                own -= part.start()  # minus the weights that were sent
+                own -= part.start()  # now the negative of the weights at the time of sending
             part.globals.add_(change, alpha=-self.outer_lr)
             if kept == 0:
                 part.weights.write([part.globals])

@@ -50,7 +50,7 @@ class _RingMemory:
 
 @dataclass
 class RingState:
-    """What changes while training.
+    """The state of :class:`LowPrecisionDecentralized`.
 
     Attributes:
         group: a twin of ``whole_group``, in which codes are sent; ``whole_group`` itself if there is one rank.

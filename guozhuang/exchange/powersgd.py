@@ -32,7 +32,7 @@ from ..groups.serial import Lane
 from .base import Done, GradientExchange, Work, check_saved
 from .numbers import check_floating_point, in_float32, is_finite, where_not_finite
 
-_LEAST = 1e-6  # of the greatest singular value of P: below it a direction is rounding error
+_LEAST = 1e-6  # directions with singular values of P below this share of the greatest one are rounding error
 _log = logging.getLogger("guozhuang")
 
 
@@ -189,7 +189,7 @@ class PowerSGD(GradientExchange[PowerState]):
         bases, kept = zip(*(_orthogonal(part) for part in narrow), strict=True)
         back = [torch.bmm(matrices.wanted.mT, basis) for matrices, basis in zip(found, bases, strict=True)]
         self._mean(back, group, size)
-        if not all(is_finite(thin * (2 * self.rank)) for thin in back):  # products and errors would overflow
+        if not all(is_finite(thin * (2 * self.rank)) for thin in back):  # then products and errors would overflow
             self._spoil(bucket, found)
             return
         for matrices, basis, has_weight, thin in zip(found, bases, kept, back, strict=True):

@@ -137,7 +137,7 @@ class SparseRows(AroundGradients[SparseRowsState]):
     @override
     def start(self, bucket: Bucket, state: SparseRowsState, step: int) -> Work:
         pieces = state.pieces[bucket.index]
-        for piece in pieces:  # the bucket may have taken other memory since the last pass
+        for piece in pieces:  # the bucket's memory may have changed since the last pass
             num_parameters = len(piece.part.parameters)
             piece.part.flat = bucket.flat.narrow(0, piece.start, sum(p.numel() for p in piece.part.parameters))
             piece.part.views = bucket.views[piece.first : piece.first + num_parameters]

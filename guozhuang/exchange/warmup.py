@@ -128,7 +128,7 @@ class WeightWarmup(AroundWeights[WeightWarmupState], inner="then"):
         if not isinstance(self.then, WeightExchange):
             fix = "Warmup(steps, first, then) is for two exchanges of gradients"
             raise UsageError(explain("WeightWarmup ends in an exchange of weights", value=self.then, fix=fix))
-        Warmup(self.steps, self.first, self.first)  # checks the rest
+        Warmup(self.steps, self.first, self.first)  # only to check ``steps`` and ``first``
 
     @override
     def inner_state(self, state: WeightWarmupState) -> Any:

@@ -122,7 +122,7 @@ class WeightLane(Lane):
 
     @property
     def in_flight(self) -> bool:
-        """Whether a job was started and not waited for."""
+        """Whether a job was started and has not been waited for yet."""
         return self._work is not None
 
     def start(self, job: Callable[[], None]) -> None:

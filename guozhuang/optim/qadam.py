@@ -123,7 +123,7 @@ class QAdam(Optimizer):
         if warmup_steps < 1:
             what = "warmup_steps must be at least 1: without a second moment no step has a length"
             raise UsageError(explain(what, value=warmup_steps, fix="give 100, or a tenth of all steps"))
-        # Optimizer.__init__ would make groups and state of its own.
+        # Optimizer.__init__ is not called, because it would make param_groups and state separate from those of ``inner``.
         self.defaults = inner.defaults
         for name in _STEP_HOOKS:
             setattr(self, name, getattr(inner, name))  # the same dictionaries, so that the user's handles work

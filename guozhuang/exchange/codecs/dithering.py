@@ -92,7 +92,7 @@ class Dithering(BlockCodec):
             super().encode_with_feedback(rows, codes, random, lost)
 
     def encode_by_torch(self, rows: Tensor, codes: Tensor, seeds: tuple[int, int]) -> None:
-        """Encode by torch operations, to the kernel's bits."""
+        """Encode by torch operations, with the same bits as the C kernel."""
         shape = rows.shape[0], -(-rows.shape[1] // self.block), self.block
         self._encode(rows, codes, chances(math.prod(shape), *seeds).view(shape))
 
@@ -101,7 +101,7 @@ class Dithering(BlockCodec):
         values = self.blocks_of(rows)
         greatest = values.abs().amax(dim=2)
         values /= greatest.clamp(min=_TINY).unsqueeze(2)
-        if self.normalize == "l2":  # of numbers up to 1, whose squares neither overflow nor vanish
+        if self.normalize == "l2":  # after the division above, so that squares neither overflow nor vanish
             norms = values.norm(dim=2)
             values /= norms.clamp(min=1.0).unsqueeze(2)
             greatest *= norms

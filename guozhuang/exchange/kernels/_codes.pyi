@@ -1,4 +1,4 @@
-"""The C half of the package."""
+"""The C kernels of the codes."""
 
 def code(
     kind: int,

@@ -1,3 +1,3 @@
-"""The C half of ``used_rows``."""
+"""The C kernel of ``used_rows``."""
 
 def used(table: int, num_rows: int, row_bytes: int, item_bytes: int, numbers: int, /) -> int: ...

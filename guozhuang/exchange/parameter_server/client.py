@@ -75,7 +75,7 @@ class ServedPart:
 def cut(
     sizes: Sequence[tuple[int, int]], part_bytes: int, num_servers: int, *, last_is_first: bool = False
 ) -> list[ServedPart]:
-    """Cut flat tensors into parts and give each to the server with the fewest bytes so far, the first of several.
+    """Cut flat tensors into parts; assign each to the server with the fewest bytes so far, with ties to the first server.
 
     A tensor is cut into equal parts of at most ``part_bytes``; into a multiple of the number of servers where the parts are
     still worth it, so that all links carry the same.
@@ -142,7 +142,7 @@ class Connection:
         self._group, self._server, self._service, self._part_bytes = group, group.servers[server], service, part_bytes
         self._sender, self._receiver = (SerialThread("guozhuang to server", "message") for _ in range(2))
         self._leaving: collections.deque[tuple[int, list[Any], Tensor | None]] = collections.deque()
-        self._open: set[PartRequest] = set()  # at the service of this process, without an answer yet
+        self._open: set[PartRequest] = set()  # requests to the service of this process that were not answered yet
         self._lock = threading.Lock()
         self._failed: BaseException | None = None
         self._has_left = False

@@ -49,10 +49,10 @@ _DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
     *(torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool),
 )
-_PAUSES_S = (0.002, 0.05)  # between two looks into a store: the first, and the longest
+_PAUSES_S = (0.002, 0.05)  # between two polls of a store: the first pause, and the longest
 _PATIENCE_S = 1.0  # how long to look for the first cause, which the process that noticed it writes into the store
 _FAILURE = "failure"
-_PREFIX = "guozhuang servers"  # with several hosts the store is the one where ranks meet
+_PREFIX = "guozhuang servers"  # of keys: with several hosts, the ranks use the same store
 
 
 class Opcode(enum.IntEnum):
@@ -248,7 +248,7 @@ class ServerGroup:
 
     @property
     def workers_serve(self) -> bool:
-        """Whether the workers are the servers."""
+        """Whether the workers themselves serve, because there are no server processes."""
         return self.servers[0] < self.num_workers
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Any:

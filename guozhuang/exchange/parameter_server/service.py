@@ -38,7 +38,7 @@ Reply = Callable[[Tensor], Callable[[], object]]
 
 
 class HeldParts:
-    """The parts of one group of workers at one server.
+    """The parts that one server keeps for one group of workers.
 
     Args:
         num_workers: the number of workers.

@@ -118,7 +118,7 @@ class ParameterServer(GradientExchange[ServersState]):
 
 
 class _ServedBucket:
-    """The exchange of one bucket: a request for each of its parts."""
+    """The work of one bucket: one request for each of its parts."""
 
     def __init__(self, bucket: Bucket, copy: Tensor | None, step: int, rank: int) -> None:
         self.requests: list[tuple[int, PartRequest]] = []
