@@ -89,7 +89,7 @@ class HandedOut:
         return found
 
     def version(self, index: int) -> int:
-        """Return how often the handed-out tensor was changed in place, by autograd's version counter."""
+        """Return autograd's version counter of the handed-out tensor, which counts changes in place."""
         handed = self.hand(index)
         return 0 if handed is None else handed._version
 

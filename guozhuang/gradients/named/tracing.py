@@ -92,7 +92,7 @@ class Tracing:
         self._add((of, _span(name, since, until_s)) for of, since in since_s)
 
     def carried_out(self, kind: Kind, names: Sequence[str], since_s: float, until_s: float) -> None:
-        """Record how long operations ran."""
+        """Record the beginning and end of operations that were carried out together."""
         self._add((of, _span(kind.name, since_s, until_s)) for of in names)
 
     def _add(self, events: Iterable[tuple[str, dict[str, Any]]]) -> None:

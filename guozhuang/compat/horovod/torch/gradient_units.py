@@ -200,7 +200,7 @@ class GradientUnits(BackwardPasses):
         submission = Submission(Kind.ALLREDUCE, name, (vote,), (vote,), Reduction.MIN)
         try:
             self._vote = channel.submit(submission), vote
-        except NegotiationError as error:  # the engine stands still
+        except NegotiationError as error:  # the engine has failed
             raise HorovodInternalError(str(error)) from error
 
     @override

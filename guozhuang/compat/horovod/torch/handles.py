@@ -92,7 +92,7 @@ table = HandleTable()
 
 
 def poll(handle: int) -> bool:
-    """Tell, without waiting, whether an asynchronous operation has ended; then ``synchronize`` will not wait.
+    """Return at once whether an asynchronous operation has ended; if it has, ``synchronize`` will not wait.
 
     Raises:
         ValueError: the handle is unknown, or was synchronized before.
@@ -110,8 +110,8 @@ def synchronize(handle: int) -> Any:
         The tensor; a list of them for grouped operations; (output, received_splits) for an all-to-all.
 
     Raises:
-        HorovodInternalError: it failed, on every rank that took part; the text says which ranks differ in what. Or this rank
-            has left the world while it was under way.
+        HorovodInternalError: it failed, on every rank that took part; the text says how the ranks differ. Or this rank
+            has shut down Horovod while the operation was running.
     """
     return table.wait(handle)
 

@@ -34,7 +34,7 @@ def broadcast_object(
 
     Raises:
         UsageError: the object cannot be pickled (on root; the other ranks get a ValueError).
-        ValueError: not initialised; this process, or root, is no member of the set; the name is under way.
+        ValueError: not initialised; this process, or root, is no member of the set; an operation of that name has not ended.
         HorovodInternalError: ranks differ, or one is lost.
     """
     prefix = name or member_of(process_set).full_name("broadcast_object", None)
@@ -69,7 +69,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 
     Raises:
         UsageError: the object of a rank cannot be pickled (on it; the other ranks get a ValueError).
-        ValueError: not initialised; this process is no member of the set; the name is under way.
+        ValueError: not initialised; this process is no member of the set; an operation of that name has not ended.
         HorovodInternalError: ranks differ, or one is lost.
     """
     prefix = name or member_of(process_set).full_name("allgather_object", None)

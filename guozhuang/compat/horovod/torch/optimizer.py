@@ -72,7 +72,7 @@ class _Distributed(Optimizer):
 
     @property
     def backward_passes_per_step(self) -> int:
-        """How many times backward runs before a step."""
+        """Number of backward passes before each step."""
         return self._exchange.num_passes
 
     @backward_passes_per_step.setter
@@ -80,10 +80,10 @@ class _Distributed(Optimizer):
         self._exchange.num_passes = _checked_passes(passes)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Expect so many backward passes before each ``step``, from now on. Call it between steps, on every rank.
+        """Set the number of backward passes before each ``step``. Call it between steps, on every rank.
 
         Raises:
-            ValueError: less than one.
+            ValueError: the number is less than one.
         """
         self.backward_passes_per_step = passes
         self._exchange.abandon()

@@ -39,12 +39,12 @@ def allreduce(
         tensor: contiguous, of the same shape and dtype on all ranks. Integers are averaged and scaled in float64 and cut
             towards zero; float16 and bfloat16 are scaled in float32.
         average: deprecated; True for ``op=Average``, False for ``op=Sum``.
-        name: by which ranks find each other's call, in any order; None: by the order of unnamed calls.
-        compression: applied before, undone after.
+        name: the name by which ranks match their calls, in any order; None: unnamed calls match by their order.
+        compression: compressor that is applied before the exchange and undone after it.
         op: Average (default), Sum, Adasum, Min, Max or Product.
-        prescale_factor: multiplies each tensor before.
-        postscale_factor: multiplies the result.
-        process_set: whose members take part.
+        prescale_factor: factor that multiplies each tensor before the reduction.
+        postscale_factor: factor that multiplies the result.
+        process_set: the process set whose members take part.
 
     Raises:
         ValueError: the tensor cannot be sent, see ``submitting.Call.begin``; both ``op`` and ``average`` are given.
@@ -66,7 +66,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin ``allreduce`` and return a handle for ``synchronize``. The tensor must not change before. Not differentiable."""
+    """Begin ``allreduce`` and return a handle for ``synchronize``. Do not change the tensor before that. Not differentiable."""
     op = handle_average_backwards_compatibility(op, average)
     call = reducing(Kind.ALLREDUCE, op, prescale_factor, postscale_factor, process_set, name=name)
     return call.begin([tensor])
@@ -177,7 +177,7 @@ def sparse_allreduce_async(
         tensor: sparse; the number of its values may differ between ranks, its shape may not.
         name: see ``allreduce``.
         op: Average or Sum.
-        process_set: whose members take part.
+        process_set: the process set whose members take part.
 
     Returns:
         A function that waits, and returns the sum or the mean as a sparse tensor, not coalesced. For the mean of integers each
@@ -229,11 +229,11 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
 
     Args:
         tensor: contiguous; the first dimension may differ between ranks, the others and the dtype may not.
-        name: by which ranks find each other's call; None: by the order of unnamed calls.
-        process_set: whose members take part.
+        name: the name by which ranks match their calls; None: unnamed calls match by their order.
+        process_set: the process set whose members take part.
 
     Raises:
-        ValueError: what cannot be sent.
+        ValueError: the tensor cannot be sent.
         HorovodInternalError: ranks differ, or one is lost; a tensor has no dimension; a rank has joined.
     """
     return Call(Kind.ALLGATHER, process_set, name).differentiable(tensor)[0]
@@ -276,15 +276,15 @@ def reducescatter(
 
     Args:
         tensor: contiguous, of the same shape and dtype on all ranks, with a dimension at least.
-        name: by which ranks find each other's call; None: by the order of unnamed calls.
-        compression: applied before, undone after.
+        name: the name by which ranks match their calls; None: unnamed calls match by their order.
+        compression: compressor that is applied before the exchange and undone after it.
         op: Average or Sum.
-        process_set: whose members take part.
-        prescale_factor: multiplies each tensor before.
-        postscale_factor: multiplies the result.
+        process_set: the process set whose members take part.
+        prescale_factor: factor that multiplies each tensor before the reduction.
+        postscale_factor: factor that multiplies the result.
 
     Raises:
-        ValueError: what cannot be sent; another ``op``.
+        ValueError: the tensor cannot be sent; another ``op``.
         HorovodInternalError: ranks differ, or one is lost; a tensor has no dimension; a rank has joined.
     """
     sent, ctx = compression.compress(tensor)
@@ -343,11 +343,11 @@ def broadcast(
     Args:
         tensor: contiguous, of the same shape and dtype on all ranks.
         root_rank: rank in the global process set, also if another set is given, of which it must be a member.
-        name: by which ranks find each other's call; None: by the order of unnamed calls.
-        process_set: whose members take part.
+        name: the name by which ranks match their calls; None: unnamed calls match by their order.
+        process_set: the process set whose members take part.
 
     Raises:
-        ValueError: what cannot be sent; root is no member.
+        ValueError: the tensor cannot be sent; root is no member.
         HorovodInternalError: ranks differ, or one is lost; a rank has joined.
     """
     return broadcasting(root_rank, process_set, name=name).differentiable(tensor)[0]
@@ -389,14 +389,14 @@ def alltoall(
     Args:
         tensor: contiguous; the first dimension may differ between ranks, the others and the dtype may not.
         splits: how many rows go to each member, as integers; further rows are not sent. None: equally many.
-        name: by which ranks find each other's call; None: by the order of unnamed calls.
-        process_set: whose members take part.
+        name: the name by which ranks match their calls; None: unnamed calls match by their order.
+        process_set: the process set whose members take part.
 
     Returns:
         The received rows; if ``splits`` is given, a pair of them and an int32 tensor: how many rows came from each rank.
 
     Raises:
-        ValueError: what cannot be sent; ``splits`` are no integers, not as many as members, negative, or more than there are
+        ValueError: the tensor cannot be sent; ``splits`` are no integers, not one per member, negative, or more than there are
             rows; without them, the rows cannot be divided evenly.
         HorovodInternalError: ranks differ, or one is lost; a tensor has no dimension; a rank has joined.
     """
