@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if command is not None:
             return command(arguments[1:])
-        _parser().parse_args(arguments or ["--help"])  # never returns: there is nothing to do without a command
+        _parser().parse_args(arguments or ["--help"])  # ends the process: no command was given
         return 2
     except (UsageError, WorldError) as error:
         say(str(error), "guozhuang")

@@ -14,6 +14,6 @@ __all__ = ["main"]
 
 def main(arguments: Sequence[str]) -> int:
     """Run ``guozhuang check``; see ``command.main``."""
-    from guozhuang.check import command  # here, because a rank is a module of this package that is run by itself
+    from guozhuang.check import command  # not at the top, because ranks run ``check.worker`` as a module of its own
 
     return command.main(arguments)

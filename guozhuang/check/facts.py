@@ -213,7 +213,7 @@ def _interface_to(address: str, interfaces: Sequence[NetworkInterface]) -> str |
 def _owner(address: str, interfaces: Sequence[NetworkInterface]) -> str | None:
     bare = address.partition("%")[0]
     owners = [each.name for each in interfaces if any(a.partition("%")[0] == bare for a in each.addresses)]
-    if not owners and ipaddress.ip_address(bare).is_loopback:  # 127.0.1.1 works unlisted
+    if not owners and ipaddress.ip_address(bare).is_loopback:  # 127.0.1.1 works though no interface lists it
         owners = [each.name for each in interfaces if each.name in ("lo", "lo0")]
     return owners[0] if owners else None
 

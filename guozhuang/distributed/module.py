@@ -152,7 +152,7 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
         self.require_forward_param_sync = True
         self.divide_by_initial_world_size = True
         self.in_join_context = False
-        self._checked_optimizers = False  # again at the first forward: one may have been applied after construction
+        self._checked_optimizers = False  # the check is repeated at the first forward: an optimizer may be added late
         self._caps = bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
         self._delayed_names = [name for name, _ in delayed]
         self._trigger = (param_to_hook_all_reduce,)  # in a tuple, so that it does not become a parameter of the wrapper

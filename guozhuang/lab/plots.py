@@ -157,7 +157,7 @@ def _loss(rows: list[StrategyRow], chosen: Mapping[str, str], axes: Any) -> None
     axes.set_xlabel("step")
     window = _window(len(rows[0].losses))
     axes.set_ylabel("loss" if window == 1 else f"loss, mean of {window} steps")
-    axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4)  # above: curves go anywhere
+    axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4)  # above the axes and curves
 
 
 def _window(num_steps: int) -> int:

@@ -18,7 +18,7 @@ class Carrier(Protocol):
 
     ``CarrierClass(model, names, parameters, layout, group)`` is called on all ranks, which hold equal weights already.
     It moves the parameters' data to its own memory, and registers on each parameter, by
-    ``register_post_accumulate_grad_hook``, an :class:`Arrival`, which :func:`arrival_of` returns. The optimizer does all
+    ``register_post_accumulate_grad_hook``, an :class:`Arrival`, which :func:`arrival_of` returns. ``ShardedOptimizer`` does
     the rest: buffers, closures, hooks, the optimizer's state, checkpoints, agreement about the layout.
 
     Attributes:

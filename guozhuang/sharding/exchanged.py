@@ -60,7 +60,7 @@ class ExchangedMeans:
             if scale != 1.0:
                 into.flat.mul_(scale)
         work = self._exchange.start(into, self._state, self.step)
-        if not self._exchange.one_round and into.flat.device.type == "cpu":  # later rounds would lose the common order
+        if not self._exchange.one_round and into.flat.device.type == "cpu":  # else later rounds could interleave
             work.wait()
         return work
 

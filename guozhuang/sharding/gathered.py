@@ -226,7 +226,7 @@ class GatheredCarrier:
             self._drop()  # the collected gradients were set to None, and a new step begins
         self._settle(index)
         if self._versions[index] is not None:
-            self._calm = False  # a second backward
+            self._calm = False  # a second gradient: there was another backward
         self._versions[index] = self._handed.version(index)
         bucket = self.layout.places[index][0]
         self._num_missing[bucket] -= 1

@@ -81,7 +81,7 @@ class StepsBehind:
             WorldError: the exchange failed, and another rank has left a notice that it left out this step.
         """
         self._waiting.inside = step, time.monotonic(), self._waits
-        if self._size > 1 and (self._thread is None or not self._thread.is_alive()):  # also in a forked child
+        if self._size > 1 and (self._thread is None or not self._thread.is_alive()):  # a forked child has no thread yet
             arguments = self._waiting, self._rank, self._store, self._ended
             self._thread = threading.Thread(target=_watch, args=arguments, name="guozhuang steps", daemon=True)
             self._thread.start()

@@ -165,7 +165,7 @@ def _find(name: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name is None or not (module_name + ".").startswith(error.name + "."):  # a module it imports
+        if error.name is None or not (module_name + ".").startswith(error.name + "."):  # an import inside it is missing
             raise UsageError(_failed(f"importing {module_name} raised", error)) from error
         raise UsageError(
             explain(

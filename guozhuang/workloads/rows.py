@@ -160,7 +160,7 @@ def _sniffed(text: str) -> str:
     for delimiter in ",\t;|":
         with contextlib.suppress(csv.Error):
             rows = list(csv.reader(head, delimiter=delimiter))
-            widths = {len(row) for row in rows[: len(rows) - (len(head) == 50)] if row}  # the last may be cut off
+            widths = {len(row) for row in rows[: len(rows) - (len(head) == 50)] if row}  # the last row may be cut
             if len(widths) == 1 and widths != {1}:
                 return delimiter
     return ","

@@ -79,7 +79,7 @@ def train_wordpiece(texts: Sequence[str], size: int) -> Any:
     tokenizer = Tokenizer(models.WordPiece(learner.get_vocab(), unk_token="[UNK]"))
     tokenizer.add_special_tokens(list(SPECIAL))
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, splitter
-    around = [(token, SPECIAL.index(token)) for token in ("[SEP]", "[CLS]")]  # special tokens are numbered first
+    around = [(token, SPECIAL.index(token)) for token in ("[SEP]", "[CLS]")]  # special tokens have the first numbers
     tokenizer.post_processor = processors.BertProcessing(*around)
     return tokenizer
 
