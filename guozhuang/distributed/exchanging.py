@@ -110,7 +110,7 @@ class Exchanging:
         """Continue from a state of ``exchange_state_dict`` of this rank. Every rank must call, after the exchange was chosen.
 
         With a weight exchange, weights may be loaded before or after this, but before the next step. Buckets are assigned as
-        in the saved run, whatever their size limit is now, since codes may depend on it; not if other parameters are trained.
+        in the saved run, whatever their size limit is now, as codes may depend on it, unless other parameters are trained.
 
         Raises:
             UsageError: it was saved with another exchange, or for other parameters.

@@ -14,7 +14,7 @@ from .parts import Block, Layout
 
 
 class Carrier(Protocol):
-    """Moves gradients to the ranks that own them, and new weights back. Every rank must call each method.
+    """Moves gradients to the ranks that own them, and new weights back. All methods are collective unless they say otherwise.
 
     ``CarrierClass(model, names, parameters, layout, group)`` is called on all ranks, which hold equal weights already.
     It moves the parameters' data to its own memory, and registers on each parameter, by

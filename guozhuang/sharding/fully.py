@@ -107,8 +107,8 @@ def shard_fully(
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the parts that a model repeats: members of a ModuleList, and composite members of one class in a Sequential.
 
-    Only the outermost ones that have parameters which no other part of the model uses. A block must be called as a
-    module: a model that reads a block's weights outside its forward cannot be divided this way.
+    Only the outermost ones that have parameters, none of which another part of the model uses. A block must be called as
+    a module: a model that reads a block's weights outside its forward cannot be divided this way.
     """
     uses = Counter(id(p) for part in model.modules() for p in part._parameters.values() if p is not None)
 

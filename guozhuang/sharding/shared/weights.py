@@ -21,9 +21,9 @@ shared memory: a page that the program writes to becomes this rank's own, and no
 show the one copy. At the next step the change is found (by the version counter that autograd keeps for every parameter,
 or because a parameter has other memory), ranks compare the new values, each rank copies its part of
 them into the one copy between the two meetings, and drops its private pages. All ranks must make the same changes, as they
-must under data parallelism; here it is checked. Writes through ``p.data`` bypass the counter. The kernel knows which
-pages are private; asking costs 50 ns a page, so each step tests a part of the weights, and the
-first steps test all of them. Such a write raises.
+must under data parallelism; here it is checked. Writes through ``p.data`` bypass the counter, and raise when they are found:
+the kernel knows which pages are private. Asking it costs 50 ns a page, so the first steps test all of the weights, and each
+later step a part of them.
 """
 
 from __future__ import annotations
