@@ -336,7 +336,7 @@ def join(store: dist.Store, rank: int, num_workers: int, count: int, limit_s: fl
     present = [_Presence.from_json(store.get(key)) for key in keys]
     names = [f"{name(r)} (process {each.pid} on {each.host.split('/')[0]})" for r, each in enumerate(present)]
     others = [r for r in range(size) if present[r].host != present[rank].host]
-    # If all ranks are on one host, the launcher makes them use loopback, over which a server on another host is not reachable.
+    # If all ranks are on one host, they may be set to use loopback, over which a server on another host cannot be reached.
     is_remote = keeper and loopback_address(keeper) is None
     address = own_address([keeper], []) if is_remote else choose_address(dist.PrefixStore("route", store), rank, others)
     try:
