@@ -36,7 +36,7 @@ _KEPT_SELECTIONS = 2
 
 
 class Reducer:
-    """Makes the gradients of all ranks equal while backward runs. Every rank must construct it, with equal parameters.
+    """Exchanges the gradients of all ranks while backward runs. Every rank must construct it, with equal parameters.
 
     Args:
         named_parameters: all parameters it may ever handle, with their names; those that require a gradient take part.

@@ -130,7 +130,7 @@ class GradientViews:
         self.filled = [False] * len(self._parameters)
         for b in range(len(self._placement.buckets)):
             self._leave_kept(b)
-        self._kept: dict[int, Tensor] = {}  # gradients from before the pass, of parameters that it did not use here
+        self._kept: dict[int, Tensor] = {}  # gradients from before the pass, of parameters unused here in the pass
         self._graphs: dict[int, Tensor] = {}  # gradients of backward(create_graph=True)
 
     def end(self) -> None:
@@ -139,7 +139,7 @@ class GradientViews:
 
     def _take_views(self, b: int) -> None:
         bucket, members = self._placement.buckets[b], self._placement.layout[b]
-        for i, view in zip(members, bucket.views, strict=False):  # a sparse bucket has none
+        for i, view in zip(members, bucket.views, strict=False):  # a sparse bucket has no views
             self._views[i] = view
             self._handed.place(i, view)
 

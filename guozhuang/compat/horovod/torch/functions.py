@@ -1,4 +1,4 @@
-"""Bring parameters, optimizer state and objects from one rank to all, by the names of Horovod's ``horovod.torch.functions``."""
+"""Send parameters, optimizer state and objects from one rank to all; the names are those of ``horovod.torch.functions``."""
 
 from __future__ import annotations
 

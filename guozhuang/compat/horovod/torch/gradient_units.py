@@ -188,7 +188,7 @@ class GradientUnits(BackwardPasses):
     def _opened(self, channel: NamedChannel) -> None:
         fuses = (
             channel.settings.fusion_threshold_bytes > 0 and channel.settings.autotune is None
-        )  # a tuner sees each name
+        )  # the tuner needs each gradient's own name
         if self._is_agreed or self._is_grouped or not (self._is_elementwise and self.hooked and fuses):
             return
         told = [

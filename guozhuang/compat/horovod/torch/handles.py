@@ -66,7 +66,7 @@ class HandleTable:
         try:
             outputs = found.handle.wait()
         except NegotiationError as error:
-            raise HorovodInternalError(str(error)) from error.__cause__  # the same words once
+            raise HorovodInternalError(str(error)) from error.__cause__  # not from error: it has the same text
         return found.finish(outputs, found.handle)
 
     def left(self) -> None:

@@ -1,4 +1,4 @@
-"""Everything that runs on all ranks, by the names of Horovod's ``horovod.torch.mpi_ops``.
+"""The functions of Horovod's ``horovod.torch.mpi_ops``: start and end, ranks, collectives, join and barrier.
 
 The collectives are defined in ``verbs``. ``horovod.torch`` exports the names in ``__all__``; ``is_homogeneous`` and ``_basics``
 are found only in this module, as in Horovod.

@@ -1,4 +1,4 @@
-"""Bring picklable objects from one rank to all, or from all to all.
+"""Send picklable objects from one rank to all, or from all ranks to all.
 
 Like Horovod, a rank unpickles what others send: run it among processes that trust each other.
 """

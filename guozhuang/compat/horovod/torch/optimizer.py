@@ -148,7 +148,7 @@ class _DistributedOptimizer(_Distributed):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Step without synchronizing, where ``synchronize`` was called by hand::
+        """Let ``step`` not synchronize, after ``synchronize`` was called explicitly::
 
         optimizer.synchronize()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -178,7 +178,7 @@ class _DistributedOptimizer(_Distributed):
             What the wrapped optimizer's ``step`` returns.
         """
         if self._should_synchronize:
-            if self._synchronized and not self._exchange.is_open:  # else that step was skipped, and new gradients came
+            if self._synchronized and not self._exchange.is_open:  # if open: a step was skipped, and new gradients came
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
                     "This can cause training slowdown: everything is exchanged twice. Call step() inside "
@@ -229,7 +229,7 @@ class _DistributedAdasumOptimizer(_Distributed):
         raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
         yield
 
-    @Optimizer.profile_hook_step  # runs the hooks that users register
+    @Optimizer.profile_hook_step  # calls the step hooks that users register
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Wait for the adaptive sum of the steps of all ranks and add it to the weights. Every rank must call.
 

@@ -1,4 +1,4 @@
-"""Bring the state of an optimizer from one rank to all, without a step.
+"""Send the state of an optimizer from one rank to all, without a step.
 
 Horovod calls ``step()`` to make state where there is none, which moves the weights by weight decay and counts a step. Here
 root describes its state, and the other ranks make the same state: nothing else changes.
@@ -54,7 +54,7 @@ class _Description:
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: nn.Module | None = None) -> None:
-    """Make state and options of an optimizer those of root, tensors and everything else. Every rank must call.
+    """Replace state and options of an optimizer by those of root, tensors and all other values. Every rank must call.
 
     State that a rank lacks is made there, state that root lacks is dropped; parameters do not change. So a checkpoint needs to
     be loaded on root only.

@@ -158,7 +158,7 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
-        result = call.wait(tensors)  # checks them
+        result = call.wait(tensors)  # raises ValueError for invalid tensors
         ctx.call, ctx.shapes = call, [tensor.shape for tensor in tensors]
         if call.kind == Kind.ALLTOALL:
             ctx.received = result[1].tolist()

@@ -381,7 +381,7 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Send rows of the first dimension to each rank, and join what comes from them in rank order.
+    """Send rows of the first dimension to each rank, and join the received rows in rank order.
 
     Every member of the process set must call. Differentiable: the gradient goes back the way the rows came; rows that were
     not sent have none.
