@@ -1,5 +1,5 @@
 /* Codes of gradients in few passes: one to measure a row or a block, one to write it. Meanings and rules: __init__.py.
-   The arithmetic is that of the torch operations in quantize.py, dithering.py and onebit.py, rounding by rounding. */
+   The arithmetic is that of the torch operations in codecs/quantize8.py, dithering.py and onebit.py, rounding by rounding. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -38,7 +38,7 @@ typedef struct {
     size_t num_rows, length;
 } shape;
 
-/* ---- between the least and the greatest: quantize.py ------------------------------------------------------------------- */
+/* ---- between the least and the greatest: codecs/quantize8.py ------------------------------------------------------------------- */
 
 #define LEVELS 255.0f
 #define HEADER 8
