@@ -1,20 +1,20 @@
-"""Sends and receives between two ranks, carried by one thread over a socket per pair.
+"""Sends and receives between two ranks; one thread carries them over a socket per pair.
 
-[Note: how a payload travels] The sender offers size, dtype and tag; a small payload comes along. The receiver matches offers
-with receives, and compares sizes and dtypes before anything is written. Then it takes the small payload, or asks for the large
-one, which the sender sends in chunks, out of the tensor into the socket and from there into the other tensor: as much as the
-socket has room for, so a rank that reads nothing holds up its own pair alone. A send has ended well when the receiver has
-all of it, as the receiver may still refuse it before; like gloo's, a send therefore waits for its receive.
+[Note: how a payload travels] The sender offers size, dtype and tag; a small payload is sent with the offer. The receiver
+matches offers with receives, and compares sizes and dtypes before anything is written. Then it reads the small payload, or
+requests the large one, which the sender sends in chunks, from the tensor to the socket and from there to the other tensor: as
+much as the socket has room for, so a rank that reads nothing blocks only its own pair. A send ends when the receiver has all
+of it, as the receiver may refuse it until then; so, as with gloo, a send waits for its receive.
 
-[Note: one thread owns the state] All state but the queue of new transfers belongs to one thread, which
-does everything without blocking, and sleeps in poll(): on the sockets, on the pidfds of the peers, and on an eventfd
-for new transfers. When a peer is gone, the messages that it sent before count; then all other transfers with it fail. A receive
-from any rank fails when a rank died (it may have been the one), not when a rank left properly: others may still send. Only
-`_read` and the end of a process make a rank lost; a refused send just waits for them.
+[Note: one thread owns the state] All state but the queue of new transfers belongs to one thread, which does everything
+without blocking, and sleeps in poll(): on the sockets, on the pidfds of the peers, and on an eventfd for new transfers. When a
+peer is gone, the messages that it had sent are processed first; then all other transfers with it fail. A receive from any rank
+fails when a rank died (that may have been its sender), not when a rank left properly: others may still send. Only `_read` and
+the end of a process mark a rank as lost; a failed send to a socket just waits for them.
 
-[Note: a rank that gave up] A rank whose group broke says so in its control page, which nothing wakes anybody for: while
-transfers wait, the thread looks every 0.2 s. Transfers with that rank fail, as does everything once this rank's own group
-is broken.
+[Note: a rank that gave up] A rank whose group broke sets its state in its control page, which wakes nobody: so while
+transfers are unfinished, the thread checks these states every 0.2 s. Transfers with that rank fail, and all transfers fail
+once this rank's own group is broken.
 """
 
 from __future__ import annotations
@@ -47,25 +47,25 @@ from .peers import ENDED, ended_events
 from .rendezvous import Peers
 from .transfers import Offer, Transfer, UnderWay
 
-_ASKED_BUFFER_BYTES: Final = 4 << 20  # of a socket; the kernel grants less where net.core.wmem_max is smaller
+_ASKED_BUFFER_BYTES: Final = 4 << 20  # requested of each socket; the kernel grants less if net.core.wmem_max is smaller
 _MOST_CHUNK_BYTES: Final = 1 << 20
 _FEWEST_CHUNK_BYTES: Final = 4 << 10
 _TOO_LARGE: Final = frozenset((errno.EMSGSIZE, errno.ENOBUFS, errno.ENOMEM))
-_READS_PER_TURN: Final = 64  # from one peer, before the others have their turn
-_LOOK_S: Final = 0.2  # between two looks, while transfers wait, whether a rank gave up on the group
+_READS_PER_TURN: Final = 64  # from one peer, before other peers are read
+_LOOK_S: Final = 0.2  # between two checks, while transfers are unfinished, whether a rank's group broke
 _LONGEST_SLEEP_S: Final = 3600.0
-_FAREWELL_S: Final = 1.0  # for messages that are still to go out when the group is destroyed
+_FAREWELL_S: Final = 1.0  # for queued messages when the group is destroyed
 _JOIN_S: Final = 5.0
 _DESTROYED: Final = ("this group was destroyed; it sends and receives no more", "make a new group")
 
 
 class PointToPoint:
-    """Sends and receives of one rank; from several threads. See the notes above.
+    """Sends and receives of one rank; thread-safe. See the notes above.
 
     Args:
-        peers: the other ranks; outlive this object.
+        peers: the other ranks; must outlive this object.
         timeout_s: limit of each transfer, from its call, in seconds.
-        failure: returns the error that broke the group for this rank, once its control page says that it is broken.
+        failure: returns the error that broke the group for this rank, once its control page is marked as broken.
     """
 
     def __init__(
@@ -75,17 +75,17 @@ class PointToPoint:
         self._why_broken = failure
         pages = [segment.address for segment in peers.segments]
         self._states = [ctypes.c_uint32.from_address(page + STATE_OFFSET) for page in pages]
-        self._closing = threading.Lock()  # guards the next four
+        self._closing = threading.Lock()  # guards the next four attributes
         self._new: deque[Transfer] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._is_closed = False
-        self._failure: BaseException | None = None  # of the thread
-        # What follows belongs to the thread. See [Note: one thread owns the state].
+        self._failure: BaseException | None = None  # the error that ended the thread
+        # The attributes below belong to the thread. See [Note: one thread owns the state].
         self._poller = select.poll()
         self._header = bytearray(transfers.MESSAGE.size)
         self._under_way = UnderWay(self._rank, self._size)
         self._numbers = itertools.count(1)
-        self._streams: list[deque[Transfer]] = [deque() for _ in pages]  # per receiver: sends that were asked for
+        self._streams: list[deque[Transfer]] = [deque() for _ in pages]  # per receiver: sends with a requested payload
         self._out: list[deque[bytes]] = [deque() for _ in pages]
         self._chunk_bytes = _MOST_CHUNK_BYTES
         for _, channel in self._channels():
@@ -94,7 +94,7 @@ class PointToPoint:
                 socket.SOL_SOCKET, socket.SO_SNDBUF
             )  # for three chunks: both sides copy at the same time
             self._chunk_bytes = min(self._chunk_bytes, room * 3 // 10)
-        self._earliest_deadline = math.inf  # no transfer ends before it; a transfer that has ended may have set it
+        self._earliest_deadline = math.inf  # no transfer expires before it; may come from a transfer that has ended
         self._thread = threading.Thread(target=self._serve, name=f"guozhuang-p2p-{self._rank}", daemon=True)
         try:
             self._thread.start()
@@ -103,25 +103,25 @@ class PointToPoint:
             raise
 
     def send(self, tensor: Tensor, dst: int, tag: int, timeout_s: float | None = None) -> Transfer:
-        """Begin to send a CPU tensor, which must not change until the transfer has ended.
+        """Start sending a CPU tensor, which must not change until the transfer has ended.
 
-        Its limit is ``timeout_s`` seconds, if not that of all transfers.
+        ``timeout_s`` is its limit in seconds; None: the limit of all transfers.
 
         Raises:
-            UsageError: no such rank, or this one; a tag that is no 64-bit number.
-            WorldError: the group was destroyed, or broke; then what broke it.
+            UsageError: no such rank, or this rank itself; or a tag that is not a 64-bit number.
+            WorldError: the group was destroyed; if it broke, the error that broke it.
         """
         return self._begin(tensor, dst, tag, timeout_s, is_send=True)
 
     def recv(self, tensor: Tensor, src: int | None, tag: int, timeout_s: float | None = None) -> Transfer:
-        """Begin to receive into a CPU tensor, from a rank or (None) from whichever sends with this tag first. As ``send``."""
+        """Start receiving into a CPU tensor, from a rank or (None) from the first to send with this tag. Else as ``send``."""
         return self._begin(tensor, src, tag, timeout_s, is_send=False)
 
     def close(self) -> bool:
-        """End the thread; transfers under way fail. Again does nothing.
+        """End the thread; unfinished transfers fail. Later calls do nothing.
 
         Returns:
-            Whether it has ended: if not, it may still look at the memory and the sockets of the peers.
+            Whether the thread has ended: if not, it may still use the memory and the sockets of the peers.
         """
         with self._closing:
             self._is_closed = True
@@ -151,7 +151,7 @@ class PointToPoint:
         return transfer
 
     def _broken(self) -> BaseException:
-        """What to raise once this rank's group is broken: afresh each time, as tracebacks keep tensors alive."""
+        """Return a fresh copy of the error of this rank's broken group; a shared one's traceback would keep tensors alive."""
         fix = "look at its first error, and make a new group"
         return copy.copy(self._why_broken()) or self._world_error("this group is broken", fix)
 
@@ -161,7 +161,7 @@ class PointToPoint:
     # The thread.
 
     def _serve(self) -> None:
-        torch.set_grad_enabled(False)  # the mode is per thread; callbacks run here
+        torch.set_grad_enabled(False)  # the mode is per thread; callbacks run on this thread
         error: BaseException = self._world_error(*_DESTROYED)
         try:
             self._poller.register(self._wake_fd, select.POLLIN)
@@ -175,7 +175,7 @@ class PointToPoint:
             what = f"sends and receives ended after {type(unexpected).__name__}: {unexpected}"
             self._failure = error = self._world_error(what, "mend the cause and make a new group")
             error.__cause__ = unexpected
-            for _, channel in self._channels():  # peers that wait for this rank learn of it
+            for _, channel in self._channels():  # so that peers that wait for this rank fail too
                 with contextlib.suppress(OSError):
                     channel.shutdown(socket.SHUT_RDWR)
         with self._closing:
@@ -189,7 +189,7 @@ class PointToPoint:
         return ((peer, channel) for peer, channel in enumerate(self._peers.channels) if channel is not None)
 
     def _turn(self) -> None:
-        """Wait until there is something to do, and do it."""
+        """Wait for an event or a deadline, and process everything that is ready."""
         sleep_s = _LONGEST_SLEEP_S
         if self._under_way.all():
             sleep_s = max(min(self._earliest_deadline - time.monotonic(), _LOOK_S), 0.0)
@@ -216,7 +216,7 @@ class PointToPoint:
             self._expire()
 
     def _take(self, transfer: Transfer) -> None:
-        """Begin with a new transfer."""
+        """Start a new transfer."""
         self._earliest_deadline = min(self._earliest_deadline, transfer.deadline)
         if self._rank in self._under_way.gave_up:
             transfer.end(self._broken())
@@ -260,7 +260,7 @@ class PointToPoint:
             self._out[peer].append(message)
 
     def _flush(self, peer: int) -> None:
-        """Send what waits for a peer, as much as its socket takes: messages first, then a chunk of each stream in turn."""
+        """Send a peer's queued data, as much as its socket takes: messages first, then a chunk of each stream in turn."""
         channel, out, streams = self._peers.channels[peer], self._out[peer], self._streams[peer]
         if peer in self._under_way.lost or channel is None:
             return
@@ -279,7 +279,7 @@ class PointToPoint:
                 send.offset_bytes = end
                 streams.rotate(-1) if end < send.num_bytes else streams.popleft()
         except OSError as error:
-            if error.errno in ENDED:  # what the peer sent before its end is read, and then its end
+            if error.errno in ENDED:  # messages that the peer sent before its end are read first
                 out.clear()
                 streams.clear()
             elif error.errno in _TOO_LARGE and not out and self._chunk_bytes > _FEWEST_CHUNK_BYTES:
@@ -289,7 +289,7 @@ class PointToPoint:
         self._poller.modify(channel, select.POLLIN | (select.POLLOUT if out or streams else 0))
 
     def _read(self, peer: int, at_most: int = sys.maxsize) -> None:
-        """Take what a peer has sent."""
+        """Receive and process messages from a peer."""
         channel = self._peers.channels[peer]
         assert channel is not None
         for _ in range(at_most):
@@ -315,7 +315,7 @@ class PointToPoint:
             except BlockingIOError:
                 return
             except ConnectionResetError:
-                continue  # it went without reading everything; said once, before what it sent
+                continue  # the peer ended with unread messages; reported once, before the messages that it sent
             if peer in self._under_way.lost:
                 return
 
@@ -340,10 +340,10 @@ class PointToPoint:
                 send.end(send.given_up(peer, self._peers.pids[peer]))
 
     def _take_chunk(self, peer: int, channel: socket.socket, number: int, offset_bytes: int) -> None:
-        """Receive a chunk where it belongs; the payload of a receive that was given up is dropped."""
+        """Receive a chunk into its tensor; drop it if the receive was aborted."""
         receive = self._under_way.receives.get((peer, number))
         if receive is None:
-            channel.recv(1)  # the rest of the message goes with it
+            channel.recv(1)  # drops the rest of the message too
             return
         assert offset_bytes == receive.offset_bytes, "a chunk is missing"
         num_bytes = channel.recvmsg_into((self._header, receive.payload[offset_bytes:]))[0] - transfers.MESSAGE.size
@@ -353,10 +353,10 @@ class PointToPoint:
             self._say(peer, transfers.pack(transfers.DONE, number))
             receive.end()
 
-    # Ends that are not good.
+    # Failures.
 
     def _lose(self, peer: int, text: str) -> None:
-        """Mark a rank as gone, and fail the transfers that wait for it."""
+        """Mark a rank as lost, and fail the transfers that wait for it."""
         has_left = self._states[peer].value == RankState.LEFT
         self._under_way.lost[peer] = (text + (", it left the group" if has_left else ""), has_left)
         channel = self._peers.channels[peer]
@@ -367,7 +367,7 @@ class PointToPoint:
         self._fail_those_with(peer)
 
     def _look_who_gave_up(self) -> None:
-        """See [Note: a rank that gave up]."""
+        """Fail transfers with ranks whose group broke. See [Note: a rank that gave up]."""
         for peer, state in enumerate(self._states):
             if state.value != RankState.BROKEN or peer in self._under_way.gave_up or peer in self._under_way.lost:
                 continue
@@ -392,7 +392,7 @@ class PointToPoint:
         return transfer.lost(peer, self._peers.pids[peer], text, "look at its own error")
 
     def _expire(self) -> None:
-        """Fail the transfers whose time has run out, and tell the other side."""
+        """Fail the transfers that have timed out, and notify the other ranks."""
         now = time.monotonic()
         for transfer in [each for each in self._under_way.all() if each.deadline <= now]:
             pid = None if transfer.other is None else self._peers.pids[transfer.other]
@@ -400,7 +400,7 @@ class PointToPoint:
         self._earliest_deadline = min((each.deadline for each in self._under_way.all()), default=math.inf)
 
     def _withdraw(self, transfer: Transfer, error: BaseException) -> None:
-        """Fail a transfer for a reason of this rank's own, and tell the other side."""
+        """Fail a transfer for a reason on this rank, and notify the other rank."""
         other = transfer.other
         if transfer.is_send:
             del self._under_way.sends[transfer.number]
@@ -413,7 +413,7 @@ class PointToPoint:
         transfer.end(error)
 
     def _say_farewell(self) -> None:
-        """Send the messages that are still to go out; peers wait for them."""
+        """Send the queued messages, for which peers wait."""
         deadline = time.monotonic() + _FAREWELL_S
         for streams in self._streams:
             streams.clear()
