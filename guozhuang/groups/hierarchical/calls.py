@@ -100,7 +100,7 @@ def collective(options: Callable[[], Any]) -> Callable[[Prepare], Callable[..., 
 
 
 class Calls(PythonGroup):
-    """The path of every call on the group. The arguments are those of ``HierarchicalGroup``."""
+    """A process group over several nodes: checks, turns and errors of each call. Arguments: see ``HierarchicalGroup``."""
 
     def __init__(
         self,

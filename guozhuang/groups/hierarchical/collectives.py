@@ -218,7 +218,7 @@ class Collectives:
 
 
 class _LanePiece:
-    """A piece of a tensor and the parts of the lanes in it."""
+    """A piece of a tensor, divided into one part per lane, and its buffers."""
 
     def __init__(self, values: Tensor, nodes: Nodes, parts: Pool, wholes: Pool) -> None:
         self._values, self._num_lanes = values, nodes.num_lanes

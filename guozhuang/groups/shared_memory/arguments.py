@@ -146,12 +146,12 @@ class Bytes:
         return self._copy(tensor)
 
     def apart(self, tensor: Tensor, others: Sequence[MemoryRange], own: int | None = None) -> Tensor:
-        """As ``plain``; copy also if it overlaps one of the output ranges ``others``, unless it equals their ``own``-th."""
+        """Return ``plain(tensor)``, copied if it overlaps an output range of ``others`` without being their ``own``-th."""
         plain = self.plain(tensor)
         return self._copy(plain) if is_mixed(piece(plain), others, own) else plain
 
     def target_apart(self, tensor: Tensor, others: Sequence[MemoryRange], own: int) -> Tensor:
-        """As ``target``; copy also if it overlaps one of the input ranges ``others``, unless it equals their ``own``-th."""
+        """Return ``target(tensor)``, or another if it overlaps an input range of ``others`` without being their ``own``-th."""
         plain = self.target(tensor)
         if not is_mixed(piece(plain), others, own):
             return plain

@@ -33,7 +33,7 @@ class MemoryRange(NamedTuple):
 
 
 class Combining(NamedTuple):
-    """How elements are combined, see ``ChunkStream``.
+    """The operation that combines elements, see ``ChunkStream``.
 
     Attributes:
         dtype: a ``DType``.

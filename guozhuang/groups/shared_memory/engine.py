@@ -82,7 +82,7 @@ class Engine(Protocol):
 
         Raises:
             ValueError: the program or an argument is invalid; nothing was done.
-            RuntimeError: a run is under way in another thread.
+            RuntimeError: another thread is running a program.
             KeyboardInterrupt: (or what a signal handler raises) during a wait in the main thread; the rank is then BROKEN.
         """
 

@@ -14,14 +14,14 @@ import torch
 
 
 class StreamKind(enum.IntEnum):
-    """The operation of a stream on a chunk."""
+    """The operation that a stream performs on each chunk."""
 
     COPY = 0  # one source to one destination
     REDUCE = 1  # all sources, in the given order, to every destination
 
 
 class Op(enum.IntEnum):
-    """The operation of a REDUCE on its sources. BAND, BOR and BXOR are for integers and bool."""
+    """The operation by which a REDUCE combines its sources. BAND, BOR and BXOR are for integers and bool."""
 
     SUM = 0  # integers wrap around; for bool a logical or
     PROD = 1  # integers wrap around; for bool a logical and
