@@ -137,7 +137,7 @@ class ShardedOptimizer(Optimizer):
             self.collect()
             if not scaling.unscale_together(grad_scaler, self, self.carrier):
                 self.carrier.skip()
-                self.inner._opt_called = True  # else a scheduler made before prepare() would warn
+                self.inner._opt_called = True  # type: ignore[attr-defined]  # for schedulers made before prepare()
                 return loss
         if not self._steps_in_parts:
             self.collect()

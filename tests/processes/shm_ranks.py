@@ -34,8 +34,11 @@ def _in_group(
     is_gloo = dist.is_initialized() and dist.get_backend() == "gloo"  # the function changed it
     if dist.is_initialized():
         dist.destroy_process_group()
+    # Gloo closes its sockets when it pleases, and its end in a collection may wait for a thread that wants the GIL.
+    if is_gloo:
+        return result
     gc.collect()
-    left = set() if is_gloo else held() - before  # gloo closes its sockets when it pleases
+    left = held() - before
     assert not left, f"rank {rank} left behind {sorted(left)}"
     return result
 

@@ -1,6 +1,6 @@
-"""The package that ``import horovod`` finds: it is guozhuang.compat.horovod, or the real Horovod where that is installed.
+"""The package that ``import horovod`` finds: it becomes guozhuang.compat.horovod, or the real Horovod if that is installed.
 
-Nothing else lies in this folder, so that having it on the path changes nothing but what ``horovod`` is.
+The folder ``on_path`` holds nothing else, so putting it on the path affects no import but that of ``horovod``.
 """
 
 import importlib.machinery
@@ -8,11 +8,11 @@ import importlib.util
 import os
 import sys
 
-_OURS = "guozhuang.compat.horovod"  # this file has these words, by which its other copies are known
+_OURS = "guozhuang.compat.horovod"  # copies of this file are recognized by this text in their source
 
 
 def _is_ours(spec: importlib.machinery.ModuleSpec) -> bool:
-    """Whether it is this file, or another copy of it. What has no source, or cannot be read, is not ours."""
+    """Return whether a spec is of this file or a copy of it. A module whose source cannot be read is none."""
     if os.path.basename(os.path.dirname(os.path.dirname(spec.origin or ""))) in ("on_path", "guozhuang_horovod"):
         return True
     try:
@@ -22,16 +22,16 @@ def _is_ours(spec: importlib.machinery.ModuleSpec) -> bool:
 
 
 def _real() -> importlib.machinery.ModuleSpec | None:
-    """Where the real Horovod lies, on the rest of the path or wherever else Python looks; None if it is not installed."""
+    """Return the spec of the real Horovod, from the rest of the path or another finder; None if it is not installed."""
     here = os.path.realpath(os.path.dirname(os.path.dirname(__file__)))
     for entry in sys.path:
         if os.path.realpath(entry or os.curdir) == here:
             continue
         spec = importlib.machinery.PathFinder.find_spec(__name__, [entry])
-        # Without a loader it is a folder of that name, and no package.
+        # A spec without a loader is a mere folder of that name.
         if spec is not None and spec.loader is not None and not _is_ours(spec):
             return spec
-    for finder in sys.meta_path:  # of packages that were installed to be edited, among others
+    for finder in sys.meta_path:  # for one, the finders of packages installed in editable mode
         if finder is not importlib.machinery.PathFinder and hasattr(finder, "find_spec"):
             spec = finder.find_spec(__name__, None)
             if spec is not None and spec.loader is not None and not _is_ours(spec):
