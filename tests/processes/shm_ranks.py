@@ -5,6 +5,7 @@ import gc
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +39,9 @@ def _in_group(
     if is_gloo:
         return result
     gc.collect()
-    left = held() - before
+    deadline = time.monotonic() + 5.0  # a group that was dropped on its own thread ends a moment later
+    while (left := held() - before) and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert not left, f"rank {rank} left behind {sorted(left)}"
     return result
 

@@ -208,6 +208,7 @@ def test_a_second_init_must_agree_with_the_first() -> None:
 
 def adopts(rank: int, world_size: int) -> tuple[world.World, bool, str]:
     found = dist.group.WORLD
+    dist.barrier()  # a rank that fails early leaves while the other still connects
     me = world.init()
     assert dist.group.WORLD is found
     assert world.init() is me
@@ -270,7 +271,9 @@ def test_the_backend_comes_from_the_script_then_the_command_line_then_the_defaul
 
 def test_a_request_that_comes_too_late_is_refused() -> None:
     errors = run_ranks(adopts, 2, env={"GUOZHUANG_BACKEND": "fake"}, collect_errors=True)
-    assert all(isinstance(e, RankError) and e.type_name == "UsageError" and "--backend" in e.message for e in errors)
+    assert all(isinstance(e, RankError) and e.type_name == "UsageError" and "--backend" in e.message for e in errors), (
+        errors
+    )
 
 
 def adopts_again(rank: int, world_size: int) -> list[int]:
