@@ -14,10 +14,10 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --e
 demo: $(VENV)/.installed-text
 	$(BIN)/guozhuang compare --batch-size 16 --steps 40 --strategies single,ddp,torch-ddp,sharded,none
 
-# Tests run side by side on four workers, for they mostly wait (tests/conftest.py). Types are checked meanwhile, and reported
+# Tests run side by side on three workers, for they mostly wait (tests/conftest.py). Types are checked meanwhile, and reported
 # after them. Either failing fails.
 PYTEST = $(BIN)/mypy >$(VENV)/types.log 2>&1 & types=$$!; \
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(1); tests=$$?; \
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(1); tests=$$?; \
 	wait $$types || tests=1; echo "mypy: $$(cat $(VENV)/types.log)"; exit $$tests
 
 test: style
