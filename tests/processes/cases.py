@@ -216,16 +216,25 @@ def mean_loss(module: Callable[[Tensor], Tensor], world_size: int, step: int = 0
     return torch.stack([module(batch(r, step, rows)).pow(2).mean() for r in range(world_size)]).mean()
 
 
-def sent_per_step(exchange: WeightExchange[Any], parameters: Named, num_steps: int) -> float:
-    """Bytes that the kernel sent over TCP for this rank in so many steps of a weight exchange, per step."""
-    state = exchange.prepare(parameters, dist.group.WORLD)
+def sent_in(take_step: Callable[[int], object], num_steps: int) -> float:
+    """Bytes that the kernel sent over TCP for this rank in so many steps, per step. Every rank must call it."""
     dist.barrier()
     before = tcp_sent_bytes()
     for step in range(num_steps):
-        exchange.before_step(state, step)
-        exchange.after_step(state, step)
+        take_step(step)
     dist.barrier()
     after = tcp_sent_bytes()
     dist.barrier()  # nobody closes a socket before all have read
     assert before is not None and after is not None
     return (after - before) / num_steps
+
+
+def sent_per_step(exchange: WeightExchange[Any], parameters: Named, num_steps: int) -> float:
+    """Bytes that the kernel sent over TCP for this rank in so many steps of a weight exchange, per step."""
+    state = exchange.prepare(parameters, dist.group.WORLD)
+
+    def take_step(step: int) -> None:
+        exchange.before_step(state, step)
+        exchange.after_step(state, step)
+
+    return sent_in(take_step, num_steps)

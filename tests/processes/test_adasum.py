@@ -16,8 +16,7 @@ from guozhuang import DistributedDataParallel
 from guozhuang.errors import UsageError
 from guozhuang.exchange.adasum import Adasum
 from guozhuang.gradients.buckets import Bucket
-from guozhuang.lab.measure import tcp_sent_bytes
-from tests.processes.cases import assert_equal_across_ranks, batch, mlp, names_of_cases, results_of_cases
+from tests.processes.cases import assert_equal_across_ranks, batch, mlp, names_of_cases, results_of_cases, sent_in
 from tests.processes.test_compressed import SHAPES, buckets_of, exchange_all, fill
 from tests.pure.test_adasum import adasum
 from tests.ranks import run_ranks
@@ -190,15 +189,8 @@ def counted(rank: int, size: int) -> tuple[float, int]:
     exchange, buckets = Adasum(), [Bucket(0, True, ["a", "b"], [torch.zeros(200_001), torch.zeros(300, 300)])]
     state = exchange.prepare(buckets, dist.group.WORLD)
     exchange_all(exchange, buckets, state, 0)
-    dist.barrier()
-    before = tcp_sent_bytes()
-    for step in range(4):
-        exchange_all(exchange, buckets, state, step)
-    dist.barrier()
-    after = tcp_sent_bytes()
-    dist.barrier()  # nobody closes a socket before all have read
-    assert before is not None and after is not None
-    return (after - before) / 4, exchange.traffic(buckets[0].flat.numel(), 4, size) + exchange.gram_bytes(1, size)
+    sent = sent_in(lambda step: exchange_all(exchange, buckets, state, step), 4)
+    return sent, exchange.traffic(buckets[0].flat.numel(), 4, size) + exchange.gram_bytes(1, size)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads what the Linux kernel tells")

@@ -23,8 +23,7 @@ from guozhuang.exchange.codecs.quantize8 import MinMax8
 from guozhuang.exchange.decentralized import Decentralized, partner
 from guozhuang.exchange.low_precision_decentralized import LowPrecisionDecentralized, RingState
 from guozhuang.exchange.weights import WeightExchange
-from guozhuang.lab.measure import tcp_sent_bytes
-from tests.processes.cases import OwnMessages, as_tests, seeded
+from tests.processes.cases import OwnMessages, as_tests, seeded, sent_in
 from tests.pure.test_codecs import bagua_uint8
 from tests.ranks import run_ranks
 
@@ -460,16 +459,14 @@ def counted(rank: int, size: int) -> list[tuple[float, float]]:
             exchange.before_step(state, step)
             exchange.after_step(state, step)
         exchange.before_step(state, 2)
-        dist.barrier()
-        before, num_steps = tcp_sent_bytes(), 2 * size
-        for step in range(2, 2 + num_steps):
-            exchange.after_step(state, step)
-            exchange.before_step(state, step + 1)
-        dist.barrier()
-        after, said = tcp_sent_bytes(), exchange.traffic(weight.numel(), 4, size)
-        dist.barrier()  # nobody closes a socket before all have read
-        assert before is not None and after is not None and said is not None
-        found.append(((after - before) / num_steps, said))
+
+        def take_step(step: int, exchange: Any = exchange, state: Any = state) -> None:
+            exchange.after_step(state, step + 2)
+            exchange.before_step(state, step + 3)
+
+        sent, said = sent_in(take_step, 2 * size), exchange.traffic(weight.numel(), 4, size)
+        assert said is not None
+        found.append((sent, said))
     return found
 
 

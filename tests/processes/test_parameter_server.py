@@ -26,10 +26,9 @@ from guozhuang.exchange.parameter_server.protocol import connect
 from guozhuang.exchange.parameter_server.server import serve
 from guozhuang.gradients.buckets import Bucket
 from guozhuang.groups.agreement import store_of
-from guozhuang.lab.measure import tcp_sent_bytes
 from guozhuang.world.requests import requested_servers
 from tests.forking import fork_server
-from tests.processes.cases import batch, mlp, names_of_cases, results_of_cases
+from tests.processes.cases import batch, mlp, names_of_cases, results_of_cases, sent_in
 from tests.ranks import RankError, free_port, run_ranks
 
 # ---- servers of their own
@@ -467,20 +466,14 @@ def counted(rank: int, size: int) -> tuple[float, float]:
     model = nn.Sequential(*[nn.Linear(300, 300) for _ in range(6)])
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.8)
     ddp.use_exchange(ParameterServer(part_bytes=100_000))
-    rows, num_steps = torch.randn(2, 300), 4
+    rows = torch.randn(2, 300)
     for _ in range(2):
         ddp(rows).sum().backward()
-    dist.barrier()
-    before = tcp_sent_bytes()
-    for _ in range(num_steps):
-        ddp(rows).sum().backward()
-    dist.barrier()
-    after = tcp_sent_bytes()
-    dist.barrier()  # nobody closes a socket before all have read
-    assert before is not None and after is not None and ddp.reducer is not None
+    sent = sent_in(lambda _: ddp(rows).sum().backward(), num_steps=4)
+    assert ddp.reducer is not None
     num_elements = sum(p.numel() for p in model.parameters())
     close(ddp)
-    return (after - before) / num_steps, ddp.reducer.exchange.traffic(num_elements, 4, size)
+    return sent, ddp.reducer.exchange.traffic(num_elements, 4, size)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads what the Linux kernel tells")

@@ -6,11 +6,10 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from guozhuang import DistributedDataParallel
-from guozhuang.lab.measure import tcp_sent_bytes
+from tests.processes.cases import sent_in
 from tests.ranks import run_ranks
 
 STEPS = 4
@@ -22,16 +21,10 @@ def counted(rank: int, size: int) -> tuple[float, int]:
     batch = torch.randn(2, 300)
     for _ in range(2):
         ddp(batch).sum().backward()
-    dist.barrier()
-    before = tcp_sent_bytes()
-    for _ in range(STEPS):
-        ddp(batch).sum().backward()
-    dist.barrier()
-    after = tcp_sent_bytes()
-    dist.barrier()  # nobody closes a socket before all have read
-    assert before is not None and after is not None and ddp.reducer is not None
+    sent = sent_in(lambda _: ddp(batch).sum().backward(), STEPS)
+    assert ddp.reducer is not None
     num_elements = sum(p.numel() for p in model.parameters())
-    return (after - before) / STEPS, ddp.reducer.exchange.traffic(num_elements, 4, size)
+    return sent, ddp.reducer.exchange.traffic(num_elements, 4, size)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads what the Linux kernel tells")
