@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 from torch.nn.modules.module import (
@@ -13,6 +14,22 @@ from torch.nn.modules.module import (
 )
 
 from ..errors import UsageError, explain
+
+# It guards the set of all objects of the class below and what each of them notes: other threads may build modules at any
+# time. It is reentrant because a finalizer that builds a module may interrupt the thread that holds it.
+_LOCK: Final = threading.RLock()
+_ALL: Final[weakref.WeakSet[Additions]] = weakref.WeakSet()
+
+
+def _note(owner: nn.Module, name: str, value: Any) -> None:
+    with _LOCK:
+        for additions in _ALL:
+            additions.note(owner)
+
+
+# They are registered once and stay: PyTorch iterates over these hooks without a lock whenever any thread builds a module.
+register_module_parameter_registration_hook(_note)
+register_module_module_registration_hook(_note)
 
 
 class Additions:
@@ -26,18 +43,15 @@ class Additions:
 
     def __init__(self, known: Sequence[tuple[str, nn.Parameter]]) -> None:
         self._known = [p for _, p in known]
-        self._changed: weakref.WeakSet[nn.Module] = (
-            weakref.WeakSet()
-        )  # modules that were given a parameter or a part, also of other models
+        # Modules that were given a parameter or a part, also those of other models.
+        self._changed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._added: list[tuple[str, nn.Parameter]] = []
-        changed = weakref.ref(self._changed)
+        with _LOCK:
+            _ALL.add(self)
 
-        def note(owner: nn.Module, name: str, value: Any) -> None:
-            if (modules := changed()) is not None:
-                modules.add(owner)
-
-        for register in (register_module_parameter_registration_hook, register_module_module_registration_hook):
-            weakref.finalize(self, register(note).remove)
+    def note(self, owner: nn.Module) -> None:
+        """Remember that a module was given a parameter or a part; called with the lock held."""
+        self._changed.add(owner)
 
     def refuse(self, module: nn.Module, ignored: frozenset[str], rank: int) -> None:
         """Raise if there are added parameters that are trained and not averaged.
@@ -52,9 +66,11 @@ class Additions:
         """
         if self._changed:
             parts = set(module.modules())
-            given = {id(p) for part in self._changed if part in parts for p in part.parameters()}
+            with _LOCK:
+                changed = [part for part in self._changed if part in parts]
+                self._changed.clear()
+            given = {id(p) for part in changed for p in part.parameters()}
             given -= {id(p) for p in self._known} | {id(p) for _, p in self._added}
-            self._changed.clear()
             self._added += [
                 (name, p) for name, p in module.named_parameters() if id(p) in given and name not in ignored
             ]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import datetime
 import queue
 import sys
 import threading
@@ -98,6 +99,11 @@ class ThreadGroup(PythonGroup):
     def __init__(self, rank: int, size: int, meeting: _Meeting) -> None:
         super().__init__(rank, size, NAME)
         self._meeting, self._number, self._lock = meeting, 0, threading.Lock()
+        # Limits what waits in the store, where a failed rank wakes nobody.
+        self.options = SimpleNamespace(_timeout=datetime.timedelta(seconds=LIMIT_S))
+
+    def _get_backend(self, device: torch.device) -> ThreadGroup:
+        return self
 
     @staticmethod
     def sent_by_this_rank() -> int:

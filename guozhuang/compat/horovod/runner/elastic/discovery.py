@@ -70,25 +70,23 @@ class HostDiscoveryScript:
         Raises:
             DiscoveryError: the script did not end with 0, hung, was killed by ``close``, or printed a line that is no host.
         """
-        with self._lock:
-            if self._is_over:
-                raise DiscoveryError(f"the discovery script is not run any more: {self._script}")
-            process = self._process = subprocess.Popen(
-                self._script, shell=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                text=True, errors="replace", start_new_session=True,
-            )  # fmt: skip
         try:
-            out, err = process.communicate(timeout=_SCRIPT_S)
-        except BaseException as error:  # KeyboardInterrupt too: the script must not be left running
-            self._kill()
-            process.wait()
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
-            what = f"the discovery script did not end within {_SCRIPT_S:g} s: {self._script}"
-            raise DiscoveryError(what) from None
-        finally:
             with self._lock:
-                self._process = None
+                if self._is_over:
+                    raise DiscoveryError(f"the discovery script is not run any more: {self._script}")
+                process = self._process = subprocess.Popen(
+                    self._script, shell=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                    text=True, errors="replace", start_new_session=True,
+                )  # fmt: skip
+            out, err = process.communicate(timeout=_SCRIPT_S)
+        except subprocess.TimeoutExpired:
+            raise DiscoveryError(f"the discovery script did not end within {_SCRIPT_S:g} s: {self._script}") from None
+        finally:
+            self._kill()  # also after a KeyboardInterrupt: the script must not be left running
+            with self._lock:
+                started, self._process = self._process, None
+            if started is not None:
+                started.wait()
         if process.returncode != 0:
             said = f", saying: {err.strip()[-500:]}" if err.strip() else ""
             raise DiscoveryError(f"the discovery script {self._script} ended with exit code {process.returncode}{said}")
@@ -102,7 +100,7 @@ class HostDiscoveryScript:
 
     def _kill(self) -> None:
         with self._lock, contextlib.suppress(ProcessLookupError, PermissionError):
-            if self._process is not None:
+            if self._process is not None and self._process.returncode is None:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
 
