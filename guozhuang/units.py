@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 DASH = "\N{EN DASH}"
@@ -138,3 +142,23 @@ def _three_digits(value: float) -> str:
     if magnitude >= 9.995:
         return f"{value:.1f}"
     return f"{value:.2f}"
+
+
+def terminal_table(title: str, headings: Sequence[str], num_left: int, *, no_wrap: bool = False) -> Table:
+    """Return an empty table of the terminal.
+
+    Args:
+        title: printed above it.
+        headings: of its columns.
+        num_left: number of first columns that are aligned at the left; numbers stand at the right.
+        no_wrap: keep each cell in one line.
+    """
+    from rich import box
+    from rich.table import Table
+
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1)
+    )
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if number < num_left else "right", vertical="bottom", no_wrap=no_wrap)
+    return table

@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 from guozhuang.check.results import SOURCE, Facts, Network, NetworkInterface, Resources
-from guozhuang.errors import UsageError
+from guozhuang.errors import UsageError, WorldError
 from guozhuang.groups.shared_memory import engine
 from guozhuang.net.client import OverdueError, attempt
+from guozhuang.net.interfaces import own_address_towards
 from guozhuang.net.meeting_point import MeetingPoint
 from guozhuang.watch.processes import node_identity
 from guozhuang.world import machine, requested_backend, requested_gloo_interface, requested_nccl_interface
@@ -203,10 +204,8 @@ def _resolve(host: str) -> tuple[tuple[str, ...], str]:
 
 def _interface_to(address: str, interfaces: Sequence[NetworkInterface]) -> str | None:
     """Return the interface through which the system would send to an address. Sends nothing."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 9))
-        return _owner(probe.getsockname()[0], interfaces)
+    with contextlib.suppress(WorldError):
+        return _owner(own_address_towards(address), interfaces)
     return None
 
 

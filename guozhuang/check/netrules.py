@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from guozhuang.check.results import CheckResults, Facts, Finding, Network, NetworkInterface, is_loopback
+from guozhuang.check.results import CheckResults, Facts, Finding, Network, NetworkInterface
 from guozhuang.net.interfaces import is_local_bridge
+from guozhuang.net.search import is_loopback
 from guozhuang.units import listed
 
 

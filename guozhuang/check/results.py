@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from guozhuang.errors import UsageError, explain
-from guozhuang.records import build
+from guozhuang.records import build, plain
 
 #: Increased when a field changes its meaning or is removed; adding fields does not change it.
 SCHEMA_VERSION = 1
@@ -303,11 +301,6 @@ class CheckResults:
         return next((each.host for each in self.facts if each.rank == rank), "")
 
 
-def is_loopback(address: str) -> bool:
-    """Tell whether the address means the host itself, on whichever host it is used."""
-    return address.startswith("127.") or address == "::1"
-
-
 def exit_code(findings: Sequence[Finding]) -> int:
     """Return 1 if a finding breaks training, else 0."""
     return int(any(each.level == "fail" for each in findings))
@@ -318,7 +311,7 @@ def to_json(results: CheckResults, findings: Sequence[Finding]) -> str:
     document = asdict(results)
     document["findings"] = [asdict(each) for each in findings]
     document["exit_code"] = exit_code(findings)
-    return json.dumps(_finite(document), indent=1, allow_nan=False)
+    return json.dumps(plain(document, lambda _: None), indent=1, allow_nan=False)
 
 
 def from_json(text: str) -> CheckResults:
@@ -338,11 +331,3 @@ def from_json(text: str) -> CheckResults:
         if isinstance(error, UsageError):
             raise
         raise UsageError(explain(f"this is no result of a check: {error!r}")) from error
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value

@@ -12,9 +12,9 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,8 @@ from guozhuang.check.facts import address_on
 from guozhuang.check.measure import Pair, PairError
 from guozhuang.check.results import Absence, CheckResults, ClockOffset, Facts, MeasuredLink, MeasuredReduction
 from guozhuang.errors import UsageError, WorldError, explain
-from guozhuang.net.client import LOOK_AT_THE_KEEPER, Client, OverdueError, attempt
+from guozhuang.net.client import Client, OverdueError, PatientStore, attempt, look_s
+from guozhuang.net.meet import WorldStore
 from guozhuang.world.identity import Identity
 
 _ANSWER_S = 5.0  # limit of store calls that are answered at once
@@ -33,8 +34,6 @@ _CLOCKS_S, _CLOCK_REPEATS = 10.0, 16
 _REDUCE_GRACE_S = 2.0
 _GRACE_S = 0.5  # between the limit of a pair and the deadline for its answers
 ENDED_S = 0.3  # time to wait for the end of a connection to be noticed
-
-T = TypeVar("T")
 
 
 def steps_limit_s(timeout_s: float) -> float:
@@ -47,54 +46,21 @@ def steps_limit_s(timeout_s: float) -> float:
     return _CONNECT_S + _CLOCKS_S + links_s + timeout_s + _REDUCE_GRACE_S
 
 
-class StoreClient:
-    """A client of the world's store, with a limit for each call; see [Note: waiting for a store] in ``net.client``.
+def store_of(meeting: WorldStore, store: dist.Store, identity: Identity) -> PatientStore:
+    """Return the store of the world, with a limit for each call, and with errors that name the node that keeps it."""
+    name = f"the store of the world (at {meeting.host})" if meeting.host else "the store of the world"
+    return PatientStore(store, client=Client(_ANSWER_S), name=name, rank=identity.rank, num_pollers=identity.size)
 
-    Args:
-        store: the store of the world.
-        host: name or address of the node that keeps the store, for errors.
-        rank: rank of this process.
-        look_s: pause between reads of a key that is waited for.
-    """
 
-    def __init__(self, store: dist.Store, host: str | None, rank: int, look_s: float) -> None:
-        self.store = store
-        self.look_s = look_s
-        self._client = Client(_ANSWER_S)
-        self._rank = rank
-        self._where = f"the store of the world (at {host})" if host else "the store of the world"
+def write(store: PatientStore, key: str, value: Any) -> None:
+    """Write a value that JSON can represent to the store."""
+    store.set(key, json.dumps(value))
 
-    @property
-    def is_stuck(self) -> bool:
-        """Whether a call to the store is still unanswered."""
-        return bool(self._client.lost)
 
-    def write(self, key: str, value: Any) -> None:
-        """Write a value that JSON can represent to the store; raises WorldError if the store is silent or gone."""
-        self.ask(self.store.set, key, json.dumps(value))
-
-    def read(self, key: str, limit_s: float = 0.0) -> Any:
-        """Read a value from the store; None if there is none within ``limit_s``. Raises like :meth:`write`."""
-        deadline = time.monotonic() + limit_s
-        while not self.ask(self.store.check, [key]):
-            if time.monotonic() >= deadline:
-                return None
-            time.sleep(self.look_s)
-        return json.loads(self.ask(self.store.get, key))
-
-    def add(self, key: str, number: int) -> int:
-        """Add to a number in the store; return the sum. Raises like :meth:`write`."""
-        return self.ask(self.store.add, key, number)
-
-    def ask(self, call: Callable[..., T], *arguments: Any) -> T:
-        """Call a method of the store; raises like :meth:`write`."""
-        try:
-            return self._client.call(call, *arguments)
-        except RuntimeError as error:
-            silent = isinstance(error, OverdueError)
-            what = f"{self._where} {self._client.lost}" if silent else f"{self._where} is gone: {error}"
-            fix = "look at the output of rank 0 and of the launcher for the first error"
-            raise WorldError(explain(what, rank=self._rank, fix=LOOK_AT_THE_KEEPER if silent else fix)) from error
+def read(store: PatientStore, key: str, limit_s: float = 0.0) -> Any:
+    """Read a value of :func:`write` from the store; None if it was not written within ``limit_s``."""
+    found = store.read(key, limit_s)
+    return None if found is None else json.loads(found)
 
 
 @dataclass
@@ -142,7 +108,7 @@ class Steps:
     """Runs the steps of one rank.
 
     Args:
-        client: client of the store of the world.
+        store: the store of the world.
         identity: identity of this process.
         timeout_s: limit of each step.
         node_of: the node of each rank that takes part.
@@ -152,14 +118,14 @@ class Steps:
 
     def __init__(
         self,
-        client: StoreClient,
+        store: PatientStore,
         identity: Identity,
         timeout_s: float,
         node_of: dict[int, str],
         address: str,
         state: CheckState,
     ) -> None:
-        self._client = client
+        self._store = store
         self._rank, self._leads = identity.rank, identity.rank == 0
         self._size = identity.size
         self._timeout_s = timeout_s
@@ -180,7 +146,7 @@ class Steps:
         self._measure_reductions()
         if not self._leads:
             self._wait_for("over")
-            self._client.add("left", 1)
+            self._store.add("left", 1)
 
     def _connect(self) -> None:
         """Connect every rank to rank 0, through the interface that leads there. Ranks that fail are still measured."""
@@ -192,7 +158,7 @@ class Steps:
             limit_s = min(_CONNECT_ONE_S, deadline - time.monotonic()) if self._leads else 2 * _CONNECT_S
             with contextlib.suppress(PairError, RuntimeError):
                 self._control[rank] = Pair(
-                    self._client.store, f"control/{rank}", self._leads, address, max(limit_s, _GRACE_S)
+                    self._store.inner, f"control/{rank}", self._leads, address, max(limit_s, _GRACE_S)
                 )
 
     def _compare_clocks(self) -> None:
@@ -224,7 +190,7 @@ class Steps:
             if self._leads:
                 is_late = time.monotonic() > deadline
                 lost = sorted(self._node_of.keys() - self._state.present.keys())
-                self._client.write(f"round/{number}", {"lost": lost, "is_late": is_late})
+                write(self._store, f"round/{number}", {"lost": lost, "is_late": is_late})
                 if is_late:
                     left = sum(len(each) for each in plan.rounds[number:])
                     self._state.notes.append(
@@ -238,9 +204,10 @@ class Steps:
             for a, b in there:
                 if self._rank in (a, b):
                     key = f"pair/{a}-{b}"
-                    self._client.write(
+                    write(
+                        self._store,
                         f"{key}/{self._rank}",
-                        _measured_pair(self._client.store, key, self._rank == a, self._address, limit_s),
+                        _measured_pair(self._store.inner, key, self._rank == a, self._address, limit_s),
                     )
             if self._leads:
                 self._collect_links(there, began + limit_s + _GRACE_S)
@@ -268,13 +235,13 @@ class Steps:
                 why = f"every rank must reach its peers, and {broken.a} does not reach {broken.b}"
                 self._state.notes.append(f"all_reduce was not measured: {why}")
             sizes = [] if missing or broken else [measure.SMALL_TENSOR_BYTES, self._bucket_bytes()]
-            self._client.write("reduce", {"sizes": sizes})
+            write(self._store, "reduce", {"sizes": sizes})
         sizes = self._wait_for("reduce")["sizes"]
         if not sizes:
             return
         deadline = time.monotonic() + self._timeout_s + _REDUCE_GRACE_S
         if (reduced := self._reduced(sizes)) is not None:
-            self._client.write(f"reduced/{self._rank}", reduced)
+            write(self._store, f"reduced/{self._rank}", reduced)
         if self._leads:
             deadline = max(deadline, time.monotonic() + _GRACE_S)
             key_of = {rank: f"reduced/{rank}" for rank in self._state.present}
@@ -335,24 +302,25 @@ class Steps:
             deadline: monotonic time at which waiting ends.
         """
         group_of = {rank: group for group in groups for rank in group}
+        began = time.monotonic()
         found: dict[int, dict[str, Any]] = {}
         while waiting_for := [rank for rank in key_of if rank in self._state.present and rank not in found]:
             is_over = time.monotonic() > deadline
             for rank in waiting_for:
-                answer = self._client.read(key_of[rank])
+                answer = read(self._store, key_of[rank])
                 if answer is not None:
                     found[rank] = answer
                 elif is_over or (
                     any(found[other]["failure"] for other in group_of[rank] if other in found) and self.has_ended(rank)
                 ):
                     self.lose(rank)
-            time.sleep(self._client.look_s)
+            time.sleep(look_s(time.monotonic() - began, self._size))
         return found
 
     def _wait_for(self, key: str) -> Any:
         """Read the key by which rank 0 starts a step; the limit allows for other ranks using up the step before."""
         limit_s = 2 * self._timeout_s + _CONNECT_S + _CLOCKS_S + measure.PAIR_LIMIT_S
-        found = self._client.read(key, limit_s)
+        found = read(self._store, key, limit_s)
         if found is None:
             what = f"the check went on without this rank: rank 0 gave no sign within {limit_s:g} s"
             raise WorldError(explain(what, rank=self._rank, fix="look at the output of rank 0"))
@@ -369,7 +337,7 @@ class Steps:
     def ended_by(self, rank: int) -> str:
         """Return the signal that ended a rank; "" if the rank did not write one to the store."""
         with contextlib.suppress(WorldError):
-            return str(self._client.read(f"ended/{rank}") or "")
+            return str(read(self._store, f"ended/{rank}") or "")
         return ""
 
     def has_ended(self, rank: int) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from guozhuang import units
 from guozhuang.check.results import SOURCE, CheckResults, Facts, Finding, MeasuredLink, NetworkInterface, exit_code
 from guozhuang.check.verdict import differing, headline
-from guozhuang.units import card_speed, listed, ranks_text, short_time, speed
+from guozhuang.units import card_speed, listed, ranks_text, short_time, speed, terminal_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -69,7 +69,7 @@ def _title(results: CheckResults) -> Text:
 
 
 def _nodes(results: CheckResults) -> Table:
-    table = _table(
+    table = terminal_table(
         "Nodes", ["host", "ranks", "device", "cores", "threads\na rank", "memory\nleft", "/dev/shm", "clock"], 3
     )
     clocks = {next(f.node for f in results.facts if f.rank == each.rank): each for each in results.clocks}
@@ -111,7 +111,7 @@ def _milli(seconds: float) -> str:
 
 
 def _networks(results: CheckResults) -> Table:
-    table = _table("Interfaces in use", ["host", "interface", "address", "MTU", "speed", "leads to rank 0"], 3)
+    table = terminal_table("Interfaces in use", ["host", "interface", "address", "MTU", "speed", "leads to rank 0"], 3)
     for ranks in results.nodes.values():
         here = ranks[0].network
         used = here.interface(here.in_use)
@@ -157,7 +157,9 @@ def _links(results: CheckResults) -> Table:
         shown, title = shown[: MAX_LINKS - 4], f"Links: the slowest of {len(results.links)}"
     else:
         shown = list(results.links)
-    table = _table(title, ["ranks", "hosts", "latency", "repeats", "to the\nsecond", "to the\nfirst", "repeats"], 2)
+    table = terminal_table(
+        title, ["ranks", "hosts", "latency", "repeats", "to the\nsecond", "to the\nfirst", "repeats"], 2
+    )
     for link in shown:
         names = listed([results.host_of(link.a), results.host_of(link.b)]).replace(" and ", f" {units.DASH} ")
         pair = f"{link.a} {units.DASH} {link.b}"
@@ -194,7 +196,9 @@ def _median_row(table: Table, links: Sequence[MeasuredLink], where: str) -> None
 
 
 def _reductions(results: CheckResults) -> Table:
-    table = _table("all_reduce of all ranks", ["backend", "tensor on", "size", "median", "bytes / time", "repeats"], 2)
+    table = terminal_table(
+        "all_reduce of all ranks", ["backend", "tensor on", "size", "median", "bytes / time", "repeats"], 2
+    )
     for each in results.reductions:
         if each.median_s is None:
             continue
@@ -206,17 +210,4 @@ def _reductions(results: CheckResults) -> Table:
             speed(each.num_bytes / each.median_s) if each.num_bytes >= 1 << 16 else units.ABSENT,
             str(each.num_repeats),
         )
-    return table
-
-
-def _table(title: str, headings: Sequence[str], num_left: int) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(
-        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1)
-    )
-    for number, heading in enumerate(headings):
-        justify = "left" if number < num_left else "right"
-        table.add_column(heading, justify=justify, vertical="bottom")  # type: ignore[arg-type]
     return table

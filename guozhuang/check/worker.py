@@ -25,12 +25,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 
 from guozhuang.check.facts import collect, network
-from guozhuang.check.results import OTHER_VERSION, Absence, CheckResults, Facts, is_loopback, to_json
-from guozhuang.check.steps import ENDED_S, CheckState, Steps, StoreClient, steps_limit_s
+from guozhuang.check.results import OTHER_VERSION, Absence, CheckResults, Facts, to_json
+from guozhuang.check.steps import ENDED_S, CheckState, Steps, read, steps_limit_s, store_of, write
 from guozhuang.check.verdict import judge
 from guozhuang.errors import UsageError, WorldError, explain
-from guozhuang.net.client import OverdueError, attempt
+from guozhuang.net.client import OverdueError, PatientStore, attempt, look_s
 from guozhuang.net.meet import WorldStore
+from guozhuang.net.search import is_loopback
 from guozhuang.records import build
 from guozhuang.world import session
 from guozhuang.world.identity import Identity
@@ -38,7 +39,6 @@ from guozhuang.world.identity import Identity
 DEFAULT_TIMEOUT_S = 20.0
 _FACTS_S = 15.0
 _LATE_S = 5.0  # rank 0 may start its wait this much later
-_LOOK_S, _LOOKS_PER_S = 0.02, 2000  # pause between reads of the store, and the bound of all ranks' reads together
 _LEAVE_S = 3.0
 _CHUNK = 900  # characters of a line of the printed result: some pipes and terminals fold or cut long lines
 _HANDED_OVER = re.compile(r"guozhuang-check (\d+)/(\d+) ([A-Za-z0-9+/=]+)")
@@ -141,14 +141,14 @@ class CheckRank:
         self._timeout_s = timeout_s
         self._is_over = False
         self._meeting: WorldStore | None = None
-        self._client: StoreClient | None = None
+        self._store: PatientStore | None = None
         self._steps: Steps | None = None
         self._state = CheckState()
 
     @property
     def is_stuck(self) -> bool:
         """Whether a call in a thread has not returned."""
-        return self._state.is_stuck or bool(self._client and self._client.is_stuck)
+        return self._state.is_stuck or bool(self._store and self._store.lost)
 
     def run(self) -> CheckResults | None:
         """Run the whole check; rank 0 returns the result, partial if a signal or a lost store ended the check.
@@ -172,9 +172,9 @@ class CheckRank:
         try:
             try:
                 self._state.facts[self._rank] = collect(self._identity)
-                client, meeting = self._enter()
-                node_of, address = (self._lead if self._leads else self._follow)(client, meeting)
-                self._steps = Steps(client, self._identity, self._timeout_s, node_of, address, self._state)
+                store, meeting = self._enter()
+                node_of, address = (self._lead if self._leads else self._follow)(store, meeting)
+                self._steps = Steps(store, self._identity, self._timeout_s, node_of, address, self._state)
                 attempt(limit_s, self._steps.take)
             except (WorldError, OverdueError) as error:
                 self._state.is_stuck |= isinstance(error, OverdueError)
@@ -189,24 +189,23 @@ class CheckRank:
             self._note_end(error)
             self._release()
 
-    def _enter(self) -> tuple[StoreClient, WorldStore]:
+    def _enter(self) -> tuple[PatientStore, WorldStore]:
         store, self._meeting = session.meet(self._identity, self._timeout_s)
-        look_s = max(_LOOK_S, self._identity.size / _LOOKS_PER_S)
-        self._client = StoreClient(store, self._meeting.host, self._rank, look_s)
-        if self._client.add(f"claim/{self._rank}", 1) > 1:
+        self._store = store_of(self._meeting, store, self._identity)
+        if self._store.add(f"claim/{self._rank}", 1) > 1:
             what = f"two processes say that they are rank {self._rank} of {self._identity.size}"
             raise UsageError(explain(what, fix="give each process its own RANK; end processes of earlier runs"))
-        return self._client, self._meeting
+        return self._store, self._meeting
 
-    def _lead(self, client: StoreClient, meeting: WorldStore) -> tuple[dict[int, str], str]:
+    def _lead(self, store: PatientStore, meeting: WorldStore) -> tuple[dict[int, str], str]:
         """Meet the others as rank 0; return the node of each rank that came, and the address of this rank."""
         deadline = time.monotonic() + self._timeout_s
         facts = self._state.facts
         if meeting.host and meeting.host != facts[0].network.meeting_host:
             facts[0] = replace(facts[0], network=network(meeting.host))
-        client.write("facts/0", asdict(facts[0]))
+        write(store, "facts/0", asdict(facts[0]))
         for rank in range(1, self._identity.size):
-            found = client.read(f"facts/{rank}", deadline - time.monotonic())
+            found = read(store, f"facts/{rank}", deadline - time.monotonic())
             if found is None:
                 self._state.lack(rank, "did not come", f"within {self._timeout_s:g} s")
                 continue
@@ -217,15 +216,15 @@ class CheckRank:
                 self._state.lack(rank, OTHER_VERSION, "its facts have another form than here", host)
         address_of = _addresses(facts)
         self._state.present = dict(facts)
-        client.write("roster", {str(rank): [each.node, address_of[rank]] for rank, each in facts.items()})
+        write(store, "roster", {str(rank): [each.node, address_of[rank]] for rank, each in facts.items()})
         return {rank: each.node for rank, each in facts.items()}, address_of[0]
 
-    def _follow(self, client: StoreClient, meeting: WorldStore) -> tuple[dict[int, str], str]:
+    def _follow(self, store: PatientStore, meeting: WorldStore) -> tuple[dict[int, str], str]:
         """Meet the others as any other rank; returns the same as :meth:`_lead`."""
         limit_s = self._timeout_s + _LATE_S
-        own = self._state.facts[self._rank] = self._informed(client, meeting, limit_s)
-        client.write(f"facts/{self._rank}", asdict(own))
-        roster = client.read("roster", limit_s)
+        own = self._state.facts[self._rank] = self._informed(store, meeting, limit_s)
+        write(store, f"facts/{self._rank}", asdict(own))
+        roster = read(store, "roster", limit_s)
         if roster is None:
             what = f"rank 0 did not begin the check within {limit_s:g} s"
             raise WorldError(explain(what, rank=self._rank, fix="look at the output of rank 0"))
@@ -234,7 +233,7 @@ class CheckRank:
             raise WorldError(explain(what, rank=self._rank, fix="look at the output of rank 0, or raise --timeout"))
         return {int(rank): node for rank, (node, _) in roster.items()}, str(roster[str(self._rank)][1])
 
-    def _informed(self, client: StoreClient, meeting: WorldStore, limit_s: float) -> Facts:
+    def _informed(self, store: PatientStore, meeting: WorldStore, limit_s: float) -> Facts:
         """Return the facts, with the network as known after the meeting.
 
         If the launcher connects every node to rank 0 through a tunnel on its own loopback, rank 0's facts give its address.
@@ -244,7 +243,7 @@ class CheckRank:
             facts = replace(facts, network=network(meeting.host))
         if not all(map(is_loopback, facts.network.meeting_addresses)):
             return facts
-        first = client.read("facts/0", limit_s)
+        first = read(store, "facts/0", limit_s)
         try:
             address = first["network"]["address"] if first and first["node"] != facts.node else ""
         except (TypeError, KeyError) as error:
@@ -265,14 +264,14 @@ class CheckRank:
 
     def _release(self) -> None:
         """Let the other ranks exit, and wait until they have, so that the launcher sees them end before rank 0 does."""
-        if not self._leads or self._client is None or self._meeting is None:
+        if not self._leads or self._store is None or self._meeting is None:
             return
         deadline, num_others = time.monotonic() + _LEAVE_S, len(self._state.present) - 1
         with contextlib.suppress(WorldError):
             if num_others > 0:
-                self._client.write("over", {})
-                while self._client.add("left", 0) < num_others and time.monotonic() < deadline:
-                    time.sleep(self._client.look_s)
+                write(self._store, "over", {})
+                while self._store.add("left", 0) < num_others and time.monotonic() < deadline:
+                    time.sleep(look_s(0.0))
         self._meeting.everybody_came()
 
     @contextlib.contextmanager
@@ -287,8 +286,8 @@ class CheckRank:
             name = signal.Signals(number).name
             if not self._leads:
                 with contextlib.suppress(Exception):
-                    assert self._client is not None
-                    self._client.write(f"ended/{self._rank}", name)
+                    assert self._store is not None
+                    write(self._store, f"ended/{self._rank}", name)
                 os._exit(128 + number)
             if not self._is_over:
                 self._is_over = True

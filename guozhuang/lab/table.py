@@ -50,17 +50,9 @@ def show(console: Console, results: Results, verdict: Verdict, report: Path) -> 
 
 
 def _speed(results: Results, verdict: Verdict) -> Table:
-    table = _table(
-        "Speed",
-        [
-            "samples/s",
-            f"min {units.DASH} max",
-            "epoch",
-            f"{units.TIMES}\nsingle",
-            f"{units.TIMES} torch-\nddp",
-            "of\nnone",
-        ],
-    )
+    ratios = [f"{units.TIMES}\nsingle", f"{units.TIMES} torch-\nddp", "of\nnone"]
+    headings = ["strategy", "samples/s", f"min {units.DASH} max", "epoch", *ratios]
+    table = units.terminal_table("Speed", headings, 1, no_wrap=True)
     for row in _ok(results):
         _line(
             table,
@@ -77,7 +69,8 @@ def _speed(results: Results, verdict: Verdict) -> Table:
 
 
 def _step(results: Results, verdict: Verdict) -> Table:
-    table = _table("How a step divides, ms", ["step", "data", "forward", "backward", "exposed\nexchange", "optimizer"])
+    headings = ["strategy", "step", "data", "forward", "backward", "exposed\nexchange", "optimizer"]
+    table = units.terminal_table("How a step divides, ms", headings, 1, no_wrap=True)
     for row in _ok(results):
         phases = row.phases
         parts = (phases.data_s, phases.forward_s, phases.backward_s, phases.exchange_s, phases.optimizer_s)
@@ -88,6 +81,7 @@ def _step(results: Results, verdict: Verdict) -> Table:
 def _cost(results: Results, verdict: Verdict) -> Table:
     name = primary_metric(results)
     headings = [
+        "strategy",
         "sent per\nstep",
         "peak of\na rank",
         "whole\nmachine",
@@ -95,7 +89,7 @@ def _cost(results: Results, verdict: Verdict) -> Table:
         *([name] if name else []),
         f"max |w {units.MINUS}\nsingle|",
     ]
-    table = _table("Cost and result", headings)
+    table = units.terminal_table("Cost and result", headings, 1, no_wrap=True)
     for row in _ok(results):
         difference = units.tiny(row.difference.largest) if row.difference is not None else units.ABSENT
         _line(
@@ -119,19 +113,6 @@ def primary_metric(results: Results) -> str:
 
 def _ok(results: Results) -> list[StrategyRow]:
     return [row for row in results.rows if row.ok]
-
-
-def _table(title: str, headings: list[str]) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(
-        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1)
-    )
-    table.add_column("strategy", no_wrap=True)
-    for heading in headings:
-        table.add_column(heading, justify="right", vertical="bottom", no_wrap=True)
-    return table
 
 
 def _line(table: Table, row: StrategyRow, verdict: Verdict, *cells: str) -> None:

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import logging
 import queue
+import random
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -30,6 +31,9 @@ _SLICE_S = 0.1
 _HURRY_S = 2.0
 # The pause between two polls of a key: a fraction of the wait so far, within bounds. Hundreds of ranks may poll the same key.
 _SHORTEST_LOOK_S, _LONGEST_LOOK_S, _LOOK_PART = 0.02, 0.2, 0.05
+_LOOKS_PER_S = 2000  # bound of the polls of all processes together
+# The pause between two tries to connect grows from the first to the longest.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.5
 _KEY_S = 300.0  # torch's default for waiting until another process sets a key
 _log = logging.getLogger("guozhuang")
 _T = TypeVar("_T")
@@ -158,9 +162,32 @@ class Client:
             del asked  # it refers to the store, which must be freed once nothing else refers to it
 
 
-def look_s(waited_s: float) -> float:
-    """Return how long to sleep before the next poll of a key, after waiting ``waited_s`` seconds so far."""
-    return min(_LONGEST_LOOK_S, max(_SHORTEST_LOOK_S, _LOOK_PART * waited_s))
+def look_s(waited_s: float, num_pollers: int = 1) -> float:
+    """Return how long to sleep before the next poll of a key.
+
+    Args:
+        waited_s: the time waited so far, in seconds.
+        num_pollers: number of processes that poll the same store.
+    """
+    return max(min(_LONGEST_LOOK_S, max(_SHORTEST_LOOK_S, _LOOK_PART * waited_s)), num_pollers / _LOOKS_PER_S)
+
+
+def tries(deadline: float, over: threading.Event | None = None) -> Iterator[float]:
+    """Yield the seconds that are left, once for each try of a caller that tries again until it succeeds.
+
+    There is at least one try. Pauses grow, and are random because thousands of ranks may be trying at once.
+
+    Args:
+        deadline: a time of ``time.monotonic`` after which no try begins.
+        over: ends the tries early when it is set.
+    """
+    over, pause_s = over or threading.Event(), _FIRST_PAUSE_S
+    while True:
+        yield max(deadline - time.monotonic(), 0.001)
+        left_s = deadline - time.monotonic()
+        if left_s <= 0 or over.wait(min(left_s, pause_s * random.uniform(0.7, 1.3))):
+            return
+        pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
 
 
 class PatientStore:
@@ -170,24 +197,43 @@ class PatientStore:
         store: the store itself, or a connection to it.
         prefix: put in front of every key.
         client: makes the calls; None: a new client for this store.
+        name: what errors call the store: "the store of the world (at 10.0.0.1)". With a name, a call without an answer raises
+            WorldError; without one, the ``DistNetworkError`` of the client.
+        rank: this rank, for errors.
+        num_pollers: number of processes that poll the store.
 
     Attributes:
+        inner: the store of the argument ``store``.
         while_waiting: called repeatedly while this store waits for a key; an exception from it ends the wait.
     """
 
-    def __init__(self, store: dist.Store, prefix: str = "", client: Client | None = None) -> None:
-        self._inner, self._prefix = store, prefix
+    def __init__(
+        self,
+        store: dist.Store,
+        prefix: str = "",
+        client: Client | None = None,
+        *,
+        name: str = "",
+        rank: int | None = None,
+        num_pollers: int = 1,
+    ) -> None:
+        self.inner, self._prefix = store, prefix
         self._client = Client() if client is None else client
+        self._name, self._rank, self._num_pollers = name, rank, num_pollers
         self.while_waiting: Callable[[], None] = lambda: None
 
     def within(self, prefix: str) -> PatientStore:
         """Return the part of the store whose keys begin with ``prefix``."""
-        return PatientStore(self._inner, f"{self._prefix}{prefix}/", self._client)
+        return self._part(f"{self._prefix}{prefix}/")
 
     @property
     def whole(self) -> PatientStore:
         """The whole store, with keys without a prefix."""
-        return PatientStore(self._inner, "", self._client)
+        return self._part("")
+
+    def _part(self, prefix: str) -> PatientStore:
+        named = {"name": self._name, "rank": self._rank, "num_pollers": self._num_pollers}
+        return PatientStore(self.inner, prefix, self._client, **named)  # type: ignore[arg-type]
 
     @property
     def lost(self) -> str:
@@ -204,37 +250,37 @@ class PatientStore:
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a key."""
-        self._client.call(self._inner.set, self._prefix + key, value)
+        self._call(self.inner.set, self._prefix + key, value)
 
     def get(self, key: str) -> bytes:
         """Wait until a key exists, and return its value."""
         self.wait([key])
-        return bytes(self._client.call(self._inner.get, self._prefix + key))
+        return bytes(self._call(self.inner.get, self._prefix + key))
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """Wait until all of these keys exist, and return their values."""
         self.wait(keys)
-        return list(self._client.call(self._inner.multi_get, [self._prefix + key for key in keys]))
+        return list(self._call(self.inner.multi_get, [self._prefix + key for key in keys]))
 
     def append(self, key: str, value: str) -> None:
         """Append to the value of a key; set it if the key does not exist."""
-        self._client.call(self._inner.append, self._prefix + key, value)  # type: ignore[attr-defined]
+        self._call(self.inner.append, self._prefix + key, value)  # type: ignore[attr-defined]
 
     def add(self, key: str, value: int) -> int:
         """Add to a number; return the sum."""
-        return int(self._client.call(self._inner.add, self._prefix + key, value))
+        return int(self._call(self.inner.add, self._prefix + key, value))
 
     def check(self, keys: list[str]) -> bool:
         """Return whether all of these keys exist."""
-        return bool(self._client.call(self._inner.check, [self._prefix + key for key in keys]))
+        return bool(self._call(self.inner.check, [self._prefix + key for key in keys]))
 
     def delete_key(self, key: str) -> bool:
         """Remove a key; return whether it existed."""
-        return bool(self._client.call(self._inner.delete_key, self._prefix + key))
+        return bool(self._call(self.inner.delete_key, self._prefix + key))
 
     def list_keys(self) -> list[str]:
         """Return all keys of this part of the store, without the prefix."""
-        every = self._client.call(self._inner.list_keys)
+        every = self._call(self.inner.list_keys)
         return [key.removeprefix(self._prefix) for key in every if key.startswith(self._prefix)]
 
     def wait(self, keys: list[str], timeout: Any = None) -> None:
@@ -243,13 +289,40 @@ class PatientStore:
         Raises:
             DistStoreError: a key was not set in time.
         """
-        begin, limit_s = time.monotonic(), _KEY_S if timeout is None else timeout.total_seconds()
+        if not self.exist_within(keys, _KEY_S if timeout is None else timeout.total_seconds()):
+            raise dist.DistStoreError(f"nobody set {', '.join(keys)} in time")
+
+    def exist_within(self, keys: list[str], limit_s: float) -> bool:
+        """Wait until all of these keys exist; return False if one was not set within ``limit_s`` seconds."""
+        begin = time.monotonic()
         while not self.check(keys):
             waited_s = time.monotonic() - begin
-            if waited_s > limit_s:
-                raise dist.DistStoreError(f"nobody set {', '.join(keys)} in time")
+            if waited_s >= limit_s:
+                return False
             self.while_waiting()
-            time.sleep(look_s(waited_s))
+            time.sleep(look_s(waited_s, self._num_pollers))
+        return True
+
+    def read(self, key: str, limit_s: float = 0.0) -> bytes | None:
+        """Return the value of a key; None if it was not set within ``limit_s`` seconds."""
+        if not self.exist_within([key], limit_s):
+            return None
+        return bytes(self._call(self.inner.get, self._prefix + key))
+
+    def _call(self, function: Callable[..., _T], *arguments: Any) -> _T:
+        try:
+            return self._client.call(function, *arguments)
+        except RuntimeError as error:
+            if not self._name:
+                raise
+            is_silent = isinstance(error, OverdueError)
+            what = f"{self._name} {self._client.lost}" if is_silent else f"{self._name} is gone: {error}"
+            fix = (
+                LOOK_AT_THE_KEEPER
+                if is_silent
+                else "look at the output of rank 0 and of the launcher for the first error"
+            )
+            raise WorldError(explain(what, rank=self._rank, fix=fix)) from error
 
 
 def attempt(limit_s: float, do: Callable[[], _T], still: Callable[[], str] = str) -> _T:

@@ -35,7 +35,6 @@ _NONCE_BYTES = 32
 _LET_IN, _REFUSED = b"Y", b"N"
 _MAX_STRANGERS = 128
 _MAX_NAMED = 256
-_RETRY_S = 0.1
 _log = logging.getLogger("guozhuang")
 
 
@@ -166,25 +165,24 @@ def pass_through(
     deadline, over = time.monotonic() + timeout_s, threading.Event()
     why = "the name is not resolved yet"
 
-    def come() -> socket.socket | None:
+    def connect() -> socket.socket | None:
         nonlocal why
-        while not over.is_set() and (left_s := deadline - time.monotonic()) > 0:
+        for left_s in client.tries(deadline, over):
             try:
                 return knock(host, port, secret, min(HANDSHAKE_S, left_s))
+            except WrongSecretError:
+                raise
             except NotOurDoorError as error:
-                if isinstance(error, WrongSecretError):
-                    raise
                 why = str(error)
             except OSError as error:
                 why = client.why_no_connection(error)
-            over.wait(min(_RETRY_S, left_s))
         return None
 
     def still() -> str:
         return f"{_me(rank)} waits for the door at {host}:{port}: {why}" if says else ""
 
     try:
-        first = client.attempt(timeout_s + 1.0, come, still)
+        first = client.attempt(timeout_s + 1.0, connect, still)
     except WrongSecretError as error:
         fix = "start all ranks from one launcher, or give all of them the same GUOZHUANG_SECRET"
         raise WorldError(explain(f"the door at {host}:{port} is closed to us: {error}", rank=rank, fix=fix)) from error

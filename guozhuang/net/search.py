@@ -23,7 +23,6 @@ import json
 import logging
 import os
 import queue
-import random
 import socket
 import stat
 import tempfile
@@ -40,7 +39,6 @@ from guozhuang.net.meeting_point import PortSequence
 
 # The time limit of a knock grows per round: a silent foreign program must not cost much, a busy rank 0 may need a moment.
 _FIRST_KNOCK_S, _LONGEST_KNOCK_S = 1.0, 5.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _STALE_NOTE_S = 24 * 3600.0
 LOOPBACK = "127.0.0.1"
 # Addresses reserved for documentation; used only to look up the kernel's default route, nothing is sent.
@@ -219,8 +217,8 @@ class _Search:
             host = own_address(self.point.hosts, self.point.others)
             if host in self.point.hosts:
                 return
-        limit_s, pause_s = _FIRST_KNOCK_S, _FIRST_PAUSE_S
-        while not self._over.is_set():
+        limit_s = _FIRST_KNOCK_S
+        for _ in client.tries(self.deadline, self._over):
             for port in ports:
                 left_s = self.deadline - time.monotonic()
                 if self._over.is_set() or left_s <= 0:
@@ -238,9 +236,6 @@ class _Search:
                     self._hand_over(OpenDoor(connection, host, port, store_port))
                     return
             limit_s = min(2 * limit_s, _LONGEST_KNOCK_S)
-            # Spread over time, because thousands of ranks may be knocking at one node.
-            self._over.wait(pause_s * random.uniform(0.5, 1.5))
-            pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
 
     def _hand_over(self, found: OpenDoor) -> None:
         with self._lock:

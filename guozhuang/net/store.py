@@ -12,7 +12,6 @@ from __future__ import annotations
 import datetime
 import errno
 import logging
-import random
 import socket
 import threading
 import time
@@ -25,7 +24,6 @@ from guozhuang.net.meeting_point import MeetingPoint
 
 _BACKLOG = 2048
 _ONE_TRY_S = 5.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.5
 _log = logging.getLogger("guozhuang")
 
 
@@ -209,10 +207,9 @@ def until_somebody_listens(
     Raises:
         NobodyListensError: no connection was accepted before the deadline.
     """
-    over, seen = over or threading.Event(), [None] if seen is None else seen
-    pause_s = _FIRST_PAUSE_S
-    while True:
-        left_s = deadline - time.monotonic()
+    seen = [None] if seen is None else seen
+    last: OSError | None = None
+    for left_s in client.tries(deadline, over):
         try:
             with socket.create_connection((host, port), timeout=max(0.1, min(_ONE_TRY_S, left_s))) as found:
                 # TCP allows a socket to connect to itself, which happens by chance with ports of the ephemeral range.
@@ -220,9 +217,6 @@ def until_somebody_listens(
                     return
                 raise ConnectionRefusedError
         except OSError as error:
-            seen[0] = error
-            left_s = deadline - time.monotonic()
-            if over.is_set() or left_s <= 0:
-                raise NobodyListensError(client.why_no_connection(error)) from error
-        over.wait(min(left_s, pause_s * random.uniform(0.7, 1.3)))  # thousands of ranks may be trying at once
-        pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+            seen[0] = last = error
+    assert last is not None
+    raise NobodyListensError(client.why_no_connection(last)) from last

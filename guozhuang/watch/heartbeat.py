@@ -41,6 +41,7 @@ from typing import Any
 import torch.distributed as dist
 
 from guozhuang.errors import UsageError, explain
+from guozhuang.net.store import innermost
 from guozhuang.watch.judge import AwakeClock, Beat, Judge, Limits
 from guozhuang.watch.processes import GONE, SEE_EACH_OTHER, node_identity, state_of, this_process
 from guozhuang.watch.report import EXIT_CODE, end
@@ -99,7 +100,7 @@ def start(
     for name, value in (("hang_timeout_s", hang_timeout_s), ("interval_s", interval_s)):
         if value is not None and not (math.isfinite(value) and value > 0):
             raise UsageError(explain(f"{name} must be a number of seconds above 0", value=value, fix="leave it out"))
-    if size == 1 or not isinstance(_innermost(store), dist.TCPStore):
+    if size == 1 or not isinstance(innermost(store), dist.TCPStore):
         why = "there is one rank" if size == 1 else "the store of the world is no TCPStore"
         _log.log(logging.INFO if hang_timeout_s is None else logging.WARNING, "no heartbeat: %s", why)
         return None
@@ -110,12 +111,6 @@ def start(
     running = Heartbeat(own, rank, size, hang_timeout_s, limits, keeps_store)
     running.start()
     return running
-
-
-def _innermost(store: dist.Store) -> dist.Store:
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return store
 
 
 class Heartbeat:

@@ -7,12 +7,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from guozhuang.errors import UsageError, explain
 
-OptionValue = str | int | float | bool | list[str] | None
-"""The values that an option may hold; all of them survive JSON, so a dict of options can be sent to every rank."""
+#: The values that an option may hold; all of them survive JSON, so a dict of options can be sent to every rank.
+OptionValue: TypeAlias = str | int | float | bool | list[str] | None
 
 Options = TypeVar("Options")
 

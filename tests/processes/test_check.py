@@ -227,21 +227,21 @@ def stopped_store(number: int, size: int) -> str:
     """Rank 0 keeps the store and is stopped; rank 1 asks."""
     steps._ANSWER_S = 0.5
     store, meeting = session.meet(session.identity(), 10.0)
-    mine = steps.StoreClient(store, meeting.host, number, 0.02)
+    mine = steps.store_of(meeting, store, session.identity())
     if number == 0:
-        mine.write("pid", os.getpid())
-        mine.read("over", 20.0)
+        steps.write(mine, "pid", os.getpid())
+        steps.read(mine, "over", 20.0)
         return ""
-    keeper = mine.read("pid", 10.0)
+    keeper = steps.read(mine, "pid", 10.0)
     os.kill(keeper, signal.SIGSTOP)
     start = time.monotonic()
     try:
-        mine.read("never", 8.0)
+        steps.read(mine, "never", 8.0)
     except WorldError as error:
-        return f"{time.monotonic() - start < 4} {mine.is_stuck} {error}"
+        return f"{time.monotonic() - start < 4} {bool(mine.lost)} {error}"
     finally:
         os.kill(keeper, signal.SIGCONT)
-        mine.store.set("over", "true")
+        mine.inner.set("over", "true")
     return "nothing was wrong"
 
 
@@ -281,7 +281,7 @@ def test_a_second_signal_changes_nothing() -> None:
 def ended(number: int, size: int, when: str) -> str:
     """Rank 0 gets a signal from inside of what it is doing."""
     if number == 0:
-        owner, name = {"facts": (worker, "collect"), "store": (steps.StoreClient, "write")}[when]
+        owner, name = {"facts": (worker, "collect"), "store": (worker, "write")}[when]
         before = getattr(owner, name)
 
         def strike(*given: Any) -> Any:

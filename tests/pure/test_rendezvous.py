@@ -137,7 +137,7 @@ def test_a_key_of_another_agent_is_not_waited_for_when_that_one_is_gone() -> Non
     def gone() -> None:
         raise OtherNodeError("node 0 is gone")
 
-    with pytest.raises(WorldError, match=r"node 0 did not say 'x' within 0\.1 s"):
+    with pytest.raises(WorldError, match=r"node 0 did not set the key 'x' within 0\.1 s"):
         elastic_stores.wait_for(store, "x", 0.1, "node 0")
     store.while_waiting = gone
     with pytest.raises(OtherNodeError, match="node 0 is gone"):

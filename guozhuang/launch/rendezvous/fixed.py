@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -27,7 +26,7 @@ from guozhuang.launch.rendezvous.stores import (
     wait_for,
 )
 from guozhuang.net import search
-from guozhuang.net.client import Client, PatientStore, look_s
+from guozhuang.net.client import Client, PatientStore
 from guozhuang.net.meeting_point import PortSequence
 
 _AGENTS = "guozhuang agents"  # prefix of the agents' keys in the store; all other keys belong to the ranks
@@ -213,14 +212,10 @@ class FixedRendezvous:
             what = f"two agents say that they are node {self._node_rank} of {self._num_nodes}"
             raise WorldError(explain(what, fix="give each its own --node-rank; end agents of an earlier run"))
         meeting.set(f"here/{self._node_rank}", json.dumps(dataclasses.asdict(share)))
-        begin, keys = time.monotonic(), [f"here/{node}" for node in range(self._num_nodes)]
-        while not meeting.check(keys):
-            waited_s = time.monotonic() - begin
-            if waited_s > self._timeout_s:
-                missing = [node for node, key in enumerate(keys) if not meeting.check([key])]
-                raise WorldError(_who_is_missing(missing, self._num_nodes, self._timeout_s))
-            meeting.while_waiting()
-            time.sleep(look_s(waited_s))
+        keys = [f"here/{node}" for node in range(self._num_nodes)]
+        if not meeting.exist_within(keys, self._timeout_s):
+            missing = [node for node, key in enumerate(keys) if not meeting.check([key])]
+            raise WorldError(_who_is_missing(missing, self._num_nodes, self._timeout_s))
         return [NodeShare(**json.loads(text)) for text in meeting.multi_get(keys)]
 
     def _forget(self, meeting: PatientStore) -> None:

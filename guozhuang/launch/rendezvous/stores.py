@@ -194,12 +194,11 @@ def wait_for(store: PatientStore, key: str, timeout_s: float, who: str) -> str:
     Raises:
         WorldError: the key was not set within ``timeout_s`` seconds.
     """
-    try:
-        store.wait([key], datetime.timedelta(seconds=timeout_s))
-    except dist.DistStoreError:
-        what = f"{who} did not say {key!r} within {timeout_s:g} s"
-        raise WorldError(explain(what, fix="look at its output")) from None
-    return store.get(key).decode()
+    value = store.read(key, timeout_s)
+    if value is None:
+        what = f"{who} did not set the key {key!r} within {timeout_s:g} s"
+        raise WorldError(explain(what, fix="look at its output"))
+    return value.decode()
 
 
 def interface_address(host: str, interface: str | None = None) -> str:

@@ -13,7 +13,7 @@ from .submitting import Sum
 from .verbs import allgather_async, allreduce_
 
 
-class SyncBatchNorm(guozhuang.sync_batch_norm.SyncBatchNorm):
+class HorovodSyncBatchNorm(guozhuang.sync_batch_norm.SyncBatchNorm):
     """``torch.nn.BatchNorm`` whose statistics in training are those of all ranks together.
 
     In training, forward and its backward each issue one unnamed collective: every rank must call them, and in the same order.
@@ -43,6 +43,10 @@ class SyncBatchNorm(guozhuang.sync_batch_norm.SyncBatchNorm):
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
 
     @override
+    def _get_name(self) -> str:  # printed models show the public name
+        return "SyncBatchNorm"
+
+    @override
     def forward(self, input: Tensor) -> Tensor:  # the name is PyTorch's
         if not self.training or required().size == 1:
             return self.normalized(input, None)
@@ -50,3 +54,6 @@ class SyncBatchNorm(guozhuang.sync_batch_norm.SyncBatchNorm):
             input,
             (lambda mine: synchronize(allgather_async(mine.unsqueeze(0))), lambda sums: allreduce_(sums, op=Sum)),
         )
+
+
+SyncBatchNorm = HorovodSyncBatchNorm
