@@ -84,26 +84,26 @@ def _forget(store: Store, turn: int, rank: int) -> None:
             store.delete_key(f"guozhuang/agree/{turn}/{kind}/{rank}")
 
 
-class StepNotices:
-    """Notices that ranks write to the store for each other when a step has failed.
+class StoreNotices:
+    """StoreNotices that ranks leave in a store for each other when a step has failed.
 
     Args:
-        group: the ranks.
-        topic: a name for the subject of the notices. Every rank must construct the notices of a topic in the same order.
+        store: a store used for this purpose only.
+        rank: this process.
+        size: number of ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup, topic: str) -> None:
-        self._size, self._rank = group.size(), group.rank()
-        self._store = store_of(group)
-        turn = self._store.add(f"guozhuang/{topic}/turns/{self._rank}", 1)
-        self._prefix = f"guozhuang/{topic}/{turn}"
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
 
     def leave(self, step: int, text: str) -> None:
         """Write this rank's notice about a step; do nothing if the store is gone."""
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"{self._prefix}/{step}/{self._rank}", text)
+            self._store.set(f"{step}/{self._rank}", text)
 
-    def read(self, step: int, patience_s: float) -> dict[int, str]:
+    def read(
+        self, step: int, patience_s: float, is_enough: Callable[[dict[int, str]], bool] = lambda found: False
+    ) -> dict[int, str]:
         """Return the notices about a step, by rank, of all ranks that wrote one.
 
         Return no notices if the store is gone with the process that hosted it.
@@ -111,17 +111,35 @@ class StepNotices:
         Args:
             step: only notices about this step are read; notices are never withdrawn.
             patience_s: the longest wait for ranks that have written none, in seconds.
+            is_enough: returns whether these notices need no others, so that the wait ends.
         """
-        keys = {rank: f"{self._prefix}/{step}/{rank}" for rank in range(self._size)}
+        keys = {rank: f"{step}/{rank}" for rank in range(self._size)}
         deadline = time.monotonic() + patience_s
+        found: dict[int, str] = {}
         while True:
             try:
-                there = [rank for rank, key in keys.items() if self._store.check([key])]
-                if len(there) == self._size or time.monotonic() >= deadline:
-                    return {rank: self._store.get(keys[rank]).decode() for rank in there}
+                for rank, key in keys.items():
+                    if rank not in found and self._store.check([key]):
+                        found[rank] = self._store.get(key).decode()
             except RuntimeError:  # DistNetworkError, DistStoreError
                 return {}
+            if len(found) == self._size or time.monotonic() >= deadline or is_enough(found):
+                return found
             time.sleep(0.02)
+
+
+class StepNotices(StoreNotices):
+    """The notices about the steps of a group.
+
+    Args:
+        group: the ranks.
+        topic: a name for the subject of the notices. Every rank must construct the notices of a topic in the same order.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, topic: str) -> None:
+        store, rank = store_of(group), group.rank()
+        turn = store.add(f"guozhuang/{topic}/turns/{rank}", 1)
+        super().__init__(dist.PrefixStore(f"guozhuang/{topic}/{turn}", store), rank, group.size())
 
 
 def _collect(

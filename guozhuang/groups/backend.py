@@ -64,14 +64,14 @@ def _create_on_linux(told: Any) -> Any:
             text = '"shm" needs its C part, which was not built for ranks %s: its groups are gloo groups here'
             _LOG.warning(text + " (install a C compiler and reinstall guozhuang)", lacking)
         return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-    identities = [Process.read(card).node for card in cards]
-    if len(set(identities)) == 1:
+    processes = [Process.read(card) for card in cards]
+    if len({each.node for each in processes}) == 1:
         from guozhuang.groups.shared_memory import SharedMemoryGroup
 
         return SharedMemoryGroup(store, rank, size, timeout, _num_neighbours(size))
     from guozhuang.groups.hierarchical import HierarchicalGroup
 
-    return HierarchicalGroup(store, rank, size, timeout, identities)
+    return HierarchicalGroup(store, rank, size, timeout, processes)
 
 
 def _ended(global_rank: int, node: str) -> int | None:

@@ -6,7 +6,7 @@ import datetime
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from guozhuang.errors import PeerLost, UsageError, WorldError
-from guozhuang.groups.gloo import Crossing
+from guozhuang.groups import roll_call
 from guozhuang.groups.hierarchical import HierarchicalGroup
 from guozhuang.groups.hierarchical.collectives import PART_BYTES
+from guozhuang.watch.processes import Process, this_process
 from tests.ranks import RankError, run_ranks
 
 # One letter per rank: its node.
@@ -26,32 +27,15 @@ TWO_AND_THREE, ONE_NODE, FLAT = "aabbb", "aaa", "abc"
 LAYOUTS = (EVEN, THREE_AND_ONE, ONE_AND_TWO, TURNED, TWO_AND_THREE, ONE_NODE, FLAT)
 
 
-def gloo_inside(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> dist.ProcessGroup:
-    """The boring twin of the shared-memory group."""
-    return _GlooInside(Crossing(store, rank, size, timeout.total_seconds(), "127.0.0.1"))
+def processes_of(store: dist.Store, rank: int, nodes: Sequence[str]) -> list[Process]:
+    cards = roll_call.call(store, "processes", rank, len(nodes), str(this_process(nodes[rank])), 20.0)
+    return [Process.read(card) for card in cards]
 
 
-class _GlooInside:
-    def __init__(self, crossing: Crossing) -> None:
-        self._crossing = crossing
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._crossing.group, name)
-
-    def abort(self) -> None:
-        self._crossing.cut()
-
-    def shutdown(self) -> None:
-        pass
-
-
-INSIDE = {"gloo": gloo_inside, "shm": None}
-
-
-def make(layout: str, inside: str = "shm", timeout_s: float = 20.0) -> dist.ProcessGroup:
+def make(layout: str, timeout_s: float = 20.0) -> dist.ProcessGroup:
     def create(told: Any, options: Any) -> dist.ProcessGroup:
-        place = told.group_rank, told.group_size
-        return HierarchicalGroup(told.store, *place, told.timeout, list(layout), INSIDE[inside])
+        processes = processes_of(told.store, told.group_rank, layout)
+        return HierarchicalGroup(told.store, told.group_rank, told.group_size, told.timeout, processes)
 
     dist.Backend.register_backend("nodes", create, extended_api=True, devices=["cpu"])
     return dist.new_group(backend="nodes", timeout=datetime.timedelta(seconds=timeout_s))
@@ -72,8 +56,8 @@ PART = PART_BYTES // 4  # float32 of one lane in one piece
 SIZES = (1, 2, 3, 7, 1000, 2 * PART, 5 * PART + 1)
 
 
-def reduces(rank: int, world_size: int, layout: str, inside: str) -> list[str]:
-    group = make(layout, inside)
+def reduces(rank: int, world_size: int, layout: str) -> list[str]:
+    group = make(layout)
     wrong = []
     for size in SIZES:
         tensor = values(rank, size)
@@ -115,12 +99,7 @@ def reduces(rank: int, world_size: int, layout: str, inside: str) -> list[str]:
     [each if each in (EVEN, TWO_AND_THREE) else pytest.param(each, marks=pytest.mark.slow) for each in LAYOUTS],
 )
 def test_reductions_count_every_rank_once(layout: str) -> None:
-    assert run_ranks(reduces, len(layout), layout, "shm") == [[]] * len(layout)
-
-
-@pytest.mark.parametrize("layout", [pytest.param(EVEN, marks=pytest.mark.slow), TWO_AND_THREE])
-def test_any_group_may_serve_inside_a_node(layout: str) -> None:
-    assert run_ranks(reduces, len(layout), layout, "gloo", env={"GLOO_SOCKET_IFNAME": None}) == [[]] * len(layout)
+    assert run_ranks(reduces, len(layout), layout) == [[]] * len(layout)
 
 
 def moves(rank: int, world_size: int, layout: str) -> None:
@@ -289,7 +268,7 @@ def test_coalesced_all_gather_has_a_list_per_rank_as_gloo(layout: str) -> None:
 
 def test_there_is_an_identity_for_every_rank() -> None:
     with pytest.raises(UsageError, match="node of every rank"):
-        HierarchicalGroup(dist.HashStore(), 0, 2, datetime.timedelta(seconds=1), ["a"])
+        HierarchicalGroup(dist.HashStore(), 0, 2, datetime.timedelta(seconds=1), [this_process("a")])
 
 
 def loses(rank: int, world_size: int, layout: str, victim: int, how: str, timeout_s: float) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from guozhuang.gradients.named import (
 )
 from guozhuang.groups.hierarchical import HierarchicalGroup
 from tests.processes.negotiating import asked, full, in_place, reduced, reducing, run_engines, together
+from tests.processes.test_hierarchical import processes_of
 from tests.ranks import run_ranks
 
 BACKENDS = pytest.mark.parametrize("name", ["shm", "gloo"])
@@ -201,7 +202,8 @@ def test_every_kind_gives_what_it_should(num_ranks: int, name: str) -> None:
 def over_nodes(rank: int, num_ranks: int, layout: str) -> None:
     def create(told: Any, options: object) -> dist.ProcessGroup:
         nodes = [layout[each] for each in told.global_ranks_in_group or range(num_ranks)]
-        return HierarchicalGroup(told.store, told.group_rank, told.group_size, told.timeout, nodes)
+        processes = processes_of(told.store, told.group_rank, nodes)
+        return HierarchicalGroup(told.store, told.group_rank, told.group_size, told.timeout, processes)
 
     dist.Backend.register_backend("nodes", create, extended_api=True, devices=["cpu"])
     group = dist.new_group(backend="nodes", timeout=datetime.timedelta(seconds=2.0))

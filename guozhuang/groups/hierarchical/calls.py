@@ -19,11 +19,13 @@ from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.groups.base import PythonGroup
 from guozhuang.groups.gloo import Crossing, choose_address
 from guozhuang.groups.hierarchical.collectives import Collectives
-from guozhuang.groups.hierarchical.comparison import Comparison
-from guozhuang.groups.hierarchical.failure import GroupFailure
+from guozhuang.groups.hierarchical.failure import Comparison, GroupFailure
 from guozhuang.groups.hierarchical.nodes import Nodes
 from guozhuang.groups.shared_memory.arguments import check_written
+from guozhuang.groups.shared_memory.process_group import SharedMemoryGroup
+from guozhuang.groups.shared_memory.segments import SharedSegments
 from guozhuang.groups.turns import Turns, take_timeout
+from guozhuang.watch.processes import Process
 from guozhuang.world import versions
 
 _SLICE = datetime.timedelta(seconds=0.2)  # one wait for the link, before this node's processes are checked
@@ -37,8 +39,6 @@ _KNOWN = (
     *(dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR),
 )
 _BITWISE = (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)
-
-MakeGroup = Callable[[dist.Store, int, int, datetime.timedelta], dist.ProcessGroup]
 
 
 class _Refused(Exception):
@@ -108,35 +108,33 @@ class Calls(PythonGroup):
         rank: int,
         size: int,
         timeout: datetime.timedelta,
-        identities: Sequence[str],
-        inside: MakeGroup | None = None,
+        processes: Sequence[Process],
     ) -> None:
-        if len(identities) != size:
-            fix = f"give one text for each of the {size} ranks"
-            raise UsageError(
-                explain("a hierarchical group needs the node of every rank", value=len(identities), fix=fix)
-            )
+        if len(processes) != size:
+            fix = f"give one for each of the {size} ranks"
+            text = "a hierarchical group needs the process and the node of every rank"
+            raise UsageError(explain(text, value=len(processes), fix=fix))
         super().__init__(rank, size, "hierarchical")
         self._store, self._timeout_s = store, timeout.total_seconds()
         self._limit_s, self._deadline = self._timeout_s, 0.0
-        self.nodes = nodes = Nodes.of(identities, rank)
+        self.nodes = nodes = Nodes.of([each.node for each in processes], rank)
         others = [r for r in range(size) if r not in nodes.here]
         address = choose_address(dist.PrefixStore("route", store), rank, others)
         self._whole = Crossing(dist.PrefixStore("whole", store), rank, size, self._timeout_s, address)
-        self._inside: dist.ProcessGroup | None = None
+        self._inside: SharedMemoryGroup | None = None
         self._lane: Crossing | None = None
         if not nodes.is_flat and len(nodes.here) > 1:
-            make = inside if inside is not None else _shared_memory
             of_node = dist.PrefixStore(f"node/{nodes.node}", store)
-            self._inside = make(of_node, nodes.local_rank, len(nodes.here), timeout)
-            if hasattr(self._inside, "empty"):
-                self.empty = self._inside.empty
+            self._inside = SharedMemoryGroup(of_node, nodes.local_rank, len(nodes.here), timeout)
+            self.empty = self._inside.empty
         if not nodes.is_flat and nodes.lane is not None:
             of_lane = dist.PrefixStore(f"lane/{nodes.lane}", store)
             self._lane = Crossing(of_lane, nodes.node, len(nodes.members), self._timeout_s, address)
         link, num_linked = (self._whole, size) if nodes.is_flat else (self._lane, len(nodes.members))
-        self._comparison = Comparison(rank, self._inside, len(nodes.here), link, num_linked, self._wait)
-        self._failure = GroupFailure(dist.PrefixStore("failure", store), nodes, self._give_up, self._comparison.asked)
+        segments = None if self._inside is None else SharedSegments(self._inside)
+        self._comparison = Comparison(rank, segments, link, num_linked, self._wait)
+        of_failure = dist.PrefixStore("failure", store)
+        self._failure = GroupFailure(of_failure, nodes, processes, self._comparison, self._give_up)
         empty = getattr(self._inside, "empty", lambda num_elements, dtype: torch.empty(num_elements, dtype=dtype))
         self._collectives = Collectives(nodes, self._inside, self._lane, self._wait, self._comparison.settle, empty)
         self._turns = Turns(f"guozhuang hierarchical {rank}", rank)
@@ -222,7 +220,7 @@ class Calls(PythonGroup):
                 # Either the slice is over, or the work failed; a failed work has ended, so the next wait raises again.
                 if has_ended:
                     raise
-            self._failure.look_around(what)
+            self._failure.look_around()
             if left_s <= 0 and not work.is_completed():
                 lane = self.nodes.lane
                 peers = (
@@ -275,9 +273,3 @@ class Calls(PythonGroup):
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """Set the limit of each collective."""
         self._timeout_s = timeout.total_seconds()
-
-
-def _shared_memory(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> dist.ProcessGroup:
-    from guozhuang.groups.shared_memory import SharedMemoryGroup
-
-    return SharedMemoryGroup(store, rank, size, timeout)

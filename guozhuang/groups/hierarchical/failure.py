@@ -1,80 +1,192 @@
-"""When a rank of a group over several nodes is lost, every other rank raises an error that names the lost rank.
+"""Calls that differ, and ranks that are lost: in both cases every rank of the group raises an error that names the cause.
+
+[Note: what a comparison costs]
+Gloo checks nothing: it mixes up different operations of the same size, and ends the process if sizes differ. So every call is
+compared before its data crosses the link. Inside the node the group there compares the calls, which costs one more barrier.
+Between nodes, the ranks of a lane send each other a 16-byte digest of the call through gloo. A call waits for these digests
+only when it first uses the link: they travel while the ranks of the node combine their values. So the cost is hidden in a
+large call, and is a part of one message's latency in a small one.
+Comparing in the node and along the lane covers every pair: a rank that differs from another differs from one of its own
+node, or its node's lanes differ from another node's. Ranks that see no difference are notified as of any failure.
 
 [Note: how a failure spreads]
 A rank learns that another one is gone from the node's group, from a check of its node's processes while it waits for the
-link, from gloo (a connection ended, perhaps of a rank that itself only aborted), or from the time-out. It then writes a notice
-to the store: *lost*, with rank and process, if it saw that the process is dead or stopped; else *heard*, with its error. A
-rank that finds that ranks made different calls writes *differ*, which takes precedence, since a process may end because of the
-difference; and every rank that fails writes its own last calls, for the table.
-Then it aborts the whole group: the group inside the node, and its gloo connections, so that the ranks of its node and its
-partners on other nodes fail in turn. Only then, when nobody waits for it any more, does a rank that saw no dead process
-itself poll the store for a while, to raise an error with the real cause. A rank that waits for the link for long also reads
-the store: its partner may be computing, and not have failed yet.
+link, from gloo (a connection ended, perhaps of a rank that itself only aborted), or from the time-out. It then leaves a notice
+in the store, which has its last calls, and aborts the whole group: the group inside the node, and its gloo connections, so
+that the ranks of its node and its partners on other nodes fail in turn, and leave their notices. Only then, when nobody waits
+for it any more, does it read the others' notices for a while, to raise an error with the real cause. A difference takes
+precedence, since a process may end because of it; then a rank that was seen dead, then an error of a rank itself, then the
+error of a rank that only noticed others fail. A rank that waits for the link for long also reads the notices: its partner may
+be computing, and not have failed yet.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import enum
+import hashlib
 import json
-import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NamedTuple
 
+import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
 
 from guozhuang.errors import MismatchError, PeerLost, WorldError, explain, rank_table
-from guozhuang.groups.hierarchical.comparison import Disagreement
+from guozhuang.groups.agreement import StoreNotices
+from guozhuang.groups.gloo import Crossing
 from guozhuang.groups.hierarchical.nodes import Nodes
+from guozhuang.groups.shared_memory.endpoint import cut, different_calls
+from guozhuang.groups.shared_memory.segments import SharedSegments
 from guozhuang.net.client import Client
-from guozhuang.watch.processes import GONE, STOPPED, start_of, state_of
+from guozhuang.watch.processes import GONE, STOPPED, Process, state_of
 
-_DIFFER, _LOST, _HEARD = "differ", "lost", "heard"
-_PATIENCE_S = 0.5  # how long to poll for a *lost* notice: ranks on a dead rank's node need about 0.2 s to notice
-_STORE_S = 1.0  # the limit of one request to the store, whose host may be the lost process
-_LOOK_S = 0.02
-_STORE_EVERY_S = 1.0  # between two reads of the store while waiting for the link
-_FIX_LOST = "look at that rank's own error, or in the system's log there if it was killed"
+_NUM_REMEMBERED: Final = 2  # one rank can be one call ahead of another, not two: every call waits for all digests
+_PATIENCE_S: Final = 0.5  # how long to wait for notices: ranks on a dead rank's node need about 0.2 s to notice
+_STORE_S: Final = 1.5  # the limit of one request to the store, whose host may be the lost process
+_STORE_EVERY_S: Final = 1.0  # between two reads of the notices while waiting for the link
+_FIX_LOST: Final = "look at that rank's own error, or in the system's log there if it was killed"
+_FIX_ERROR: Final = "look at that rank's own error"
+
+
+class Comparison:
+    """Compares the calls of all ranks, one call after the other. See [Note: what a comparison costs].
+
+    Args:
+        rank: for errors.
+        inside: the group of this rank's node; None if the node has only this rank.
+        lane: gloo among one rank of each node; None if this rank is in no lane.
+        num_nodes: the number of ranks in ``lane``.
+        wait: waits for a work of the lane, with a limit.
+
+    Attributes:
+        number: the number of calls so far.
+        calls: number and words of the last calls.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        inside: SharedSegments | None,
+        lane: Crossing | None,
+        num_nodes: int,
+        wait: Callable[[dist.Work, str], None],
+    ) -> None:
+        self._rank, self._inside, self._lane, self._wait = rank, inside, lane, wait
+        self._mine, self._of_lane = torch.empty(0), torch.empty(2 * num_nodes, dtype=torch.int64)
+        self._options = AllgatherOptions()
+        self._options.asyncOp = False
+        self._work: dist.Work | None = None
+        self.number = 0
+        self.calls: deque[tuple[int, str]] = deque(maxlen=_NUM_REMEMBERED)
+
+    def begin(self, what: str, node_first: bool = False) -> None:
+        """Begin the comparison of a call, and finish it among the ranks of the node.
+
+        Args:
+            what: the call in words; it must contain everything that must be equal on all ranks.
+            node_first: send the digest over the link only after all ranks of the node have joined.
+
+        Raises:
+            MismatchError: ranks of this node made different calls.
+        """
+        self.number += 1
+        self.calls.append((self.number, what))
+        digest = hashlib.blake2b(what.encode(), digest_size=16).digest()
+        self._mine = torch.frombuffer(bytearray(digest), dtype=torch.int64)
+        if not node_first:
+            self._send()
+        if self._inside is not None:
+            self._inside.meet(cut(what.encode()))
+        if node_first:
+            self._send()
+
+    def settle(self) -> None:
+        """Wait for the digests of the other nodes, and compare them. A second call does nothing.
+
+        Raises:
+            MismatchError: ranks of the lane made different calls.
+        """
+        if self._work is not None:
+            work, self._work = self._work, None
+            self._wait(work, self.calls[-1][1])
+            if not bool((self._of_lane.view(-1, 2) == self._mine).all()):
+                raise MismatchError(different_calls(self._rank))
+
+    def _send(self) -> None:
+        if self._lane is not None:
+            self._work = self._lane.group._allgather_base(self._of_lane, self._mine, self._options)
+
+
+class _Kind(enum.IntEnum):
+    """The kinds of notices; where ranks report several, the first of these is the cause."""
+
+    DIFFERENT = 0  # ranks made different calls
+    LOST = 1  # a process was seen dead or stopped
+    OWN = 2  # an error in the rank itself
+    HEARD = 3  # an error because of other ranks
+
+
+class _FailureNotice(NamedTuple):
+    """A rank's report that a call failed; of those of one kind, the one with the lowest ``order`` is the cause."""
+
+    kind: int
+    order: int  # counts the notices of all ranks
+    number: int  # of the call
+    text: str
+    lost: int | None = None  # the rank that is gone, or that failed by itself
+    calls: Mapping[str, str] = {}  # the last calls of the rank that reports, by number
 
 
 class GroupFailure:
-    """The failure, if any, that ended a group, and the error to raise for it. Every rank must construct it.
+    """The failure, if any, that ended a group, and the error to raise for it. See [Note: how a failure spreads].
 
     Args:
         store: a store used for this purpose only.
         nodes: the ranks of each node.
+        processes: the process of each rank.
+        comparison: of this rank's calls.
         give_up: aborts the group inside the node and cuts the connections to other nodes; must not wait or raise.
-        asked: number and words of this rank's last calls.
     """
 
     def __init__(
-        self, store: dist.Store, nodes: Nodes, give_up: Callable[[], None], asked: Collection[tuple[int, str]] = ()
+        self,
+        store: dist.Store,
+        nodes: Nodes,
+        processes: Sequence[Process],
+        comparison: Comparison,
+        give_up: Callable[[], None],
     ) -> None:
-        self._store, self._nodes, self._give_up, self._asked = store, nodes, give_up, asked
-        self._error: BaseException | None = None
-        self._next_look = 0.0
+        self._store, self._nodes, self._processes = store, nodes, processes
+        self._comparison, self._give_up = comparison, give_up
+        self._notices = StoreNotices(store, nodes.rank, nodes.size)
+        self._mates = [rank for rank in nodes.here if rank != nodes.rank]
         self._client = Client(_STORE_S, retries=True)
-        store.set(f"process/{nodes.rank}", f"{os.getpid()} {start_of(os.getpid())}")
-        mates = [rank for rank in nodes.here if rank != nodes.rank]
-        self._mates = {rank: tuple(map(int, store.get(f"process/{rank}").split())) for rank in mates}
+        self._error: BaseException | None = None
+        self._passed_on: _FailureNotice | None = None  # what made this rank fail, if that is another rank's notice
+        self._next_look = 0.0
 
     def check(self) -> None:
         """Raise the error that ended the group, if there is one."""
         if self._error is not None:
             raise copy.copy(self._error)
 
-    def look_around(self, what: str) -> None:
-        """Raise if a rank of this node has died or another rank has reported a failure; for a rank that waits in ``what``."""
-        dead = self._lost_mate(also_stopped=False)
-        if dead is not None:
-            raise self._gone(*dead, what)
-        now = time.monotonic()
-        if now >= self._next_look:
+    def look_around(self) -> None:
+        """Raise if a rank of this node has died or another rank has left a notice; ``end_with`` then returns the error."""
+        if self._lost_mate(GONE) is None:
+            now = time.monotonic()
+            if now < self._next_look:
+                return
             self._next_look = now + _STORE_EVERY_S
-            word = self._word(what, 0.0)
-            if word is not None:
-                raise word
+            told = self._read(0.0)
+            if not told:
+                return
+            self._passed_on = min(told.values(), key=_precedence)
+        raise WorldError("a rank has failed")
 
     def end_with(self, error: BaseException, what: str) -> BaseException:
         """Abort the group because of an error in a collective; return the error to raise instead.
@@ -85,135 +197,124 @@ class GroupFailure:
         """
         if self._error is not None:
             return self._error
-        self._say_what_was_asked()
-        if isinstance(error, MismatchError):
-            is_own = isinstance(error, Disagreement)
-            self._tell(_DIFFER, str(error.number) if isinstance(error, Disagreement) else str(error))
-            self._give_up()
-            self._error = (self._word(what, 0.0) if is_own else None) or error
-            return self._error
-        is_of_others = isinstance(error, RuntimeError)
-        if is_of_others and isinstance(differ := self._word(what, 0.0), MismatchError):
-            # Checked before the processes: one that saw the difference may have ended because of it.
-            self._give_up()
-            self._error = differ
-            return differ
-        dead = self._lost_mate(also_stopped=True) if is_of_others else None
-        if dead is not None:
-            self._tell(_LOST, f"{dead[0]} {dead[1]}")
-            error = self._gone(*dead, what)
-        elif is_of_others:
-            error = self._in_words(error, what)
-            self._tell(_HEARD, str(error))
+        if self._passed_on is not None:
+            notice = self._passed_on
         else:
-            kind = type(error).__name__
-            self._tell(_HEARD, explain(f"{kind} in {what}", rank=self._nodes.rank, fix="look at that rank's own error"))
+            error, notice = self._classified(error, what)
+        mine = self._leave(notice)
         self._give_up()
-        if is_of_others and dead is None:
-            error = self._word(what, _PATIENCE_S) or error
+        if mine.kind == _Kind.OWN:
+            self._error = error
+            return error
+        told = {self._nodes.rank: mine, **self._read(_PATIENCE_S)}
+        first = min(told.values(), key=_precedence)
+        if first.kind == _Kind.DIFFERENT:
+            error = self._difference(first, told, what)
+        elif first.kind == _Kind.LOST:
+            assert first.lost is not None
+            error = self._gone(first.lost, what)
+        elif first is not told[self._nodes.rank] or self._passed_on is not None:
+            text = f"[rank {self._nodes.rank}] in {what}: {first.text}"
+            error = WorldError(text) if first.lost is None else self._peer_lost(text, first.lost, what)
         self._error = error
         return error
 
     def late(self, what: str, peers: Sequence[int], limit_s: float) -> WorldError:
         """Return the error for partners on other nodes that did not join in time."""
-        text = explain(
-            f"{_named(peers)} on other nodes did not come within {limit_s:.3g} s, while this rank waited in {what}",
-            rank=self._nodes.rank,
-            fix="look at what runs there and at the network, or give the group a longer timeout",
-        )
-        return _lost(text, peers, what)
+        text = f"{_named(peers)} on other nodes did not come within {limit_s:.3g} s, while this rank waited in {what}"
+        fix = "look at what runs there and at the network, or give the group a longer timeout"
+        return _lost_one_of(explain(text, rank=self._nodes.rank, fix=fix), peers, what)
 
-    def _in_words(self, error: BaseException, what: str) -> BaseException:
-        """Return an error about the whole group for an error of one of its inner groups."""
-        if isinstance(error, PeerLost) and error.pid is not None and error.pid in (m[0] for m in self._mates.values()):
-            rank = next(rank for rank, process in self._mates.items() if process[0] == error.pid)
-            text = explain(
-                f"rank {rank} (pid {error.pid}, on this node) gave this group up, or did not come, while this rank waited for "
-                f"it in {what}",
-                rank=self._nodes.rank,
-                fix="look at that rank's own error",
+    def _classified(self, error: BaseException, what: str) -> tuple[BaseException, _FailureNotice]:
+        """Return an error about the whole group for one of its parts, and the notice about it."""
+        rank, nodes, kind, lost = self._nodes.rank, self._nodes, _Kind.HEARD, None
+        text = str(error)
+        if isinstance(error, MismatchError):
+            kind = _Kind.DIFFERENT
+        elif not isinstance(error, RuntimeError):
+            kind, lost = _Kind.OWN, rank
+            text = explain(f"{type(error).__name__} in {what}", rank=rank, fix=_FIX_ERROR)
+        elif (mate := self._lost_mate(GONE, STOPPED)) is not None:
+            kind, lost, error = _Kind.LOST, mate, self._gone(mate, what)
+        elif isinstance(error, PeerLost) and error.pid is not None:
+            lost = nodes.here[error.rank]  # the group inside the node has ranks of its own
+            text = (
+                f"rank {lost} (pid {error.pid}, on this node) gave this group up, or did not come, while this rank waited for "
+                f"it in {what}"
             )
-            return PeerLost(text, rank=rank, pid=error.pid, waiting_in=what)
-        if isinstance(error, WorldError):
-            return error
-        lane = self._nodes.lane
-        peers = [] if lane is None else [r for r in self._nodes.peers_of_lane(lane) if r != self._nodes.rank]
-        text = explain(
-            f"a connection to another node ended while this rank waited in {what}: {_named(peers)}, or a rank that it "
-            f"waited for, is gone. Gloo says: {str(error).strip().splitlines()[0]}",
-            rank=self._nodes.rank,
-            fix="look for the first error in the output of all ranks",
-        )
-        return _lost(text, peers, what)
+            text = explain(text, rank=rank, fix=_FIX_ERROR)
+            error, lost = self._peer_lost(text, lost, what), None
+        elif not isinstance(error, WorldError):
+            peers = [] if nodes.lane is None else [each for each in nodes.peers_of_lane(nodes.lane) if each != rank]
+            text = (
+                f"a connection to another node ended while this rank waited in {what}: {_named(peers)}, or a rank that it "
+                f"waited for, is gone. Gloo says: {str(error).strip().splitlines()[0]}"
+            )
+            text = explain(text, rank=rank, fix="look for the first error in the output of all ranks")
+            error = _lost_one_of(text, peers, what)
+        return error, _FailureNotice(kind, 0, self._comparison.number, text, lost)
 
-    def _gone(self, rank: int, pid: int, what: str) -> PeerLost:
+    def _lost_mate(self, *states: str) -> int | None:
+        """Return a rank of this node whose process is in one of these states, or None."""
+        mates = ((rank, self._processes[rank]) for rank in self._mates)
+        # The start is 0 where the system does not report it.
+        return next((rank for rank, each in mates if each.start and state_of(each.pid, each.start) in states), None)
+
+    # ---- errors
+
+    def _peer_lost(self, text: str, lost: int, what: str) -> PeerLost:
+        return PeerLost(text, rank=lost, pid=self._processes[lost].pid, waiting_in=what)
+
+    def _gone(self, rank: int, what: str) -> PeerLost:
         node = self._nodes.node_of(rank)
         where = "on this node" if node == self._nodes.node else f"on node {node} of {len(self._nodes.members)}"
-        text = f"rank {rank} (pid {pid}, {where}) is gone or stopped, while this rank waited in {what}"
-        return PeerLost(explain(text, rank=self._nodes.rank, fix=_FIX_LOST), rank=rank, pid=pid, waiting_in=what)
+        text = f"rank {rank} (pid {self._processes[rank].pid}, {where}) is gone or stopped, while this rank waited in {what}"
+        return self._peer_lost(explain(text, rank=self._nodes.rank, fix=_FIX_LOST), rank, what)
 
-    def _lost_mate(self, also_stopped: bool) -> tuple[int, int] | None:
-        """Return rank and pid of a rank of this node that is gone, or None."""
-        for rank, (pid, start) in self._mates.items():
-            if _is_lost(pid, start, also_stopped):
-                return rank, pid
-        return None
+    def _difference(self, first: _FailureNotice, told: Mapping[int, _FailureNotice], what: str) -> MismatchError:
+        """Return the error for ranks that made different calls: with a table of the calls, or a node's group's own text."""
+        calls = [
+            told[rank].calls.get(str(first.number), "(has not come)") if rank in told else "(has not come)"
+            for rank in range(self._nodes.size)
+        ]
+        if len(set(calls)) == 1:
+            return MismatchError(f"[rank {self._nodes.rank}] in {what}: {first.text}")
+        rows = [(rank, self._nodes.node_of(rank), text) for rank, text in enumerate(calls)]
+        return MismatchError(f"{different_calls(self._nodes.rank)}\n{rank_table(('rank', 'node', 'asked for'), rows)}")
 
-    # ---- notices in the store
+    # ---- notices
 
-    def _tell(self, key: str, text: str) -> None:
-        self._ask(lambda: self._store.compare_set(key, "", text))  # only the first rank's notice is stored
+    def _leave(self, notice: _FailureNotice) -> _FailureNotice:
+        """Leave a notice, with this rank's last calls and the next number of the order; return it."""
 
-    def _word(self, what: str, patience_s: float) -> WorldError | MismatchError | None:
-        """Return an error from the notices: of *differ*; else of *lost*, polled for a while; else of *heard*; else None."""
-        deadline = time.monotonic() + patience_s
-        while True:
-            told = self._ask(self._read)
-            if told is None:
-                return None  # the store is gone or slow
-            if _DIFFER in told:
-                return self._difference(told[_DIFFER], what)
-            if _LOST in told:
-                rank, pid = map(int, told[_LOST].split())
-                return self._gone(rank, pid, what)
-            if time.monotonic() >= deadline:
-                heard = told.get(_HEARD)
-                return None if heard is None else WorldError(f"[rank {self._nodes.rank}] in {what}: {heard}")
-            time.sleep(_LOOK_S)
+        def leave() -> _FailureNotice:
+            calls = {str(number): text for number, text in self._comparison.calls}
+            left = notice._replace(order=self._store.add("order", 1), calls=calls)
+            self._notices.leave(0, json.dumps(left))
+            return left
 
-    def _read(self) -> Mapping[str, str]:
-        return {key: self._store.get(key).decode() for key in (_DIFFER, _LOST, _HEARD) if self._store.check([key])}
+        with contextlib.suppress(Exception):  # the store fails or is slow; a dead host can block a client for minutes
+            return self._client.call(leave)
+        return notice
 
-    def _say_what_was_asked(self) -> None:
-        key = f"asked/{self._nodes.rank}"
-        self._ask(lambda: self._store.set(key, json.dumps(dict(self._asked))))
+    def _read(self, patience_s: float) -> dict[int, _FailureNotice]:
+        """Return the notices, by rank, as soon as they show the cause; none if the store fails or is slow."""
 
-    def _difference(self, told: str, what: str) -> MismatchError:
-        """Return the error for *differ*: with a table of all ranks' calls of that number, or a node's group's own text."""
-        if not told.isdigit():
-            return MismatchError(f"[rank {self._nodes.rank}] in {what}: {told}")
-        self._say_what_was_asked()
-        self._give_up()  # other ranks cannot write their calls while they wait in a collective
-        keys = [f"asked/{rank}" for rank in range(self._nodes.size)]
-        deadline = time.monotonic() + _PATIENCE_S
-        while not self._ask(lambda: self._store.check(keys)) and time.monotonic() < deadline:
-            time.sleep(_LOOK_S)
-        texts = self._ask(lambda: [self._store.get(key).decode() if self._store.check([key]) else "{}" for key in keys])
-        rows = (
-            (rank, self._nodes.node_of(rank), json.loads(text).get(told, "(has not come)"))
-            for rank, text in enumerate(texts or ["{}"] * len(keys))
-        )
-        table = rank_table(("rank", "node", "asked for"), rows)
-        return MismatchError(f"{Disagreement(int(told), self._nodes.rank)}\n{table}")
+        def is_enough(found: Mapping[int, str]) -> bool:
+            kinds = {json.loads(text)[0] for text in found.values()}
+            return _Kind.DIFFERENT not in kinds and bool(kinds & {_Kind.LOST, _Kind.OWN})
 
-    def _ask(self, question: Callable[[], Any]) -> Any:
-        """Return the store's answer; None if it fails or is slow, since a dead host can block a client for minutes."""
         with contextlib.suppress(Exception):
-            return self._client.call(question)
-        return None
+            found = self._client.call(self._notices.read, 0, patience_s, is_enough)
+            return {rank: _FailureNotice(*json.loads(text)) for rank, text in found.items()}
+        return {}
 
 
-def _lost(text: str, peers: Sequence[int], what: str) -> WorldError:
+def _precedence(notice: _FailureNotice) -> tuple[int, int]:
+    return notice.kind, notice.order
+
+
+def _lost_one_of(text: str, peers: Sequence[int], what: str) -> WorldError:
     # An error can name the lost rank only if there is a single candidate.
     return PeerLost(text, rank=peers[0], pid=None, waiting_in=what) if len(peers) == 1 else WorldError(text)
 
@@ -222,8 +323,3 @@ def _named(ranks: Sequence[int]) -> str:
     if not ranks:
         return "a rank"
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"one of the ranks {', '.join(map(str, ranks))}"
-
-
-def _is_lost(pid: int, start: int, also_stopped: bool) -> bool:
-    # start is 0 where the system does not report it.
-    return start != 0 and state_of(pid, start) in ((GONE, STOPPED) if also_stopped else (GONE,))

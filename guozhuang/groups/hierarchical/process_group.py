@@ -10,7 +10,7 @@ The route of each call, with ranks on two nodes or more and at least two on one 
 - send, recv, recv of any source: that gloo group, outside of the order of the collectives.
 
 With one rank per node everything uses that gloo group. Every call but send, recv and monitored_barrier begins with a
-comparison of the ranks' calls, see the note in ``comparison``. The node's group sums bfloat16 and float16 in float32 and
+comparison of the ranks' calls, see the note in ``failure``. The node's group sums bfloat16 and float16 in float32 and
 rounds the result; gloo then adds the nodes' sums in the dtype itself.
 """
 
@@ -39,11 +39,10 @@ class HierarchicalGroup(Calls):
         rank: this process within the group.
         size: the number of ranks.
         timeout: the limit of each collective.
-        identities: one text per rank, equal for ranks of the same node.
-        inside: makes the group inside a node, of ranks that share memory, from (store, rank, size, timeout).
+        processes: the process of each rank; ranks of one node share memory.
 
     Raises:
-        UsageError: the number of identities is not that of the ranks.
+        UsageError: the number of processes is not that of the ranks.
         MismatchError: (from collectives, on every rank) ranks made different calls.
         WorldError: (from collectives) a rank is gone or did not join in time; ``PeerLost`` if that rank is known.
     """

@@ -287,8 +287,13 @@ class Endpoint:
     def _mismatch(self) -> MismatchError:
         asked = [text.rstrip(b"\0").decode(errors="replace") for text in self._engine.descriptors()]
         table = rank_table(("rank", "pid", "asked for"), zip(range(self.size), self._peers.pids, asked, strict=True))
-        fix = "let every rank make the same calls in the same order, with the same sizes and dtypes"
-        return MismatchError(f"{explain('ranks asked for different collectives', rank=self.rank, fix=fix)}\n{table}")
+        return MismatchError(f"{different_calls(self.rank)}\n{table}")
+
+
+def different_calls(rank: int) -> str:
+    """Return the first lines of the error for ranks that made different calls."""
+    fix = "let every rank make the same calls in the same order, with the same sizes and dtypes"
+    return explain("ranks asked for different collectives", rank=rank, fix=fix)
 
 
 def refuse(what: str, value: object, rank: int, fix: str = "") -> NoReturn:
