@@ -6,16 +6,23 @@ A timeline never synchronizes a device: on an accelerator a span covers the laun
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import logging
 import os
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from .errors import UsageError, explain
+
+_LOG = logging.getLogger("guozhuang")
+_CLOSING: Final = b"\n]\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +93,75 @@ class Timeline:
         tracks = {track: i for i, track in enumerate(dict.fromkeys(event.track for event in self.events))}
         names = [_name_event("process_name", self.rank, 0, f"rank {self.rank}")]
         names += [_name_event("thread_name", self.rank, i, track) for track, i in tracks.items()]
-        body: list[dict[str, Any]] = []
-        for event in self.events:
-            place = {"name": event.name, "pid": self.rank, "tid": tracks[event.track], "args": event.args}
-            if isinstance(event, Span):  # the format's unit is the microsecond
-                body.append(
-                    {**place, "ph": "X", "ts": event.start_ns / 1e3, "dur": (event.end_ns - event.start_ns) / 1e3}
-                )
-            else:
-                body.append({**place, "ph": "i", "s": "t", "ts": event.at_ns / 1e3})
+        body = [_trace_event(event, self.rank, tracks[event.track]) for event in self.events]
         body.sort(key=lambda e: float(e["ts"]))
         return names + body
+
+
+class TraceStream:
+    """A trace to which events are written as they come, for programs that may end at any time.
+
+    Each track is a process of the trace. The file is one JSON array that is complete at every moment: each write replaces the
+    closing bracket by an event and a bracket. If a write fails, on a full disk for example, the file ends there and the program
+    continues. Any thread may call the methods.
+
+    Args:
+        path: the file, whose old contents are replaced.
+
+    Attributes:
+        path: the same.
+        is_on: whether events are still written.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path, self.is_on = path, True
+        self._lock = threading.Lock()
+        self._numbers: dict[str, int] = {}
+        began = {"start_time_since_epoch_in_micros": time.time_ns() // 1000}
+        data = b"[\n" + json.dumps({"name": "clock", "ph": "M", "pid": 0, "tid": 0, "args": began}).encode()
+        self._file, self._end = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), 0
+        try:
+            self._append(data)
+        except OSError:
+            os.close(self._file)
+            raise
+
+    def record(self, event: Span | Instant) -> None:
+        """Write an event; do nothing after the end of the file."""
+        with self._lock:
+            if not self.is_on:
+                return
+            lines = []
+            if event.track not in self._numbers:
+                self._numbers[event.track] = len(self._numbers) + 1
+                lines.append(_name_event("process_name", self._numbers[event.track], 0, event.track))
+            lines.append(_trace_event(event, self._numbers[event.track], 0))
+            try:
+                self._append(b"".join(b",\n" + json.dumps(line).encode() for line in lines))
+            except OSError as error:
+                _LOG.warning("the timeline %s ends here: %s", self.path, error)
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._file, self._end)
+                    os.pwrite(self._file, _CLOSING, self._end)
+                self._close()
+
+    def close(self) -> None:
+        """End the file; later events are dropped."""
+        with self._lock:
+            if self.is_on:
+                self._close()
+
+    def _append(self, data: bytes) -> None:
+        if os.pwrite(self._file, data + _CLOSING, self._end) < len(data + _CLOSING):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._end += len(data)
+
+    def _close(self) -> None:
+        self.is_on = False
+        os.close(self._file)
 
 
 def merge(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str]) -> None:
@@ -118,6 +183,13 @@ def merge(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str]) 
                 )
             ) from error
     _write_trace(Path(out), events)
+
+
+def _trace_event(event: Span | Instant, pid: int, tid: int) -> dict[str, Any]:
+    place = {"name": event.name, "pid": pid, "tid": tid, "args": event.args}
+    if isinstance(event, Span):  # the format's unit is the microsecond
+        return {**place, "ph": "X", "ts": event.start_ns / 1e3, "dur": (event.end_ns - event.start_ns) / 1e3}
+    return {**place, "ph": "i", "s": "t", "ts": event.at_ns / 1e3}
 
 
 def _name_event(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:

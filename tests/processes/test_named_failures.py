@@ -17,7 +17,7 @@ import torch.distributed as dist
 from guozhuang.errors import MismatchError, UsageError
 from guozhuang.gradients.named import NamedChannel, NamedEngine, NegotiationError, Settings, control, stalls
 from guozhuang.gradients.named import engine as engines
-from guozhuang.gradients.named.control import Carriers
+from guozhuang.gradients.named.control import ChannelGroups
 from guozhuang.gradients.named.execution import Executor
 from guozhuang.groups.gloo import Crossing
 from tests.processes.negotiating import an_engine, full, reduced, reducing, run_engines, together
@@ -165,16 +165,16 @@ def again_and_again(rank: int, n: int) -> None:
 def added_while_it_fails() -> None:
     assert dist.group.WORLD is not None
     engine = NamedEngine(dist.group.WORLD, Settings())
-    carriers = engines.Carriers
+    groups = engines.ChannelGroups
 
-    def meanwhile(*args: Any) -> Carriers:
+    def meanwhile(*args: Any) -> ChannelGroups:
         engine.fail("something came in between")
-        return carriers(*args)
+        return groups(*args)
 
-    engines.Carriers = meanwhile  # type: ignore[assignment, misc]
+    engines.ChannelGroups = meanwhile  # type: ignore[assignment, misc]
     with pytest.raises(NegotiationError, match="came in between"):
         engine.add(range(engine.world.size))
-    engines.Carriers = carriers  # type: ignore[misc]
+    engines.ChannelGroups = groups  # type: ignore[misc]
     engine.close()
     assert not [thread.name for thread in threading.enumerate() if "negotiated" in thread.name]
 
@@ -200,7 +200,7 @@ def errs(rank: int, n: int) -> None:
         def fail(*_: object) -> None:
             raise OSError("nothing can be found out")
 
-        engine._words.news = fail  # type: ignore[assignment, method-assign]
+        engine._notices.ends = fail  # type: ignore[assignment, method-assign]
         pattern = "cannot go on"
     fails(engine, pattern, reducing(engine.world, "x", full(1.0)), reducing(engine.world, "y", full(1.0)))
     engine.close()

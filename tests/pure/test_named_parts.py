@@ -1,10 +1,8 @@
 """The parts of negotiated collectives that need no other rank."""
 
-import json
-import os
 import threading
 import time
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,14 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from guozhuang.errors import UsageError
 from guozhuang.gradients.named import Handle, Kind, NegotiationError, Reduction, Settings, Submission, execution
-from guozhuang.gradients.named.channel import AGE_S, BYTES, NamedChannel, Pace, Surroundings
+from guozhuang.gradients.named.channel import AGE_S, BYTES, NamedChannel, Pace
 from guozhuang.gradients.named.execution import Executor, Scratch, batches
 from guozhuang.gradients.named.reductions import combine, scale
 from guozhuang.gradients.named.requests import Message, NamedRequest, Response, difference, request_of
 from guozhuang.gradients.named.stalls import EngineStore, StallWatch
-from guozhuang.gradients.named.tracing import Tracing
 from tests.pure.test_serial import Stream
 
 
@@ -176,9 +172,9 @@ def handle_of(hurry: object, *tensors: Tensor) -> Handle:
 
 
 def test_who_comes_to_wait_while_it_ends_is_not_counted() -> None:
-    around = Surroundings(Settings(), Tracing(writes=False), *[lambda *_: None] * 3)  # type: ignore[arg-type]
-    channel = NamedChannel(0, [0], None, None, around)
-    handle = channel._under_way["x"] = handle_of(channel._hurry, torch.zeros(1))
+    engine: Any = SimpleNamespace(settings=Settings())
+    channel = NamedChannel(0, [0], None, None, engine)
+    handle = channel._pending["x"] = handle_of(channel._hurry, torch.zeros(1))
     channel._pace.submitted(4, 0.0)
     end = handle.end
 
@@ -246,62 +242,6 @@ def test_settings_refuse_what_cannot_be() -> None:
         Settings(cache_capacity=-1)
     with pytest.raises(ValueError, match="cycle_time_ms"):
         Settings(cycle_time_ms=-1.0)
-
-
-def test_a_trace_is_complete_after_every_event(tmp_path: Path) -> None:
-    path, tracing = tmp_path / "trace.json", Tracing(writes=True)
-    path.write_text("what was there before " * 1000)
-    tracing.carried_out(Kind.ALLREDUCE, ["not recorded"], 1.0, 2.0)
-    tracing.start(str(path), mark_cycles=True)
-    assert len(json.loads(path.read_text())) == 1
-    for i in range(20):
-        tracing.round_began(float(i))
-        tracing.negotiated(Kind.ALLREDUCE, [("allreduce.ä", 0.0)], 1.0)
-        tracing.carried_out(Kind.ALLREDUCE, ["allreduce.ä", "allreduce.b"], 1.0, 1.5)
-        assert len(json.loads(path.read_text())) == 1 + 3 + 4 * (i + 1)
-    with pytest.raises(UsageError, match=r"trace\.json"):
-        tracing.start(str(tmp_path / "other"), mark_cycles=False)
-    tracing.stop()
-    tracing.carried_out(Kind.ALLREDUCE, ["not recorded"], 1.0, 2.0)
-    assert "not recorded" not in path.read_text()
-    silent = Tracing(writes=False)
-    silent.start(str(tmp_path / "silent"), mark_cycles=True)
-    silent.round_began(1.0)
-    assert not silent.is_on and not (tmp_path / "silent").exists()
-    with pytest.raises(UsageError, match="silent"):
-        silent.start("x", mark_cycles=False)
-    silent.stop()
-    with pytest.raises(OSError, match="no folder"):
-        tracing.start(str(tmp_path / "no folder" / "x"), mark_cycles=False)
-    with pytest.raises(OSError, match="No space"):
-        tracing.start("/dev/full", mark_cycles=False)
-    tracing.start(str(tmp_path / "third"), mark_cycles=False)
-    tracing.stop()
-
-
-def test_a_trace_ends_where_the_disk_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    path, tracing = tmp_path / "trace.json", Tracing(writes=True)
-    tracing.start(str(path), mark_cycles=True)
-    tracing.round_began(1.0)
-    before = path.read_text()
-    pwrite, num_calls = os.pwrite, 0
-
-    def half(file: int, data: bytes, offset: int) -> int:
-        nonlocal num_calls
-        num_calls += 1
-        return pwrite(file, data[: len(data) // 2] if num_calls == 1 else data, offset)
-
-    monkeypatch.setattr(os, "pwrite", half)
-    for i in range(3):
-        tracing.carried_out(Kind.ALLREDUCE, ["x"], 1.0, 2.0 + i)
-    assert path.read_text() == before and not tracing.is_on
-    [said] = [each.getMessage() for each in caplog.records]
-    assert said.startswith(f"the timeline {path} ends here: ") and "No space left" in said
-    tracing.stop()
-    tracing.start(str(path), mark_cycles=False)
-    tracing.stop()
 
 
 # Streams: with streams that only write down what is asked of them.
@@ -411,14 +351,14 @@ def test_words_need_no_new_thread_and_no_store_that_answers(monkeypatch: pytest.
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    stores[0].read_cards()
-    stores[1].tell("rank 1 has shut down")
-    assert stores[0].words() == {1: "rank 1 has shut down"} == stores[0].news(0.0)[1]
+    stores[0].read_processes()
+    stores[1].report("rank 1 has shut down")
+    assert stores[0].reports() == {1: "rank 1 has shut down"} == stores[0].ends(0.0)[1]
     store.is_gone = True
-    stores[0].tell("nobody hears it")
-    assert stores[0].words() == {} and stores[0].news(0.0) == ({}, {})
+    stores[0].report("nobody hears it")
+    assert stores[0].reports() == {} and stores[0].ends(0.0) == ({}, {})
     with pytest.raises(RuntimeError):
-        stores[0].ask()
+        stores[0].pending()
     for words in stores:
         words.close()
 
@@ -459,7 +399,7 @@ def test_who_has_joined_is_not_missing() -> None:
     channel = Pending("x", "join")
     failures: list[NegotiationError] = []
     watch = StallWatch(stores[0], 0, Settings(), 0.3, lambda: [channel], failures.append, tick_s=0.02)
-    stores[1].answer(10, {0: ["join"]})
+    stores[1].publish({0: ["join"]})
     watch._end({0: channel.pending_since()}, channel.since + 1.0)
     watch.close()
     for words in stores:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from guozhuang.errors import UsageError
-from guozhuang.timeline import Instant, Timeline, merge
+from guozhuang.timeline import Instant, Span, Timeline, TraceStream, merge
 
 
 def filled(rank: int) -> Timeline:
@@ -143,3 +143,50 @@ def test_the_clock_is_the_one_all_processes_of_a_node_share() -> None:
 
     before = time.monotonic_ns()
     assert before <= Timeline.now() <= time.monotonic_ns()
+
+
+def test_a_streamed_trace_is_complete_after_every_event(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text("what was there before " * 1000)
+    stream = TraceStream(str(path))
+    [clock] = json.loads(path.read_text())
+    assert "start_time_since_epoch_in_micros" in clock["args"]
+    for i in range(20):
+        stream.record(Instant("CYCLE_START", "cycles", i, {}))
+        for track in ("allreduce.ä", "allreduce.b"):
+            stream.record(Span("ALLREDUCE", track, 1000, 2500, {}))
+        events = json.loads(path.read_text())
+        assert len(events) == 1 + 3 + 3 * (i + 1)
+    tracks = {event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"}
+    assert [(e["ts"], e["dur"]) for e in events if e["pid"] == tracks["allreduce.ä"] and e["ph"] == "X"] == [
+        (1.0, 1.5)
+    ] * 20
+    stream.close()
+    stream.record(Instant("not recorded", "cycles", 0, {}))
+    assert "not recorded" not in path.read_text()
+    stream.close()
+    for path, said in ((tmp_path / "no folder" / "x", "no folder"), (Path("/dev/full"), "No space")):
+        with pytest.raises(OSError, match=said):
+            TraceStream(str(path))
+
+
+def test_a_streamed_trace_ends_where_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, stream = tmp_path / "trace.json", TraceStream(str(tmp_path / "trace.json"))
+    stream.record(Instant("CYCLE_START", "cycles", 0, {}))
+    before = path.read_text()
+    pwrite, num_calls = os.pwrite, 0
+
+    def half(file: int, data: bytes, offset: int) -> int:
+        nonlocal num_calls
+        num_calls += 1
+        return pwrite(file, data[: len(data) // 2] if num_calls == 1 else data, offset)
+
+    monkeypatch.setattr(os, "pwrite", half)
+    for i in range(3):
+        stream.record(Span("ALLREDUCE", "x", 1, 2 + i, {}))
+    assert path.read_text() == before and not stream.is_on
+    [said] = [each.getMessage() for each in caplog.records]
+    assert said.startswith(f"the timeline {path} ends here: ") and "No space left" in said
+    stream.close()

@@ -2,7 +2,7 @@
 
 [Note: threads of a channel] Any thread may submit or wait; one thread of the channel takes part in the rounds and carries out
 their decisions. ``_changed`` guards the state that both use: new and pending handles, the pace, the end of the channel. The
-thread holds that lock only to read and change this state, never during a collective. A handle is removed from ``_under_way``
+thread holds that lock only to read and change this state, never during a collective. A handle is removed from ``_pending``
 under the lock, and the thread that removed it ends it; so a handle ends once, by the channel's thread or by ``stop``, and its
 name is free before any waiting thread continues. The thread is a daemon, so that a process can exit although a peer is missing.
 
@@ -18,9 +18,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -28,13 +27,16 @@ from torch import Tensor
 
 from ...errors import UsageError, explain
 from ...groups.allocation import zeros_for
-from .control import Carriers
+from ...timeline import Instant, Span
+from .control import ChannelGroups
 from .execution import Executor, batches
-from .requests import Response, request_of
+from .requests import request_of
 from .rounds import RoundOutcome, Rounds
-from .settings import Knobs, Settings, Tuner
+from .settings import Knobs, Tuner
 from .submission import JOIN_NAME, DuplicateNameError, Handle, Kind, NegotiationError, Submission
-from .tracing import Tracing
+
+if TYPE_CHECKING:
+    from .engine import NamedEngine
 
 BYTES: Final = 25 << 20
 AGE_S: Final = 0.1
@@ -111,27 +113,6 @@ class Pace:
         self._pause_s = 0.0 if was_fruitful else min(max(2 * self._pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
 
 
-@dataclass(frozen=True)
-class Surroundings:
-    """The objects of an engine that its channels use.
-
-    Attributes:
-        settings: the settings of the engine.
-        tracing: the engine's timeline.
-        touch: wakes the watch, because a collective was submitted.
-        broke: takes the channel and the error that ended its thread; called from that thread.
-        left: takes the channel and the text of the error; called when other ranks have left the channel.
-        tuner: the tuner, on rank 0 in the world's channel; None elsewhere and without autotuning.
-    """
-
-    settings: Settings
-    tracing: Tracing
-    touch: Callable[[], object]
-    broke: Callable[[NamedChannel, BaseException], object]
-    left: Callable[[NamedChannel, str], object]
-    tuner: Tuner | None = None
-
-
 class NamedChannel:
     """Some ranks that negotiate collectives with each other. A ``NamedEngine`` makes it, on every rank of its group.
 
@@ -139,8 +120,9 @@ class NamedChannel:
         number: number of the channel, the same on all ranks.
         ranks: its ranks in the engine's group, in rising order.
         rank: rank of this process in the channel; None if it is no member.
-        carriers: the groups that carry the channel; None if this process is no member.
-        around: the objects of the engine that the channel uses.
+        groups: the groups that carry the channel; None if this process is no member.
+        engine: the engine that makes the channel.
+        tuner: the tuner, on rank 0 in the world's channel; None elsewhere and without autotuning.
 
     Attributes:
         number, ranks, rank: see the arguments. settings: the settings of the engine.
@@ -149,27 +131,34 @@ class NamedChannel:
     """
 
     def __init__(
-        self, number: int, ranks: Sequence[int], rank: int | None, carriers: Carriers | None, around: Surroundings
+        self,
+        number: int,
+        ranks: Sequence[int],
+        rank: int | None,
+        groups: ChannelGroups | None,
+        engine: NamedEngine,
+        tuner: Tuner | None = None,
     ) -> None:
         self.number, self.ranks, self.rank, self.size = number, tuple(ranks), rank, len(ranks)
-        self._around, self.settings, self._carriers, self._process = around, around.settings, carriers, os.getpid()
+        self._engine, self.settings, self._groups, self._tuner = engine, engine.settings, groups, tuner
+        self._process = os.getpid()
         self.group: dist.ProcessGroup | None = None
         self._changed = threading.Condition(threading.Lock())
         self._fresh: list[Handle] = []
-        self._under_way: dict[str, Handle] = {}
-        self._pace = Pace(around.settings.cycle_time_ms)
-        self._threshold_bytes = around.settings.fusion_threshold_bytes
+        self._pending: dict[str, Handle] = {}
+        self._pace = Pace(engine.settings.cycle_time_ms)
+        self._threshold_bytes = engine.settings.fusion_threshold_bytes
         self._leaves = False
         self._ended: NegotiationError | None = None  # why the channel has ended; None while it accepts submissions
         self._knobs: Knobs | None = None
         self._observed_s = self._last_round_s = time.monotonic()
         self._thread: threading.Thread | None = None
-        if carriers is None or rank is None:
+        if groups is None or rank is None:
             return
-        self.group = carriers.group
-        self._allocate = zeros_for(carriers.cpu)
-        self._rounds = Rounds(carriers.words, rank, self.ranks, around.settings.cache_capacity)
-        self._executor = Executor(carriers.device, carriers.cpu, rank, self._allocate, carriers.averages)
+        self.group = groups.device
+        self._allocate = zeros_for(groups.cpu)
+        self._rounds = Rounds(groups.exchange, rank, self.ranks, engine.settings.cache_capacity)
+        self._executor = Executor(groups.device, groups.cpu, rank, self._allocate, groups.averages)
         self._thread = threading.Thread(target=self._work, name=f"guozhuang negotiated {number}", daemon=True)
         self._thread.start()
 
@@ -196,15 +185,15 @@ class NamedChannel:
         with self._changed:
             if self._ended is not None:
                 raise self._ended.again() from self._ended.__cause__
-            if submission.name in self._under_way:
+            if submission.name in self._pending:
                 what = f"{submission.kind.value} of a name that is under way: two tensors must not have the same name at a time"
                 fix = "give them different names, or wait for the first one"
                 raise DuplicateNameError(explain(what, value=submission.name, fix=fix))
-            self._under_way[submission.name] = handle
+            self._pending[submission.name] = handle
             self._fresh.append(handle)
             if self._pace.submitted(request.num_bytes, handle.since):
                 self._changed.notify_all()
-        self._around.touch()
+        self._engine.touch()
         return handle
 
     def join(self, device: int | None = None) -> Handle:
@@ -238,7 +227,7 @@ class NamedChannel:
 
     @property
     def num_full_rounds(self) -> int:
-        """Number of rounds in which ranks exchanged messages, not only the vector of bytes."""
+        """Number of rounds in which some rank sent a request in full."""
         return self._rounds.num_full_rounds
 
     def pending_since(self) -> dict[str, float]:
@@ -246,7 +235,7 @@ class NamedChannel:
         with self._changed:
             return {
                 name: handle.since if handle.request.kind != Kind.JOIN else max(handle.since, self._last_round_s)
-                for name, handle in self._under_way.items()
+                for name, handle in self._pending.items()
             }
 
     # ---- The end of the channel; only the engine calls these.
@@ -269,8 +258,8 @@ class NamedChannel:
         with self._changed:
             if self._ended is None:
                 self._ended = error
-            taken = list(self._under_way.values())
-            self._under_way.clear()
+            taken = list(self._pending.values())
+            self._pending.clear()
             self._fresh.clear()
             self._pace.is_urgent = True
             self._changed.notify_all()
@@ -279,15 +268,15 @@ class NamedChannel:
 
     def abort(self) -> None:
         """Break the groups, so that no thread waits in their collectives any more, here or on a peer."""
-        if self._carriers is not None:
-            self._carriers.abort()
+        if self._groups is not None:
+            self._groups.abort()
 
     def give_back(self) -> None:
         """Close the groups; call it only after the thread has ended."""
         self.group = None
-        if self._carriers is not None:
+        if self._groups is not None:
             self._executor.close()
-            self._carriers.close()
+            self._groups.close()
 
     # ---- The thread.
 
@@ -315,7 +304,7 @@ class NamedChannel:
         except BaseException as error:
             if self._ended is None:
                 try:
-                    self._around.broke(self, error)
+                    self._engine.broke(self, error)
                 except BaseException:  # fail the pending handles, or their threads would wait for ever
                     self.stop(NegotiationError(str(error)))
                     raise
@@ -334,16 +323,15 @@ class NamedChannel:
             fresh, self._fresh = self._fresh, []
             leaves = self._leaves
             self._pace.begins(now)
-        self._around.tracing.round_began(now)
+        if (trace := self._engine.trace) is not None and self._engine.marks_cycles:
+            trace.record(Instant("CYCLE_START", "cycles", int(now * 1e9), {}))
         knobs, self._knobs = self._knobs, None
         outcome = self._rounds.hold([(each.submission.name, each.request) for each in fresh], leaves, knobs)
         del fresh
         with self._changed:
             if self._ended is not None:  # handles have failed; without them this rank would send zeros in their place
                 return False
-            handles = {
-                each.name: self._under_way[each.name] for each in outcome.responses if each.name in self._under_way
-            }
+            handles = {each.name: self._pending[each.name] for each in outcome.responses if each.name in self._pending}
         zeros_are_due = self._rounds.has_joined or outcome.last_joined is not None
         assert zeros_are_due or len(handles) == len(outcome.responses), "a rank answers only what it asked for"
         self._carry_out(outcome, handles)
@@ -360,8 +348,12 @@ class NamedChannel:
         if outcome.knobs is not None:
             self._threshold_bytes = outcome.knobs.fusion_threshold_bytes
             self._pace.cycle_time_ms = outcome.knobs.cycle_time_ms
-        if self._around.tracing.is_on:
-            self._trace_negotiated(outcome.responses, handles)
+        trace = self._engine.trace
+        if trace is not None:
+            now = time.monotonic()
+            for each in outcome.responses:
+                since = handles[each.name].since if each.name in handles else now
+                trace.record(_span(f"NEGOTIATE_{each.request.kind.name}", each.name, since, now))
         good = [response for response in outcome.responses if response.error is None]
         for response in outcome.responses:
             if response.error is not None:
@@ -372,25 +364,27 @@ class NamedChannel:
             began = time.monotonic()
             names = [each.name for each in batch]
             self._executor.carry_out(batch, {name: handles[name] for name in names if name in handles})
-            if self._around.tracing.is_on:
-                self._around.tracing.carried_out(batch[0].request.kind, names, began, time.monotonic())
-            if self._around.tuner is not None:
+            if trace is not None:
+                ended = time.monotonic()
+                for name in names:
+                    trace.record(_span(batch[0].request.kind.name, name, began, ended))
+            if self._tuner is not None:
                 num_bytes += sum(each.request.num_bytes for each in batch)
                 moved += [each.name for each in batch if each.request.shapes]
             if outcome.last_joined is not None and batch[0].request.kind == Kind.JOIN:
                 handles[JOIN_NAME].last_joined = outcome.last_joined
             self._settle(names)
-        if num_bytes and self._around.tuner is not None:
+        if num_bytes and self._tuner is not None:
             now = time.monotonic()
-            self._knobs = self._around.tuner.observe(moved, num_bytes, now - self._observed_s)
+            self._knobs = self._tuner.observe(moved, num_bytes, now - self._observed_s)
             self._observed_s = now
 
     def _settle(self, names: Sequence[str], error: NegotiationError | None = None) -> None:
-        """Remove handles from ``_under_way`` and end them. See [Note: threads of a channel]."""
+        """Remove handles from ``_pending`` and end them. See [Note: threads of a channel]."""
         taken = []
         with self._changed:
             for name in names:
-                handle = self._under_way.pop(name, None)
+                handle = self._pending.pop(name, None)
                 if handle is not None:
                     self._pace.settled(handle.is_wanted)
                     handle.is_wanted = True  # so that a thread that waits from now on is not counted
@@ -402,7 +396,7 @@ class NamedChannel:
         """End the channel, because some of its ranks leave."""
         who = ", ".join(f"rank {self.ranks[rank]}" for rank in leaving)
         with self._changed:
-            names = list(self._under_way)
+            names = list(self._pending)
         during = f" while {', '.join(names[:10])} was under way" if names else ""
         text = explain(
             f"the collectives of ranks {list(self.ranks)} were shut down by {who}{during}",
@@ -410,11 +404,9 @@ class NamedChannel:
             fix="let every rank make the same collectives before it shuts down; look at that rank's own error",
         )
         if not leaves:
-            self._around.left(self, text)
+            self._engine.left(self, text)
         self.stop(NegotiationError(text))
 
-    def _trace_negotiated(self, responses: Sequence[Response], handles: Mapping[str, Handle]) -> None:
-        now = time.monotonic()
-        for each in responses:
-            since = handles[each.name].since if each.name in handles else now
-            self._around.tracing.negotiated(each.request.kind, [(each.name, since)], now)
+
+def _span(name: str, track: str, since_s: float, until_s: float) -> Span:
+    return Span(name, track, int(since_s * 1e9), int(until_s * 1e9), {})

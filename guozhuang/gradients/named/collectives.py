@@ -11,9 +11,8 @@ engine, when it ends, tells the two apart by that.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,61 +20,43 @@ from torch import Tensor
 
 from ...errors import MismatchError
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
 
 class CarrierError(RuntimeError):
     """A group failed in a collective; ``__cause__`` is the group's own error. See [Note: whose error]."""
 
 
-def carried(call: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Wrap a function that only calls a group, so that the group's errors become ``CarrierError``. See [Note: whose error]."""
-
-    @functools.wraps(call)
-    def calling(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        try:
-            return call(*args, **kwargs)
-        except (MismatchError, torch.OutOfMemoryError):
-            raise
-        except RuntimeError as error:
-            raise CarrierError(str(error)) from error
-
-    return calling
-
-
-@carried
 def all_reduce(tensor: Tensor, op: Any, group: Any) -> None:
     """Reduce a tensor over all ranks, in place."""
-    group.allreduce([tensor], _options(dist.AllreduceOptions, reduceOp=op)).wait()
+    _wait(group.allreduce, [tensor], dist.AllreduceOptions(), reduceOp=op)
 
 
-@carried
 def broadcast(tensor: Tensor, root: int, group: Any) -> None:
     """Copy the tensor of rank ``root`` of the group to all ranks, in place."""
-    group.broadcast([tensor], _options(dist.BroadcastOptions, rootRank=root)).wait()
+    _wait(group.broadcast, [tensor], dist.BroadcastOptions(), rootRank=root)
 
 
-@carried
 def all_gather(output: Tensor, given: Tensor, group: Any) -> None:
     """Write the tensors of all ranks into ``output``, one after the other."""
-    group._allgather_base(output, given, _options(torch._C._distributed_c10d.AllgatherOptions)).wait()
+    _wait(group._allgather_base, output, given, torch._C._distributed_c10d.AllgatherOptions())
 
 
-@carried
 def reduce_scatter(output: Tensor, given: Tensor, op: Any, group: Any) -> None:
     """Reduce the r-th parts of all ranks' tensors into ``output`` on rank r."""
-    group._reduce_scatter_base(output, given, _options(dist.ReduceScatterOptions, reduceOp=op)).wait()
+    _wait(group._reduce_scatter_base, output, given, dist.ReduceScatterOptions(), reduceOp=op)
 
 
-@carried
 def all_to_all(output: Tensor, given: Tensor, takes: Sequence[int], gives: Sequence[int], group: Any) -> None:
     """Send part r of each rank's tensor to rank r; sizes of the parts are in elements, and empty lists mean equal parts."""
-    group.alltoall_base(output, given, list(takes), list(gives), _options(dist.AllToAllOptions)).wait()
+    _wait(group.alltoall_base, output, given, list(takes), list(gives), dist.AllToAllOptions())
 
 
-def _options(kind: Any, **fields: Any) -> Any:
-    options = kind()
+def _wait(method: Callable[..., Any], *arguments: Any, **fields: Any) -> None:
+    """Call a method of a group, whose last argument are its options with these further fields, and wait for the result."""
     for name, value in {"asyncOp": False, **fields}.items():
-        setattr(options, name, value)
-    return options
+        setattr(arguments[-1], name, value)
+    try:
+        method(*arguments).wait()
+    except (MismatchError, torch.OutOfMemoryError):
+        raise
+    except RuntimeError as error:
+        raise CarrierError(str(error)) from error

@@ -1,4 +1,4 @@
-"""The groups that carry a channel: the vectors and messages of its rounds, and its data.
+"""The groups of a channel, which carry the messages of its rounds and its data.
 
 [Note: an idle peer is no error] A rank with a pending request waits in a round until all other ranks have one, too, which may
 take an hour. So, once the group for the rounds is made, its time-out is set to a week, and the engine's watch (stalls.py) keeps
@@ -20,7 +20,6 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ...groups.base import PythonGroup
 from ...groups.gloo import Crossing, choose_address
@@ -29,45 +28,12 @@ from ...groups.subgroups import subgroup, timeout_s
 from . import collectives
 
 _OUT_OF_REACH_S: Final = 7 * 24 * 3600.0
+# Size of the block that every message begins with, in bytes: a message that fits into it costs one all-gather.
+_BLOCK: Final = 512
+_LENGTH: Final = 8  # bytes at the beginning of a block that hold the length of the message
 
 
-class Words:
-    """The two collectives of a round. One thread of each rank calls them, in the same order on all ranks.
-
-    Args:
-        group: a group that can send CPU tensors; its methods are called directly.
-        size: number of ranks.
-    """
-
-    def __init__(self, group: Any, size: int) -> None:
-        self._group, self._size = group, size
-
-    def least(self, vector: Tensor) -> None:
-        """Replace each byte of ``vector`` by its minimum over all ranks, in place."""
-        if self._size > 1:
-            collectives.all_reduce(vector, dist.ReduceOp.MIN, self._group)
-
-    def exchange(self, message: bytes) -> list[bytes]:
-        """Return the messages of all ranks, in rank order; messages may differ in length but must not be empty."""
-        if self._size == 1:
-            return [message]
-        lengths = self._gathered(torch.tensor([len(message)])).view(-1).tolist()
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
-        padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        taken = self._gathered(padded)
-        return [each[:length].numpy().tobytes() for each, length in zip(taken, lengths, strict=True)]
-
-    def close(self) -> None:
-        """Drop the reference to the group."""
-        self._group = None
-
-    def _gathered(self, given: Tensor) -> Tensor:
-        taken = given.new_empty(self._size, len(given))
-        collectives.all_gather(taken.view(-1), given, self._group)
-        return taken
-
-
-class Carriers:
+class ChannelGroups:
     """The groups of a channel. Every member of the channel must construct it, and no other rank.
 
     Where the engine's group is a shared-memory one, a second such group carries everything. Otherwise rounds, and CPU tensors
@@ -79,9 +45,8 @@ class Carriers:
         store: a store that only this channel uses.
 
     Attributes:
-        words: the collectives of the rounds.
         cpu: the group for tensors on the CPU.
-        device: the group for all other tensors.
+        device: the group for all other tensors; the same as ``cpu`` where there are no accelerators.
         averages: types of device on which the groups average floating-point numbers by themselves.
     """
 
@@ -90,10 +55,10 @@ class Carriers:
         self._aborts: list[Callable[[], object]] = []
         self._closes: list[Callable[[], object]] = []
         kinds = {each.rpartition(":")[2] for each in dist.get_backend_config(group).split(",")}
-        words: Any
+        control: Any
         if isinstance(group, SharedMemoryGroup):
-            words = self._twin(group, members)
-            words.set_timeout(datetime.timedelta(seconds=_OUT_OF_REACH_S))
+            control = self._twin(group, members)
+            control.set_timeout(datetime.timedelta(seconds=_OUT_OF_REACH_S))
         else:
             address = choose_address(dist.PrefixStore("address", store), rank, [r for r in range(size) if r != rank])
             crossing = Crossing(dist.PrefixStore("control", store), rank, size, timeout_s(group), address)
@@ -101,8 +66,8 @@ class Carriers:
             gloo._set_default_timeout(datetime.timedelta(seconds=_OUT_OF_REACH_S))
             self._aborts.append(crossing.cut)
             self._closes.append(crossing.close)
-            words = crossing.group
-        self.words, self.cpu, self.device = Words(words, size), words, words
+            control = crossing.group
+        self._control, self._size, self.cpu, self.device = control, size, control, control
         if not isinstance(group, SharedMemoryGroup) and kinds != {"gloo"}:
             self.device = self._twin(group, members)
             if isinstance(self.device, PythonGroup):
@@ -110,11 +75,17 @@ class Carriers:
         cpu = {"cpu"} if isinstance(group, SharedMemoryGroup) else set()
         self.averages = frozenset(cpu | ({"cuda"} if cpu or "nccl" in kinds else set()))
 
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The group that carries tensors on accelerators; where there are none, all data."""
-        group: dist.ProcessGroup = self.device
-        return group
+    def exchange(self, message: bytes) -> list[bytes]:
+        """Return the messages of all ranks, in rank order. One thread of each rank calls it, in the same order on all ranks."""
+        if self._size == 1:
+            return [message]
+        data = len(message).to_bytes(_LENGTH, "little") + message
+        found = self._gathered(data[:_BLOCK], _BLOCK)
+        ends = [_LENGTH + int.from_bytes(each[:_LENGTH], "little") for each in found]
+        if (longest := max(ends)) > _BLOCK:
+            rest = self._gathered(data[_BLOCK:], longest - _BLOCK)
+            found = [begin + end for begin, end in zip(found, rest, strict=True)]
+        return [each[_LENGTH:end] for each, end in zip(found, ends, strict=True)]
 
     def abort(self) -> None:
         """Break the groups, here and for the peers. Any thread may call it."""
@@ -127,8 +98,14 @@ class Carriers:
         for close in self._closes:
             close()
         self._closes, self._aborts = [], []
-        self.words.close()
-        self.cpu = self.device = None  # gloo's connections end with the last reference
+        self._control = self.cpu = self.device = None  # gloo's connections end with the last reference
+
+    def _gathered(self, data: bytes, num_bytes: int) -> list[bytes]:
+        """Return the data of all ranks, filled up with zeros to a number of bytes."""
+        given = torch.frombuffer(bytearray(data.ljust(num_bytes, b"\0")), dtype=torch.uint8)
+        taken = given.new_empty(self._size, num_bytes)
+        collectives.all_gather(taken.view(-1), given, self._control)
+        return [each.tobytes() for each in taken.numpy()]
 
     def _twin(self, group: dist.ProcessGroup, members: Sequence[int]) -> Any:
         made: Any = subgroup(group, members)

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from ...errors import PeerLost, UsageError, explain
 from ...groups.agreement import agree, store_of
 from ...groups.subgroups import timeout_s
-from .channel import NamedChannel, Surroundings
+from ...timeline import TraceStream
+from .channel import NamedChannel
 from .collectives import CarrierError
-from .control import Carriers
+from .control import ChannelGroups
 from .settings import Settings, Tuner
 from .stalls import EngineStore, StallWatch
 from .submission import NegotiationError
-from .tracing import Tracing
 
 _LOG = logging.getLogger("guozhuang")
 _LEAVE_S: Final = 5.0  # limit of the wait for other ranks to leave too
@@ -45,6 +45,8 @@ class NamedEngine:
 
     Attributes:
         world: the channel of all ranks.
+        settings: the settings.
+        trace: the file to which rank 0 writes collectives while a timeline is on; marks_cycles: rounds, too.
         failure: the error with which the engine has failed; None as long as it works, or if it was closed without a failure.
 
     Raises:
@@ -56,7 +58,7 @@ class NamedEngine:
 
     def __init__(self, group: dist.ProcessGroup, settings: Settings) -> None:
         self.failure: NegotiationError | None = None
-        self._group, self._settings = group, settings
+        self._group, self.settings = group, settings
         self._rank, self._size, self._limit_s = group.rank(), group.size(), timeout_s(group)
         self._process = os.getpid()
         self._lock = threading.RLock()  # guards failure, _channels and _closed
@@ -66,15 +68,17 @@ class NamedEngine:
         whole = store_of(group)
         turn = whole.add(f"guozhuang/negotiated/turns/{self._rank}", 1)
         self._store: dist.Store = dist.PrefixStore(f"guozhuang/negotiated/{turn}", whole)
-        self._words = EngineStore(self._store, self._rank, self._size)
-        self._tracing = Tracing(writes=self._rank == 0)
+        self._notices = EngineStore(self._store, self._rank, self._size)
+        self._timeline_path: str | None = None
+        self.trace: TraceStream | None = None
+        self.marks_cycles = False
         stop_s = settings.stall_stop_s or max(self._limit_s, _LEAST_STOP_S)
-        self._watch = StallWatch(self._words, self._rank, settings, stop_s, lambda: self._channels, self._stop)
+        self._watch = StallWatch(self._notices, self._rank, settings, stop_s, lambda: self._channels, self._stop)
         try:
             self.world = self._begin(settings)
         except BaseException:
             self._watch.close()
-            self._words.close()
+            self._notices.close()
             raise
 
     def add(self, ranks: Sequence[int], called: str = "channel") -> NamedChannel:
@@ -128,11 +132,20 @@ class NamedEngine:
             UsageError: a trace is being written already.
             OSError: the file cannot be written.
         """
-        self._tracing.start(path, mark_cycles)
+        with self._lock:
+            if self._timeline_path is not None:
+                what = f"a timeline is being written to {self._timeline_path!r}"
+                raise UsageError(explain(what, value=path, fix="stop it first"))
+            if self._rank == 0:
+                self.trace, self.marks_cycles = TraceStream(path), mark_cycles
+            self._timeline_path = path
 
     def stop_timeline(self) -> None:
         """End the trace, if a trace is being written. Not collective."""
-        self._tracing.stop()
+        with self._lock:
+            trace, self.trace, self._timeline_path = self.trace, None, None
+        if trace is not None:
+            trace.close()
 
     def fail(self, why: str) -> None:
         """End the engine with an error; pending submissions fail here and on the other ranks. See [Note: failing together].
@@ -155,8 +168,8 @@ class NamedEngine:
             channels, self._channels = self._channels, []
         self._end(channels)
         self._watch.close()
-        self._words.close()
-        self._tracing.stop()
+        self._notices.close()
+        self.stop_timeline()
 
     # ---- How channels begin and end.
 
@@ -174,7 +187,7 @@ class NamedEngine:
         finally:
             if refusal is not None:  # raised only now, so that the other ranks fail the comparison and do not wait
                 raise refusal
-        self._words.read_cards()
+        self._notices.read_processes()
         return self._make(range(self._size), tuner)
 
     def _agree(self, what: str, lines: Sequence[str], fix: str) -> None:
@@ -183,7 +196,7 @@ class NamedEngine:
     def _look(self) -> None:
         """Raise NegotiationError if the engine has failed or another rank is lost, so that no rank waits for it in vain."""
         self._raise_failure()
-        self._words.read_cards()
+        self._notices.read_processes()
         if lost := self._lost(0.0):
             self._stop(NegotiationError(lost))
             self._raise_failure()
@@ -193,9 +206,8 @@ class NamedEngine:
         self._num_made += 1
         rank = list(members).index(self._rank) if self._rank in members else None
         store = dist.PrefixStore(f"channel/{number}", self._store)
-        carriers = self._connect(members, store) if rank is not None else None
-        around = Surroundings(self._settings, self._tracing, self._watch.touch, self._broke, self._left, tuner)
-        channel = NamedChannel(number, members, rank, carriers, around)
+        groups = self._connect(members, store) if rank is not None else None
+        channel = NamedChannel(number, members, rank, groups, self, tuner)
         with self._lock:
             self._channels = [*self._channels, channel]
             stands_still = self.failure is not None or self._closed
@@ -207,9 +219,9 @@ class NamedEngine:
             self._raise_failure()
         return channel
 
-    def _connect(self, members: Sequence[int], store: dist.Store) -> Carriers:
+    def _connect(self, members: Sequence[int], store: dist.Store) -> ChannelGroups:
         try:
-            return Carriers(self._group, members, store)
+            return ChannelGroups(self._group, members, store)
         except RuntimeError as error:  # a rank is lost, or did not connect in time
             what = f"the ranks {list(members)} could not connect: {error}"
             failure = NegotiationError(self._lost(_PATIENCE_S) or explain(what, rank=self._rank, fix=_FIX))
@@ -224,7 +236,7 @@ class NamedEngine:
         deadline = time.monotonic() + (_LEAVE_S if self.failure is None else _END_S)
         alone = [each for each in channels if not each.wait_left(max(0.0, deadline - time.monotonic()))]
         if alone and self._closed:
-            self._words.tell(f"rank {self._rank} has shut down")
+            self._notices.report(f"rank {self._rank} has shut down")
         for channel in alone:  # before handles fail here: other ranks must not complete those collectives
             channel.abort()
         text = explain("negotiated collectives were shut down on this rank", rank=self._rank)
@@ -236,9 +248,19 @@ class NamedEngine:
             else:
                 _LOG.debug("rank %d: a thread is still in a collective of ranks %s", self._rank, channel.ranks)
 
-    # ---- How the engine fails. See [Note: failing together].
+    # ---- How the engine fails; channels call the first three. See [Note: failing together].
 
-    def _broke(self, channel: NamedChannel, error: BaseException) -> None:
+    def touch(self) -> None:
+        """Wake the watch, because a collective was submitted."""
+        self._watch.touch()
+
+    def left(self, channel: NamedChannel, text: str) -> None:
+        """End the engine if ranks have left the world's channel; any other channel ends alone."""
+        if channel is self.world:
+            self._stop(NegotiationError(text))
+
+    def broke(self, channel: NamedChannel, error: BaseException) -> None:
+        """End the engine, because a channel's thread ended with an error; called from that thread."""
         with self._lock:
             if self._closed or channel not in self._channels:
                 return  # its groups were broken on purpose, and it is about to be stopped
@@ -255,11 +277,6 @@ class NamedEngine:
             text = explain(f"negotiated collectives cannot go on: {error}", rank=self._rank)
         self._fail(text, error)
 
-    def _left(self, channel: NamedChannel, text: str) -> None:
-        """End the engine if ranks have left the world's channel; any other channel ends alone."""
-        if channel is self.world:
-            self._stop(NegotiationError(text))
-
     def _stop(self, error: NegotiationError) -> None:
         with self._lock:
             if self._closed or self.failure is not None:
@@ -273,7 +290,7 @@ class NamedEngine:
             failure.__cause__ = cause
         self.failure = failure
         try:
-            self._words.tell(text)  # first, because a thread here that gets the failure may end the process
+            self._notices.report(text)  # first, because a thread here that gets the failure may end the process
             for channel in self._channels:
                 channel.abort()
         finally:
@@ -295,10 +312,10 @@ class NamedEngine:
 
     def _lost(self, patience_s: float) -> str:
         """Return a text on ranks that have ended, or what other ranks wrote; "" if nothing is found within the time."""
-        ended, words = self._words.news(patience_s)
-        if words:  # a rank that fails writes the cause before it ends
-            told = "; ".join(dict.fromkeys(words[rank] for rank in sorted(words)))
-            return explain(f"negotiated collectives cannot go on: {told}", rank=self._rank)
+        ended, reports = self._notices.ends(patience_s)
+        if reports:  # a rank that fails writes the cause before it ends
+            causes = "; ".join(dict.fromkeys(reports[rank] for rank in sorted(reports)))
+            return explain(f"negotiated collectives cannot go on: {causes}", rank=self._rank)
         if ended:
             who = ", ".join(f"rank {rank} (pid {pid})" for rank, pid in sorted(ended.items()))
             return explain(f"{who} is gone; negotiated collectives cannot go on", rank=self._rank, fix=_FIX)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, NoReturn
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...errors import explain
+from .settings import Knobs
 from .submission import DTYPES, JOIN_NAME, Kind, Reduction, Submission
 
 _DTYPE_OF: Final = MappingProxyType({str(dtype).removeprefix("torch."): dtype for dtype in DTYPES})
@@ -71,64 +71,44 @@ class Response(NamedTuple):
         return next(iter(self.requests.values()))
 
 
-@dataclass(frozen=True)
-class Message:
-    """The message of one rank to all others in a full round.
+class Message(NamedTuple):
+    """The message of one rank to all others in a round.
 
     Attributes:
-        requests: pairs of a name and a request that were not sent before.
+        requests: new requests with their names; a number stands for an earlier request, see [Note: numbers] in rounds.py.
         leaves: whether the rank takes part in a round for the last time.
-        knobs: new settings (threshold in bytes, cycle in ms, use of the cache); only rank 0 sends them.
+        knobs: new settings; only rank 0 sends them.
     """
 
-    requests: Sequence[tuple[str, NamedRequest]] = ()
+    requests: Sequence[int | tuple[str, NamedRequest]] = ()
     leaves: bool = False
-    knobs: tuple[int, float | None, bool] | None = None
+    knobs: Knobs | None = None
 
     def encoded(self) -> bytes:
         """Return the message as bytes."""
-        requests = [
-            [
-                name,
-                request.kind.value,
-                request.shapes,
-                [str(dtype).removeprefix("torch.") for dtype in request.dtypes],
-                request.device,
-                int(request.reduction),
-                *request[5:],
-            ]
-            for name, request in self.requests
-        ]
-        return json.dumps([requests, self.leaves, self.knobs], separators=(",", ":")).encode()
+        return json.dumps(self, separators=(",", ":"), default=_plain).encode()
 
     @classmethod
     def decoded(cls, data: bytes) -> Message:
         """Return the message that was encoded as these bytes."""
         requests, leaves, knobs = json.loads(data)
-        return cls([(name, _request(*rest)) for name, *rest in requests], leaves, tuple(knobs) if knobs else None)
+        found = [each if isinstance(each, int) else (each[0], _request(*each[1])) for each in requests]
+        return cls(found, leaves, None if knobs is None else Knobs(*knobs))
 
 
-def _request(
-    kind: str,
-    shapes: Any,
-    dtypes: Any,
-    device: str,
-    reduction: int,
-    prescale: float,
-    postscale: float,
-    root: Any,
-    splits: Any,
-) -> NamedRequest:
-    return NamedRequest(
-        Kind(kind),
-        tuple(tuple(shape) for shape in shapes),
-        tuple(_DTYPE_OF[name] for name in dtypes),
-        device,
-        Reduction(reduction),
-        prescale,
-        postscale,
-        root,
-        None if splits is None else tuple(splits),
+def _plain(value: Kind | torch.dtype) -> str:
+    """Return the text that stands in a message for a value that JSON does not have."""
+    return value.value if isinstance(value, Kind) else str(value).removeprefix("torch.")
+
+
+def _request(*fields: Any) -> NamedRequest:
+    found = NamedRequest(*fields)
+    return found._replace(
+        kind=Kind(found.kind),
+        shapes=tuple(map(tuple, found.shapes)),
+        dtypes=tuple([_DTYPE_OF[str(name)] for name in found.dtypes]),
+        reduction=Reduction(found.reduction),
+        splits=None if found.splits is None else tuple(found.splits),
     )
 
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
-@dataclass(frozen=True)
-class Knobs:
+class Knobs(NamedTuple):
     """The settings that a tuner may change; see the fields of ``Settings``.
 
     Attributes:
         fusion_threshold_bytes: most bytes of one fused operation; 0: nothing is fused.
         cycle_time_ms: time between the beginnings of two rounds; None: see ``Settings``.
-        use_cache: whether requests are cached.
+        use_cache: whether requests that were made before are sent as numbers.
     """
 
     fusion_threshold_bytes: int
@@ -60,7 +59,7 @@ class Settings:
         fusion_threshold_bytes: most bytes of small tensors that are sent as one; 0: each is sent by itself.
         cycle_time_ms: time between the beginnings of two rounds. None: a round begins when a thread waits or polls, when 25 MiB
             were submitted, or when the oldest submission has waited for 100 ms.
-        cache_capacity: number of cached requests; a cached request is announced by one byte. 0: no cache.
+        cache_capacity: number of requests that are remembered; one that comes again is sent as a number. 0: none is.
         fuse_groups: whether a grouped operation may be fused with others.
         stall_check: whether collectives that wait for long are reported.
         stall_warning_s: seconds before the first report of a collective, and between further ones.

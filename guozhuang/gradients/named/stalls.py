@@ -1,9 +1,9 @@
 """Watches collectives that are pending for long: names the missing ranks, ends waits that exceed the limit, finds lost ranks.
 
 [Note: the watch] Each engine has one watch thread, which sleeps as long as nothing is pending. Then it looks once a second, and
-uses the store only if a submission is older than that. A rank with an old submission asks all others, through the store, what
-they have pending; every watch that is awake answers within a second, and a rank that does not answer has nothing pending. So
-it is known which ranks have submitted a name and which are missing. The lowest rank that has submitted it logs a warning.
+uses the store only if a submission is older than that. It writes the names that are pending on its rank to the store when they
+have changed; a rank that has written none has none. So it is known which ranks have submitted a name and which are missing.
+The lowest rank that has submitted it logs a warning.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class EngineStore:
         """End the thread; the store is not used any more."""
         self._client.close()
 
-    def read_cards(self) -> None:
+    def read_processes(self) -> None:
         """Read the process (node and pid) of each rank that has written its card; every rank does so on construction."""
         with contextlib.suppress(RuntimeError):
             for rank in range(self._size):
@@ -67,70 +67,51 @@ class EngineStore:
 
     # ---- Failures.
 
-    def tell(self, word: str) -> None:
+    def report(self, cause: str) -> None:
         """Write to the store why this rank leaves or has failed; ignore a store that does not answer."""
 
-        def leave() -> None:
-            self._store.set(f"word/{self._rank}", word)
-            self._store.add("words", 1)
+        def write() -> None:
+            self._store.set(f"report/{self._rank}", cause)
+            self._store.add("reports", 1)
 
         with contextlib.suppress(RuntimeError):
-            self._client.call(leave)
+            self._client.call(write)
 
-    def words(self) -> dict[int, str]:
+    def reports(self) -> dict[int, str]:
         """Return by rank why other ranks left or failed, as they wrote it; empty if the store does not answer."""
-        found = {}
         with contextlib.suppress(RuntimeError):
-            if self._client.call(lambda: self._store.add("words", 0)):
-                for rank in range(self._size):
-                    word = None if rank == self._rank else self._read(f"word/{rank}")
-                    if word is not None:
-                        found[rank] = word
-        return found
+            if self._client.call(lambda: self._store.add("reports", 0)):
+                return self._of_all("report", but=self._rank)
+        return {}
 
-    def news(self, patience_s: float) -> tuple[dict[int, int], dict[int, str]]:
-        """Return pids of this node's ranks that have ended, and what ranks wrote; wait ``patience_s`` at most for either.
+    def ends(self, patience_s: float) -> tuple[dict[int, int], dict[int, str]]:
+        """Return pids of this node's ranks that have ended, and the ranks' reports; wait ``patience_s`` at most for either.
 
-        If ranks have ended, only what they themselves wrote is returned: other ranks may have failed because of them.
+        If ranks have ended, only their own reports are returned: other ranks may have failed because of them.
         """
         deadline = time.monotonic() + patience_s
         while True:
             ended = {rank: each.pid for rank, each in self._processes.items() if each.has_ended(self._node)}
-            words = self.words()
-            if ended or words or time.monotonic() >= deadline:
-                return ended, {rank: word for rank, word in words.items() if rank in ended} if ended else words
+            reports = self.reports()
+            if ended or reports or time.monotonic() >= deadline:
+                return ended, {rank: text for rank, text in reports.items() if rank in ended} if ended else reports
             time.sleep(_LOOK_S)
 
     # ---- Stalls. Only the engine's watch calls these; they raise RuntimeError if the store does not answer.
 
-    def ask(self) -> int:
-        """Ask all ranks which names they have pending; return the number of this question."""
-        return self._client.call(lambda: int(self._store.add("asked", 1)))
+    def publish(self, pending: Mapping[int, Sequence[str]]) -> None:
+        """Write which names this rank has pending, by the number of their channel."""
+        text = json.dumps(pending)
+        self._client.call(lambda: self._store.set(f"pending/{self._rank}", text))
 
-    def num_asked(self) -> int:
-        """Return how many questions all ranks together have asked."""
-        return self._client.call(lambda: int(self._store.add("asked", 0)))
+    def pending(self) -> dict[int, dict[int, list[str]]]:
+        """Return the pending names that ranks have written, by rank and channel."""
+        found = self._of_all("pending")
+        return {rank: {int(key): names for key, names in json.loads(text).items()} for rank, text in found.items()}
 
-    def answer(self, number: int, pending: Mapping[int, Sequence[str]]) -> None:
-        """Write which names this rank has pending.
-
-        Args:
-            number: number of the last question, which this answers.
-            pending: the names, by the number of their channel.
-        """
-        said = json.dumps([number, {str(key): pending[key] for key in pending}])
-        self._client.call(lambda: self._store.set(f"pending/{self._rank}", said))
-
-    def answers(self, number: int) -> dict[int, dict[int, list[str]]]:
-        """Return the pending names, by rank and channel, of the ranks that answered this question or a later one."""
-        found = {}
-        for rank in range(self._size):
-            said = self._read(f"pending/{rank}")
-            if said is not None:
-                last, pending = json.loads(said)
-                if last >= number:
-                    found[rank] = {int(key): names for key, names in pending.items()}
-        return found
+    def _of_all(self, what: str, but: int = -1) -> dict[int, str]:
+        texts = {rank: self._read(f"{what}/{rank}") for rank in range(self._size) if rank != but}
+        return {rank: text for rank, text in texts.items() if text is not None}
 
     def _read(self, key: str) -> str | None:
         """Return the value of a key; None if it does not exist. Raises RuntimeError if the store does not answer."""
@@ -163,9 +144,8 @@ class StallWatch:
         self._store, self._rank, self._settings, self._stop_s = store, rank, settings, stop_s
         self._channels, self._stop, self._tick_s = channels, stop, tick_s
         self._is_awake, self._closed = threading.Event(), threading.Event()
-        self._num_answered = 0
         self._next_warning = 0.0
-        self._question: tuple[int, float] | None = None  # number of the own question, and the time to read the answers
+        self._published: dict[int, list[str]] = {}
         self.num_looks = 0  # looks that used the store
         self._thread = threading.Thread(target=self._work, name="guozhuang negotiated watch", daemon=True)
         self._thread.start()
@@ -183,17 +163,17 @@ class StallWatch:
             self._thread.join(5.0)
 
     def _work(self) -> None:
-        while True:
+        while not self._closed.is_set():
             self._is_awake.wait()
             self._is_awake.clear()  # before the look, so that a later submission wakes this thread again
             while not self._closed.wait(self._tick_s):
                 since = {channel.number: channel.pending_since() for channel in self._channels()}
                 if not any(since.values()):
-                    self._question, self._next_warning = None, 0.0
+                    self._next_warning = 0.0
                     break
                 self._look(since)
-            if self._closed.is_set():
-                return
+            with contextlib.suppress(RuntimeError):
+                self._publish({})
 
     def _look(self, since: dict[int, dict[str, float]]) -> None:
         now = time.monotonic()
@@ -202,50 +182,32 @@ class StallWatch:
             return
         self.num_looks += 1
         try:
-            self._ask_around(since, now, age_s)
+            if reports := self._store.reports():
+                self._stop(NegotiationError("; ".join(reports.values())))
+                return
+            self._publish({key: list(moments) for key, moments in since.items() if moments})
+            if self._settings.stall_check and age_s >= self._settings.stall_warning_s and now >= self._next_warning:
+                self._next_warning = now + self._settings.stall_warning_s
+                self._warn(self._missing(since, now - self._settings.stall_warning_s), self._settings.stall_warning_s)
         except RuntimeError as error:
-            _LOG.debug("rank %d: no look at what others have pending: %s", self._rank, error)
+            _LOG.debug("rank %d: the names that are pending on other ranks are not known: %s", self._rank, error)
         if age_s >= self._stop_s:
             self._end(since, now)
 
-    def _ask_around(self, since: dict[int, dict[str, float]], now: float, age_s: float) -> None:
-        """End the engine if another rank's has failed; else answer questions, ask a question, or warn of missing ranks."""
-        if words := self._store.words():
-            self._stop(NegotiationError("; ".join(words.values())))
-            return
-        num_asked = self._store.num_asked()
-        if num_asked > self._num_answered:
-            self._answer(num_asked, since)
-        warning_s = self._settings.stall_warning_s
-        if self._question is not None:
-            number, when = self._question
-            if now >= when:
-                self._question = None
-                self._warn(self._missing(number, since, now - warning_s), warning_s)
-        elif self._settings.stall_check and age_s >= warning_s and now >= self._next_warning:
-            self._next_warning = now + warning_s
-            self._question = self._ask(since), now + 2.5 * self._tick_s
+    def _publish(self, pending: dict[int, list[str]]) -> None:
+        if pending != self._published:
+            self._published = pending
+            self._store.publish(pending)
 
-    def _ask(self, since: dict[int, dict[str, float]]) -> int:
-        number = self._store.ask()
-        self._answer(number, since)
-        return number
-
-    def _answer(self, number: int, since: dict[int, dict[str, float]]) -> None:
-        self._num_answered = number
-        self._store.answer(number, {key: list(moments) for key, moments in since.items()})
-
-    def _missing(
-        self, number: int, since: dict[int, dict[str, float]], before: float
-    ) -> list[tuple[str, list[int], list[int]]]:
+    def _missing(self, since: dict[int, dict[str, float]], before: float) -> list[tuple[str, list[int], list[int]]]:
         """Return (name, ranks that submitted it, missing ranks) for names that are pending since ``before`` or longer."""
-        answers = self._store.answers(number)
+        published = self._store.pending()
         found = []
         for channel in self._channels():
             for name, moment in since.get(channel.number, {}).items():
                 if moment > before:
                     continue
-                pending = {rank: answers.get(rank, {}).get(channel.number, ()) for rank in channel.ranks}
+                pending = {rank: published.get(rank, {}).get(channel.number, ()) for rank in channel.ranks}
                 has = sorted({self._rank, *(rank for rank in channel.ranks if name in pending[rank])})
                 # A rank that has joined takes part in everything without a submission.
                 lacks = [rank for rank in channel.ranks if rank not in has and JOIN_NAME not in pending[rank]]
@@ -262,12 +224,9 @@ class StallWatch:
             _LOG.debug("%s", _words(others, for_s, self._rank))
 
     def _end(self, since: dict[int, dict[str, float]], now: float) -> None:
-        """Ask once more which ranks are missing, and end the engine."""
         missing: list[tuple[str, list[int], list[int]]] = []
         with contextlib.suppress(RuntimeError):  # without the store the error names no missing ranks
-            number = self._ask(since)
-            self._closed.wait(2.5 * self._tick_s)
-            missing = self._missing(number, since, now - self._stop_s)
+            missing = self._missing(since, now - self._stop_s)
         self._stop(NegotiationError(_words(missing, self._stop_s, self._rank)))
 
 

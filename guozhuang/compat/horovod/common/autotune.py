@@ -17,7 +17,7 @@ import statistics
 import warnings
 from collections import Counter
 from collections.abc import Generator, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -179,7 +179,7 @@ class GaussianTuner:
             samples.append((knobs, (yield knobs)))
         best = max(samples, key=lambda sample: sample[1])
         if "use_cache" not in fixed:
-            other = replace(best[0], use_cache=not best[0].use_cache)
+            other = best[0]._replace(use_cache=not best[0].use_cache)
             samples.append((other, (yield other)))
         return max(samples, key=lambda sample: sample[1])
 
@@ -217,10 +217,10 @@ class _Space:
         """Return the threshold and cycle time of a point."""
         knobs = self._start
         if self._has_threshold:
-            knobs = replace(knobs, fusion_threshold_bytes=round(point[0] * MAX_THRESHOLD_MB * 2**20))
+            knobs = knobs._replace(fusion_threshold_bytes=round(point[0] * MAX_THRESHOLD_MB * 2**20))
         if self._has_cycle:
             cycle_ms = MIN_CYCLE_MS + point[-1] * (MAX_CYCLE_MS - MIN_CYCLE_MS)
-            knobs = replace(knobs, cycle_time_ms=round(cycle_ms, 3))
+            knobs = knobs._replace(cycle_time_ms=round(cycle_ms, 3))
         return knobs
 
 
