@@ -22,6 +22,11 @@ from .base import Done, GradientExchange, Work
 class AllReduce(GradientExchange[dist.ProcessGroup]):
     """The exact exchange of gradients; its state is just the process group."""
 
+    @property
+    @override
+    def repeatable(self) -> bool:
+        return True
+
     @override
     def input_scale(self, world_size: int) -> float:
         return 1.0 / world_size

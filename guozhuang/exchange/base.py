@@ -58,6 +58,15 @@ class GradientExchange(ABC, Generic[State]):
         return True
 
     @property
+    def repeatable(self) -> bool:
+        """Whether a bucket may be started twice with the same step number, so that the first result is discarded.
+
+        This is False for methods that keep errors or momentum from one call to the next. Under ``sharded`` gradients are sent
+        while backward runs if the method is repeatable, and those that change before the step are sent again.
+        """
+        return False
+
+    @property
     def averages(self) -> bool:
         """Whether the result is a mean. ``join(divide_by_initial_world_size=False)`` rescales the result only if it is."""
         return True

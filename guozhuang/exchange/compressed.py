@@ -216,6 +216,11 @@ class Compressed(GradientExchange[CompressedState]):
         if self.nesterov and not self.momentum:
             raise UsageError(explain("nesterov asks for a momentum", value=self.momentum, fix="give momentum=0.9"))
 
+    @property
+    @override
+    def repeatable(self) -> bool:
+        return not self.error_feedback and not self.momentum
+
     @override
     def prepare(
         self, buckets: Sequence[Bucket], group: dist.ProcessGroup, before: CompressedState | None = None

@@ -7,6 +7,7 @@ than its cap only if it is a single parameter that is larger.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -129,6 +130,8 @@ class Bucket:
         parameters: Sequence[Tensor],
         sparse: bool = False,
         allocate: Allocate = in_process_memory,
+        offsets: Sequence[int] | None = None,
+        num_elements: int | None = None,
     ) -> None:
         assert parameters and (not sparse or len(parameters) == 1)
         self.index = index
@@ -137,18 +140,17 @@ class Bucket:
         self.parameters = tuple(parameters)
         self.sparse = sparse
         self._allocate = allocate
+        sizes = [0 if sparse else p.numel() for p in parameters]
+        self._offsets = list(itertools.accumulate(sizes[:-1], initial=0)) if offsets is None else offsets
+        self._num_elements = sum(sizes) if num_elements is None else num_elements
         self.renew()
 
     def renew(self) -> None:
         """Replace ``flat`` and the views by new memory of zeros; a program that holds an old view keeps the old memory."""
         first = self.parameters[0]
-        num_elements = 0 if self.sparse else sum(p.numel() for p in self.parameters)
-        self.flat = self._allocate(num_elements, gradient_dtype(first), first.device)
-        self.views: list[Tensor] = []
-        offset = 0
-        for parameter in () if self.sparse else self.parameters:
-            self.views.append(_view_like(parameter, self.flat, offset))
-            offset += parameter.numel()
+        self.flat = self._allocate(self._num_elements, gradient_dtype(first), first.device)
+        dense = () if self.sparse else self.parameters
+        self.views = [view_in(self.flat, at, p) for at, p in zip(self._offsets, dense, strict=False)]
 
     @property
     def num_bytes(self) -> int:
@@ -188,15 +190,15 @@ def place(
     return Placement(list(layout), buckets, bucket_of)
 
 
-def _view_like(parameter: Tensor, flat: Tensor, offset: int) -> Tensor:
-    """Return a tensor in ``flat``'s memory from ``offset`` (elements) on, with the shape and memory format of ``parameter``.
+def view_in(flat: Tensor, offset: int, like: Tensor) -> Tensor:
+    """Return a tensor in ``flat``'s memory from ``offset`` (elements) on, with the shape and :func:`dense_stride` of ``like``.
 
     The tensor is made by ``set_``, not by slicing, so that autograd does not take it for a view: then in-place calls work that
-    autograd refuses on views (``p.grad.detach_()`` in older training scripts).
+    autograd refuses on views (``p.grad.detach_()`` in older training scripts), and it has a version counter of its own.
     """
-    stride = parameter.stride() if _fills_its_memory(parameter) else _row_major(parameter.shape)
     empty = torch.empty(0, dtype=flat.dtype, device=flat.device)
-    return empty.set_(flat.untyped_storage(), offset, parameter.shape, stride)
+    start = flat.storage_offset() + offset
+    return empty.set_(flat.untyped_storage(), start, like.shape, dense_stride(like))
 
 
 def same_place(tensor: Tensor) -> Tensor:
@@ -205,15 +207,18 @@ def same_place(tensor: Tensor) -> Tensor:
     return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
-def _fills_its_memory(tensor: Tensor) -> bool:
-    """Tell whether the strides are a permutation of a dense layout (channels_last is one, an expanded tensor is not)."""
+def dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """Return the strides that the tensor's elements have in the flat memory of a bucket.
+
+    These are the tensor's own strides if it has no gaps (row-major or channels_last), else those of a row-major tensor.
+    """
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
             if stride != expected:
-                return False
+                return _row_major(tensor.shape)
             expected *= size
-    return True
+    return tuple(tensor.stride())
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:

@@ -388,8 +388,7 @@ class Reducer:
         for bucket, members in zip(self.buckets, self.layout, strict=True):
             if bucket.sparse and used[members[0]]:
                 parameter = bucket.parameters[0]
-                gradient = None if current.shadow else parameter.grad
-                gradient = no_rows(parameter) if gradient is None else gradient
+                gradient = no_rows(parameter) if current.shadow or parameter.grad is None else parameter.grad
                 parameter.grad = all_gather_mean(gradient, self.num_active_ranks, self.group, current.others)
 
     def _wait(self, bucket: int, work: Work) -> None:

@@ -80,13 +80,13 @@ class UsedAnywhere:
     Every rank must construct it at the same point of the pass.
 
     Args:
-        flags: for each parameter whether this rank used it; every rank passes equally many.
+        flags: for each parameter whether this rank used it; every rank passes equally many. An int32 tensor is overwritten.
         group: the ranks.
         device: device of the tensor that is reduced; the group must support it.
     """
 
-    def __init__(self, flags: Sequence[bool], group: dist.ProcessGroup, device: torch.device) -> None:
-        self._flags = torch.tensor(flags, dtype=torch.int32, device=device)
+    def __init__(self, flags: Sequence[bool] | torch.Tensor, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._flags = torch.as_tensor(flags, dtype=torch.int32, device=device)
         self._work = None
         if group.size() > 1:
             self._work = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, group=group, async_op=True)

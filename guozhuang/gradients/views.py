@@ -109,12 +109,15 @@ class GradientViews:
     Args:
         parameters: the parameters, by index.
         placement: their buckets.
+
+    Attributes:
+        handed: makes the tensors over the views that programs get as ``p.grad``.
     """
 
     def __init__(self, parameters: Sequence[Tensor], placement: Placement) -> None:
         self._parameters, self._placement = parameters, placement
         self._views: list[Tensor | None] = [None] * len(parameters)
-        self._handed = HandedOut(self._views)
+        self.handed = HandedOut(self._views)
         for b in range(len(placement.buckets)):
             self._take_views(b)
         self._own_references = [self._count_references(b) for b in range(len(placement.buckets))]
@@ -141,17 +144,17 @@ class GradientViews:
         bucket, members = self._placement.buckets[b], self._placement.layout[b]
         for i, view in zip(members, bucket.views, strict=False):  # a sparse bucket has no views
             self._views[i] = view
-            self._handed.place(i, view)
+            self.handed.place(i, view)
 
     def _count_references(self, b: int) -> tuple[int, int]:
         """Return the numbers of references to a bucket's memory, and to the most referenced of its gradients."""
         memory = torch._C._storage_Use_Count(self._placement.buckets[b].flat.untyped_storage()._cdata)
-        return memory, self._handed.num_references(self._placement.layout[b])
+        return memory, self.handed.num_references(self._placement.layout[b])
 
     def _leave_kept(self, b: int) -> None:
         """Give a bucket new memory if the program still holds the old memory, see [Note: kept gradients]."""
         members = self._placement.layout[b]
-        if self._handed.accumulating(self._parameters, members):
+        if self.handed.accumulating(self._parameters, members):
             return
         memory, views = self._count_references(b)
         own_memory, own_views = self._own_references[b]
@@ -177,15 +180,15 @@ class GradientViews:
             return
         if keep:
             self._kept[index] = gradient.detach().clone()
-        handed = self._handed.tensors[index]
-        if gradient is handed and self._handed.holds(index, gradient):
+        handed = self.handed.tensors[index]
+        if gradient is handed and self.handed.holds(index, gradient):
             if self.scale != 1.0:
                 view.mul_(self.scale)
         elif gradient.requires_grad or gradient.is_sparse:
             self._fill_other(index, gradient, view)
         else:
             torch.mul(gradient, self.scale, out=view)
-            parameter.grad = self._handed.hand(index) if gradient is handed else handed
+            parameter.grad = self.handed.hand(index) if gradient is handed else handed
 
     def _fill_other(self, index: int, gradient: Tensor, view: Tensor) -> None:
         with torch.no_grad():  # with create_graph=True autograd would record these operations
@@ -194,7 +197,7 @@ class GradientViews:
         if gradient.requires_grad:
             self._graphs[index] = gradient
         else:
-            self._parameters[index].grad = self._handed.hand(index)
+            self._parameters[index].grad = self.handed.hand(index)
 
     def fill_together(self, indices: Sequence[int]) -> None:
         """Fill the views of several parameters with one copying call, which is faster for many small ones."""
@@ -206,14 +209,14 @@ class GradientViews:
                 or gradient is None
                 or gradient.requires_grad
                 or gradient.is_sparse
-                or self._handed.holds(i, gradient)
+                or self.handed.holds(i, gradient)
             ):
                 self.fill(i)
                 continue
             self.filled[i] = True
             sources.append(gradient)
             targets.append(view)
-            self._parameters[i].grad = self._handed.hand(i)
+            self._parameters[i].grad = self.handed.hand(i)
         if targets:
             torch._foreach_copy_(targets, sources)
             torch._foreach_mul_(targets, self.scale)
@@ -238,9 +241,9 @@ class GradientViews:
             with torch.enable_grad():
                 parameter.grad = _WithValue.apply(local, view)  # type: ignore[no-untyped-call]
         elif parameter.grad is None:
-            parameter.grad = self._handed.hand(index)
+            parameter.grad = self.handed.hand(index)
 
     def show(self, index: int) -> None:
         """Make the result the gradient on a rank that has run out of data: a sharded optimizer steps there too."""
         if self._views[index] is not None:
-            self._parameters[index].grad = self._handed.hand(index)
+            self._parameters[index].grad = self.handed.hand(index)

@@ -1,41 +1,65 @@
-"""The interface between the sharded optimizer and the objects that move gradients and weights between ranks."""
+"""The base class of the objects that move gradients and weights between ranks for the sharded optimizer."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import UsageError, explain
+from ..gradients.step_reducer import StepReducer
 from .parts import Block, Layout
 
 
-class Carrier(Protocol):
+class Carrier(ABC):
     """Moves gradients to the ranks that own them, and new weights back. All methods are collective unless they say otherwise.
 
-    ``CarrierClass(model, names, parameters, layout, group)`` is called on all ranks, which hold equal weights already.
-    It moves the parameters' data to its own memory, and registers on each parameter, by
-    ``register_post_accumulate_grad_hook``, an :class:`Arrival`, which :func:`arrival_of` returns. ``ShardedOptimizer`` does
-    the rest: buffers, closures, hooks, the optimizer's state, checkpoints, agreement about the layout.
+    A subclass makes the flat weights, places the parameters' data there and calls this constructor last. It is constructed on
+    all ranks, which hold equal weights already. ``ShardedOptimizer`` does the rest: closures, hooks, the optimizer's
+    state, checkpoints, agreement about the layout.
+
+    Args:
+        names: names of the parameters, for errors.
+        parameters: the user's parameters, by their index in the layout. On each an :class:`Arrival` is registered.
+        layout: which rank owns which elements.
+        group: the ranks.
+        flats: the weights of each bucket, 1-dimensional.
 
     Attributes:
-        layout: which rank owns which elements.
-        parameters: the user's parameters, by their index in the layout.
-        group: the ranks.
         blocks: this rank's blocks, in the order of :meth:`Layout.blocks_of`. ``collect`` and ``split`` may replace the list by
             finer blocks over the same elements; then ``weights`` is replaced too, and the sharded optimizer converts the state.
         weights: the tensors that the user's optimizer steps: one 1-dimensional leaf per block over this rank's part of the flat
             weights, padding included (its values and gradients stay zeros).
+        is_collected: whether ``collect`` was called, and neither ``publish`` nor ``skip`` after it.
+        exchanging: the reducer, if the user has chosen the exchange of gradients; its state belongs to a checkpoint.
     """
 
-    layout: Layout
-    parameters: Sequence[nn.Parameter]
-    group: dist.ProcessGroup
-    blocks: Sequence[Block]
-    weights: Sequence[nn.Parameter]
+    exchanging: StepReducer | None = None
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[nn.Parameter],
+        layout: Layout,
+        group: dist.ProcessGroup,
+        flats: Sequence[Tensor],
+    ) -> None:
+        self._names, self.parameters, self.layout, self.group = names, parameters, layout, group
+        self._flats, self._rank, self._size = flats, group.rank(), group.size()
+        self._separate: frozenset[int] = frozenset()
+        self._unused: frozenset[int] = frozenset()  # parameters without a gradient on any rank in this step
+        self._is_open = self.is_collected = self._came_late = False
+        self._kept: list[Tensor | None] = []  # the gradients when they were collected
+        self._make_blocks()
+        self._handles: list[Any] = [
+            p.register_post_accumulate_grad_hook(Arrival(self, i)) for i, p in enumerate(parameters)
+        ]
+
+    # ---- a step ---------------------------------------------------------------------------------------------------------
 
     def collect(self) -> None:
         """After backward and before the step, set ``weights[i].grad`` to the mean over ranks of the block's gradient.
@@ -49,6 +73,16 @@ class Carrier(Protocol):
             UsageError: a gradient is sparse or of another dtype; a parameter was moved to another device or dtype; a
                 backward has added to gradients that were collected already.
         """
+        if not self.is_collected:
+            self._open()
+            for _ in self._means(keep=True):
+                pass
+            self._kept = [p.grad for p in self.parameters]
+            self.is_collected = True
+        elif self._came_late:
+            what = "a backward has added to gradients that were averaged already, by clip_grad_norm_"
+            fix = "clip after the last backward of a step, or call zero_grad() between"
+            raise UsageError(explain(what, rank=self._rank, fix=fix))
 
     def stretches(self) -> Iterator[Sequence[int]]:
         """Yield the blocks in parts, each as soon as its gradients have arrived; call it in place of ``collect``.
@@ -60,36 +94,124 @@ class Carrier(Protocol):
             Indices of blocks whose ``weights[i].grad`` is what ``collect`` would make it. The optimizer must have stepped them
             when the next part is asked for: then the gradients may be gone, and the new weights are being sent.
         """
-        ...
+        if self.is_collected:
+            self.collect()
+            yield range(len(self.blocks))
+        else:
+            self._open()
+            yield from self._means(keep=False)
 
     def publish(self) -> None:
         """After the step, let every rank see all new weights before it reads any. Drops the blocks' gradients."""
+        assert self._is_open
+        self._publish()
+        self._drop()
 
     def skip(self) -> None:
         """Drop collected gradients without a step: those of blocks become None. Does nothing if nothing was collected."""
+        if self._is_open:
+            self._drop()
 
     def split(self, separate: frozenset[int]) -> None:
         """Give each of these parameters blocks of its own, as earlier ones keep theirs, on all ranks. Not after ``collect``."""
+        if not separate <= self._separate:
+            self._separate |= separate
+            self._make_blocks()
 
-    def synchronize(self) -> None:
-        """Wait until this rank can read every weight. Not collective."""
+    def arrived(self, index: int) -> None:
+        """Handle a gradient that autograd has accumulated in ``parameters[index].grad``. Not collective."""
+        if self.is_collected:
+            if self.parameters[index].grad is self._kept[index]:
+                self._came_late = True
+                return
+            self._drop()  # the collected gradients were set to None, and a new step begins
+        self._on_gradient(index)
 
     def close(self) -> None:
         """Remove the hooks. Parameters and gradients keep their values and stay usable; ``weights`` does not."""
+        self.synchronize()
+        self._start_over()
+        for handle in self._handles:
+            handle.remove()
+
+    def _open(self) -> None:
+        if self._is_open:  # the optimizer raised in the middle of the step before
+            self._drop()
+        self._unused = self._meet()
+        self._is_open = True
+        if self._unused - self._separate:
+            blocks = [block for rank in range(self._size) for block in self.layout.blocks_of(rank, self._separate)]
+            mixed = {i for b in blocks if not b.parameters <= self._unused for i in b.parameters & self._unused}
+            self.split(frozenset(mixed))
+        for weight in self.weights:
+            weight.grad = None
+
+    def _drop(self) -> None:
+        for weight in self.weights:
+            weight.grad = None
+        self._is_open = self.is_collected = self._came_late = False
+        self._kept = []
+        self._start_over()
+
+    def _make_blocks(self) -> None:
+        self.blocks: Sequence[Block] = self.layout.blocks_of(self._rank, self._separate)
+        self.weights: Sequence[nn.Parameter] = [
+            nn.Parameter(self._flats[b.bucket][b.start : b.end]) for b in self.blocks
+        ]
+        self._held = [block.parameters for block in self.blocks]
+        self._use_blocks()
+
+    # ---- what a subclass defines ----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until this rank can read every weight. Not collective."""
+
+    @abstractmethod
+    def _use_blocks(self) -> None:
+        """Prepare for new ``blocks``."""
+
+    @abstractmethod
+    def _on_gradient(self, index: int) -> None:
+        """Handle a gradient that has arrived before the step."""
+
+    @abstractmethod
+    def _meet(self) -> frozenset[int]:
+        """Bring together the gradients of all ranks; return the parameters for which no rank has one."""
+
+    @abstractmethod
+    def _means(self, keep: bool) -> Iterator[Sequence[int]]:
+        """Set the gradients of ``weights`` and yield the indices of their blocks, part by part, as :meth:`stretches` says.
+
+        Args:
+            keep: leave all gradients valid until the end, and send no weights between.
+        """
+
+    @abstractmethod
+    def _publish(self) -> None:
+        """Send the new weights, or what is left of them."""
+
+    @abstractmethod
+    def _start_over(self) -> None:
+        """Forget what was kept of this step's gradients."""
 
 
 class Arrival:
     """The hook that a carrier registers on each parameter; autograd calls it when the gradient has been accumulated.
 
     Copies and pickles of the model do not contain it: PyTorch leaves hooks of tensors out.
+
+    Attributes:
+        carrier: the carrier.
+        parameter: the parameter's index.
     """
 
-    carrier: Carrier
-    parameter: int
+    def __init__(self, carrier: Carrier, parameter: int) -> None:
+        self.carrier, self.parameter = carrier, parameter
 
     def __call__(self, parameter: Tensor) -> None:
         """Handle the gradient in ``parameter.grad``."""
-        raise AssertionError("carriers derive from this")  # pragma: no cover
+        self.carrier.arrived(self.parameter)
 
 
 def arrival_of(parameter: Tensor) -> Arrival | None:
@@ -98,20 +220,18 @@ def arrival_of(parameter: Tensor) -> Arrival | None:
     return next((hook for hook in (hooks or {}).values() if isinstance(hook, Arrival)), None)
 
 
-def check_gradient(gradient: Tensor, place: Tensor, name: str, rank: int) -> None:
-    """Raise a UsageError unless a parameter's gradient can be copied to ``place``, its part of a flat tensor."""
-    if gradient.layout != torch.strided or gradient.dtype != place.dtype or gradient.device != place.device:
+def put_back(parameter: Tensor, place: Tensor, name: str, rank: int) -> None:
+    """Copy a parameter that was given other memory (``p.data = ...``) to its place, and make that its memory again.
+
+    Raises:
+        UsageError: it has another dtype, device or shape now.
+    """
+    if (parameter.dtype, parameter.device, parameter.shape) != (place.dtype, place.device, place.shape):
         what = (
-            f"the gradient of {name} is {gradient.layout} {gradient.dtype} on {gradient.device}, "
-            f"the parameter {place.dtype} on {place.device}"
+            f"{name} was {place.dtype} {tuple(place.shape)} on {place.device} when it was prepared "
+            f"and is {parameter.dtype} {tuple(parameter.shape)} on {parameter.device} now"
         )
-        fix = "use dense gradients of the parameter's dtype, or the strategy ddp"
-        raise UsageError(explain(what, rank=rank, fix=fix))
-
-
-def check_nothing_came(came_late: bool, rank: int) -> None:
-    """Raise a UsageError if a backward has added to gradients between ``collect`` and the step."""
-    if came_late:
-        what = "a backward has added to gradients that were averaged already, by clip_grad_norm_"
-        fix = "clip after the last backward of a step, or call zero_grad() between"
-        raise UsageError(explain(what, rank=rank, fix=fix))
+        raise UsageError(explain(what, rank=rank, fix="convert the model before prepare()"))
+    with torch.no_grad():
+        place.copy_(parameter)
+    parameter.data = place

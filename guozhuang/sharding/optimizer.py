@@ -250,8 +250,8 @@ class ShardedOptimizer(Optimizer):
 
         Every rank must call; each saves its own.
         """
-        exchanged = getattr(self.carrier, "exchanged", None)
-        return {} if exchanged is None else exchanged.state_dict()
+        used = self.carrier.exchanging
+        return {} if used is None else {"step": used.step, "exchange": used.exchange.state_dict(used.state)}
 
     def load_exchange_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue from the state that :meth:`exchange_state_dict` returned on this rank. Every rank must call.
@@ -259,16 +259,14 @@ class ShardedOptimizer(Optimizer):
         Raises:
             UsageError: it was saved with another exchange, or for other parameters.
         """
-        exchanged = getattr(self.carrier, "exchanged", None)
-        if (exchanged is None) != (not saved):
-            what = (
-                "the checkpoint was saved " + ("with" if exchanged is None else "without") + " an exchange of gradients"
-            )
-            raise UsageError(
-                explain(what, rank=self.group.rank(), fix="give shard() the exchange that it was saved with")
-            )
-        if exchanged is not None:
-            exchanged.load_state_dict(saved)
+        used = self.carrier.exchanging
+        if (used is None) != (not saved):
+            what = "the checkpoint was saved " + ("with" if used is None else "without") + " an exchange of gradients"
+            fix = "give shard() the exchange that it was saved with"
+            raise UsageError(explain(what, rank=self.group.rank(), fix=fix))
+        if used is not None:
+            used.exchange.load_state_dict(used.state, saved["exchange"])
+            used.step = int(saved["step"])
 
     # ---- the two views -----------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..gradients.buckets import DEFAULT_CAP_BYTES, Caps, Slot, assign
+from ..gradients.buckets import DEFAULT_CAP_BYTES, Caps, Slot, assign, dense_stride
 
 #: Every parameter, slice and block begins at a multiple of this many elements: 64 bytes of float32.
 ALIGN_ELEMENTS = 16
@@ -254,30 +254,6 @@ def _bucket(members: Sequence[Member], num_ranks: int, index: int, chosen: tuple
     )
 
 
-def dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """Return the strides that the tensor's elements have in the flat memory of a bucket.
-
-    These are the tensor's own strides if it has no gaps (row-major or channels_last), else those of a row-major tensor.
-    """
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride != expected:
-                return _row_major(tensor.shape)
-            expected *= size
-    return tuple(tensor.stride())
-
-
-def in_flat(flat: Tensor, offset: int, like: Tensor) -> Tensor:
-    """Return a tensor over ``flat``'s memory, beginning at element ``offset``, with the shape and strides of ``like``.
-
-    It is made by ``set_``, so that autograd does not see a view, and it has a version counter of its own.
-    """
-    empty = torch.empty(0, dtype=flat.dtype, device=flat.device)
-    start = flat.storage_offset() + offset
-    return empty.set_(flat.untyped_storage(), start, like.shape, dense_stride(like))
-
-
 def in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
     """Return ``tensor``'s elements as a 1-dimensional tensor, in the order in which those of ``like`` lie in memory.
 
@@ -293,11 +269,3 @@ def in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
         copy = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
         tensor = copy.copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,))
-
-
-def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))

@@ -46,7 +46,7 @@ def shard(
         overlap_gather: let new weights arrive while the program continues; code that reads one waits for it
             (:mod:`guozhuang.sharding.arriving`). Without effect in shared memory.
         exchange: averages gradients in place of an exact sum, for example ``Compressed(MinMax8())``; equal on all ranks. Each
-            rank then holds all weights, and gradients are sent at the step.
+            rank then holds all weights. Gradients are sent at the step, unless the method is ``repeatable``.
 
     Returns:
         The model itself (with SyncBatchNorm parts that work on CPU), and the optimizer to use in place of the user's.

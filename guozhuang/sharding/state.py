@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import UsageError, explain
+from ..gradients.buckets import dense_stride
 from ..world.versions import all_gather_single
-from .parts import Block, Layout, Piece, dense_stride, in_memory_order
+from .parts import Block, Layout, Piece, in_memory_order
 
 #: State of one parameter or one block, by name.
 Values: TypeAlias = dict[str, Any]

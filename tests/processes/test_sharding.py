@@ -727,19 +727,35 @@ def case_a_graph_older_than_the_step_is_noticed(rank: int, world_size: int) -> N
 
 
 def case_buckets_leave_early_and_only_when_nothing_changes(rank: int, world_size: int) -> None:
+    feedback = Compressed(MinMax8(), error_feedback=True)
+    for exchange, early in ((None, True), (Compressed(MinMax8()), True), (feedback, False)):
+        both = Both(momentum, share_weights=False, exchange=exchange)
+        model, carrier = both.model, both.optimizer.carrier
+        found = []
+        for step in range(4):
+            both.backward(step)
+            found.append(all(work is not None for work in carrier._reducer._now.works))
+            if step == 2:
+                for some in (model, both.twin):
+                    some[0].weight.grad.mul_(2.0)
+            both.update()
+        assert found == [False, early, early, False]
+        both.check(atol=1e-6 if exchange is None else 0.02)
+        carrier.close()
+
+
+def case_gradients_that_are_kept_do_not_change(rank: int, world_size: int) -> None:
     model = mlp()
     model, optimizer = shard(model, momentum(model.parameters()), share_weights=False)
-    carrier: Any = optimizer.carrier
-    found = []
-    for step in range(4):
-        loss = model(batch(rank, step)).pow(2).mean()
-        loss.backward()
-        found.append(all(work is not None for work in carrier._works))
-        if step == 2:
-            model[0].weight.grad.mul_(2.0)
+    for step in range(3):
+        model(batch(rank, step)).pow(2).mean().backward()
+        kept = [p.grad for p in model.parameters()]
+        values = [gradient.clone() for gradient in kept]
         optimizer.step()
         optimizer.zero_grad()
-    assert found == [False, True, True, False]
+        model(batch(rank, 10 + step)).pow(2).mean().backward()
+        assert all(torch.equal(a, b) for a, b in zip(kept, values, strict=True))
+        optimizer.zero_grad()
 
 
 def case_several_buckets_and_groups(rank: int, world_size: int) -> None:

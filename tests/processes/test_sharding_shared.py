@@ -111,7 +111,7 @@ def case_all_ranks_read_the_same_file(rank: int, world_size: int) -> None:
     dist.all_gather_object(everybody, mine)
     assert len({place for places in everybody for place in places}) == 1, everybody
     # Nothing of it is this rank's own: the pages are those of the file.
-    weights = pair.optimizer.carrier._weights
+    weights = pair.optimizer.carrier._shared
     assert weights._view.own_pages(0, weights._where.num_bytes) == []
     pair.check()
 

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from guozhuang.errors import UsageError
+from guozhuang.gradients.buckets import dense_stride, view_in
 from guozhuang.sharding.arriving import Arriving, Gathering
 from guozhuang.sharding.elementwise import ELEMENTWISE, check_elementwise
 from guozhuang.sharding.fully import repeated_blocks
-from guozhuang.sharding.parts import ALIGN_ELEMENTS, Layout, Member, dense_stride, in_flat, in_memory_order, lay_out
+from guozhuang.sharding.parts import ALIGN_ELEMENTS, Layout, Member, in_memory_order, lay_out
 from guozhuang.sharding.state import apart, cut, is_elementwise, regroup
 
 CPU = torch.device("cpu")
@@ -155,7 +156,7 @@ def test_state_of_neither_kind_is_refused_by_name() -> None:
 )
 def test_a_tensor_keeps_values_and_strides_in_flat_memory(tensor: Tensor) -> None:
     flat = torch.zeros(3 + tensor.numel())
-    place = in_flat(flat, 3, tensor)
+    place = view_in(flat, 3, tensor)
     place.copy_(tensor)
     assert torch.equal(place, tensor)
     assert place.stride() == dense_stride(tensor)

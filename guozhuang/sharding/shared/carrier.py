@@ -14,13 +14,14 @@ from typing import Final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import override
 
 from ...errors import MismatchError, explain, rank_table
 from ...groups.shared_memory import SharedMemoryGroup
 from ...groups.shared_memory.program import DTYPE_OF
 from ...groups.shared_memory.segments import SharedSegments
-from ..carrier import Arrival, check_nothing_came
-from ..parts import Block, Layout
+from ..carrier import Carrier
+from ..parts import Layout
 from .embedding_rows import LendingHook, embeddings_of
 from .gradients import SharedGradients, Stretch
 from .linear_gradients import PlacingHook, linear_layers_of
@@ -28,7 +29,7 @@ from .weights import SegmentPlaces, SharedWeights
 
 #: Bytes that are summed before they are stepped. Larger stretches leave the cache, smaller ones cost more optimizer calls.
 STRETCH_BYTES: Final = 4 << 20
-_TOLD: Final = struct.Struct("<?Q")  # whether all parameters have a gradient; digest of changed weights
+_REPORT: Final = struct.Struct("<?Q")  # whether all parameters have a gradient; digest of changed weights
 
 
 def shared_memory_of(group: dist.ProcessGroup) -> SharedMemoryGroup | None:
@@ -49,24 +50,7 @@ def can_share(group: dist.ProcessGroup, parameters: Sequence[nn.Parameter]) -> b
     )
 
 
-class _Arrival(Arrival):
-    def __init__(self, carrier: SharedCarrier, parameter: int) -> None:
-        self.carrier = carrier
-        self.parameter = parameter
-        gradients = carrier.gradients
-        self._own, self._brought, self._bring = carrier, gradients.brought, gradients.bring
-        self._handed = gradients.handed
-
-    def __call__(self, parameter: Tensor) -> None:
-        if self._own.is_collected:
-            self._own.came_after_collect(self.parameter)
-        if self._brought[self.parameter]:
-            gradient = parameter.grad
-            if gradient is not None and not self._handed.holds(self.parameter, gradient):
-                self._bring(self.parameter, gradient)
-
-
-class SharedCarrier:
+class SharedCarrier(Carrier):
     """A :class:`~guozhuang.sharding.carrier.Carrier` for the ranks of one node, over its shared memory.
 
     Memory: one copy of the weights for the whole node, and one copy of the gradients for each rank.
@@ -80,7 +64,6 @@ class SharedCarrier:
 
     Attributes:
         gradients: the gradient buffers of all ranks.
-        is_collected: whether ``collect`` was called, and neither ``publish`` nor ``skip`` after it.
     """
 
     def __init__(
@@ -93,20 +76,11 @@ class SharedCarrier:
     ) -> None:
         found = shared_memory_of(group)
         assert found is not None, "the group is not one of shared memory"
-        self.layout, self.parameters, self.group = layout, parameters, group
-        self._names = names
         self._segments = SharedSegments(found)
-        self._rank, self._size = self._segments.rank, self._segments.size
         where = SegmentPlaces(layout)
-        self._weights = SharedWeights(self._segments, names, parameters, layout, where)
+        self._shared = SharedWeights(self._segments, names, parameters, layout, where)
         self.gradients = SharedGradients(self._segments, names, parameters, layout, where)
-        self._separate: frozenset[int] = frozenset()
-        self._make_blocks()
-        self.is_collected = False
-        self._is_gathered = False  # whether this rank is between the two meetings of a step that is summed by stretches
-        self._kept: list[Tensor | None] = []
-        self._came_late = False
-        self._handles = [p.register_post_accumulate_grad_hook(_Arrival(self, i)) for i, p in enumerate(parameters)]
+        super().__init__(names, parameters, layout, group, self._shared.flats)
         index_of = {id(p): i for i, p in enumerate(parameters)}
         for embedding in embeddings_of(model):
             if (i := index_of.get(id(embedding.weight))) is not None:
@@ -117,92 +91,40 @@ class SharedCarrier:
                 placing = PlacingHook(self.gradients.compute(i))
                 self._handles.append(linear.register_forward_hook(placing, prepend=True))
 
-    # ---- the interface ------------------------------------------------------------
+    @override
+    def _use_blocks(self) -> None:
+        self._runs = self.gradients.runs(self.blocks, STRETCH_BYTES)
+        self._scratch = torch.empty(max((run.num_bytes for run in self._runs), default=0), dtype=torch.uint8)
 
-    def collect(self) -> None:
-        """See :class:`~guozhuang.sharding.carrier.Carrier`.
+    @override
+    def _on_gradient(self, index: int) -> None:
+        self.gradients.on_gradient(index)
 
-        Computes all sums before it returns; ``stretches`` is faster and needs less memory.
-        """
-        if self.is_collected:
-            check_nothing_came(self._came_late, self._rank)
-            return
-        self._meet()
-        sums = torch.empty(sum(run.num_bytes for run in self._runs), dtype=torch.uint8)
-        at = 0
-        for run in self._runs:
-            self._sum(run, sums[at : at + run.num_bytes].view(run.dtype))
-            at += run.num_bytes
-        self._segments.meet(b"sharded: gradients were read")  # a backward may write to them again
-        self._is_gathered = False
-        self._kept = [p.grad for p in self.parameters]
-        self.is_collected = True
-
-    def stretches(self) -> Iterator[Sequence[int]]:
-        """Sum and yield one stretch after another, in place of ``collect``. Every rank must iterate to the end.
-
-        Yields:
-            Indices of blocks whose ``weights[i].grad`` is what ``collect`` would make it, valid until the next item is
-            asked for: the optimizer must have stepped them by then. ``blocks`` and ``weights`` may be replaced before the
-            first item, never later. After ``collect``, all blocks in one item.
-        """
-        if self.is_collected:
-            check_nothing_came(self._came_late, self._rank)
-            yield range(len(self.blocks))
-            return
-        self._meet()
-        for run in self._runs:
-            self._sum(run, self._scratch[: run.num_bytes].view(run.dtype))
-            yield run.blocks
-
-    def publish(self) -> None:
-        """See :class:`~guozhuang.sharding.carrier.Carrier`."""
-        assert self.is_collected or self._is_gathered
-        self._segments.meet(b"sharded: weights were written")
-        self._weights.remember()
-        self._drop()
-
-    def skip(self) -> None:
-        """See :class:`~guozhuang.sharding.carrier.Carrier`."""
-        if self.is_collected or self._is_gathered:  # the latter after an error in the optimizer's step
-            self._drop()
-
-    def split(self, separate: frozenset[int]) -> None:
-        """See :class:`~guozhuang.sharding.carrier.Carrier`."""
-        if not separate <= self._separate:
-            self._separate |= separate
-            self._make_blocks()
-
-    def synchronize(self) -> None:
-        """See :class:`~guozhuang.sharding.carrier.Carrier`. Does nothing: all weights can be read when the step returns."""
-
-    def close(self) -> None:
-        """See :class:`~guozhuang.sharding.carrier.Carrier`."""
-        for handle in self._handles:
-            handle.remove()
-
-    # ---- the meeting, and what follows it ------------------------------------------------------------
-
-    def _meet(self) -> None:
+    @override
+    def _meet(self) -> frozenset[int]:
         """Hold the first meeting of a step: from here to the second one the gradients of all ranks stay unchanged."""
-        changed = self._weights.changed()
+        changed = self._shared.changed()
         has_all = self.gradients.take()
-        told = self._segments.meet(b"sharded: gradients are there", _TOLD.pack(has_all, self._weights.digest(changed)))
-        self._is_gathered = True
-        everybody = [_TOLD.unpack_from(each) for each in told]
-        if any(digest for _, digest in everybody):
-            self._take_up(changed, [digest for _, digest in everybody])
-        if all(has for has, _ in everybody):
-            self._unused: frozenset[int] = frozenset()
-        else:
-            used = self.gradients.used()
-            self._unused = frozenset(i for i, is_used in enumerate(used) if not is_used)
-            blocks = [block for rank in range(self._size) for block in self.layout.blocks_of(rank, self._separate)]
-            mixed = {i for b in blocks if not b.parameters <= self._unused for i in b.parameters & self._unused}
-            if mixed:
-                self.split(frozenset(mixed))
-        for weight in self.weights:
-            weight.grad = None
+        report = _REPORT.pack(has_all, self._shared.digest(changed))
+        reports = [_REPORT.unpack_from(each) for each in self._segments.meet(b"sharded: gradients are there", report)]
+        if any(digest for _, digest in reports):
+            self._take_up(changed, [digest for _, digest in reports])
+        if all(has for has, _ in reports):
+            return frozenset()
+        return frozenset(i for i, is_used in enumerate(self.gradients.used()) if not is_used)
+
+    @override
+    def _means(self, keep: bool) -> Iterator[Sequence[int]]:
+        """Sum one stretch after another. With ``keep`` all sums are held at once, which is slower and needs more memory."""
+        into, at = self._scratch, 0
+        if keep:
+            into = torch.empty(sum(run.num_bytes for run in self._runs), dtype=torch.uint8)
+        for run in self._runs:
+            self._sum(run, into[at : at + run.num_bytes].view(run.dtype))
+            yield run.blocks
+            at += run.num_bytes if keep else 0
+        if keep:
+            self._segments.meet(b"sharded: gradients were read")  # a backward may write to them again
 
     def _sum(self, run: Stretch, into: Tensor) -> None:
         """Sum the gradients of a run of blocks, and assign them to the blocks' ``weight.grad``."""
@@ -222,30 +144,18 @@ class SharedCarrier:
             table = rank_table(("rank", "weights changed", "checksum"), rows)
             fix = "make the same change on every rank, e.g. load the same checkpoint everywhere"
             text = explain(f"{what}; this rank changed: {mine or 'none'}", rank=self._rank, fix=fix)
-            self._is_gathered = False
             raise MismatchError(f"{text}\n{table}")
-        self._weights.take_up(changed)
+        self._shared.take_up(changed)
 
-    # ---- ends and beginnings ------------------------------------------------------------
+    @override
+    def _publish(self) -> None:
+        self._segments.meet(b"sharded: weights were written")
+        self._shared.remember()
 
-    def came_after_collect(self, index: int) -> None:
-        """Handle a gradient that arrives after ``collect``: start a new step if it is a new gradient, else note the mistake."""
-        if self.parameters[index].grad is self._kept[index]:
-            self._came_late = True
-        else:
-            self._drop()  # the collected gradients were set to None, and a new step begins
+    @override
+    def _start_over(self) -> None:
+        """Do nothing: all is read anew from ``p.grad`` at the next step."""
 
-    def _drop(self) -> None:
-        for weight in self.weights:
-            weight.grad = None
-        self.is_collected = self._is_gathered = self._came_late = False
-        self._kept = []
-
-    def _make_blocks(self) -> None:
-        self.blocks: Sequence[Block] = self.layout.blocks_of(self._rank, self._separate)
-        self.weights: Sequence[nn.Parameter] = [
-            nn.Parameter(self._weights.flats[b.bucket][b.start : b.end]) for b in self.blocks
-        ]
-        self._held = [block.parameters for block in self.blocks]
-        self._runs = self.gradients.runs(self.blocks, STRETCH_BYTES)
-        self._scratch = torch.empty(max((run.num_bytes for run in self._runs), default=0), dtype=torch.uint8)
+    @override
+    def synchronize(self) -> None:
+        """Do nothing: all weights can be read when the step returns."""

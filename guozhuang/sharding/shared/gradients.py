@@ -23,15 +23,16 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...gradients.buckets import view_in
+from ...gradients.step_reducer import check_gradient
 from ...gradients.views import HandedOut
 from ...groups.shared_memory.program import DTYPE_OF
 from ...groups.shared_memory.segments import Segment, SharedSegments
 from ...groups.shared_memory.sparse import PAGE_BYTES, Piece, add, num_pages, take
-from ..carrier import check_gradient
 from ..parts import Block, Layout
 from .embedding_rows import LentGradient, RowPlace
 from .linear_gradients import GradientPlace
-from .weights import ALIGN_BYTES, SegmentPlaces, shaped
+from .weights import ALIGN_BYTES, SegmentPlaces
 
 EAGER_BYTES: Final = 1 << 16  # below this, a hook that copies costs more than it saves
 _MOSTLY: Final = 0.5  # a parameter with a larger share of nonzero pages is copied eagerly
@@ -59,7 +60,6 @@ class SharedGradients:
     Attributes:
         views: each parameter's part of this rank's buffer, in the parameter's shape.
         handed: makes the tensors over ``views`` that programs get as ``p.grad``.
-        brought: for each parameter, whether its hook must call :meth:`bring`.
     """
 
     def __init__(
@@ -83,12 +83,13 @@ class SharedGradients:
         self.address = own.address
         # Each view has a storage of its own, so that saving one tensor does not save the whole buffer.
         self.views: list[Tensor] = [
-            shaped(own.tensor(start, p.numel(), p.dtype), p) for start, p in zip(where.starts, parameters, strict=True)
+            view_in(own.tensor(start, p.numel(), p.dtype), 0, p)
+            for start, p in zip(where.starts, parameters, strict=True)
         ]
         self.handed = HandedOut(self.views)
         self._marks = own.tensor(self._marks_start, where.num_bytes // PAGE_BYTES, torch.uint8)
         self._used = [segment.tensor(self._used_start, len(parameters), torch.uint8) for segment in self._segments]
-        self.brought = [False] * len(parameters)
+        self._is_eager = [False] * len(parameters)
         self._lent: dict[int, tuple[LentGradient, RowPlace]] = {}
         self._computed: dict[int, GradientPlace] = {}
         self._filled = [False] * len(parameters)  # whether the parameter's part of the buffer may be nonzero
@@ -110,9 +111,13 @@ class SharedGradients:
 
     # ---- this rank's gradients ------------------------------------------------------------
 
-    def bring(self, index: int, gradient: Tensor) -> None:
-        """Copy a gradient to the buffer, and make ``p.grad`` the buffer's view of it."""
-        view = self.views[index]
+    def on_gradient(self, index: int) -> None:
+        """Copy a gradient to the buffer when autograd has accumulated it, if it goes there eagerly."""
+        if not self._is_eager[index]:
+            return
+        view, gradient = self.views[index], self._parameters[index].grad
+        if gradient is None or self.handed.holds(index, gradient):
+            return
         if gradient.requires_grad:  # made with create_graph=True: the user needs this very tensor
             return
         check_gradient(gradient, view, self._names[index], self._rank)
@@ -152,7 +157,7 @@ class SharedGradients:
                 check_gradient(gradient, view, self._names[i], self._rank)
                 self._filled[i] = True
                 start, size = self._where.starts[i], self._where.sizes[i]
-                marks = 0 if self.brought[i] else self._mark_of(start)
+                marks = 0 if self._is_eager[i] else self._mark_of(start)
                 if i in self._lent:
                     self._lent[i][1].forget()
                 if gradient.stride() == view.stride():
@@ -179,7 +184,7 @@ class SharedGradients:
             marks = self._marks_of(i)
             if float(marks.count_nonzero()) > _MOSTLY * marks.numel():
                 self._mark_all(i)
-                self.brought[i] = True
+                self._is_eager[i] = True
                 if i in self._computed:
                     self._computed[i].is_used = True
 

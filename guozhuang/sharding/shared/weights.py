@@ -35,11 +35,13 @@ from collections.abc import Sequence
 from typing import Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ...errors import UsageError, explain
+from ...gradients.buckets import view_in
 from ...groups.shared_memory.segments import PrivateView, Segment, SharedSegments
-from ..parts import Layout, dense_stride
+from ..carrier import put_back
+from ..parts import Layout
 
 ALIGN_BYTES: Final = 1 << 16  # every bucket begins at a page boundary, also on systems with 64 KiB pages
 _FULL_LOOKS: Final = 3  # number of first steps that test all pages: most programs show their habits in them
@@ -106,15 +108,14 @@ class SharedWeights:
             for bucket, start in zip(layout.buckets, where.bucket_starts, strict=True)
         ]
         self.places = [
-            shaped(self._view.tensor(start, p.numel(), p.dtype), p)
+            view_in(self._view.tensor(start, p.numel(), p.dtype), 0, p)
             for start, p in zip(where.starts, parameters, strict=True)
         ]
         if segments.rank == 0:
             for i, parameter in enumerate(parameters):
                 with torch.no_grad():
-                    shaped(self._segment.tensor(where.starts[i], parameter.numel(), parameter.dtype), parameter).copy_(
-                        parameter
-                    )
+                    flat = self._segment.tensor(where.starts[i], parameter.numel(), parameter.dtype)
+                    view_in(flat, 0, parameter).copy_(parameter)
         segments.meet(b"the weights are in shared memory")
         for parameter, place in zip(parameters, self.places, strict=True):
             parameter.data = place
@@ -135,7 +136,7 @@ class SharedWeights:
         found = {i for i, p in enumerate(self._parameters) if p._version != self._versions[i]}
         for i, (parameter, address) in enumerate(zip(self._parameters, self._addresses, strict=True)):
             if parameter.data_ptr() != address:
-                self._bring_back(i)
+                put_back(parameter, self.places[i], self._names[i], self._rank)
                 found.add(i)
         self._look_for_hidden(found)
         return sorted(found)
@@ -164,18 +165,6 @@ class SharedWeights:
         for i in changed:
             self._view.forget(self._where.starts[i], self._where.starts[i] + self._where.sizes[i])
 
-    def _bring_back(self, index: int) -> None:
-        parameter, place = self._parameters[index], self.places[index]
-        if (parameter.dtype, parameter.device, parameter.shape) != (place.dtype, place.device, place.shape):
-            what = (
-                f"{self._names[index]} was {place.dtype} {tuple(place.shape)} on {place.device} when it was prepared and is "
-                f"{parameter.dtype} {tuple(parameter.shape)} on {parameter.device} now"
-            )
-            raise UsageError(explain(what, rank=self._rank, fix="convert the model before prepare()"))
-        with torch.no_grad():
-            place.copy_(parameter)
-        parameter.data = place
-
     def _look_for_hidden(self, known: set[int]) -> None:
         total, turn = self._where.num_bytes, self._num_looks - _FULL_LOOKS
         self._num_looks += 1
@@ -200,9 +189,3 @@ class SharedWeights:
         for at in own:  # a page that stays private would not show later changes of the one copy
             if not any(start < at + mmap.PAGESIZE and at < end for start, end in spans):
                 self._view.forget(at, at + mmap.PAGESIZE)
-
-
-def shaped(flat: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor over a flat tensor's memory with the shape and strides of a parameter; autograd sees no view."""
-    empty = torch.empty(0, dtype=flat.dtype)
-    return empty.set_(flat.untyped_storage(), 0, like.shape, dense_stride(like))
