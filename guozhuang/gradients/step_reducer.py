@@ -33,7 +33,7 @@ PATIENCE_STEPS = 50
 
 
 @dataclass
-class _Step:
+class _StepState:
     """What is known of the present step. Lists are by bucket index, but ``versions`` is by parameter index.
 
     Attributes:
@@ -220,9 +220,11 @@ class StepReducer:
             self._views.end()
         self._now = self._new_step()
 
-    def _new_step(self) -> _Step:
+    def _new_step(self) -> _StepState:
         layout = self._placement.layout
-        return _Step([None] * len(layout), [None] * len(layout), list(map(len, layout)), [None] * len(self._parameters))
+        return _StepState(
+            [None] * len(layout), [None] * len(layout), list(map(len, layout)), [None] * len(self._parameters)
+        )
 
 
 def _bit_sum(flat: Tensor) -> Tensor:
