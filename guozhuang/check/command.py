@@ -19,7 +19,7 @@ from typing import Any
 from guozhuang import launch
 from guozhuang.check.results import Absence, CheckResults, exit_code, from_json, to_json
 from guozhuang.check.verdict import judge
-from guozhuang.check.worker import DEFAULT_TIMEOUT_S, longest_s, take_part, taken_over
+from guozhuang.check.worker import DEFAULT_TIMEOUT_S, longest_s, printed_result, take_part
 from guozhuang.errors import UsageError, explain
 from guozhuang.launch.hosts import placement as hosts
 from guozhuang.launch.hosts import ssh
@@ -28,7 +28,7 @@ from guozhuang.world import session, slurm
 _START_S = 30.0  # time for processes to start
 _GRACE_S = 20.0  # time for the launcher to end its processes
 _MOST_AT_ONCE = 64  # number of simultaneous ssh processes
-_SAID_LINES = 3
+_REASON_LINES = 3
 _GOT_SIGNAL = re.compile(r"got SIG[A-Z]+")
 
 
@@ -140,14 +140,14 @@ def _over_hosts(options: argparse.Namespace) -> CheckResults:
         return CheckResults(num_ranks, "guozhuang run", absences=tuple(closed))
     start = options.start_timeout or hosts.DEFAULT_START_TIMEOUT_S
     there = ",".join(f"[{name}]:{count}" if ":" in name else f"{name}:{count}" for name, count in open_hosts)
-    command = ["-H", there, *_handed_on(options)]
+    command = ["-H", there, *_forwarded(options)]
     num_open = sum(count for _, count in open_hosts)
     found = _run(command, num_open, options.timeout, start)
     left_out = [f"the check ran without {', '.join(sorted(shut))}"] if shut else []
     return replace(found, absences=(*closed, *found.absences), notes=(*left_out, *found.notes))
 
 
-def _handed_on(options: argparse.Namespace) -> list[str]:
+def _forwarded(options: argparse.Namespace) -> list[str]:
     """Return the other options for several hosts as command-line words, to pass on to ``guozhuang run``."""
     given = {
         "--ssh-port": options.ssh_port,
@@ -178,7 +178,7 @@ def _run(start: Sequence[str], num_ranks: int, timeout_s: float, start_s: float)
             code = launch.main(command)
         except SystemExit as error:  # raised by its argument parser; the error text is in the stream
             code = error.code if isinstance(error.code, int) else 1
-    text = taken_over(streams.out)
+    text = printed_result(streams.out)
     if text is not None:
         return replace(from_json(text), launcher="guozhuang run")
     lines = [line.strip() for line in streams.err.splitlines() if line.strip()]
@@ -188,7 +188,7 @@ def _run(start: Sequence[str], num_ranks: int, timeout_s: float, start_s: float)
     elif any(_GOT_SIGNAL.match(line) for line in ours):
         raise KeyboardInterrupt
     else:
-        reason = " | ".join((ours or lines)[:_SAID_LINES]) or f"`guozhuang run` ended with code {code}"
+        reason = " | ".join((ours or lines)[:_REASON_LINES]) or f"`guozhuang run` ended with code {code}"
     return CheckResults(
         num_ranks, "guozhuang run", absences=(Absence(None, "", "came to no result", "ranks were started", reason),)
     )

@@ -84,7 +84,7 @@ class CheckState:
     absences: list[Absence] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def lack(self, rank: int, what: str, reason: str = "", host: str = "") -> None:
+    def add_absence(self, rank: int, what: str, reason: str = "", host: str = "") -> None:
         """Record that a rank is absent; see ``Absence``."""
         host = self.facts[rank].host if rank in self.facts else host
         self.absences.append(Absence(rank, host, what, self.step, reason))
@@ -332,7 +332,7 @@ class Steps:
             return
         ended_by = self.ended_by(rank)
         what = "was ended" if ended_by else "stopped" if self.has_ended(rank) else "does not answer"
-        self._state.lack(rank, what, f"it got {ended_by}" if ended_by else "")
+        self._state.add_absence(rank, what, f"it got {ended_by}" if ended_by else "")
 
     def ended_by(self, rank: int) -> str:
         """Return the signal that ended a rank; "" if the rank did not write one to the store."""
@@ -350,13 +350,13 @@ class Steps:
 def _clock(rank: int, pair: Pair) -> ClockOffset:
     """Compare clocks over a pair, as NTP does: the result is that of the fastest exchange."""
     found = []
-    told = torch.zeros(1, dtype=torch.float64)
+    clock = torch.zeros(1, dtype=torch.float64)
     for _ in range(_CLOCK_REPEATS):
         start = time.time()
-        pair.send(told)
-        pair.receive(told)
+        pair.send(clock)
+        pair.receive(clock)
         end = time.time()
-        found.append((end - start, float(told) - (start + end) / 2))
+        found.append((end - start, float(clock) - (start + end) / 2))
     to_and_fro_s, offset_s = min(found)
     return ClockOffset(rank, offset_s, max(to_and_fro_s, 0.0) / 2, len(found))
 

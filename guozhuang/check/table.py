@@ -138,10 +138,12 @@ def _versions(results: CheckResults) -> Text:
 
     differ = differing(results)
     same = {name: version for name, version in results.facts[0].versions.items() if name not in differ}
-    told = ", ".join(f"{name} {version}" for name, version in same.items() if name != SOURCE)
+    versions = ", ".join(f"{name} {version}" for name, version in same.items() if name != SOURCE)
     engine = "with its C engine" if all(each.c_engine for each in results.facts) else "without its C engine everywhere"
     return Text(
-        f"Same everywhere: {told}; guozhuang {engine}" if len(results.facts) > 1 else f"{told}; guozhuang {engine}",
+        f"Same everywhere: {versions}; guozhuang {engine}"
+        if len(results.facts) > 1
+        else f"{versions}; guozhuang {engine}",
         style="dim",
     )
 

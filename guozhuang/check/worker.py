@@ -41,14 +41,14 @@ _FACTS_S = 15.0
 _LATE_S = 5.0  # rank 0 may start its wait this much later
 _LEAVE_S = 3.0
 _CHUNK = 900  # characters of a line of the printed result: some pipes and terminals fold or cut long lines
-_HANDED_OVER = re.compile(r"guozhuang-check (\d+)/(\d+) ([A-Za-z0-9+/=]+)")
+_PRINTED = re.compile(r"guozhuang-check (\d+)/(\d+) ([A-Za-z0-9+/=]+)")
 
 
 class CheckEnded(Exception):
     """Raised when a signal ends rank 0: the result is built from the measurements so far."""
 
 
-class Apart(WorldError):
+class ExcludedError(WorldError):
     """This rank could not take part; rank 0 may never learn the reason.
 
     Attributes:
@@ -73,11 +73,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Take part as a rank; rank 0 prints its result on stdout in a form that ``guozhuang check`` parses."""
     parser = argparse.ArgumentParser(prog="python -m guozhuang.check.worker")
     parser.add_argument("--timeout", type=float, default=DEFAULT_TIMEOUT_S, metavar="S", help="limit of each step")
-    return take_part(parser.parse_args(arguments).timeout, hand_over)
+    return take_part(parser.parse_args(arguments).timeout, print_result)
 
 
-def hand_over(results: CheckResults) -> int:
-    """Print the result for :func:`taken_over`, in lines that can be found even if a launcher adds prefixes."""
+def print_result(results: CheckResults) -> int:
+    """Print the result for :func:`printed_result`, in lines that can be found even if a launcher adds prefixes."""
     text = base64.b64encode(zlib.compress(to_json(results, ()).encode())).decode()
     chunks = [text[i : i + _CHUNK] for i in range(0, len(text), _CHUNK)]
     for number, chunk in enumerate(chunks):
@@ -85,9 +85,9 @@ def hand_over(results: CheckResults) -> int:
     return 0
 
 
-def taken_over(printed: str) -> str | None:
-    """Return the text that :func:`hand_over` printed among other output; None if it is incomplete."""
-    found = {int(number): (int(total), chunk) for number, total, chunk in _HANDED_OVER.findall(printed)}
+def printed_result(printed: str) -> str | None:
+    """Return the text that :func:`print_result` printed among other output; None if it is incomplete."""
+    found = {int(number): (int(total), chunk) for number, total, chunk in _PRINTED.findall(printed)}
     if not found or len(found) != found[max(found)][0]:
         return None
     return zlib.decompress(base64.b64decode("".join(found[number][1] for number in sorted(found)))).decode()
@@ -111,7 +111,7 @@ def take_part(timeout_s: float, show: Callable[[CheckResults], int]) -> int:
     try:
         with _quiet_stdout():
             results = worker.run()
-    except Apart as error:
+    except ExcludedError as error:
         print(f"guozhuang check: {error}", file=sys.stderr)
         alone = CheckResults(identity.size, identity.launcher, (error.facts,))
         for finding in judge(alone):
@@ -155,7 +155,7 @@ class CheckRank:
 
         Raises:
             UsageError: the environment cannot work.
-            Apart: the check failed for this rank (not rank 0), or was cut short.
+            ExcludedError: the check failed for this rank (not rank 0), or was cut short.
         """
         started = time.monotonic()
         if self._identity.size == 1:
@@ -180,8 +180,8 @@ class CheckRank:
                 self._state.is_stuck |= isinstance(error, OverdueError)
                 text = f"no end within {limit_s:g} s" if isinstance(error, OverdueError) else str(error)
                 if not self._leads:
-                    raise Apart(text, self._state.facts[self._rank]) from error
-                self._state.lack(0, "could not meet the others", text)
+                    raise ExcludedError(text, self._state.facts[self._rank]) from error
+                self._state.add_absence(0, "could not meet the others", text)
             self._release()
             self._is_over = True
         except CheckEnded as error:  # on rank 0, at most once, raised anywhere above
@@ -207,13 +207,13 @@ class CheckRank:
         for rank in range(1, self._identity.size):
             found = read(store, f"facts/{rank}", deadline - time.monotonic())
             if found is None:
-                self._state.lack(rank, "did not come", f"within {self._timeout_s:g} s")
+                self._state.add_absence(rank, "did not come", f"within {self._timeout_s:g} s")
                 continue
             try:
                 facts[rank] = build(Facts, found)
             except (TypeError, ValueError, KeyError, AttributeError):
                 host = str(found.get("host", "")) if isinstance(found, dict) else ""
-                self._state.lack(rank, OTHER_VERSION, "its facts have another form than here", host)
+                self._state.add_absence(rank, OTHER_VERSION, "its facts have another form than here", host)
         address_of = _addresses(facts)
         self._state.present = dict(facts)
         write(store, "roster", {str(rank): [each.node, address_of[rank]] for rank, each in facts.items()})
@@ -222,7 +222,7 @@ class CheckRank:
     def _follow(self, store: PatientStore, meeting: WorldStore) -> tuple[dict[int, str], str]:
         """Meet the others as any other rank; returns the same as :meth:`_lead`."""
         limit_s = self._timeout_s + _LATE_S
-        own = self._state.facts[self._rank] = self._informed(store, meeting, limit_s)
+        own = self._state.facts[self._rank] = self._with_network(store, meeting, limit_s)
         write(store, f"facts/{self._rank}", asdict(own))
         roster = read(store, "roster", limit_s)
         if roster is None:
@@ -233,7 +233,7 @@ class CheckRank:
             raise WorldError(explain(what, rank=self._rank, fix="look at the output of rank 0, or raise --timeout"))
         return {int(rank): node for rank, (node, _) in roster.items()}, str(roster[str(self._rank)][1])
 
-    def _informed(self, store: PatientStore, meeting: WorldStore, limit_s: float) -> Facts:
+    def _with_network(self, store: PatientStore, meeting: WorldStore, limit_s: float) -> Facts:
         """Return the facts, with the network as known after the meeting.
 
         If the launcher connects every node to rank 0 through a tunnel on its own loopback, rank 0's facts give its address.
@@ -272,7 +272,7 @@ class CheckRank:
                 write(self._store, "over", {})
                 while self._store.add("left", 0) < num_others and time.monotonic() < deadline:
                     time.sleep(look_s(0.0))
-        self._meeting.everybody_came()
+        self._meeting.remove_note()
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

@@ -75,16 +75,17 @@ class Door:
         assert task is not None
         if len(self._strangers) >= _MAX_STRANGERS:  # see [Note: strangers]
             oldest = next(iter(self._strangers))
-            self._log_once(self._strangers.pop(oldest), f"{_MAX_STRANGERS} others knocked after it, before it was done")
+            why = f"{_MAX_STRANGERS} other connections began before its handshake was done"
+            self._log_once(self._strangers.pop(oldest), why)
             oldest.cancel()
         self._strangers[task] = writer
         try:
             async with asyncio.timeout(HANDSHAKE_S):
                 why_not = await self._examine(reader, writer)
         except TimeoutError:
-            why_not = f"it did not finish its knock within {HANDSHAKE_S:g} s"
+            why_not = f"it did not finish the handshake within {HANDSHAKE_S:g} s"
         except (OSError, EOFError):
-            why_not = "it went away in the middle of its knock"
+            why_not = "it disconnected during the handshake"
         finally:
             self._strangers.pop(task, None)
         if why_not:
@@ -93,22 +94,22 @@ class Door:
         try:
             inside = await asyncio.open_connection("127.0.0.1", self._store_port)
         except OSError:
-            _log.warning("a rank came through the door, but no store listens on loopback port %d", self._store_port)
+            _log.warning("a rank passed the door, but no store listens on loopback port %d", self._store_port)
             return
         await relay_both_ways(reader, writer, inside)
 
     async def _examine(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
         """Do the door's side of [Note: the handshake]; return "" if the client knows the secret, else why it is refused."""
         if await reader.readexactly(len(_MAGIC)) != _MAGIC:
-            return "it does not knock as a rank does"
+            return "it did not begin the handshake of a rank"
         theirs, ours = await reader.readexactly(_NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
         writer.write(_MAGIC + ours)
         proof = await reader.readexactly(hashlib.sha256().digest_size)
         if not hmac.compare_digest(proof, _proof(self._secret, b"knock", ours, theirs)):
             writer.write(_REFUSED)
             return "it does not know the secret of this run"
-        told = self._store_port.to_bytes(2, "big")
-        writer.write(_LET_IN + told + _proof(self._secret, b"door", ours, theirs, told))
+        port_bytes = self._store_port.to_bytes(2, "big")
+        writer.write(_LET_IN + port_bytes + _proof(self._secret, b"door", ours, theirs, port_bytes))
         return ""
 
     def _log_once(self, writer: asyncio.StreamWriter, why: str) -> None:
@@ -117,7 +118,7 @@ class Door:
         if (peer, why) not in self._named and len(self._named) < _MAX_NAMED:
             self._named.add((peer, why))
             where = "{}:{}".format(*self.address)
-            _log.warning("refused a connection from %s to %s: %s (said once for this address)", peer, where, why)
+            _log.warning("refused a connection from %s to %s: %s (logged once for this address)", peer, where, why)
 
 
 class Passage(tuple[str, int]):
@@ -141,7 +142,7 @@ class Passage(tuple[str, int]):
 
 
 def pass_through(
-    host: str, port: int, secret: bytes, timeout_s: float, *, rank: int | None = None, says: bool = True
+    host: str, port: int, secret: bytes, timeout_s: float, *, rank: int | None = None, log_notices: bool = True
 ) -> Passage:
     """Open a listener on loopback of this node whose connections are relayed through the door at ``host:port``.
 
@@ -153,7 +154,7 @@ def pass_through(
         secret: the secret of the run, the same as the door's.
         timeout_s: limit in seconds for the first connection; the limit of each later one is ``HANDSHAKE_S``.
         rank: of this process, for log and errors.
-        says: whether to log notices while the connection takes long.
+        log_notices: whether to log notices while the connection takes long.
 
     Returns:
         Host and port for ``torch.distributed.TCPStore``, relayed until their ``close`` method is called.
@@ -179,19 +180,21 @@ def pass_through(
         return None
 
     def still() -> str:
-        return f"{_me(rank)} waits for the door at {host}:{port}: {why}" if says else ""
+        return f"{_me(rank)} waits for the door at {host}:{port}: {why}" if log_notices else ""
 
     try:
         first = client.attempt(timeout_s + 1.0, connect, still)
     except WrongSecretError as error:
         fix = "start all ranks from one launcher, or give all of them the same GUOZHUANG_SECRET"
-        raise WorldError(explain(f"the door at {host}:{port} is closed to us: {error}", rank=rank, fix=fix)) from error
+        raise WorldError(
+            explain(f"the door at {host}:{port} refuses this process: {error}", rank=rank, fix=fix)
+        ) from error
     except client.OverdueError:
         first = None
     finally:
         over.set()
     if first is None:
-        what = f"could not come through the door at {host}:{port} within {timeout_s:g} s: {why}"
+        what = f"could not pass the door at {host}:{port} within {timeout_s:g} s: {why}"
         fix = "check that the node that keeps the store is up, its name or address, and that no firewall stands between"
         raise WorldError(explain(what, rank=rank, fix=fix))
     return passage_from(first, host, port, secret)
@@ -215,7 +218,7 @@ def passage_from(first: socket.socket, host: str, port: int, secret: bytes) -> P
                 waiting.pop() if waiting else await loop.run_in_executor(None, knock, host, port, secret, HANDSHAKE_S)
             )
         except (OSError, NotOurDoorError) as error:
-            _log.warning("could not come through the door at %s:%d again: %s", host, port, error)
+            _log.warning("could not pass the door at %s:%d again: %s", host, port, error)
             return
         await relay_both_ways(reader, writer, await asyncio.open_connection(sock=through))
 
@@ -272,12 +275,12 @@ def enter(host: str, port: int, secret: bytes, timeout_s: float) -> tuple[socket
         connection.sendall(_proof(secret, b"knock", theirs, ours))
         if _receive(connection, 1, deadline) != _LET_IN:
             raise WrongSecretError("it belongs to another run (the secrets differ)")
-        told = _receive(connection, 2, deadline)
+        port_bytes = _receive(connection, 2, deadline)
         proof = _receive(connection, hashlib.sha256().digest_size, deadline)
-        if not hmac.compare_digest(proof, _proof(secret, b"door", theirs, ours, told)):
+        if not hmac.compare_digest(proof, _proof(secret, b"door", theirs, ours, port_bytes)):
             raise WrongSecretError("it claims to know the secret of this run, and does not")
         connection.settimeout(None)
-        return connection, int.from_bytes(told, "big")
+        return connection, int.from_bytes(port_bytes, "big")
     except TimeoutError as error:
         connection.close()
         raise NotOurDoorError(f"it accepted the connection and did not answer within {timeout_s:g} s") from error
@@ -307,8 +310,8 @@ def _me(rank: int | None) -> str:
     return f"rank {rank}" if rank is not None else "this process"
 
 
-def _proof(secret: bytes, word: bytes, doors: bytes, knockers: bytes, told: bytes = b"") -> bytes:
-    return hmac.new(secret, word + doors + knockers + told, hashlib.sha256).digest()
+def _proof(secret: bytes, word: bytes, doors: bytes, knockers: bytes, port_bytes: bytes = b"") -> bytes:
+    return hmac.new(secret, word + doors + knockers + port_bytes, hashlib.sha256).digest()
 
 
 def _check_secret(secret: bytes) -> None:

@@ -24,7 +24,7 @@ _LOOK_S, _FIRST_LOOK_S = 0.5, 0.002
 _AFTER_VERDICT_S = 3 * _LOOK_S
 _SILENT_S = 2.0  # a store without an answer for so long counts as silent; an answer usually takes a millisecond
 _MOST_NAMED = 16
-_ONLY_HERE = "guozhuang/only here"
+_LOOPBACK_KEY = "guozhuang/loopback address"
 _log = logging.getLogger("guozhuang")
 
 
@@ -44,14 +44,14 @@ class WorldStore:
     doors: tuple[Door | Passage, ...] = ()
     note: PortSequence | None = None
 
-    def everybody_came(self) -> None:
+    def remove_note(self) -> None:
         """Remove the note of rank 0. Every rank calls this when all ranks have joined."""
         if self.note is not None:
             search.remove_note(self.note)
 
     def close(self) -> None:
         """Close the doors and passages of this process; connections to the store end with them. A second call does nothing."""
-        self.everybody_came()
+        self.remove_note()
         for door in self.doors:
             door.close()
 
@@ -74,7 +74,7 @@ def open_store(
     rank: int,
     timeout_s: float,
     *,
-    says: bool = True,
+    log_notices: bool = True,
     is_one_node: bool = False,
 ) -> WorldStore:
     """Connect to the store of the world; rank 0 starts it where the launcher does not keep one.
@@ -87,7 +87,7 @@ def open_store(
         point: where the ranks meet; None in a world of one.
         rank: of this process.
         timeout_s: limit for the whole call, in seconds.
-        says: whether this rank logs notices when the connection takes long.
+        log_notices: whether this rank logs notices when the connection takes long.
         is_one_node: all ranks are known to be on this node.
 
     Raises:
@@ -97,7 +97,7 @@ def open_store(
     if point is None:
         return WorldStore(dist.HashStore())
     if isinstance(point, PortSequence):
-        return _meet_at_a_sequence(point, rank, timeout_s, says)
+        return _meet_at_a_sequence(point, rank, timeout_s, log_notices)
     is_open = stores.loopback_address(point.host) is None or not point.is_loopback_meant
     if rank == 0 and not point.is_kept_by_launcher:
         listener = stores.listen(point)
@@ -106,26 +106,26 @@ def open_store(
             return _behind_a_door(listener, point.secret, address, timeout_s)
         store = stores.serve(listener, timeout_s)
         if not is_open and not is_one_node:
-            store.set(_ONLY_HERE, f"{address}:{point.port}")
+            store.set(_LOOPBACK_KEY, f"{address}:{point.port}")
         return WorldStore(store, address)
     if is_open and point.secret and not point.is_kept_by_launcher:
         limit = time.monotonic() + timeout_s
-        host = stores.where_to_go(point)
-        passage = pass_through(host, point.port, point.secret, timeout_s, rank=rank, says=says)
+        host = stores.connect_host(point)
+        passage = pass_through(host, point.port, point.secret, timeout_s, rank=rank, log_notices=log_notices)
         left_s = max(limit - time.monotonic(), 1.0)
         return _through(passage, host, rank, left_s, f"{host}:{point.port}")
     if is_open and point.secret and rank == 0:
         # Only our own launcher has a door in front of its store, and then it gives its ranks a loopback address.
         _log.warning(
-            "GUOZHUANG_SECRET is set, but the launcher that keeps the store at %s:%d asks for no secret: who reaches it is in. "
-            "Start with `guozhuang run` to have a door before it",
+            "GUOZHUANG_SECRET is set, but the launcher that keeps the store at %s:%d checks no secret: every process that "
+            "reaches it can use it. Start with `guozhuang run`, which puts a door in front of it",
             *(point.host, point.port),
         )
     where = f"{point.host}:{point.port} (MASTER_ADDR:MASTER_PORT)"
-    return WorldStore(*stores.reach(point, rank, timeout_s, where, says=says))
+    return WorldStore(*stores.reach(point, rank, timeout_s, where, log_notices=log_notices))
 
 
-def _meet_at_a_sequence(point: PortSequence, rank: int, timeout_s: float, says: bool) -> WorldStore:
+def _meet_at_a_sequence(point: PortSequence, rank: int, timeout_s: float, log_notices: bool) -> WorldStore:
     if rank == 0:
         listener = search.listener_of(point)
         address = listener.getsockname()[:2]
@@ -137,7 +137,7 @@ def _meet_at_a_sequence(point: PortSequence, rank: int, timeout_s: float, says: 
         is_noted = bool(point.note) and search.write_note(point, address)
         return replace(meeting, note=point if is_noted else None)
     started = time.monotonic()
-    found = search.find(point, rank, timeout_s, says=says)
+    found = search.find(point, rank, timeout_s, log_notices=log_notices)
     where = f"{found.host}:{found.port}"
     left_s = max(timeout_s - (time.monotonic() - started), 1.0)
     if point.is_one_node:
@@ -204,7 +204,7 @@ class _RollCall:
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float, note: str) -> None:
         self._store, self._rank, self._size, self._timeout_s, self._note = store, rank, size, timeout_s, note
-        self._heard = time.monotonic()
+        self._answered_at = time.monotonic()
         self.over = threading.Event()
 
     def run(self) -> list[RankCard]:
@@ -224,46 +224,46 @@ class _RollCall:
                 return []  # the calling thread has stopped waiting
             if store.check(["verdict"]):
                 raise WorldError(store.get("verdict").decode())
-            self._heard = time.monotonic()
-            waited_s = self._heard - started
+            self._answered_at = time.monotonic()
+            waited_s = self._answered_at - started
             if waited_s >= self._timeout_s:
-                self._give_up()
-            if notices.are_due() and self._is_the_one_to_say_so(notices.num):
-                notices.say(self._who_is_missing("are not here yet") + self._only_here())
+                self._abort()
+            if notices.are_due() and self._is_to_log(notices.num):
+                notices.say(self._missing_ranks("are not here yet") + self._loopback_hint())
             left_s = self._timeout_s - waited_s
             self.over.wait(min(left_s, _LOOK_S, max(_FIRST_LOOK_S, 0.1 * waited_s)))
-        told = store.multi_get([f"host/{r}" for r in range(size)])
-        return [RankCard(*text.decode().split("\n", 1)) for text in told]
+        cards = store.multi_get([f"host/{r}" for r in range(size)])
+        return [RankCard(*text.decode().split("\n", 1)) for text in cards]
 
     def is_silent(self) -> str:
         """Return a sentence saying that the store does not answer; "" if it has answered recently."""
-        silent_s = time.monotonic() - self._heard
+        silent_s = time.monotonic() - self._answered_at
         if silent_s < _SILENT_S:
             return ""
         return f"the store that the ranks meet at{_address(self._store)} has not answered for {silent_s:.0f} s"
 
-    def _is_the_one_to_say_so(self, turn: int) -> bool:
+    def _is_to_log(self, turn: int) -> bool:
         """Return whether this rank logs the missing ranks: rank 0 does; while it is missing, the first rank that asks."""
-        return self._rank == 0 or (not self._store.check(["host/0"]) and self._store.add(f"said/{turn}", 1) == 1)
+        return self._rank == 0 or (not self._store.check(["host/0"]) and self._store.add(f"logged/{turn}", 1) == 1)
 
-    def _who_is_missing(self, what: str) -> str:
+    def _missing_ranks(self, what: str) -> str:
         missing = _missing(self._store, range(self._size))
         names = ", ".join(map(str, missing[:_MOST_NAMED]))
         names += f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
         return f"{len(missing)} of {self._size} ranks {what}: {names}"
 
-    def _only_here(self) -> str:
+    def _loopback_hint(self) -> str:
         """Return a text with a likely cause if there is one: rank 0 listens on loopback, which other hosts cannot reach."""
         store = stores.innermost(self._store)
-        if not store.check([_ONLY_HERE]):
+        if not store.check([_LOOPBACK_KEY]):
             return ""
-        where = store.get(_ONLY_HERE).decode()
-        return f" (rank 0 listens at {where}, where ranks of other hosts cannot come: MASTER_ADDR must be its address there)"
+        where = store.get(_LOOPBACK_KEY).decode()
+        return f" (rank 0 listens at {where}, which other hosts cannot reach: set MASTER_ADDR to its other address)"
 
-    def _give_up(self) -> None:
-        who = self._who_is_missing(f"did not come within {self._timeout_s:g} s")
+    def _abort(self) -> None:
+        who = self._missing_ranks(f"did not come within {self._timeout_s:g} s")
         fix = "look at their output for the first error, check MASTER_ADDR and MASTER_PORT there, or raise timeout_s"
-        text = explain(who + self._only_here(), fix=fix)
+        text = explain(who + self._loopback_hint(), fix=fix)
         self._store.set("verdict", text)
         if self._rank == 0:
             time.sleep(_AFTER_VERDICT_S)

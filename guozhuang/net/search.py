@@ -112,26 +112,26 @@ def own_address(hints: Sequence[str], others: Sequence[str]) -> str:
     return _outward_address(mine)
 
 
-def find(point: PortSequence, rank: int, timeout_s: float, *, says: bool = True) -> OpenDoor:
+def find(point: PortSequence, rank: int, timeout_s: float, *, log_notices: bool = True) -> OpenDoor:
     """Knock, on every rank but 0, at all addresses where rank 0's door may be, until it answers.
 
     Args:
         point: the hosts and ports to try.
         rank: of this process, for log and errors.
         timeout_s: time limit in seconds.
-        says: whether to log the results so far when the search takes long.
+        log_notices: whether to log the results so far when the search takes long.
 
     Raises:
         WorldError: no door answered within ``timeout_s``; the text gives the result for each port of each host.
     """
-    search = _Search(point, time.monotonic() + timeout_s, rank if says else None)
+    search = _Search(point, time.monotonic() + timeout_s, rank if log_notices else None)
     try:
         return search.run()
     except TimeoutError:
         what = f"found no door of rank 0 within {timeout_s:g} s; {search.report()}"
         fix = "look at the output of rank 0 for the first error, and check that no firewall stands between the nodes"
-        if search.said_of_hosts:
-            names = ", ".join(search.said_of_hosts)
+        if search.unresolved:
+            names = ", ".join(search.unresolved)
             fix += (
                 f"; put {names} into DNS or /etc/hosts of this node, or export MASTER_ADDR with the address of rank 0"
             )
@@ -154,9 +154,9 @@ def passage_to_rank_0(point: PortSequence, rank: int, timeout_s: float) -> Passa
 class _Search:
     point: PortSequence
     deadline: float
-    speaker: int | None
+    log_rank: int | None
     seen: dict[tuple[str, int], str] = field(default_factory=dict)
-    said_of_hosts: dict[str, str] = field(default_factory=dict)
+    unresolved: dict[str, str] = field(default_factory=dict)
     _answers: queue.SimpleQueue[OpenDoor] = field(default_factory=queue.SimpleQueue)
     _over: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -182,8 +182,8 @@ class _Search:
                 except queue.Empty:
                     if left_s <= 0:
                         raise TimeoutError from None
-                if notices.are_due() and self.speaker is not None:
-                    notices.say(f"rank {self.speaker} found no door of rank 0 yet; {self.report()}")
+                if notices.are_due() and self.log_rank is not None:
+                    notices.say(f"rank {self.log_rank} found no door of rank 0 yet; {self.report()}")
         finally:
             with self._lock:
                 self._over.set()
@@ -200,19 +200,19 @@ class _Search:
             f"{host}: " + "; ".join(f"{why} (port {', '.join(map(str, ports))})" for why, ports in reasons.items())
             for host, reasons in where.items()
         ]
-        parts += [f"{host}: {why}" for host, why in self.said_of_hosts.copy().items() if host not in where]
+        parts += [f"{host}: {why}" for host, why in self.unresolved.copy().items() if host not in where]
         if self.point.note and read_note(self.point) is None:
             parts.append(f"no note of rank 0 at {self.point.note}")
         return "knocked at " + " | ".join(parts) if parts else "no host to knock at is known"
 
     def _start(self, host: str, ports: Sequence[int]) -> threading.Thread:
         thread = threading.Thread(
-            target=self._go_round, args=(host, ports), name=f"guozhuang search {host}", daemon=True
+            target=self._knock_at_all, args=(host, ports), name=f"guozhuang search {host}", daemon=True
         )
         thread.start()
         return thread
 
-    def _go_round(self, host: str, ports: Sequence[int]) -> None:
+    def _knock_at_all(self, host: str, ports: Sequence[int]) -> None:
         if not host:  # computed in this thread, because looking up names can take long
             host = own_address(self.point.hosts, self.point.others)
             if host in self.point.hosts:
@@ -226,7 +226,7 @@ class _Search:
                 try:
                     connection, store_port = enter(host, port, self.point.secret, min(limit_s, left_s))
                 except socket.gaierror as error:
-                    self.said_of_hosts[host] = client.why_no_connection(error)
+                    self.unresolved[host] = client.why_no_connection(error)
                     break
                 except OSError as error:
                     self.seen[host, port] = client.why_no_connection(error)
@@ -283,8 +283,8 @@ def read_note(point: PortSequence) -> tuple[str, int] | None:
             status = os.fstat(file.fileno())
             if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 return None
-            told = json.loads(file.read(4096))
-        host, port, proof = str(told["host"]), int(told["port"]), str(told["proof"])
+            content = json.loads(file.read(4096))
+        host, port, proof = str(content["host"]), int(content["port"]), str(content["proof"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return (host, port) if hmac.compare_digest(proof, _proof_of_note(point.secret, host, port)) else None

@@ -41,13 +41,13 @@ def listening_address(point: MeetingPoint) -> str:
     address = search.own_address([point.host], [])
     if address not in search.resolve(point.host):
         _log.warning(
-            "MASTER_ADDR=%s is no address of this node (%s): rank 0 listens at %s:%d, which is right only if that leads here",
+            "MASTER_ADDR=%s is no address of this node (%s): rank 0 listens at %s:%d, and MASTER_ADDR must lead there",
             *(point.host, socket.gethostname(), address, point.port),
         )
     return address
 
 
-def where_to_go(point: MeetingPoint) -> str:
+def connect_host(point: MeetingPoint) -> str:
     """Return the host by which this node reaches the socket of ``listen``: ``point.host``, unless that means loopback here."""
     if point.is_loopback_meant or loopback_address(point.host) is None:
         return point.host
@@ -127,7 +127,7 @@ def connect(host: str, port: int, timeout_s: float) -> dist.TCPStore:
 
 
 def reach(
-    point: MeetingPoint, rank: int, timeout_s: float, where: str, *, says: bool = True, is_up: bool = False
+    point: MeetingPoint, rank: int, timeout_s: float, where: str, *, log_notices: bool = True, is_up: bool = False
 ) -> tuple[dist.TCPStore, str]:
     """Connect to the store that rank 0 or the launcher keeps.
 
@@ -136,7 +136,7 @@ def reach(
         rank: of this process, for log and errors.
         timeout_s: how long to wait for the store, in seconds; then the limit of each of its operations.
         where: the address as log and errors show it.
-        says: whether to log notices when the connection takes long.
+        log_notices: whether to log notices when the connection takes long.
         is_up: a program is known to listen at the address, so no trial connection is made first.
 
     Returns:
@@ -149,9 +149,9 @@ def reach(
     seen: list[OSError | None] = [socket.gaierror("no answer yet")]
 
     def try_it() -> tuple[dist.TCPStore, str]:
-        host = where_to_go(point)
+        host = connect_host(point)
         if not is_up:
-            until_somebody_listens(host, point.port, deadline, over, seen)
+            wait_for_listener(host, point.port, deadline, over, seen)
         seen[0] = None
         store = connect(host, point.port, max(deadline - time.monotonic(), 1.0))
         store.set_timeout(datetime.timedelta(seconds=timeout_s))
@@ -159,7 +159,7 @@ def reach(
 
     def still() -> str:
         why = client.why_no_connection(seen[0]) if seen[0] else "what listens there does not answer"
-        return f"rank {rank} waits for rank 0's store at {where}: {why}" if says else ""
+        return f"rank {rank} waits for rank 0's store at {where}: {why}" if log_notices else ""
 
     try:
         return client.attempt(timeout_s + 1.0, try_it, still)
@@ -168,7 +168,7 @@ def reach(
             what = f"what listens at {where} is no store of PyTorch: it did not answer within {timeout_s:g} s"
             raise WorldError(explain(what, rank=rank, fix="choose another MASTER_PORT")) from None
         raise _not_reached(where, timeout_s, seen[0], rank) from error
-    except (NobodyListensError, RuntimeError) as error:
+    except (NoListenerError, RuntimeError) as error:
         raise _not_reached(where, timeout_s, seen[0] or error, rank) from error
     finally:
         over.set()
@@ -184,11 +184,11 @@ def _not_reached(where: str, timeout_s: float, why: Exception, rank: int) -> Wor
     )
 
 
-class NobodyListensError(Exception):
+class NoListenerError(Exception):
     """No connection was accepted in time; the text says what happened at the last try."""
 
 
-def until_somebody_listens(
+def wait_for_listener(
     host: str,
     port: int,
     deadline: float,
@@ -205,7 +205,7 @@ def until_somebody_listens(
         seen: a list whose first element is set to the error of the last try.
 
     Raises:
-        NobodyListensError: no connection was accepted before the deadline.
+        NoListenerError: no connection was accepted before the deadline.
     """
     seen = [None] if seen is None else seen
     last: OSError | None = None
@@ -219,4 +219,4 @@ def until_somebody_listens(
         except OSError as error:
             seen[0] = last = error
     assert last is not None
-    raise NobodyListensError(client.why_no_connection(last)) from last
+    raise NoListenerError(client.why_no_connection(last)) from last

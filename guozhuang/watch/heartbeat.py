@@ -141,18 +141,18 @@ class Heartbeat:
         self._num_answers = 0
         self._trouble = ""
         self._closing = self._is_ending = self._is_cut_off = False
-        self._count = self._gave = self._seen = 0
-        self._word: WatcherStatus | None = None
-        self._word_since_s = 0.0
+        self._count = self._stacks_answered = self._last_report = 0
+        self._status: WatcherStatus | None = None
+        self._status_since_s = 0.0
         self._tried = 0
         self._watch: Watcher | None = None
-        self._farewell: str | None = None
+        self._leave_reason: str | None = None
         self._texts: set[str] = set()
         # Written by the main thread: the exception from a collective because of which it leaves.
         self._error: BaseException | None = None
-        self._has_told_why = threading.Event()
+        self._is_cause_reported = threading.Event()
         self._guarding = threading.Thread(target=self._guard, name=f"{OWN_THREADS} guard", daemon=True)
-        self._line = threading.Thread(target=self._talk, name=f"{OWN_THREADS} store", daemon=True)
+        self._line = threading.Thread(target=self._use_store, name=f"{OWN_THREADS} store", daemon=True)
 
     def start(self) -> None:
         """Start both threads. Returns at once."""
@@ -181,8 +181,8 @@ class Heartbeat:
             self._wake.set()
             self._wait_for_report()
             if self._trouble:
-                self._tell_cut_off(0.0)
-        self._farewell = "" if error is None else _in_words(error)
+                self._log_cut_off(0.0)
+        self._leave_reason = "" if error is None else _in_words(error)
         self._stopped.set()
         self._wake.set()
         for thread in (self._guarding, self._line):
@@ -191,13 +191,13 @@ class Heartbeat:
             thread.join(None if self._is_ending else 0.0 if self._is_cut_off else _JOIN_S)
 
     def _wait_for_report(self) -> None:
-        word = self._word
-        if word is not None and word.lost and self._seen >= word.report:
+        status = self._status
+        if status is not None and status.lost and self._last_report >= status.report:
             return  # this rank has reported the loss already
         began_s, limits = time.monotonic(), self._limits
-        while self._line.is_alive() and not self._is_cut_off and not self._has_told_why.wait(0.02):
-            is_gathered = self._word is not None and self._word.wants > 0
-            if time.monotonic() - began_s > limits.heard_s + (limits.gather_s if is_gathered else 0.0):
+        while self._line.is_alive() and not self._is_cut_off and not self._is_cause_reported.wait(0.02):
+            is_gathered = self._status is not None and self._status.stacks_request > 0
+            if time.monotonic() - began_s > limits.report_wait_s + (limits.gather_s if is_gathered else 0.0):
                 return
 
     # ---- the guard
@@ -213,8 +213,8 @@ class Heartbeat:
         self._closing = True
         self._wake.set()
         _log.exception(
-            "[rank %d] the heartbeat of this rank has ended by an error of its own; the training goes on, and the others "
-            "will miss this rank's signs of life. Please report it, with these lines",
+            "[rank %d] the heartbeat of this rank has ended by an error of its own. The training continues, but the other "
+            "ranks will report this rank as silent. Please report this error, with these lines",
             self.rank,
         )
 
@@ -232,7 +232,7 @@ class Heartbeat:
             since_answer_s += clock_s - before_s
             if self._closing or (since_answer_s < self._limits.lost_s and not self._trouble):
                 continue
-            self._tell_cut_off(since_answer_s)
+            self._log_cut_off(since_answer_s)
             limit_s = self._hang_timeout_s
             idle_s, still_s = clock_s - self._idle_since_s, self._main.still_s(clock_s)
             if limit_s is not None and min(since_answer_s, idle_s, still_s) >= limit_s:
@@ -249,15 +249,15 @@ class Heartbeat:
             self._idle_since_s = clock_s
         self._collectives = started if started is not None else self._collectives
 
-    def _tell_cut_off(self, since_s: float) -> None:
+    def _log_cut_off(self, since_s: float) -> None:
         if not self._is_cut_off:
             self._is_cut_off = True
             _log.error("%s\n%s", self._cut_off(since_s), self._stacks())
 
     def _cut_off(self, since_s: float) -> str:
-        keeper = self._word.keeper if self._word is not None else None
+        keeper = self._status.keeper if self._status is not None else None
         who = f"rank {keeper[0]}, which keeps it," if keeper is not None else "the launcher, which keeps it,"
-        if self._word is None:
+        if self._status is None:
             who = "the process that keeps it (the launcher or rank 0)"
         if self._trouble:
             what = f"the connection to the store of the world broke ({self._trouble}): {who} is gone"
@@ -265,23 +265,23 @@ class Heartbeat:
             what = f"no answer from the store of the world for {since_s:.0f} s: {who} is gone or stopped, or this node cut off"
         if keeper is not None and keeper[1] == self._me.node:
             what += f" (its process {keeper[2]} is {state_of(keeper[2], keeper[3])})"
-        return f"[rank {self.rank}] {what}. No rank can hear another one any more; this is where this one stands:"
+        return f"[rank {self.rank}] {what}. No heartbeat reaches another rank any more. The stacks of this rank:"
 
     def _stacks(self) -> str:
         return stacks_text() if self._error is None else error_text(self._error)
 
     # ---- the thread that talks to the store
 
-    def _talk(self) -> None:
+    def _use_store(self) -> None:
         try:
             while not self._stopped.is_set() and not self._closing:
                 self._round()
                 self._num_answers += 1
-                in_haste = self._error is not None or (self._watch is not None and self._watch.in_haste)
-                self._wake.wait(self._limits.interval_s / (5 if in_haste else 1))
+                is_urgent = self._error is not None or (self._watch is not None and self._watch.is_urgent)
+                self._wake.wait(self._limits.interval_s / (5 if is_urgent else 1))
                 self._wake.clear()
             if not self._closing:
-                self._say_farewell()
+                self._publish_leave()
         except RuntimeError as error:  # DistNetworkError, DistStoreError
             # Torch's client does not reconnect, and writes a page to stderr for each further call: make none.
             self._trouble = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -289,48 +289,48 @@ class Heartbeat:
             self._fail()
 
     def _round(self) -> None:
-        self._read_word()
-        word = self._word
-        self._closing = self._closing or (word is not None and word.closing)
-        if word is not None and word.wants > self._gave:
+        self._read_status()
+        status = self._status
+        self._closing = self._closing or (status is not None and status.closing)
+        if status is not None and status.stacks_request > self._stacks_answered:
             self._store.set(f"stacks/{self.rank}", self._stacks())
-            self._gave = word.wants
+            self._stacks_answered = status.stacks_request
         self._beat()
         if self._closing:
             return
-        if word is not None and word.report > self._seen and self._watch is None:
-            for number, text, ends in read_reports(self._store, self._seen):
-                self._seen = number
-                self._tell(text, ends)
+        if status is not None and status.report > self._last_report and self._watch is None:
+            for number, text, ends in read_reports(self._store, self._last_report):
+                self._last_report = number
+                self._log_report(text, ends)
         if self._watch is None:
-            self._perhaps_take_over()
+            self._take_over_if_due()
         if self._watch is not None:
             report, lines = self._watch.round(self._clock())
-            self._word = self._watch.word
+            self._status = self._watch.status
             for line in lines:
                 _log.warning("[rank %d] %s", self.rank, line)
             if report is not None:
-                self._seen = report.number
-                self._tell(report.full, report.ends)
+                self._last_report = report.number
+                self._log_report(report.full, report.ends)
 
-    def _read_word(self) -> None:
-        if self._word is None and not self._store.check(["word"]):
+    def _read_status(self) -> None:
+        if self._status is None and not self._store.check(["status"]):
             return  # no watcher has published a status yet
-        word = WatcherStatus.from_bytes(self._store.get("word"))
-        if self._watch is not None and word.term > self._watch.word.term:
+        status = WatcherStatus.from_bytes(self._store.get("status"))
+        if self._watch is not None and status.term > self._watch.status.term:
             self._watch = None  # another rank took the watch over while this process was stopped
-        if word != self._word:
-            self._word, self._word_since_s = word, self._clock()
+        if status != self._status:
+            self._status, self._status_since_s = status, self._clock()
 
-    def _perhaps_take_over(self) -> None:
-        clock_s, before = self._clock(), self._word
-        silent_s = clock_s - self._word_since_s
+    def _take_over_if_due(self) -> None:
+        clock_s, before = self._clock(), self._status
+        silent_s = clock_s - self._status_since_s
         if before is None and self.rank != 0 and silent_s < self._limits.mute_s:
             return  # rank 0 is the first watcher
         is_given_away = before is not None and before.watcher < 0 and self._tried <= before.term
         if before is not None and not is_given_away and silent_s < self._patience_s(before, silent_s):
             return
-        self._word_since_s = clock_s
+        self._status_since_s = clock_s
         # Claim a later term at each try: the winner of an earlier claim may have died before it published a status.
         self._tried = max(self._tried, before.term if before is not None else 0) + 1
         if self._store.add(f"term/{self._tried}", 1) > 1:
@@ -340,19 +340,19 @@ class Heartbeat:
             judge.silent_since(before.watcher, clock_s - silent_s)
         me = (self.rank, self._me.node, self._me.pid, self._me.start)
         keeper = me if self._keeps_store else before.keeper if before is not None else None
-        word = WatcherStatus(self._tried, self.rank, process=me[1:], keeper=keeper)
-        self._watch = Watcher(self._store, self.size, word, judge)
+        status = WatcherStatus(self._tried, self.rank, process=me[1:], keeper=keeper)
+        self._watch = Watcher(self._store, self.size, status, judge)
         if before is not None:
-            _log.info("[rank %d] watches the others from now on", self.rank)
+            _log.info("[rank %d] is now the watcher", self.rank)
 
-    def _patience_s(self, word: WatcherStatus, silent_s: float) -> float:
+    def _patience_s(self, status: WatcherStatus, silent_s: float) -> float:
         """Return for how many seconds the watcher's status may stay the same before this rank takes the watch over."""
-        in_haste = self._error is not None
-        looks = in_haste or silent_s > 1.5 * self._limits.interval_s
-        watcher = word.process
+        is_urgent = self._error is not None
+        looks = is_urgent or silent_s > 1.5 * self._limits.interval_s
+        watcher = status.process
         if looks and watcher is not None and watcher[0] == self._me.node and state_of(*watcher[1:]) == GONE:
             return 0.0
-        return self._limits.hasty_takeover_s if in_haste else self._limits.takeover_s
+        return self._limits.urgent_takeover_s if is_urgent else self._limits.takeover_s
 
     def _beat(self) -> None:
         clock_s, error = self._clock(), self._error
@@ -368,40 +368,44 @@ class Heartbeat:
             still_s=round(self._main.still_s(clock_s), 1),
             place=place.text,
             waits_in=place.waits_in,
-            gave=self._gave,
-            saw=look_at_neighbours(self._word, self._me.node, self.rank) if self._word is not None else {},
+            stacks_answered=self._stacks_answered,
+            process_states=look_at_neighbours(self._status, self._me.node, self.rank)
+            if self._status is not None
+            else {},
             trouble=_in_words(error) if error is not None else "",
-            left=self._farewell,
-            let_go=self._closing,
+            left=self._leave_reason,
+            released_store=self._closing,
         )
         self._store.set(f"beat/{self.rank}", beat.to_bytes().decode())
 
-    def _say_farewell(self) -> None:
+    def _publish_leave(self) -> None:
         self._beat()
         if self._watch is None and not self._keeps_store:
             return
-        before = self._word if self._word is not None else WatcherStatus(0, -1)
-        word = replace(before, term=before.term + 1, watcher=-1, wants=0, asks=(), closing=self._keeps_store)
-        self._store.set("word", word.to_bytes().decode())
+        before = self._status if self._status is not None else WatcherStatus(0, -1)
+        status = replace(
+            before, term=before.term + 1, watcher=-1, stacks_request=0, suspects=(), closing=self._keeps_store
+        )
+        self._store.set("status", status.to_bytes().decode())
         if self._keeps_store:
             # Wait until no rank uses the store: a call to a store that is gone makes torch write a page to stderr.
             deadline_s = time.monotonic() + 1.25 * self._limits.interval_s
-            while time.monotonic() < deadline_s and self._others_hold_on():
+            while time.monotonic() < deadline_s and self._others_use_store():
                 time.sleep(0.02)
 
-    def _others_hold_on(self) -> bool:
-        gone = {self.rank, *(self._word.lost if self._word is not None else ())}
+    def _others_use_store(self) -> bool:
+        gone = {self.rank, *(self._status.lost if self._status is not None else ())}
         keys = [f"beat/{rank}" for rank in range(self.size) if rank not in gone]
         if not keys:
             return False
         if not all(self._store.check([key]) for key in keys):
             return True
         beats = [Beat.from_bytes(data) for data in self._store.multi_get(keys)]
-        return any(beat.left is None and not beat.let_go for beat in beats)
+        return any(beat.left is None and not beat.released_store for beat in beats)
 
     # ---- what the user sees
 
-    def _tell(self, text: str, ends: bool) -> None:
+    def _log_report(self, text: str, ends: bool) -> None:
         text = f"[rank {self.rank}] {text}"
         if ends:
             self._is_ending = True
@@ -412,7 +416,7 @@ class Heartbeat:
             self._texts.add(text)
             _log.error("%s", text)
         if self._error is not None:
-            self._has_told_why.set()
+            self._is_cause_reported.set()
 
 
 def _in_words(error: BaseException) -> str:

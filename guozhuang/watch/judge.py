@@ -72,8 +72,8 @@ class Limits:
         mute_s: the same for a rank whose process is alive, and for a rank that never sent a beat.
         takeover_s: after so long without a new status of the watcher, another rank takes the watch over.
         gather_s: how long the watcher waits for the stacks of the other ranks.
-        hasty_takeover_s: as ``takeover_s``, on a rank that is about to end by an exception from a collective.
-        heard_s: how long such a rank waits until the watcher, or its successor, begins a report.
+        urgent_takeover_s: as ``takeover_s``, on a rank that is about to end by an exception from a collective.
+        report_wait_s: how long such a rank waits until the watcher, or its successor, begins a report.
     """
 
     interval_s: float
@@ -82,8 +82,8 @@ class Limits:
     mute_s: float
     takeover_s: float
     gather_s: float
-    hasty_takeover_s: float
-    heard_s: float
+    urgent_takeover_s: float
+    report_wait_s: float
 
     @classmethod
     def usual(cls, size: int, behind_door: bool) -> Limits:
@@ -101,8 +101,8 @@ class Limits:
             mute_s=30 * interval_s,
             takeover_s=5 * interval_s,
             gather_s=max(2.5 * interval_s, 2.0),
-            hasty_takeover_s=2.5 * interval_s,
-            heard_s=3 * interval_s,
+            urgent_takeover_s=2.5 * interval_s,
+            report_wait_s=3 * interval_s,
         )
 
 
@@ -120,11 +120,11 @@ class Beat:
         still_s: seconds for which its main thread has been standing at ``place``.
         place: of the main thread, in words.
         waits_in: the collective that the main thread is in; "" if it is in none.
-        gave: number of the last request for stacks that the rank has answered.
-        saw: the states of the processes on its node that the watcher asked for, by rank.
+        stacks_answered: number of the last request for stacks that the rank has answered.
+        process_states: the states of the processes on its node that the watcher asked for, by rank.
         trouble: the exception that a collective raised; the rank is about to end because of it.
         left: None while the rank runs; "" if it left as planned; else the exception that ended it.
-        let_go: the rank has read that the store closes, and sends it no more requests.
+        released_store: the rank has read that the store closes, and sends it no more requests.
     """
 
     count: int
@@ -136,11 +136,11 @@ class Beat:
     still_s: float
     place: str
     waits_in: str = ""
-    gave: int = 0
-    saw: Mapping[int, str] = field(default_factory=dict)
+    stacks_answered: int = 0
+    process_states: Mapping[int, str] = field(default_factory=dict)
     trouble: str = ""
     left: str | None = None
-    let_go: bool = False
+    released_store: bool = False
 
     def to_bytes(self) -> bytes:
         """Encode the beat for the store."""
@@ -150,7 +150,8 @@ class Beat:
     def from_bytes(cls, data: bytes) -> Beat:
         """Decode a beat of ``to_bytes``."""
         values = json.loads(data)
-        values["saw"] = {int(rank): state for rank, state in values["saw"].items()}
+        states = values["process_states"]
+        values["process_states"] = {int(rank): state for rank, state in states.items()}
         return cls(**values)
 
 
@@ -199,7 +200,7 @@ class Judge:
         """Return the seconds since the last new beat of ``rank``."""
         return now_s - self._known[rank].changed_s
 
-    def unheard(self) -> list[int]:
+    def without_beat(self) -> list[int]:
         """Return the ranks that have not sent a beat yet."""
         return [rank for rank, known in enumerate(self._known) if known.beat is None]
 
@@ -235,7 +236,7 @@ class Judge:
         silent, beats = set(self.silent(now_s)), self.beats()
         seen: dict[int, list[str]] = {}
         for witness, beat in beats.items():
-            for rank, state in beat.saw.items() if witness not in silent else ():
+            for rank, state in beat.process_states.items() if witness not in silent else ():
                 seen.setdefault(rank, []).append(state)
         for rank in sorted({*seen, *silent} & beats.keys()):
             age_s, beat, states = self.age_s(rank, now_s), beats[rank], seen.get(rank, [])
@@ -254,8 +255,8 @@ class Judge:
                 )
             elif not states and age_s >= limits.lost_s:
                 lost[rank] = f"no sign of life for {age_s:.0f} s" + self._of_the_node(rank, silent, beats)
-        for rank in self.unheard() if now_s - self._began_s >= limits.mute_s else ():
-            mute[rank] = f"it has given no sign of life since the world began, {now_s - self._began_s:.0f} s ago"
+        for rank in self.without_beat() if now_s - self._began_s >= limits.mute_s else ():
+            mute[rank] = f"it has sent no heartbeat since the world began, {now_s - self._began_s:.0f} s ago"
         return lost, mute
 
     def _of_the_node(self, rank: int, silent: set[int], beats: Mapping[int, Beat]) -> str:
@@ -267,7 +268,7 @@ class Judge:
     def hangs(self, now_s: float) -> bool:
         """Return whether the world hangs; see [Note: what a hang is]."""
         limit_s, lost = self.hang_timeout_s, self.lost(now_s)
-        if limit_s is None or set(self.unheard()) - lost.keys():
+        if limit_s is None or set(self.without_beat()) - lost.keys():
             return False
         live = {r: b for r, b in self.beats().items() if b.left is None and r not in lost}
         if not live or any(beat.idle_s + self.age_s(rank, now_s) < limit_s for rank, beat in live.items()):

@@ -125,7 +125,7 @@ def _state(rank: int, beat: Beat, lost: Mapping[int, str]) -> str:
 def _place(beat: Beat, is_lost: bool) -> str:
     if beat.left is not None:
         return beat.left
-    return f"last told: {beat.place}" if is_lost else beat.place
+    return f"last reported: {beat.place}" if is_lost else beat.place
 
 
 def _seconds(seconds: float | None) -> str:

@@ -1,6 +1,6 @@
 """The watcher, the rank that reads the beats of all ranks, judges them, gathers stacks and publishes reports in the store.
 
-Keys of the store, all overwritten and never appended to: ``beat/R`` and ``stacks/R`` of rank R, ``word`` (``WatcherStatus``),
+Keys of the store, all overwritten and never appended to: ``beat/R`` and ``stacks/R`` of rank R, ``status`` (``WatcherStatus``),
 ``report`` (the last few reports), and ``term/N``, a counter by which one rank claims the N-th term of the watch.
 """
 
@@ -24,15 +24,15 @@ _MAX_ASKED = 256
 
 @dataclass(frozen=True)
 class WatcherStatus:
-    """The status of the watcher, in one key ("word") that every rank reads once per beat.
+    """The status of the watcher, in one key ("status") that every rank reads once per beat.
 
     Attributes:
         term: number of the watch, one more at each takeover; a status of a higher term replaces a lower one.
         watcher: the rank that watches; -1: it has left, and another rank is to take over.
         count: number of this status within the term.
-        wants: number of the report for which the watcher wants stacks; 0 for none.
+        stacks_request: number of the report for which the watcher wants stacks; 0 for none.
         report: number of the last report, to be read at the key "report".
-        asks: processes as [rank, node, pid, start]: ranks of that node are to look at them, because they may be lost.
+        suspects: processes as [rank, node, pid, start]: ranks of that node are to look at them, because they may be lost.
         keeper: the rank that keeps the store, in the same form; None: a launcher keeps it.
         process: node, pid and start of the watcher's process.
         lost: the ranks that were reported as lost and are still lost.
@@ -42,9 +42,9 @@ class WatcherStatus:
     term: int
     watcher: int
     count: int = 0
-    wants: int = 0
+    stacks_request: int = 0
     report: int = 0
-    asks: Sequence[tuple[int, str, int, int]] = ()
+    suspects: Sequence[tuple[int, str, int, int]] = ()
     keeper: tuple[int, str, int, int] | None = None
     process: tuple[str, int, int] | None = None
     lost: Sequence[int] = ()
@@ -60,11 +60,11 @@ class WatcherStatus:
         return cls(**json.loads(data))
 
 
-def look_at_neighbours(word: WatcherStatus, node: str, rank: int) -> dict[int, str]:
-    """Return the states of the processes of this node that the watcher asks for in ``word``, by rank."""
+def look_at_neighbours(status: WatcherStatus, node: str, rank: int) -> dict[int, str]:
+    """Return the states of the processes of this node that the watcher asks for in ``status``, by rank."""
     return {
         int(asked): state_of(int(pid), int(start))
-        for asked, where, pid, start in word.asks
+        for asked, where, pid, start in status.suspects
         if where == node and asked != rank
     }
 
@@ -103,15 +103,15 @@ class Watcher:
     Args:
         store: a client that no other thread uses.
         size: of the world.
-        word: the first status of this term.
+        status: the first status of this term.
         judge: a new one, without beats.
     """
 
-    def __init__(self, store: dist.Store, size: int, word: WatcherStatus, judge: Judge) -> None:
+    def __init__(self, store: dist.Store, size: int, status: WatcherStatus, judge: Judge) -> None:
         self._store, self._size, self._judge = store, size, judge
-        self.word = word
+        self.status = status
         # Above all report numbers of earlier terms, which only the earlier watchers knew.
-        self._number = self.word.term * 1_000_000
+        self._number = self.status.term * 1_000_000
         self._reported_lost: set[int] = set()
         self._reported_mute: set[int] = set()
         self._reported_failed: set[int] = set()
@@ -125,9 +125,9 @@ class Watcher:
         return self._judge.limits
 
     @property
-    def in_haste(self) -> bool:
+    def is_urgent(self) -> bool:
         """Whether the watcher waits for stacks or process states from other ranks."""
-        return self._gathering is not None or bool(self.word.asks)
+        return self._gathering is not None or bool(self.status.suspects)
 
     def round(self, clock_s: float) -> tuple[Report | None, list[str]]:
         """Do one round; return its report, if any, and lines for the log.
@@ -141,7 +141,7 @@ class Watcher:
         known = self._reported_lost | self._reported_mute
         back = known - lost.keys() - mute.keys()
         if back:
-            lines.append(f"{ranks_text(sorted(back))} gave a sign of life again")
+            lines.append(f"{ranks_text(sorted(back))} sent a heartbeat again")
         new = {rank: text for rank, text in mute.items() if rank not in known}
         lines += [f"{ranks_text(ranks)} of {self._size}: {text}" for ranks, text in merged(new)]
         self._reported_lost, self._reported_mute = self._reported_lost & lost.keys(), set(mute)
@@ -156,12 +156,12 @@ class Watcher:
         if report is None and failed:
             self._number += 1
             report = Report(self._number, texts.failures(failed), "", ends=False)
-        self._speak(clock_s, report)
+        self._publish(clock_s, report)
         return report, lines
 
     def _read(self, clock_s: float) -> None:
         # Reading a missing key would block; a key stays once its rank has set it.
-        absent = {rank for rank in self._judge.unheard() if not self._store.check([f"beat/{rank}"])}
+        absent = {rank for rank in self._judge.without_beat() if not self._store.check([f"beat/{rank}"])}
         present = [rank for rank in range(self._size) if rank not in absent]
         for rank, data in zip(present, self._store.multi_get([f"beat/{r}" for r in present]), strict=True):
             self._judge.take(rank, Beat.from_bytes(data), clock_s)
@@ -171,7 +171,7 @@ class Watcher:
         assert gathering is not None
         silent = set(judge.silent(clock_s))
         asked = [r for r, b in judge.beats().items() if b.left is None and r not in lost]
-        late = [rank for rank in asked if judge.beats()[rank].gave < gathering.number]
+        late = [rank for rank in asked if judge.beats()[rank].stacks_answered < gathering.number]
         if any(rank not in silent for rank in late) and clock_s < gathering.deadline_s:
             return None
         troubled = {rank: text for rank, text in judge.troubled().items() if rank not in self._reported_troubled}
@@ -179,10 +179,10 @@ class Watcher:
         new = {rank: text for rank, text in lost.items() if rank not in self._reported_lost}
         if not hangs and not new and not troubled:
             return None  # the trouble has ended while the stacks were gathered
-        gave = [rank for rank in asked if rank not in late]
+        answered = [rank for rank in asked if rank not in late]
         given = (
-            dict(zip(gave, map(_text, self._store.multi_get([f"stacks/{r}" for r in gave])), strict=True))
-            if gave
+            dict(zip(answered, map(_text, self._store.multi_get([f"stacks/{r}" for r in answered])), strict=True))
+            if answered
             else {}
         )
         self._reported_lost |= new.keys()
@@ -197,31 +197,31 @@ class Watcher:
         missing = sorted({*late, *lost})
         return Report(gathering.number, "\n".join(filter(None, parts)), texts.stacks(given, missing), hangs)
 
-    def _speak(self, clock_s: float, report: Report | None) -> None:
+    def _publish(self, clock_s: float, report: Report | None) -> None:
         beats = self._judge.beats()
         asked = dict.fromkeys(self._judge.silent(clock_s))
         if self._judge.troubled():
             asked |= dict.fromkeys([rank for rank, beat in beats.items() if beat.left is None][:_MAX_ASKED])
-        asks = [(rank, beats[rank].node, beats[rank].pid, beats[rank].start) for rank in asked]
+        suspects = [(rank, beats[rank].node, beats[rank].pid, beats[rank].start) for rank in asked]
         if report is not None:
             self._reports = [*self._reports[1 - _KEPT_REPORTS :], (report.number, report.short, report.ends)]
             self._store.set("report", json.dumps(self._reports))
-        wants = self._gathering.number if self._gathering is not None else 0
-        number = report.number if report is not None else self.word.report
+        request = self._gathering.number if self._gathering is not None else 0
+        number = report.number if report is not None else self.status.report
         self._put(
             replace(
-                self.word,
-                count=self.word.count + 1,
-                wants=wants,
+                self.status,
+                count=self.status.count + 1,
+                stacks_request=request,
                 report=number,
-                asks=asks,
+                suspects=suspects,
                 lost=sorted(self._reported_lost),
             )
         )
 
-    def _put(self, word: WatcherStatus) -> None:
-        self.word = word
-        self._store.set("word", word.to_bytes().decode())
+    def _put(self, status: WatcherStatus) -> None:
+        self.status = status
+        self._store.set("status", status.to_bytes().decode())
 
 
 def _text(data: bytes) -> str:

@@ -22,23 +22,23 @@ WORKLOADS: Mapping[str, ModuleType] = MappingProxyType({"text": text, "synthetic
 """The built-in workloads: each a module with ``add_arguments``, ``options_from`` and ``load``."""
 
 
-def load(name: str, told: Mapping[str, Any] | None = None, cache_dir: Path | None = None) -> Workload:
+def load(name: str, given: Mapping[str, Any] | None = None, cache_dir: Path | None = None) -> Workload:
     """Build a workload. Every process calls it with the same arguments and gets an equal one; nothing is communicated.
 
     Args:
         name: text, synthetic, or ``module:function``.
-        told: options of the workload, as ``options_from`` returns them.
+        given: options of the workload, as ``options_from`` returns them.
         cache_dir: folder for tokenised data, so that only the first process tokenises; None: data is kept in memory.
 
     Raises:
         UsageError: no such workload, or options that it cannot use.
     """
-    told = {} if told is None else told
+    given = {} if given is None else given
     if name in WORKLOADS:
-        built: Workload = WORKLOADS[name].load(told, cache_dir)
+        built: Workload = WORKLOADS[name].load(given, cache_dir)
         return built
     if ":" in name:
-        return _users(name, told)
+        return _users(name, given)
     raise UsageError(
         explain("no such workload", value=name, fix=f"use {', '.join(WORKLOADS)}, or module:function for your own")
     )
@@ -69,9 +69,9 @@ def options_from(name: str, namespace: argparse.Namespace) -> dict[str, Any]:
         raise UsageError(
             explain(f"--option is for a workload of your own, not for {name}", value=pairs[0], fix="leave it out")
         )
-    told: dict[str, Any] = WORKLOADS[name].options_from(namespace)
-    _refuse(name, namespace, set(told))
-    return told
+    given: dict[str, Any] = WORKLOADS[name].options_from(namespace)
+    _refuse(name, namespace, set(given))
+    return given
 
 
 def _refuse(name: str, namespace: argparse.Namespace, used: set[str]) -> None:
@@ -80,7 +80,7 @@ def _refuse(name: str, namespace: argparse.Namespace, used: set[str]) -> None:
     ``seed`` and ``batch_size`` are not checked: the command that trains may have options of these names too.
     """
     for other in (text.TextOptions, synthetic.SyntheticOptions):
-        for field in options.told(other, namespace):
+        for field in options.given(other, namespace):
             if field not in used and field not in ("seed", "batch_size"):
                 raise UsageError(
                     explain(
@@ -92,18 +92,18 @@ def _refuse(name: str, namespace: argparse.Namespace, used: set[str]) -> None:
 
 
 def _pairs(pairs: Sequence[str]) -> dict[str, str]:
-    told: dict[str, str] = {}
+    given: dict[str, str] = {}
     for pair in pairs:
         key, found, value = pair.partition("=")
         if not found or not key:
             raise UsageError(explain("--option wants KEY=VALUE", value=pair, fix="write it as --option size=large"))
-        if key in told:
+        if key in given:
             raise UsageError(explain("--option was given twice for one key", value=key, fix="give it once"))
-        told[key] = value
-    return told
+        given[key] = value
+    return given
 
 
-def _users(name: str, told: Mapping[str, Any]) -> Workload:
+def _users(name: str, given: Mapping[str, Any]) -> Workload:
     function = _find(name)
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -120,16 +120,16 @@ def _users(name: str, told: Mapping[str, Any]) -> Workload:
                 fix="write it as function() or function(options)",
             )
         )
-    if not takes and told:
+    if not takes and given:
         raise UsageError(
             explain(
                 f"the workload function {name} takes no options",
-                value=", ".join(map(str, told)),
+                value=", ".join(map(str, given)),
                 fix="write it as function(options), or leave --option out",
             )
         )
     try:
-        made = function(dict(told)) if takes else function()
+        made = function(dict(given)) if takes else function()
     except UsageError:
         raise
     except Exception as error:

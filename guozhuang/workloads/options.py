@@ -74,7 +74,7 @@ def add_arguments(options: type, parser: argparse._ActionsContainer) -> None:
                 raise
 
 
-def told(options: type, namespace: argparse.Namespace) -> dict[str, OptionValue]:
+def given(options: type, namespace: argparse.Namespace) -> dict[str, OptionValue]:
     """Return the fields of an options dataclass that a parsed command line sets; fields that are not given are left out.
 
     Raises:

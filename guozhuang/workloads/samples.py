@@ -87,7 +87,7 @@ def read_samples(
     table = read_table(path, format, delimiter, quoting, encoding)
     if not table.rows:
         raise UsageError(explain(f"{path} is empty", fix="give a file with a label and a text in each row"))
-    names, rows, header_said = _header(table, header, [n for n in (label, *text) if n is not None], label)
+    names, rows, header_note = _header(table, header, [n for n in (label, *text) if n is not None], label)
     if not rows:
         raise UsageError(explain(f"{path} has a header and no rows", fix="add rows, or say --header no"))
     width = len(names) if names is not None else _usual_width(rows)
@@ -122,7 +122,7 @@ def read_samples(
         raise UsageError(
             explain(f"{path} has no usable row: all {num_skipped} are bad", fix="look at the warnings above")
         )
-    columns = f"label {_called(names, label_at)}, text {' + '.join(_called(names, at) for at in text_at)}{header_said}"
+    columns = f"label {_called(names, label_at)}, text {' + '.join(_called(names, at) for at in text_at)}{header_note}"
     return Samples(labels, texts, lines, table, num_skipped, columns)
 
 
@@ -131,7 +131,7 @@ def _called(names: Sequence[str] | None, at: int) -> str:
 
 
 def _header(
-    table: Table, header: str, told: Sequence[str], label: str | None
+    table: Table, header: str, named: Sequence[str], label: str | None
 ) -> tuple[Sequence[str] | None, list[TableRow], str]:
     """Return the names of the columns, the rows without the header, and a remark on the header."""
     if table.names is not None:
@@ -142,7 +142,7 @@ def _header(
         return table.names, table.rows, ""
     if table.format == "lines" and header == "auto":
         header = "no"
-    by_name = [name for name in told if not _is_number(name)]
+    by_name = [name for name in named if not _is_number(name)]
     first = [str(cell).strip() for cell in table.rows[0].cells]
     if header == "no":
         if by_name:

@@ -62,24 +62,24 @@ def options_from(namespace: argparse.Namespace) -> dict[str, OptionValue]:
 
     Paths are made absolute.
     """
-    told = options.told(SyntheticOptions, namespace)
-    if "model" in told and told["model"] not in bert.SIZES:
-        told["model"] = str(bert.find(str(told["model"])))
-    return told
+    given = options.given(SyntheticOptions, namespace)
+    if "model" in given and given["model"] not in bert.SIZES:
+        given["model"] = str(bert.find(str(given["model"])))
+    return given
 
 
-def load(told: Mapping[str, Any], cache: Path | None = None) -> Workload:
+def load(given: Mapping[str, Any], cache: Path | None = None) -> Workload:
     """Build the workload; nothing is read or written.
 
     Args:
-        told: values by field of SyntheticOptions; missing ones take their defaults.
+        given: values by field of SyntheticOptions; missing ones take their defaults.
         cache: unused; every built-in workload has this argument.
 
     Raises:
         UsageError: options that cannot work.
     """
-    chosen = options.read(SyntheticOptions, told)
-    check(chosen, told)
+    chosen = options.read(SyntheticOptions, given)
+    check(chosen, given)
     model = bert.find(chosen.model)
     if isinstance(model, Path):
         config = bert.checkpoint_config(model, chosen.num_classes, chosen.dropout, chosen.seq_len)

@@ -76,29 +76,29 @@ def options_from(namespace: argparse.Namespace) -> dict[str, OptionValue]:
 
     Paths are made absolute.
     """
-    told = options.told(TextOptions, namespace)
+    given = options.given(TextOptions, namespace)
     for name in ("data", "eval_data"):  # because ranks may run in another directory
-        if name in told:
-            told[name] = os.path.abspath(os.path.expanduser(str(told[name])))
-    if "model" in told and told["model"] not in bert.SIZES:
-        told["model"] = str(bert.find(str(told["model"])))
-    return told
+        if name in given:
+            given[name] = os.path.abspath(os.path.expanduser(str(given[name])))
+    if "model" in given and given["model"] not in bert.SIZES:
+        given["model"] = str(bert.find(str(given["model"])))
+    return given
 
 
-def load(told: Mapping[str, Any], cache: Path | None = None) -> Workload:
+def load(given: Mapping[str, Any], cache: Path | None = None) -> Workload:
     """Build the workload; needs transformers only when its ``model`` is called, tokenizers only to fill the cache.
 
     With dropout above 0 each process draws its own masks, so that the results of strategies cannot be compared
     number for number.
 
     Args:
-        told: values by field of TextOptions; missing ones take their defaults.
+        given: values by field of TextOptions; missing ones take their defaults.
         cache: a folder for the tokenised data, so that only the first process tokenises; None: data is kept in memory.
 
     Raises:
         UsageError: options, files or checkpoints that cannot work.
     """
-    chosen = options.read(TextOptions, told)
+    chosen = options.read(TextOptions, given)
     model = bert.find(chosen.model)
     if not isinstance(model, Path) and chosen.max_length > bert.MAX_POSITIONS:
         raise UsageError(
@@ -108,12 +108,12 @@ def load(told: Mapping[str, Any], cache: Path | None = None) -> Workload:
                 fix=f"give at most {bert.MAX_POSITIONS}",
             )
         )
-    if isinstance(model, Path) and "vocab_size" in told:
+    if isinstance(model, Path) and "vocab_size" in given:
         raise UsageError(
-            explain("a checkpoint brings its own vocabulary", value=told["vocab_size"], fix="leave --vocab-size out")
+            explain("a checkpoint brings its own vocabulary", value=given["vocab_size"], fix="leave --vocab-size out")
         )
-    check(chosen, told)
-    _check_data_options(chosen, told)
+    check(chosen, given)
+    _check_data_options(chosen, given)
     data = prepared.load_or_make(cache, "text-" + _key(chosen, model), partial(_prepare, chosen, model))
     about = data.about
     pad_id, num_classes = int(about["pad_id"]), len(about["classes"])
@@ -154,15 +154,15 @@ def load(told: Mapping[str, Any], cache: Path | None = None) -> Workload:
     )
 
 
-def _check_data_options(chosen: TextOptions, told: Mapping[str, Any]) -> None:
+def _check_data_options(chosen: TextOptions, given: Mapping[str, Any]) -> None:
     """Refuse options that would have no effect."""
     if chosen.data is None:
         for name in (*_OF_FILES, "eval_data"):
-            if told.get(name) is not None:
+            if given.get(name) is not None:
                 raise UsageError(
-                    explain(f"--{name.replace('_', '-')} is about a file", value=told[name], fix="add --data FILE")
+                    explain(f"--{name.replace('_', '-')} is about a file", value=given[name], fix="add --data FILE")
                 )
-    if chosen.eval_data is not None and told.get("eval_fraction") is not None:
+    if chosen.eval_data is not None and given.get("eval_fraction") is not None:
         raise UsageError(
             explain(
                 "with --eval-data nothing is held out of --data",

@@ -52,13 +52,13 @@ class TrainingOptions:
     seed: int = option(0, int, "chooses initial weights, held-out samples and the order of data (default 0)", low=0)
 
 
-def check(options: TrainingOptions, told: Mapping[str, Any]) -> None:
+def check(options: TrainingOptions, given: Mapping[str, Any]) -> None:
     """Refuse an option that would have no effect.
 
     Raises:
         UsageError: momentum was given for AdamW.
     """
-    if options.optimizer == "adamw" and told.get("momentum") is not None:
+    if options.optimizer == "adamw" and given.get("momentum") is not None:
         raise UsageError(explain("adamw has no momentum to set", value=options.momentum, fix="say --optimizer sgd"))
 
 

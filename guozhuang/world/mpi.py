@@ -77,10 +77,10 @@ def node_of(environ: Mapping[str, str]) -> LaunchedNode | None:
         UsageError: the environment is half set, or contradicts itself.
     """
     for launcher, run in ((OPEN_MPI, _open_mpi_run), (HYDRA, _hydra_run)):
-        told = _numbers(launcher, environ)
-        if told is None:
+        numbers = _numbers(launcher, environ)
+        if numbers is None:
             continue
-        rank, size, local_rank, local_size = told
+        rank, size, local_rank, local_size = numbers
         num_nodes = 1 if local_size == size else size
         point = _meeting_point(launcher, environ, size, is_one_node=False, run=run) if num_nodes > 1 else None
         return LaunchedNode(rank if num_nodes > 1 else 0, num_nodes, local_size or 1, local_rank or 0, point)
@@ -102,10 +102,10 @@ class _Run:
 
 
 def _read(launcher: _Launcher, environ: Mapping[str, str], run: Callable[[Mapping[str, str]], _Run]) -> Identity | None:
-    told = _numbers(launcher, environ)
-    if told is None or told[1] == 1:
+    numbers = _numbers(launcher, environ)
+    if numbers is None or numbers[1] == 1:
         return None
-    rank, size, local_rank, local_size = told
+    rank, size, local_rank, local_size = numbers
     is_one_node = local_size == size
     return Identity(
         launcher=launcher.name,

@@ -132,15 +132,15 @@ def init(
     if identity.launcher == "alone" and slurm.hint(os.environ):
         _log.warning("%s", slurm.hint(os.environ))
     store, meeting = meet(identity, timeout_s)
-    told = [RankCard("", note)]
+    cards = [RankCard("", note)]
     if identity.size > 1:
-        told = roll_call(store, identity.rank, identity.size, timeout_s, note)
-    hosts = [each.host for each in told]
-    meeting.everybody_came()
+        cards = roll_call(store, identity.rank, identity.size, timeout_s, note)
+    hosts = [each.host for each in cards]
+    meeting.remove_note()
     identity = _complete(identity, hosts)
     cpu_backend, why = backend_of_cpu_ranks(hosts)
     chosen_backend, chosen_device = choose_own(
-        backend, device, identity, hosts, [each.note for each in told], os.environ, cpu_backend
+        backend, device, identity, hosts, [each.note for each in cards], os.environ, cpu_backend
     )
     if backend is None and chosen_device.type == "cpu" and identity.rank == 0:
         _log.info("backend %s, the default here: %s", chosen_backend, why)
@@ -326,25 +326,25 @@ def _adopt(backend: str | None, device: str | torch.device | None, timeout_s: fl
         )
     hang_timeout = requested_hang_timeout()
     known = found if found in dist.Backend.backend_list and found != dist.Backend.UNDEFINED else None
-    told = Identity("environment", rank, size)
+    given = Identity("environment", rank, size)
     # A group made by hand needs no environment, so errors in a half set one are ignored.
     with contextlib.suppress(UsageError):
         identity = discover(os.environ)
-        told = identity if (identity.rank, identity.size) == (rank, size) else told
+        given = identity if (identity.rank, identity.size) == (rank, size) else given
     store = default_store()
     if size > 1:
         # Each rank counts its calls in the store, so that a group that is adopted again gets keys that were not used before.
         store = dist.PrefixStore(f"guozhuang/adopted/{store.add(f'guozhuang/adopted/turns/{rank}', 1)}", store)
     note = devices_seen(known, device)
     cards = [RankCard("", note)]
-    places_told = None not in (told.local_rank, told.local_size, told.node_rank, told.num_nodes)
-    if told.launcher == "alone" or size == 1:
-        identity = _complete(replace(told, local_rank=None, local_size=None), [""])
-    elif places_told and told.launcher not in BIND_DEVICES:
-        identity = told
+    has_places = None not in (given.local_rank, given.local_size, given.node_rank, given.num_nodes)
+    if given.launcher == "alone" or size == 1:
+        identity = _complete(replace(given, local_rank=None, local_size=None), [""])
+    elif has_places and given.launcher not in BIND_DEVICES:
+        identity = given
     else:
         cards = roll_call(store, rank, size, timeout_s, note)
-        identity = _complete(told, [each.host for each in cards])
+        identity = _complete(given, [each.host for each in cards])
     _, chosen_device = choose_own(known, device, identity, [c.host for c in cards], [c.note for c in cards], os.environ)
     if chosen_device.type == "cuda":
         torch.cuda.set_device(chosen_device)
@@ -370,7 +370,7 @@ def meet(identity: Identity, timeout_s: float) -> tuple[dist.Store, WorldStore]:
             identity.meeting_point,
             identity.rank,
             timeout_s,
-            says=not identity.local_rank,  # one log line per node; where the local rank is unknown, every rank logs
+            log_notices=not identity.local_rank,  # one log line per node; where the local rank is unknown, every rank logs
             is_one_node=identity.local_size == identity.size,
         )
         _session.generation, _session.met_at = 0, identity.meeting_point

@@ -96,7 +96,7 @@ def test_a_wrong_secret_is_refused_and_said_on_both_sides() -> None:
     env = {"MASTER_ADDR": ADDRESS, "MASTER_PORT": str(free_port()), "GUOZHUANG_SECRET": SECRET}
     waited, refused = run_ranks(brings_another_secret, 2, init=False, env=env)
     assert "1 of 2 ranks did not come within 6 s: 1" in waited
-    assert "closed to us" in refused and "GUOZHUANG_SECRET" in refused
+    assert "refuses this process" in refused and "GUOZHUANG_SECRET" in refused
 
 
 def as_slurm(rank: int, nodes: str, tasks: str, *, late: int, **more: str) -> None:

@@ -36,7 +36,7 @@ from guozhuang.check.results import (
     to_json,
 )
 from guozhuang.check.verdict import differing, headline, judge
-from guozhuang.check.worker import hand_over, taken_over
+from guozhuang.check.worker import print_result, printed_result
 from guozhuang.errors import UsageError
 from guozhuang.units import card_speed, listed, ranks_text, short_time, speed
 
@@ -414,13 +414,13 @@ def test_json_comes_back_and_is_json() -> None:
 
 def test_a_result_survives_a_launcher_that_marks_lines(capsys: pytest.CaptureFixture[str]) -> None:
     results = cluster(16)
-    hand_over(results)
+    print_result(results)
     printed = capsys.readouterr().out
     assert printed.count("\n") > 2
     marked = "".join(f"\x1b[36m[0]\x1b[0m {line}\x1b[0m\r\n[1] something else\n" for line in printed.splitlines())
-    assert from_json(taken_over(marked) or "") == results
-    assert taken_over("nothing") is None
-    assert taken_over(printed.partition("\n")[2]) is None, "not whole"
+    assert from_json(printed_result(marked) or "") == results
+    assert printed_result("nothing") is None
+    assert printed_result(printed.partition("\n")[2]) is None, "not whole"
 
 
 def shown(results: CheckResults, width: int = 80) -> str:

@@ -161,7 +161,7 @@ def test_a_wrong_secret_is_refused_and_said_once(echo: Echo, caplog: pytest.LogC
         for _ in range(3):
             with pytest.raises(WrongSecretError, match="another run"):
                 knock(*door.address, b"another", 5)
-        with pytest.raises(WorldError, match=r"closed to us.*GUOZHUANG_SECRET"):
+        with pytest.raises(WorldError, match=r"refuses this process.*GUOZHUANG_SECRET"):
             pass_through(*door.address, b"another", 30)  # at once, not after 30 s
         assert echo.visitors == 0
         with knock(*door.address, SECRET, 5) as connection:
@@ -182,7 +182,7 @@ def test_a_wrong_secret_is_said_of_an_address_that_sent_garbage_before(
         with pytest.raises(WrongSecretError):
             knock(*door.address, b"another", 5)
     garbage, wrong = [each.getMessage() for each in caplog.records]
-    assert "does not knock as a rank does" in garbage and "does not know the secret" in wrong
+    assert "did not begin the handshake of a rank" in garbage and "does not know the secret" in wrong
 
 
 @pytest.mark.parametrize(
@@ -337,12 +337,12 @@ def test_who_waits_for_a_door_is_named_and_says_so(
     monkeypatch.setattr(client, "FIRST_NOTICE_S", 0.2)
     with caplog.at_level(logging.WARNING, "guozhuang"), pytest.raises(WorldError) as caught:
         pass_through("no-such-host.invalid", 15000, SECRET, 0.5, rank=3)
-    assert "[rank 3] could not come through the door at no-such-host.invalid:15000 within 0.5 s" in str(caught.value)
+    assert "[rank 3] could not pass the door at no-such-host.invalid:15000 within 0.5 s" in str(caught.value)
     assert "the name cannot be resolved here" in str(caught.value)
     assert "rank 3 waits for the door at no-such-host.invalid:15000: the name" in caplog.text
     caplog.clear()
     with pytest.raises(WorldError):
-        pass_through("no-such-host.invalid", 15000, SECRET, 0.5, rank=3, says=False)
+        pass_through("no-such-host.invalid", 15000, SECRET, 0.5, rank=3, log_notices=False)
     assert not caplog.records
 
 

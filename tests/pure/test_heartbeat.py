@@ -76,25 +76,30 @@ def test_a_silent_rank_is_asked_about_before_anything_is_said() -> None:
 
 @pytest.mark.parametrize(("state", "word"), [(GONE, "is gone"), (STOPPED, "is stopped")])
 def test_what_a_neighbour_saw_is_said_at_once(state: str, word: str) -> None:
-    made = Made(3).run(5).run(3, mute=(1,)).run(1, mute=(1,), saw=lambda rank, _: {1: state} if rank == 2 else {})
+    made = (
+        Made(3)
+        .run(5)
+        .run(3, mute=(1,))
+        .run(1, mute=(1,), process_states=lambda rank, _: {1: state} if rank == 2 else {})
+    )
     assert list(made.lost) == [1]
     assert word in made.lost[1]
 
 
 def test_a_silent_process_that_is_there_gets_patience() -> None:
-    made = Made(3, 600.0).run(5).run(29, mute=(1,), saw={1: "running"})
+    made = Made(3, 600.0).run(5).run(29, mute=(1,), process_states={1: "running"})
     assert not made.lost
-    made.run(1, mute=(1,), saw={1: "running"})
+    made.run(1, mute=(1,), process_states={1: "running"})
     assert "no sign of life for 30 s, though its process 100 is there (running)" in made.lost[1]
 
 
 def test_where_no_hang_is_looked_for_a_process_that_is_there_is_not_lost() -> None:
-    made = Made(3).run(5).run(29, mute=(1,), saw={1: "running"})
+    made = Made(3).run(5).run(29, mute=(1,), process_states={1: "running"})
     assert not made.judge.mute(made.now_s)
-    made.run(30, mute=(1,), saw={1: "running"})
+    made.run(30, mute=(1,), process_states={1: "running"})
     assert not made.lost
     assert "no sign of life for 59 s, though its process 100 is there" in made.judge.mute(made.now_s)[1]
-    made.run(1, mute=(1,), saw={1: GONE})
+    made.run(1, mute=(1,), process_states={1: GONE})
     assert list(made.lost) == [1]
     assert not made.judge.mute(made.now_s)
 
@@ -123,7 +128,7 @@ def test_who_never_came_is_lost_in_the_end() -> None:
 
 
 def test_a_rank_that_slept_is_back_with_its_next_beat() -> None:
-    made = Made(3).run(5).run(10, mute=(1,), saw={1: STOPPED})
+    made = Made(3).run(5).run(10, mute=(1,), process_states={1: STOPPED})
     assert made.lost
     assert not made.run(1).lost
 
@@ -166,7 +171,7 @@ def test_without_a_time_out_nothing_is_a_hang() -> None:
 
 
 def test_those_who_wait_for_a_lost_or_a_left_rank_hang() -> None:
-    assert Made(3, 60.0).run(1).run(60, mute=(1,), **WAITS, saw={1: GONE}).hangs
+    assert Made(3, 60.0).run(1).run(60, mute=(1,), **WAITS, process_states={1: GONE}).hangs
     assert Made(3, 60.0).run(1, left=lambda r, _: "" if r == 1 else None).run(60, mute=(1,), **WAITS).hangs
 
 
@@ -175,7 +180,7 @@ def test_before_all_have_come_nothing_is_a_hang() -> None:
 
 
 def test_silence_of_a_rank_counts_as_standing() -> None:
-    made = Made(2, 60.0).run(1).run(60, mute=(1,), saw={1: "running"}, **WAITS)
+    made = Made(2, 60.0).run(1).run(60, mute=(1,), process_states={1: "running"}, **WAITS)
     assert made.hangs  # rank 1 is late to be called lost only because its process is there
 
 
@@ -213,15 +218,15 @@ def test_the_table_has_a_line_per_place() -> None:
 
 
 def test_what_a_lost_rank_told_last_is_marked() -> None:
-    made = Made(2).run(5).run(4, mute=(1,), saw={1: GONE})
-    assert "last told: train" in table(made.judge, made.lost, made.now_s)
+    made = Made(2).run(5).run(4, mute=(1,), process_states={1: GONE})
+    assert "last reported: train" in table(made.judge, made.lost, made.now_s)
 
 
 def test_echoes_of_one_loss_share_a_line() -> None:
     made = (
         Made(3)
         .run(5)
-        .run(1, mute=(2,), saw={2: GONE}, trouble=lambda rank, _: f"closed by peer [10.0.0.{rank}]:77{rank}")
+        .run(1, mute=(2,), process_states={2: GONE}, trouble=lambda rank, _: f"closed by peer [10.0.0.{rank}]:77{rank}")
     )
     text = trouble(made.judge, made.judge.troubled(), made.lost, made.now_s)
     assert text == "a collective failed on ranks 0-1: closed by peer [10.0.0.0]:770"
@@ -248,10 +253,10 @@ def test_ranks_are_written_in_runs() -> None:
 
 
 def test_beats_and_words_travel() -> None:
-    one = beat(3, saw={12: GONE}, left="")
+    one = beat(3, process_states={12: GONE}, left="")
     assert Beat.from_bytes(one.to_bytes()) == one
-    word = WatcherStatus(2, 1, 5, 7, 6, closing=True)
-    assert WatcherStatus.from_bytes(word.to_bytes()) == WatcherStatus(2, 1, 5, 7, 6, [], lost=[], closing=True)
+    status = WatcherStatus(2, 1, 5, 7, 6, closing=True)
+    assert WatcherStatus.from_bytes(status.to_bytes()) == WatcherStatus(2, 1, 5, 7, 6, [], lost=[], closing=True)
 
 
 def test_the_clock_stands_while_the_process_does() -> None:
@@ -269,8 +274,8 @@ def test_the_clock_stands_while_the_process_does() -> None:
 def test_only_who_shares_the_node_looks_at_a_process() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as child:
         pass
-    word = WatcherStatus(1, 0, asks=[(3, "a", child.pid, 1), (4, "b", child.pid, 1), (1, "a", child.pid, 1)])
-    assert look_at_neighbours(word, "a", 1) == {3: GONE}
+    status = WatcherStatus(1, 0, suspects=[(3, "a", child.pid, 1), (4, "b", child.pid, 1), (1, "a", child.pid, 1)])
+    assert look_at_neighbours(status, "a", 1) == {3: GONE}
 
 
 def test_the_main_thread_stands_until_it_moves() -> None:
@@ -337,11 +342,11 @@ def test_a_watch_asks_gathers_and_reports_once() -> None:
         for rank in (0, 1, 2):
             if rank == 2 and second >= 5:
                 continue
-            saw = look_at_neighbours(watch.word, "a", rank) and {2: GONE}
-            if watch.word.wants > gave[rank]:
+            saw = look_at_neighbours(watch.status, "a", rank) and {2: GONE}
+            if watch.status.stacks_request > gave[rank]:
                 store.set(f"stacks/{rank}", f"stack of {rank}")
-                gave[rank] = watch.word.wants
-            store.set(f"beat/{rank}", beat(second, saw=saw, gave=gave[rank]).to_bytes().decode())
+                gave[rank] = watch.status.stacks_request
+            store.set(f"beat/{rank}", beat(second, process_states=saw, stacks_answered=gave[rank]).to_bytes().decode())
         report, _ = watch.round(float(second))
         if report is not None:
             reports.append((second, report))
@@ -360,8 +365,8 @@ def test_a_mute_rank_is_a_line_in_the_log_and_no_report() -> None:
     watch = Watcher(store, 2, WatcherStatus(1, 0), Judge(2, LIMITS, None, 0.0))
     said = []
     for second in range(60):
-        saw = look_at_neighbours(watch.word, "a", 0) and {1: "running"}
-        store.set("beat/0", beat(second, saw=saw).to_bytes().decode())
+        saw = look_at_neighbours(watch.status, "a", 0) and {1: "running"}
+        store.set("beat/0", beat(second, process_states=saw).to_bytes().decode())
         if second < 5 or second > 50:
             store.set("beat/1", beat(second).to_bytes().decode())
         report, lines = watch.round(float(second))
@@ -369,7 +374,7 @@ def test_a_mute_rank_is_a_line_in_the_log_and_no_report() -> None:
         said += lines
     assert len(said) == 2, said
     assert "rank 1 of 2: no sign of life for 30 s, though its process 100 is there" in said[0]
-    assert said[1] == "rank 1 gave a sign of life again"
+    assert said[1] == "rank 1 sent a heartbeat again"
 
 
 def test_a_watch_waits_for_ranks_that_have_not_begun() -> None:
@@ -377,7 +382,7 @@ def test_a_watch_waits_for_ranks_that_have_not_begun() -> None:
     watch = Watcher(store, 2, WatcherStatus(1, 0), Judge(2, LIMITS, 1.0, 0.0))
     store.set("beat/0", beat(1).to_bytes().decode())
     assert watch.round(0.0) == (None, [])
-    assert not watch.in_haste
+    assert not watch.is_urgent
 
 
 # ---- start and stop
@@ -410,7 +415,7 @@ def seconds_of(do: Any) -> float:
 
 def test_an_error_of_our_own_is_called_so(caplog: pytest.LogCaptureFixture) -> None:
     store = dist.HashStore()
-    store.set("word", "no word at all")
+    store.set("status", "no word at all")
     one = made_heart(store)
     one.start()
     one._line.join(5)
@@ -423,7 +428,7 @@ def test_an_error_of_our_own_is_called_so(caplog: pytest.LogCaptureFixture) -> N
 
 def test_nobody_waits_for_a_report_that_came_before() -> None:
     one = made_heart(dist.HashStore(), rank=1, interval_s=1.0)
-    one._word, one._seen = WatcherStatus(1, 0, report=7, lost=[0]), 7
+    one._status, one._last_report = WatcherStatus(1, 0, report=7, lost=[0]), 7
     assert seconds_of(lambda: one._wait_for_report()) < 0.5
 
 
@@ -433,7 +438,7 @@ def test_the_wait_for_a_report_ends_with_the_gathering(monkeypatch: pytest.Monke
     for wants, limit_s in ((0, 0.3), (9, 0.3 + 0.6)):
         one = made_heart(store, rank=1, interval_s=0.1)
         one._limits = replace(one._limits, gather_s=0.6)
-        one._word = WatcherStatus(1, 0, wants=wants)
+        one._status = WatcherStatus(1, 0, stacks_request=wants)
         monkeypatch.setattr(one, "_line", threading.main_thread())  # alive
         took_s = seconds_of(one._wait_for_report)
         assert limit_s <= took_s < limit_s + 0.5
@@ -465,12 +470,12 @@ def test_who_keeps_the_store_leaves_when_nobody_needs_it(is_lost: bool) -> None:
     keeper.start()
     other = made_heart(store, 1)
     other.start()
-    while not store.check(["word"]) or not store.check(["beat/1"]):
+    while not store.check(["status"]) or not store.check(["beat/1"]):
         time.sleep(0.01)
     if is_lost:
         other.stop(None)
         store.set("beat/1", beat(1).to_bytes().decode())
-        keeper._word = WatcherStatus(1, 0, lost=[1])
+        keeper._status = WatcherStatus(1, 0, lost=[1])
         keeper._watch = None
     assert seconds_of(lambda: keeper.stop(None)) < 1.0
     assert not keeper._line.is_alive()

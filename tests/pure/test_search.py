@@ -124,7 +124,7 @@ def test_who_waits_long_says_so_and_what_it_saw(
     assert "rank 3 found no door of rank 0 yet; knocked at 127.0.0.1: nobody listens there" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING, "guozhuang"), pytest.raises(WorldError):
-        search.find(point, 3, 0.6, says=False)
+        search.find(point, 3, 0.6, log_notices=False)
     assert not caplog.records, "one rank of a node speaks for all"
 
 

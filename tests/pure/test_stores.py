@@ -197,7 +197,7 @@ def test_a_store_of_torchrun_has_no_door_whatever_secret_is_exported(caplog: pyt
             assert meeting.store.add("count", 1) == rank + 1
             meeting.close()
     [said] = [each.getMessage() for each in caplog.records]
-    assert "asks for no secret" in said and "guozhuang run" in said, "once, by rank 0"
+    assert "checks no secret" in said and "guozhuang run" in said, "once, by rank 0"
 
 
 # ---- the roll call
@@ -288,7 +288,7 @@ def test_a_store_on_loopback_is_named_as_a_likely_cause(monkeypatch: pytest.Monk
         store = dist.PrefixStore("part", open_store(point, 0, 5, is_one_node=is_one_node).store)
         with pytest.raises(WorldError, match="1 of 2 ranks did not come") as caught:
             roll_call(store, 0, 2, 0.1)
-        assert ("where ranks of other hosts cannot come" in str(caught.value)) is expected
+        assert ("which other hosts cannot reach" in str(caught.value)) is expected
 
 
 def test_a_store_that_stops_answering_does_not_hold_us(
@@ -320,7 +320,7 @@ def test_the_note_of_an_agent_goes_when_all_have_met_or_it_ends(tmp_path: Path) 
     key = [str(tmp_path)]
     note = tmp_path / "home" / "meet-1"
     point = PortSequence(("127.0.0.1",), ports.sequence(key), ports.secret(b"", key), note=str(note))
-    for ends in ("everybody_came", "close"):
+    for ends in ("remove_note", "close"):
         kept = elastic_stores.keep_at(socket.create_server(("127.0.0.1", 0)), point)
         assert note.exists()
         getattr(kept, ends)()

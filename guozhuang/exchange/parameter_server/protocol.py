@@ -191,7 +191,7 @@ def connect(address: str, limit_s: float) -> dist.Store:
     """
     try:
         return open_store(
-            address_of(address), 1, limit_s, says=False
+            address_of(address), 1, limit_s, log_notices=False
         ).store  # the connection through the door stays open until this process ends
     except (WorldError, RuntimeError) as error:
         what = f"the store of the parameter servers at {address} does not answer: {error}"

@@ -177,7 +177,7 @@ class FixedRendezvous:
         try:
             self._others.begin_round(self._round)  # read by must_restart of other nodes
             shares = self._roll_call(meeting, share)
-            self._kept.everybody_came()
+            self._kept.remove_note()
             if self._round > 1:
                 self._forget(meeting)
         except dist.DistNetworkError as error:

@@ -45,7 +45,7 @@ class Kept:
         port: see ``host``.
         told: host and port at which other nodes reach it.
         close: closes the door or passage to it. The store itself ends with its last reference.
-        everybody_came: must be called when all nodes have joined; removes the file that holds the address.
+        remove_note: must be called when all nodes have joined; removes the file that holds the address.
     """
 
     store: dist.Store
@@ -53,7 +53,7 @@ class Kept:
     port: int
     told: tuple[str, int]
     close: Callable[[], None] = lambda: None
-    everybody_came: Callable[[], None] = lambda: None
+    remove_note: Callable[[], None] = lambda: None
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -115,15 +115,15 @@ def keep_at(listener: socket.socket, point: PortSequence) -> Kept:
     told = str(address[0]), int(address[1])
     is_noted = bool(point.note) and search.write_note(point, told)
 
-    def everybody_came() -> None:
+    def remove_note() -> None:
         if is_noted:
             search.remove_note(point)
 
     def close() -> None:
-        everybody_came()
+        remove_note()
         door.close()
 
-    return Kept(store, LOOPBACK, inner_port, told, close, everybody_came)
+    return Kept(store, LOOPBACK, inner_port, told, close, remove_note)
 
 
 def find(point: PortSequence, node_rank: int, timeout_s: float) -> Kept:
@@ -181,8 +181,8 @@ def _client(host: str, port: int, who: str) -> dist.Store:
 def _wait_for_listener(host: str, port: int, timeout_s: float, who: str) -> None:
     """Wait until a process listens there; in Python, so that a signal can interrupt it, unlike torch's own wait."""
     try:
-        stores.until_somebody_listens(host, port, time.monotonic() + timeout_s)
-    except stores.NobodyListensError as error:
+        stores.wait_for_listener(host, port, time.monotonic() + timeout_s)
+    except stores.NoListenerError as error:
         what = f"{who} was not reached at {host}:{port} within {timeout_s:g} s: {error}"
         fix = "check that `guozhuang run` was started there, the address, the port, and firewalls between"
         raise WorldError(explain(what, fix=fix)) from error
