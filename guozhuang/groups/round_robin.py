@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
+from typing_extensions import override
 
 from guozhuang.errors import UsageError, explain
 from guozhuang.groups.base import PythonGroup
+from guozhuang.groups.serial import CallWork
 from guozhuang.world import versions
 
 #: The name that ``torch.distributed.get_backend`` returns for such a group.
@@ -151,8 +153,8 @@ class RoundRobinGroup(PythonGroup):
             group.shutdown()
 
 
-class _EveryWork(dist._Work):
-    """The work of a call that was passed to every inner group."""
+class _EveryWork(CallWork):
+    """The work of a call that was passed to every inner group; no tensor holds a result."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         super().__init__()
@@ -164,29 +166,16 @@ class _EveryWork(dist._Work):
             work.wait(timeout)
         return True
 
+    @override
     def is_completed(self) -> bool:
-        """Return whether all inner works have ended."""
         return all(work.is_completed() for work in self._works)
 
-    def is_success(self) -> bool:
-        """Return whether all inner works have ended without an error."""
-        return all(work.is_success() for work in self._works)
-
+    @override
     def exception(self) -> Any:
-        """Return the first error among the inner works, or None."""
         return next((error for work in self._works if (error := work.exception()) is not None), None)
 
-    def synchronize(self) -> None:
-        """Wait, as ``wait()`` does."""
-        self.wait()
-
-    def result(self) -> list[Tensor]:
-        """Wait, and return an empty list: no tensor holds a result."""
-        self.wait()
-        return []
-
+    @override
     def get_future(self) -> Future[list[Tensor]]:
-        """Return a future that completes when all inner works have ended; it raises the error of one that failed."""
         return torch.futures.collect_all([work.get_future() for work in self._works]).then(_nothing)
 
 

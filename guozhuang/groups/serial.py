@@ -1,4 +1,4 @@
-"""A thread that runs jobs one after the other, and a lane: such a thread with a process group of its own.
+"""The works of calls; a thread that runs jobs one after the other; and a lane: such a thread with a process group of its own.
 
 [Note: one order on all ranks] A method of several rounds issues later collectives when earlier ones have ended, which
 happens at different moments on different ranks. Issued right at that moment, they would be paired with the wrong
@@ -17,64 +17,198 @@ allocates belongs to the thread's stream.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import heapq
 import itertools
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterable
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+from typing_extensions import override
 
 from ..errors import WorldError, explain
 from .subgroups import twin
 
-Job: TypeAlias = Callable[[], None]
+Job: TypeAlias = Callable[[], object]
+NO_LIMIT: Final = datetime.timedelta(0)
 
 
-class SerialWork:
-    """A job that was submitted to a serial thread."""
+class CallWork(dist._Work):
+    """The work of a call that ended before it returned. Base class of works that end later.
 
-    def __init__(self) -> None:
-        self._ended = threading.Event()
-        self._error: BaseException | None = None
-        self._launched: list[tuple[torch.device, torch.Event]] = []  # see [Note: streams of a serial thread]
+    Args:
+        tensors: the tensors that hold the result.
+    """
+
+    _error: BaseException | None = None
+
+    def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def wait(self, timeout: datetime.timedelta = NO_LIMIT) -> bool:
+        """Wait until the call has ended; raise its error.
+
+        Args:
+            timeout: the longest wait; 0: only the limit of the call itself. The call continues if this wait times out.
+        """
+        return True
 
     def is_completed(self) -> bool:
-        """Return, without waiting, whether the job has ended."""
-        return self._ended.is_set() and all(event.query() for _, event in self._launched)
+        """Return whether the call has ended, with or without an error."""
+        return True
 
-    def wait(self) -> None:
-        """Wait until the job has ended; raise its error. No limit: its collectives have that of their group."""
-        self._ended.wait()
+    def is_success(self) -> bool:
+        """Return whether the call has ended without an error."""
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """Return the call's error; None while it runs or after success."""
+        return self._error
+
+    def synchronize(self) -> None:
+        """Wait, as ``wait()`` does."""
+        self.wait()
+
+    def result(self) -> list[Tensor]:
+        """Wait, and return the tensors that hold the result."""
+        self.wait()
+        return list(self._tensors)
+
+    def get_future(self) -> Future[list[Tensor]]:
+        """Return a future of the tensors of the result; it raises the call's error."""
+        future: Future[list[Tensor]] = Future()
+        future.set_result(self.result())
+        return future
+
+
+class PendingWork(CallWork):
+    """The work of a call that ends later, on another thread."""
+
+    def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
+        super().__init__(tensors)
+        self._ended = threading.Lock()  # held until the call has ended; a lock is the cheapest thing to wait for
+        self._ended.acquire()
+        self._completed = False
+        self._guard = threading.Lock()  # guards the next attribute and the setting of _completed
+        self._callbacks: list[Callable[[], None]] = []
+
+    def wait(self, timeout: datetime.timedelta = NO_LIMIT) -> bool:
+        """See ``CallWork.wait``.
+
+        Raises:
+            PeerLost: a rank is gone or did not join.
+            MismatchError: ranks made different calls.
+            WorldError: the call did not end within ``timeout``, or failed for another reason.
+        """
+        if not self._completed:
+            limit_s = timeout.total_seconds()
+            if not self._ended.acquire(timeout=limit_s if limit_s > 0 else -1):
+                raise self._late(limit_s)
+            self._ended.release()
         if self._error is not None:
-            raise self._error
-        for device, event in self._launched:
-            torch.accelerator.current_stream(device).wait_event(event)
+            try:
+                raise self._error
+            finally:
+                del self  # the error's traceback refers to this frame
+        return True
+
+    @override
+    def is_completed(self) -> bool:
+        return self._completed
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` once the call has ended, with or without an error: on the thread that ends it, or now."""
+        with self._guard:
+            if not self._completed:
+                self._callbacks.append(callback)
+                return
+        callback()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Wake the waiting threads, which raise ``error`` if there is one. Calls after the first do nothing."""
-        if not self._ended.is_set():
-            self._error = error
-            self._ended.set()
+        """Mark the call as ended and wake the waiting threads, which raise ``error`` if it is given. Later calls do nothing."""
+        with self._guard:
+            if self._completed:
+                return
+            self._error, self._completed = error, True
+            callbacks, self._callbacks = self._callbacks, []
+        self._ended.release()
+        for callback in callbacks:
+            callback()
+
+    @override
+    def get_future(self) -> Future[list[Tensor]]:
+        source: Future[None] = Future()
+        # Setting an exception on a future ends the process inside DDP; a callback that raises does not.
+        outcome = source.then(lambda _: self.result())
+        self.when_done(lambda: source.set_result(None))
+        return outcome
+
+    def _late(self, limit_s: float) -> WorldError:
+        """Return the error of a wait that timed out."""
+        return WorldError(explain(f"a call did not end within the {limit_s:g} s that this wait was given"))
 
 
-_Entry: TypeAlias = tuple[float, int, Job | None, SerialWork]
+class SerialWork(PendingWork):
+    """The work of a job that a serial thread runs.
+
+    Args:
+        job: the function that the thread calls; None if the work is ended without one.
+        tensors: the tensors that hold the result; kept alive until the work is gone.
+    """
+
+    def __init__(self, job: Job | None = None, tensors: Sequence[Tensor] = ()) -> None:
+        super().__init__(tensors)
+        self._job = job
+        self._launched: list[tuple[torch.device, torch.Event]] = []  # see [Note: streams of a serial thread]
+
+    @override
+    def is_completed(self) -> bool:
+        return self._completed and all(event.query() for _, event in self._launched)
+
+    @override
+    def wait(self, timeout: datetime.timedelta = NO_LIMIT) -> bool:
+        super().wait(timeout)
+        for device, event in self._launched:
+            torch.accelerator.current_stream(device).wait_event(event)
+        return True
+
+    def run(self) -> None:
+        """Run the job; the thread calls this once."""
+        assert self._job is not None
+        failed = None
+        try:
+            self._job()
+        except BaseException as error:
+            failed = error
+        self.end(failed)
+        del failed  # its traceback refers to this frame, which would keep the job's tensors alive
+
+    @override
+    def end(self, error: BaseException | None = None) -> None:
+        self._job = None  # frees its tensors, which may be large
+        super().end(error)
+
+
+_Entry: TypeAlias = tuple[float, int, SerialWork | None]
 
 
 class SerialThread:
     """Runs jobs one after the other in a daemon thread of its own, which starts with the first job.
 
-    After a job has raised, every later job raises too: the order of collectives may now differ between ranks.
-
     Args:
         name: of the thread.
-        what: a word for a job of this thread, for the text of that error.
+        what: a word for a job of this thread. After a job has raised, every later job raises an error with this word: the order
+            of collectives may now differ between ranks. "": later jobs run all the same.
     """
 
-    def __init__(self, name: str, what: str) -> None:
+    def __init__(self, name: str, what: str = "") -> None:
         self._name, self._what = name, what
         self._jobs: queue.SimpleQueue[_Entry] = queue.SimpleQueue()  # a finalizer may put to it
         self._numbers = itertools.count()
@@ -89,22 +223,31 @@ class SerialThread:
             devices: devices of the job's tensors; see [Note: streams of a serial thread]. CPUs are ignored.
             urgency: the waiting job with the lowest number runs first; among equals the one submitted first.
         """
+        work = SerialWork(job)
+        accelerators = [device for device in devices if device.type != "cpu"]
+        if accelerators:
+            work._job = self._in_streams(job, work, accelerators)
+        self.submit(work, urgency)
+        return work
+
+    def submit(self, work: SerialWork, urgency: float = 0) -> None:
+        """Submit a job as ``run`` does, with a work made for it."""
         if self._thread is None or not self._thread.is_alive():  # threads do not survive a fork
             arguments = self._jobs, self._what
             self._thread = threading.Thread(target=_work, args=arguments, name=self._name, daemon=True)
             self._thread.start()
             # The thread refers to the queue, not to this object, so the thread ends when this object is collected.
-            weakref.finalize(self, self._jobs.put, (float("inf"), next(self._numbers), None, SerialWork()))
-        work = SerialWork()
-        accelerators = [device for device in devices if device.type != "cpu"]
-        if accelerators:
-            job = self._in_streams(job, work, accelerators)
-        self._jobs.put((urgency, next(self._numbers), job, work))
-        return work
+            weakref.finalize(self, self._jobs.put, (float("inf"), next(self._numbers), None))
+        self._jobs.put((urgency, next(self._numbers), work))
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller is a job of this thread."""
+        return threading.current_thread() is self._thread
 
     def close(self) -> None:
         """Make the thread end after all submitted jobs, the least urgent ones included. Does not wait."""
-        self._jobs.put((float("inf"), next(self._numbers), None, SerialWork()))
+        self._jobs.put((float("inf"), next(self._numbers), None))
 
     def join(self, timeout_s: float | None) -> bool:
         """Wait at most so many seconds (None: without limit) until the thread has ended; return whether it has."""
@@ -147,6 +290,7 @@ class Lane(SerialThread):
 
 
 def _work(jobs: queue.SimpleQueue[_Entry], what: str) -> None:
+    torch.set_grad_enabled(False)  # the mode is per thread
     failed: BaseException | None = None
     waiting: list[_Entry] = []
     while True:
@@ -155,18 +299,15 @@ def _work(jobs: queue.SimpleQueue[_Entry], what: str) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
                 heapq.heappush(waiting, jobs.get_nowait())
-        _, _, job, work = heapq.heappop(waiting)
-        if job is None:
+        work = heapq.heappop(waiting)[2]
+        if work is None:
             return
-        error: BaseException | None = None
-        try:
-            if failed is not None:
-                text = f"an earlier {what} failed: {failed}"
-                raise WorldError(explain(text, fix="let that error end the process")) from failed
-            with torch.no_grad():
-                job()
-        except BaseException as raised:
-            error = raised
-            failed = failed or raised
-        job = None  # frees the job's tensors before the wait for the next job
-        work.end(error)
+        if failed is None:
+            work.run()
+            failed = work.exception() if what else None
+        else:
+            text = f"an earlier {what} failed: {failed}"
+            error = WorldError(explain(text, fix="let that error end the process"))
+            error.__cause__ = failed
+            work.end(error)
+        del work  # frees its tensors before the wait for the next job

@@ -30,59 +30,22 @@ A callback may therefore wait for any work, and for any future that it has reque
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import threading
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future
+from typing_extensions import override
 
 from guozhuang.errors import UsageError, WorldError, explain
 
-Job = Callable[[], object]
+from .serial import NO_LIMIT, CallWork, Job, SerialThread, SerialWork
 
 
-class DoneWork(dist._Work):
-    """The work of a call whose job ended before the call returned."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        super().__init__()
-        self._tensors = tensors
-
-    def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
-        """Return at once."""
-        return True
-
-    def is_completed(self) -> bool:
-        """Return True."""
-        return True
-
-    def is_success(self) -> bool:
-        """Return True: a failed call raises instead of returning a work."""
-        return True
-
-    def exception(self) -> None:
-        """Return None: a failed call raises instead of returning a work."""
-
-    def synchronize(self) -> None:
-        """Return at once."""
-
-    def result(self) -> list[Tensor]:
-        """Return the tensors that hold the result."""
-        return list(self._tensors)
-
-    def get_future(self) -> Future[list[Tensor]]:
-        """Return a completed future whose value is the tensors of the result."""
-        future: Future[list[Tensor]] = Future()
-        future.set_result(self.result())
-        return future
-
-
-class QueuedWork(dist._Work):
+class QueuedWork(SerialWork):
     """The work of a call that was submitted to the group's thread.
 
     Args:
@@ -93,124 +56,44 @@ class QueuedWork(dist._Work):
     """
 
     def __init__(self, job: Job, tensors: Sequence[Tensor], what: str, turns: Turns) -> None:
-        super().__init__()
-        self._job: Job | None = job
-        self._tensors, self._what, self._turns = tensors, what, turns
-        self._error: BaseException | None = None
-        self._ended = threading.Lock()  # held until the job has ended; a lock is the cheapest thing to wait for
-        self._ended.acquire()
-        self._completed = False
-        self._futures = threading.Lock()  # guards the next attribute and the setting of _completed
-        self._sources: list[tuple[Future[None], bool]] = []  # and whether a callback requested it
+        super().__init__(job, tensors)
+        self._what, self._turns = what, turns
 
+    @override
     def run(self) -> None:
-        """Run the job; the group's thread calls this once."""
-        assert self._job is not None
-        failed = None
-        try:
-            self._job()
-        except BaseException as error:
-            failed = error
-        self.end(failed)
-        del failed  # its traceback refers to this frame, which would keep the job's tensors alive
+        turns = self._turns
+        with turns._running:
+            turns._runner = threading.get_ident()
+            super().run()
+            turns._runner = 0
+        with turns._order:
+            turns._num_waiting -= 1
 
-    def end(self, error: BaseException | None = None) -> None:
-        """Mark the job as ended; ``error`` is its exception, or the reason why it never began."""
-        if error is not None:
-            self._error = error
-        self._job = None  # frees its tensors, which may be large
-        with self._futures:
-            self._completed = True
-            sources, self._sources = self._sources, []
-        self._ended.release()
-        for source, is_nested in sources:
-            self._turns.finishers.complete(source, is_nested)
-
-    def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
-        """Wait until the result is available.
-
-        Args:
-            timeout: the longest wait; 0: only the group's own time-out limits this job and those before it.
+    def wait(self, timeout: datetime.timedelta = NO_LIMIT) -> bool:
+        """See ``PendingWork.wait``.
 
         Raises:
-            PeerLost: a rank is gone or did not join.
-            MismatchError: ranks called different collectives.
-            WorldError: the job did not end within ``timeout``; it continues.
             UsageError: this thread is running the job, or one before it, so that it would wait for itself.
         """
         if not self._completed:
             self._turns.refuse_within(self._what)
-            limit_s = timeout.total_seconds()
-            if not self._ended.acquire(timeout=limit_s if limit_s > 0 else -1):
-                text = explain(
-                    f"{self._what} did not end within the {limit_s:g} s that this wait was given",
-                    rank=self._turns.rank,
-                    fix="wait longer, or look for the rank that has not called it",
-                )
-                raise WorldError(text)
-            self._ended.release()
-        if self._error is not None:
-            try:
-                raise self._error
-            finally:
-                del self  # the error's traceback refers to this frame
-        return True
+        return super().wait(timeout)
 
-    def is_completed(self) -> bool:
-        """Return whether the job has ended, with or without an error."""
-        return self._completed
+    @override
+    def when_done(self, callback: Callable[[], None]) -> None:
+        finishers = self._turns.finishers
+        is_nested = finishers.is_current
+        with self._guard:
+            if not self._completed:
+                self._callbacks.append(lambda: finishers.complete(callback, is_nested))
+                return
+        callback()
 
-    def is_success(self) -> bool:
-        """Return whether the job has ended without an error."""
-        return self._completed and self._error is None
-
-    def exception(self) -> BaseException | None:
-        """Return the exception of the job, or None."""
-        return self._error
-
-    def synchronize(self) -> None:
-        """Wait, as ``wait()`` does."""
-        self.wait()
-
-    def result(self) -> list[Tensor]:
-        """Wait, and return the tensors that hold the result."""
-        self.wait()
-        return list(self._tensors)
-
-    def get_future(self) -> Future[list[Tensor]]:
-        """Return a future of the result tensors; it raises the job's error. See [Note: who completes futures]."""
-        source: Future[None] = Future()
-        # Setting an exception on a future ends the process inside DDP; a callback that raises does not.
-        outcome = source.then(self._outcome)
-        with self._futures:
-            is_over = self._completed
-            if not is_over:
-                self._sources.append((source, isinstance(threading.current_thread(), _Finisher)))
-        if is_over:
-            source.set_result(None)
-        return outcome
-
-    def _outcome(self, _: Future[None]) -> list[Tensor]:
-        if self._error is not None:
-            raise self._error
-        return list(self._tensors)
-
-
-class _Finisher(threading.Thread):
-    """A thread that completes futures in the order in which it receives them; ``lock`` guards ``num_pending``."""
-
-    def __init__(self, name: str, lock: threading.Lock) -> None:
-        super().__init__(name=name, daemon=True)
-        self.sources: SimpleQueue[Future[None] | None] = SimpleQueue()
-        self.num_pending, self._pending = 0, lock
-
-    def run(self) -> None:
-        """Complete futures from the queue, until None."""
-        while (source := self.sources.get()) is not None:
-            source.set_result(None)
-            del source  # frees its callbacks, whose tensors may be large
-            with self._pending:
-                self.num_pending -= 1
+    @override
+    def _late(self, limit_s: float) -> WorldError:
+        text = f"{self._what} did not end within the {limit_s:g} s that this wait was given"
+        fix = "wait longer, or look for the rank that has not called it"
+        return WorldError(explain(text, rank=self._turns.rank, fix=fix))
 
 
 class Finishers:
@@ -219,26 +102,37 @@ class Finishers:
     def __init__(self, name: str) -> None:
         self._name = name
         self._lock = threading.Lock()
-        self._threads: list[_Finisher] = []
+        self._threads: list[SerialThread] = []
+        self._num_pending: list[int] = []  # by thread: the futures that it has not completed yet
 
-    def complete(self, source: Future[None], is_nested: bool) -> None:
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller is a callback of one of these futures."""
+        return any(thread.is_current for thread in self._threads)
+
+    def complete(self, callback: Callable[[], None], is_nested: bool) -> None:
         """Have a thread complete a future. ``is_nested``: a callback requested it, so a busy finisher may be waiting for it."""
         with self._lock:
-            thread = next((each for each in self._threads if not (is_nested and each.num_pending)), None)
-            if thread is None:
-                thread = _Finisher(f"{self._name}-futures-{len(self._threads)}", self._lock)
-                thread.start()
-                self._threads.append(thread)
-            thread.num_pending += 1
-        thread.sources.put(source)
+            idle = (i for i, num_pending in enumerate(self._num_pending) if not (is_nested and num_pending))
+            at = next(idle, len(self._threads))
+            if at == len(self._threads):
+                self._threads.append(SerialThread(f"{self._name}-futures-{at}"))
+                self._num_pending.append(0)
+            self._num_pending[at] += 1
+            self._threads[at].run(functools.partial(self._complete, callback, at))
+
+    def _complete(self, callback: Callable[[], None], at: int) -> None:
+        callback()
+        with self._lock:
+            self._num_pending[at] -= 1
 
     def close(self, patience_s: float) -> None:
-        """End the threads after the last queued future; wait for each at most so many seconds."""
+        """End the threads after the last future that was requested; wait for each at most so many seconds."""
         with self._lock:
-            threads, self._threads = self._threads, []
+            threads = list(self._threads)
         for thread in threads:
-            thread.sources.put(None)
-            if thread is not threading.current_thread():
+            thread.close()
+            if not thread.is_current:
                 thread.join(patience_s)
 
 
@@ -253,15 +147,13 @@ class Turns:
     def __init__(self, name: str, rank: int) -> None:
         self.rank = rank
         self.finishers = Finishers(name)
-        self._name, self._process = name, os.getpid()
+        self._process = os.getpid()
         self._order = threading.RLock()  # a finalizer may close the group wherever this thread allocates
         self._running = threading.Lock()
         self._runner = 0  # the id of the thread that holds `_running`
         self._num_waiting = 0
-        self._jobs: SimpleQueue[QueuedWork | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread = SerialThread(name)
         self._closed: BaseException | None = None
-        self._last: Callable[[], None] | None = None
 
     def now(self, job: Job, tensors: Sequence[Tensor], what: str) -> dist.Work:
         """Run a job before returning, after all earlier jobs; raise its error."""
@@ -274,7 +166,7 @@ class Turns:
             if inline:
                 self._runner = threading.get_ident()
                 job()
-                return DoneWork(tensors)
+                return CallWork(tensors)
         finally:
             if inline:
                 self._runner = 0
@@ -291,11 +183,8 @@ class Turns:
         with self._order:
             if self._closed is not None:
                 raise self._closed
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work_off, name=self._name, daemon=True)
-                self._thread.start()
             self._num_waiting += 1
-            self._jobs.put(work)
+            self._thread.submit(work)
         return work
 
     def refuse_within(self, what: str) -> None:
@@ -306,10 +195,11 @@ class Turns:
 
     def close_later(self, error: BaseException, last: Callable[[], None]) -> bool:
         """On the group's thread: refuse further jobs, call ``last`` after the queued ones, return True. Elsewhere: False."""
-        if threading.current_thread() is not self._thread:
+        if not self._thread.is_current:
             return False
         with self._order:
-            self._last = last
+            if self._closed is None:
+                self._thread.run(last)
             self._take_no_more(error)
         return True
 
@@ -321,12 +211,9 @@ class Turns:
         """
         with self._order:
             self._take_no_more(error)
-            thread = self._thread
         patience_s = max(patience_s, 0.0)
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(patience_s)
-            if thread.is_alive():
-                return False
+        if not self._thread.is_current and not self._thread.join(patience_s):
+            return False
         if not self._running.acquire(timeout=patience_s):  # a job is running inline on another thread of the user
             return False
         self._running.release()
@@ -336,21 +223,7 @@ class Turns:
     def _take_no_more(self, error: BaseException) -> None:
         if self._closed is None:
             self._closed = error
-            self._jobs.put(None)
-
-    def _work_off(self) -> None:
-        # A thread has its own gradient mode; the CPU jobs here need none of autograd.
-        torch.set_grad_enabled(False)
-        while (work := self._jobs.get()) is not None:
-            with self._running:
-                self._runner = threading.get_ident()
-                work.run()
-                self._runner = 0
-            with self._order:
-                self._num_waiting -= 1
-            del work  # frees the work's tensors before the wait for the next job
-        if self._last is not None:
-            self._last()
+            self._thread.close()
 
 
 def refuse_fork(what: str, process: int, rank: int) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from guozhuang.errors import WorldError
 from guozhuang.groups import serial
-from guozhuang.groups.serial import Lane, SerialThread, SerialWork
+from guozhuang.groups.serial import Lane, SerialThread
 
 DEVICE = torch.device("cuda:0")
 
@@ -40,9 +40,8 @@ class Stream:
 
 
 def end(lane: SerialThread) -> None:
-    assert lane._thread is not None
-    lane._jobs.put((float("inf"), 0, None, SerialWork()))
-    lane._thread.join(5.0)
+    lane.close()
+    assert lane.join(5.0)
 
 
 def test_a_job_stands_between_what_was_launched_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:

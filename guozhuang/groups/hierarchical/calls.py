@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from guozhuang.errors import UsageError, WorldError, explain
+from guozhuang.groups import roll_call
 from guozhuang.groups.base import PythonGroup
 from guozhuang.groups.gloo import Crossing, choose_address
 from guozhuang.groups.hierarchical.collectives import Collectives
@@ -138,6 +139,8 @@ class Calls(PythonGroup):
         empty = getattr(self._inside, "empty", lambda num_elements, dtype: torch.empty(num_elements, dtype=dtype))
         self._collectives = Collectives(nodes, self._inside, self._lane, self._wait, self._comparison.settle, empty)
         self._turns = Turns(f"guozhuang hierarchical {rank}", rank)
+        # A rank that fails cuts its connections, which must not happen while another rank still makes them.
+        roll_call.call(store, "connected", rank, size, "", self._timeout_s)
         # The thread of a group that is dropped without a shutdown must end.
         weakref.finalize(self, self._turns.close, WorldError("the group is gone"), 0.0)
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-import datetime
 import logging
 import struct
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future
+from typing_extensions import override
 
 from guozhuang.errors import MismatchError, PeerLost, WorldError, explain, rank_table
+from guozhuang.groups.serial import PendingWork
 
 # Each message begins with its kind, the name of the dtype, and three numbers, whose meanings depend on the kind.
 MESSAGE: Final = struct.Struct("<4s20sqqq")
@@ -36,7 +34,7 @@ def pack(kind: bytes, number: int, *numbers: int, dtype: str = "", payload: byte
     return MESSAGE.pack(kind, dtype.encode(), number, *(*numbers, 0, 0)[:2]) + payload
 
 
-class Transfer(dist._Work):
+class Transfer(PendingWork):
     """A send or a receive, and the work that ``torch.distributed`` returns for it. Made by ``PointToPoint``.
 
     Args:
@@ -64,7 +62,7 @@ class Transfer(dist._Work):
         is_send: bool,
         limit_s: float,
     ) -> None:
-        super().__init__()
+        super().__init__([tensor])
         assert plain.is_contiguous() and plain.is_cpu
         self.rank, self.peer, self.tag, self.is_send = rank, peer, tag, is_send
         self.deadline, self.limit_s = time.monotonic() + limit_s, limit_s
@@ -77,10 +75,6 @@ class Transfer(dist._Work):
         if self.num_bytes:
             self.payload = memoryview((ctypes.c_ubyte * self.num_bytes).from_address(plain.data_ptr())).cast("B")
         self._tensor, self._plain = tensor, plain
-        self._ended = threading.Event()
-        self._error: BaseException | None = None
-        self._lock = threading.Lock()
-        self._callbacks: list[Callable[[], None]] = []
 
     @property
     def what(self) -> str:
@@ -94,83 +88,37 @@ class Transfer(dist._Work):
         """Return the rank at the other end, if it is known."""
         return self.peer if self.peer is not None else self.sender
 
-    def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
-        """Wait until the tensor was sent or received.
-
-        Args:
-            timeout: the longest wait; 0 for the transfer's own time-out. The transfer continues if this wait times out.
-
-        Raises:
-            PeerLost: the other rank is gone, left the group, or did not join in time.
-            MismatchError: the other rank used another size or dtype; raised on both ranks.
-            WorldError: a receive from any rank was not matched in time, or the group was destroyed.
-        """
-        limit_s = timeout.total_seconds()
-        if not self._ended.wait(limit_s if limit_s > 0 else None):
-            raise self.too_late(None, limit_s)
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def is_completed(self) -> bool:
-        """Return whether the transfer has ended, with or without an error."""
-        return self._ended.is_set()
-
-    def is_success(self) -> bool:
-        """Return whether the transfer has ended without an error."""
-        return self._ended.is_set() and self._error is None
-
-    def exception(self) -> BaseException | None:
-        """Return the transfer's error; None while it runs or after success."""
-        return self._error
-
-    def synchronize(self) -> None:
-        """Wait, as ``wait()`` does."""
-        self.wait()
-
     def source_rank(self) -> int:
         """Return the rank that sent; -1 while the transfer is not matched."""
         return -1 if self.sender is None else self.sender
 
     _source_rank = source_rank
 
-    def result(self) -> list[Tensor]:
-        """Wait, and return the tensor."""
-        self.wait()
-        return [self._tensor]
-
-    def get_future(self) -> Future[list[Tensor]]:
-        """Return a future of the tensor; it raises the transfer's error."""
-        source: Future[None] = Future()
-        self.when_done(lambda: source.set_result(None))
-        return source.then(lambda _: self.result())
-
+    @override
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` once the transfer has ended, with or without an error: on the thread that ends it, or now."""
-        with self._lock:
-            if not self._ended.is_set():
-                self._callbacks.append(callback)
-                return
-        callback()
-
-    def end(self, error: BaseException | None = None) -> None:
-        """Copy the received values to the call's tensor if needed, and mark the transfer as ended. Later calls do nothing."""
-        if error is None and not self.is_send and self._plain is not self._tensor and not self._ended.is_set():
-            try:
-                self._tensor.detach().copy_(self._plain)
-            except Exception as refused:
-                error = refused
-        with self._lock:
-            if self._ended.is_set():
-                return
-            self._error, self._plain, self.payload = error, self._tensor, memoryview(b"")
-            callbacks, self._callbacks = self._callbacks, []
-            self._ended.set()
-        for callback in callbacks:
+        def call() -> None:
             try:
                 callback()
             except Exception:  # an error in one callback must not end other transfers
                 logging.getLogger("guozhuang").exception("what was to follow a %s failed", self.what)
+
+        super().when_done(call)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Copy the received values to the call's tensor if needed, and mark the transfer as ended. Later calls do nothing."""
+        if self._completed:
+            return
+        if error is None and not self.is_send and self._plain is not self._tensor:
+            try:
+                self._tensor.detach().copy_(self._plain)
+            except Exception as refused:
+                error = refused
+        self._plain, self.payload = self._tensor, memoryview(b"")
+        super().end(error)
+
+    @override
+    def _late(self, limit_s: float) -> WorldError:
+        return self.too_late(None, limit_s)
 
     def too_late(self, pid: int | None, limit_s: float | None = None) -> WorldError:
         """Return the error of a transfer, or of one wait for it, that timed out; ``pid`` is the other rank's process."""
