@@ -1,12 +1,14 @@
-"""Many small cases in one start of ranks: each case is a function of (rank, size) that every rank calls in the same order.
+"""Many small cases in one start of ranks: each case is a function ``case_*`` of (rank, size), called by all ranks in one order.
 
 A rank stops at its first failure, and leaves the world, so that the others fail too and do not wait.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -14,45 +16,68 @@ import torch
 from torch import Tensor
 
 import guozhuang.compat.horovod.torch as hvd
+from tests.processes.cases import names_of_cases
 from tests.ranks import run_ranks
 
-Case = Callable[[int, int], None]
+# Two to four ranks as they are, the last ones slow; over gloo; with everything switched off that makes it faster.
+USUAL: dict[str, dict[str, str]] = {"2": {}, "3": {}, "4": {}}
+GLOO = {"GUOZHUANG_BACKEND": "gloo"}
+PLAIN = {
+    "HOROVOD_CACHE_CAPACITY": "0",
+    "HOROVOD_FUSION_THRESHOLD": "0",
+    "HOROVOD_CYCLE_TIME": "1",
+    "HOROVOD_DISABLE_GROUP_FUSION": "1",
+}
 
 
-def run_cases(
-    num_ranks: int, cases: Iterable[Case], timeout_s: float = 60.0, enters: bool = True, **kwargs: Any
-) -> list[dict[str, str]]:
-    """Return, for each rank, the traceback of each case by its name; "" where it passed.
+def as_tests(
+    namespace: Mapping[str, Any],
+    worlds: Mapping[str, Mapping[str, str]] = USUAL,
+    slow: Sequence[str] = ("4",),
+    enters: bool = True,
+    prefix: str = "case_",
+) -> Callable[..., None]:
+    """A test of each case of a module in each world: its environment by a word that begins with the number of ranks.
 
-    ``enters`` the Horovod world before the first one; if not, each case enters and leaves it by itself.
+    ``enters`` the Horovod world before the first case; if not, each case enters and leaves it by itself.
     """
-    found: list[dict[str, str]]
-    found = run_ranks(_all, num_ranks, list(cases), enters, timeout_s=timeout_s, init=False, **kwargs)
-    return found
+    names = names_of_cases(namespace, prefix)
+
+    @functools.cache
+    def outcome(world: str) -> list[dict[str, str]]:
+        told = (namespace["__name__"], names, enters)
+        return run_ranks(run_cases, int(world[0]), *told, init=False, env=dict(worlds[world]))
+
+    @pytest.mark.parametrize("world", [pytest.param(w, marks=pytest.mark.slow) if w in slow else w for w in worlds])
+    @pytest.mark.parametrize("name", names)
+    def test_cases(name: str, world: str) -> None:
+        check(outcome(world), name)
+
+    return test_cases
 
 
-def check(outcome: list[dict[str, str]], case: Case) -> None:
-    """Fail with what the case said on the first rank where it failed."""
+def check(outcome: Sequence[Mapping[str, str]], name: str) -> None:
+    """Fail with what a case said on the first rank where it failed."""
     for rank, results in enumerate(outcome):
-        text = results.get(case.__name__, "")
-        assert not text, f"on rank {rank}:\n{text}"
-    if not all(case.__name__ in results for results in outcome):
+        assert not results.get(name), f"on rank {rank}:\n{results[name]}"
+    if not all(name in results for results in outcome):
         pytest.skip("not reached: a case before it failed")
 
 
-def _all(rank: int, size: int, cases: list[Case], enters: bool) -> dict[str, str]:
+def run_cases(rank: int, size: int, module: str, names: Sequence[str], enters: bool) -> dict[str, str]:
+    """Return the traceback of each case by its name; "" where it passed."""
     results: dict[str, str] = {}
     if enters:
         hvd.init()
     try:
-        for case in cases:
+        for name in names:
             torch.manual_seed(rank)
             try:
-                case(rank, size)
+                getattr(importlib.import_module(module), name)(rank, size)
             except BaseException:
-                results[case.__name__] = traceback.format_exc()
+                results[name] = traceback.format_exc()
                 break
-            results[case.__name__] = ""
+            results[name] = ""
     finally:
         hvd.shutdown()
     return results

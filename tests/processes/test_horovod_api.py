@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
 
 import guozhuang.compat.horovod.torch as hvd
-from tests.processes.horovod_cases import check, of_all, of_rank, run_cases
-
-DTYPES = [
-    *(torch.uint8, torch.int8, torch.int32, torch.int64),
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-]
+from tests.processes.horovod_cases import GLOO, PLAIN, USUAL, as_tests, of_all, of_rank
 
 
-def who_am_i(rank: int, size: int) -> None:
+def case_who_am_i(rank: int, size: int) -> None:
     assert hvd.is_initialized()
     assert (hvd.rank(), hvd.size()) == (rank, size)
     assert (hvd.local_rank(), hvd.local_size()) == (rank, size)
@@ -29,7 +24,7 @@ def who_am_i(rank: int, size: int) -> None:
     assert hvd.size() == size
 
 
-def what_is_built(rank: int, size: int) -> None:
+def case_what_is_built(rank: int, size: int) -> None:
     assert hvd.gloo_built() and hvd.gloo_enabled()
     assert not (hvd.mpi_built() or hvd.mpi_enabled() or hvd.ddl_built() or hvd.ccl_built())
     assert hvd.cuda_built() == (torch.version.cuda is not None)
@@ -40,62 +35,33 @@ def what_is_built(rank: int, size: int) -> None:
         hvd.mpi_threads_supported()
 
 
-def sum_and_average_of_every_dtype(rank: int, size: int) -> None:
-    for dtype in DTYPES:
-        tensors = of_all(size, 17, 3, dtype=dtype)
-        before = tensors[rank].clone()
-        total = torch.stack([each.double() for each in tensors]).sum(0)
-        summed = hvd.allreduce(tensors[rank], op=hvd.Sum)
-        assert summed.dtype == dtype and torch.equal(tensors[rank], before)
-        torch.testing.assert_close(summed.double(), total, rtol=0, atol=0)
-        mean = total / size
-        expected = mean if dtype.is_floating_point else mean.trunc()
-        close = {torch.float16: 1e-3, torch.bfloat16: 1e-2, torch.float32: 1e-6, torch.float64: 1e-14}.get(dtype, 0.0)
-        for found in (hvd.allreduce(tensors[rank]), hvd.allreduce(tensors[rank], op=hvd.Average)):
-            torch.testing.assert_close(found.double(), expected, rtol=close, atol=close)
-
-
-def minimum_maximum_product(rank: int, size: int) -> None:
-    for dtype in (torch.int32, torch.int64, torch.float32, torch.float64):
-        stacked = torch.stack(of_all(size, 5, 2, dtype=dtype))
-        mine = stacked[rank].clone()
-        assert torch.equal(hvd.allreduce(mine, op=hvd.Min), stacked.amin(0))
-        assert torch.equal(hvd.allreduce(mine, op=hvd.Max), stacked.amax(0))
-        torch.testing.assert_close(hvd.allreduce(mine, op=hvd.Product), stacked.prod(0).to(dtype))
-
-
-def truth_values(rank: int, size: int) -> None:
-    stacked = torch.stack(of_all(size, 40, dtype=torch.bool))
-    assert torch.equal(hvd.allreduce(stacked[rank], op=hvd.Max), stacked.any(0))
-    assert torch.equal(hvd.allreduce(stacked[rank], op=hvd.Min), stacked.all(0))
-
-
-def scalars_and_nothing(rank: int, size: int) -> None:
-    assert hvd.allreduce(torch.tensor(float(rank)), op=hvd.Sum).item() == sum(range(size))
-    assert hvd.allreduce(torch.zeros(0, 3)).shape == (0, 3)
-
-
-def factors_before_and_after(rank: int, size: int) -> None:
-    tensors = of_all(size, 11)
-    expected = torch.stack(tensors).mul(0.5).sum(0).mul(3.0)
-    found = hvd.allreduce(tensors[rank], op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0)
-    torch.testing.assert_close(found, expected)
-    found = hvd.allreduce(tensors[rank], prescale_factor=0.5, postscale_factor=3.0)
-    torch.testing.assert_close(found, expected / size)
-    for dtype in (torch.int32, torch.int64):
-        numbers = of_all(size, 30, dtype=dtype)
-        scaled = torch.stack([(each.double() * 0.7).trunc() for each in numbers]).sum(0)
-        found = hvd.allreduce(numbers[rank], op=hvd.Sum, prescale_factor=0.7)
-        assert torch.equal(found, scaled.to(dtype))
-        total = torch.stack(numbers).sum(0).double()
-        found = hvd.allreduce(numbers[rank], op=hvd.Sum, postscale_factor=0.7)
-        assert torch.equal(found, (total * 0.7).trunc().to(dtype))
+def case_every_reduction(rank: int, size: int) -> None:
+    """By the words of this interface; the arithmetic of every dtype is the engine's, see test_named.py."""
+    tensors = of_all(size, 5, 2)
+    stacked, before = torch.stack(tensors), tensors[rank].clone()
+    results = {
+        hvd.Sum: stacked.sum(0),
+        hvd.Min: stacked.amin(0),
+        hvd.Max: stacked.amax(0),
+        hvd.Product: stacked.prod(0),
+    }
+    for op, expected in {None: stacked.mean(0), hvd.Average: stacked.mean(0), **results}.items():
+        torch.testing.assert_close(hvd.allreduce(tensors[rank], op=op), expected)
+        assert torch.equal(tensors[rank], before)
+    expected = stacked.mul(0.5).sum(0).mul(3.0)
+    for op, divisor in ((hvd.Sum, 1), (hvd.Average, size)):
+        found = hvd.allreduce(tensors[rank], op=op, prescale_factor=0.5, postscale_factor=3.0)
+        torch.testing.assert_close(found, expected / divisor)
+    numbers = torch.stack(of_all(size, 30, dtype=torch.int64))
+    assert torch.equal(hvd.allreduce(numbers[rank]), (numbers.sum(0) / size).trunc().long())
+    scaled = (numbers.double() * 0.7).trunc().sum(0).long()
+    assert torch.equal(hvd.allreduce(numbers[rank], op=hvd.Sum, prescale_factor=0.7), scaled)
     halves = [torch.full((4,), 30000.0 + each, dtype=torch.float16) for each in range(size)]
     found = hvd.allreduce(halves[rank], op=hvd.Sum, prescale_factor=1 / 64)
     torch.testing.assert_close(found, torch.stack([h.float() / 64 for h in halves]).sum(0).half(), rtol=2e-3, atol=0.5)
 
 
-def in_place(rank: int, size: int) -> None:
+def case_in_place(rank: int, size: int) -> None:
     tensor = of_rank(rank, 6)
     result = hvd.allreduce_(tensor, op=hvd.Sum)
     assert result is tensor
@@ -105,7 +71,7 @@ def in_place(rank: int, size: int) -> None:
     torch.testing.assert_close(weight.detach(), tensor)
 
 
-def handles(rank: int, size: int) -> None:
+def case_handles(rank: int, size: int) -> None:
     handle = hvd.allreduce_async(of_rank(rank, 8), op=hvd.Sum)
     assert isinstance(handle, int)
     deadline = time.monotonic() + 20
@@ -119,31 +85,7 @@ def handles(rank: int, size: int) -> None:
         hvd.poll(handle)
 
 
-def any_order_by_name(rank: int, size: int) -> None:
-    names = [f"tensor.{number}" for number in range(20)]
-    order = names if rank % 2 == 0 else names[::-1]
-    handles = {name: hvd.allreduce_async(torch.full((3,), float(int(name[7:]) + rank)), name=name) for name in order}
-    for name in names:
-        expected = int(name[7:]) + (size - 1) / 2
-        torch.testing.assert_close(hvd.synchronize(handles[name]), torch.full((3,), expected))
-
-
-def from_several_threads(rank: int, size: int) -> None:
-    results: dict[str, torch.Tensor] = {}
-
-    def reduce(name: str) -> None:
-        results[name] = hvd.allreduce(torch.ones(4), name=name, op=hvd.Sum)
-
-    names = ["one", "two", "three"]
-    threads = [threading.Thread(target=reduce, args=(n,)) for n in (names if rank else names[::-1])]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert all(torch.equal(results[name], torch.full((4,), float(size))) for name in names)
-
-
-def unnamed_and_named_mixed(rank: int, size: int) -> None:
+def case_unnamed_and_named_mixed(rank: int, size: int) -> None:
     """See [Note: unnamed operations]: named ones in any number between unnamed ones."""
     early = hvd.allreduce_async(torch.ones(2), name="early", op=hvd.Sum) if rank == 0 else None
     unnamed = hvd.allreduce_async(torch.ones(2) * 2, op=hvd.Sum)
@@ -152,7 +94,7 @@ def unnamed_and_named_mixed(rank: int, size: int) -> None:
     assert hvd.synchronize(late)[0] == size
 
 
-def a_name_that_is_under_way(rank: int, size: int) -> None:
+def case_a_name_that_is_under_way(rank: int, size: int) -> None:
     # The other ranks come later, so that the first one is under way for certain.
     if rank == 0:
         handle = hvd.allreduce_async(torch.ones(2), name="twice", op=hvd.Sum)
@@ -166,7 +108,41 @@ def a_name_that_is_under_way(rank: int, size: int) -> None:
     assert hvd.allreduce(torch.ones(1), name="twice", op=hvd.Sum).item() == size  # free again
 
 
-def what_cannot_be_sent(rank: int, size: int) -> None:
+def case_what_differs_between_ranks(rank: int, size: int) -> None:
+    """All ranks hear of it and go on; every property is compared by the engine, see test_named_mismatches.py."""
+    rows, columns = torch.ones(4 + (rank == 1), 2), torch.ones(size, 2 + (rank == 1))
+    numbers = torch.ones(3, dtype=torch.float32 if rank == 0 else torch.int32)
+    wrong: dict[str, Callable[[], object]] = {
+        "data types": lambda: hvd.allreduce(numbers),
+        "allreduce tensor shapes": lambda: hvd.allreduce(rows),
+        "reduce operations": lambda: hvd.allreduce(torch.ones(2), op=hvd.Sum if rank else hvd.Max),
+        "prescale": lambda: hvd.allreduce(torch.ones(2), prescale_factor=1.0 + rank),
+        "postscale": lambda: hvd.allreduce(torch.ones(2), postscale_factor=1.0 + rank),
+        "group sizes": lambda: hvd.grouped_allreduce([torch.ones(2)] * (2 + (rank == 1))),
+        "allgather tensor shapes": lambda: hvd.allgather(columns),
+        "broadcast tensor shapes": lambda: hvd.broadcast(rows, 0),
+        "broadcast root ranks": lambda: hvd.broadcast(torch.ones(2), min(rank, 1)),
+        "alltoall tensor shapes": lambda: hvd.alltoall(columns),
+        "reducescatter tensor shapes": lambda: hvd.reducescatter(rows),
+    }
+    for text, call in wrong.items():
+        with pytest.raises(hvd.HorovodInternalError, match=f"(?s)^Mismatched {text}.*rank 0.*rank 1") as raised:
+            call()
+        assert isinstance(raised.value, RuntimeError)
+        assert hvd.allreduce(torch.ones(2), op=hvd.Sum)[0] == size
+    good = [hvd.allreduce_async(torch.ones(3), name=f"good.{n}", op=hvd.Sum) for n in range(3)]
+    bad = hvd.allreduce_async(torch.ones(3 + rank), name="bad")
+    with pytest.raises(hvd.HorovodInternalError, match="Mismatched"):
+        hvd.synchronize(bad)
+    assert hvd.synchronize(bad) is None
+    assert all(torch.equal(hvd.synchronize(each), torch.full((3,), float(size))) for each in good)
+    for _ in range(3):  # a name can be used again, and what was remembered under it is not taken for what comes now
+        assert hvd.allreduce(torch.ones(1), name="bad", op=hvd.Sum).item() == size
+    with pytest.raises(hvd.HorovodInternalError, match="Mismatched allreduce tensor shapes"):
+        hvd.allreduce(torch.ones(3 + (rank == 0)), name="bad")
+
+
+def case_what_cannot_be_sent(rank: int, size: int) -> None:
     for call in (hvd.allreduce, hvd.allreduce_, hvd.allreduce_async, hvd.allreduce_async_):
         with pytest.raises(ValueError, match="contiguous"):
             call(torch.zeros(4, 4).t()[:, :2])
@@ -199,7 +175,7 @@ def what_cannot_be_sent(rank: int, size: int) -> None:
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
 
 
-def deprecated_average(rank: int, size: int) -> None:
+def case_deprecated_average(rank: int, size: int) -> None:
     for average, expected in ((True, (size - 1) / 2), (False, sum(range(size)))):
         with pytest.warns(DeprecationWarning, match="average") as record:
             found = hvd.allreduce(torch.tensor([float(rank)]), average=average)
@@ -219,7 +195,7 @@ def deprecated_average(rank: int, size: int) -> None:
         hvd.allreduce(torch.ones(1))
 
 
-def groups(rank: int, size: int) -> None:
+def case_groups(rank: int, size: int) -> None:
     shapes = [(3,), (2, 5), (1,), (4, 4, 2)]
     everyone = [of_all(size, *shape) for shape in shapes]
     mine = [each[rank].clone() for each in everyone]
@@ -248,7 +224,7 @@ def groups(rank: int, size: int) -> None:
     assert hvd.grouped_allreduce([torch.ones(2)], op=hvd.Sum)[0][0] == size  # a group of one
 
 
-def compressed(rank: int, size: int) -> None:
+def case_compressed(rank: int, size: int) -> None:
     tensors = of_all(size, 50)
     found = hvd.allreduce(tensors[rank], compression=hvd.Compression.fp16)
     assert found.dtype == torch.float32
@@ -260,7 +236,7 @@ def compressed(rank: int, size: int) -> None:
     assert [each.dtype for each in both] == [torch.float32, torch.int64]
 
 
-def gradients(rank: int, size: int) -> None:
+def case_gradients(rank: int, size: int) -> None:
     """The gradient of an all-reduce is the all-reduce of the gradients, with the same operation and factors."""
     for op in (hvd.Sum, hvd.Average):
         for factors in ({}, {"prescale_factor": 0.5, "postscale_factor": 3.0}):
@@ -283,7 +259,7 @@ def gradients(rank: int, size: int) -> None:
     torch.testing.assert_close(twice.grad, torch.full((3,), 2.0 * size * size))
 
 
-def adaptive_sums(rank: int, size: int) -> None:
+def case_adaptive_sums(rank: int, size: int) -> None:
     """Orthogonal tensors are added, parallel ones averaged; tensor by tensor also in a group."""
     one = torch.zeros(size)
     one[rank] = rank + 1.0
@@ -295,56 +271,4 @@ def adaptive_sums(rank: int, size: int) -> None:
     torch.testing.assert_close(found[1], same)
 
 
-CASES = [
-    who_am_i,
-    what_is_built,
-    sum_and_average_of_every_dtype,
-    minimum_maximum_product,
-    truth_values,
-    scalars_and_nothing,
-    factors_before_and_after,
-    in_place,
-    handles,
-    any_order_by_name,
-    from_several_threads,
-    unnamed_and_named_mixed,
-    a_name_that_is_under_way,
-    what_cannot_be_sent,
-    deprecated_average,
-    groups,
-    compressed,
-    gradients,
-    adaptive_sums,
-]
-
-
-@pytest.fixture(scope="module", params=[2, 3, 4])
-def outcome(request):
-    return run_cases(request.param, CASES)
-
-
-# As it comes; and with everything that makes it faster switched off, in the rhythm of a clock.
-OTHERWISE = {
-    "gloo": {"GUOZHUANG_BACKEND": "gloo"},
-    "plain": {
-        "HOROVOD_CACHE_CAPACITY": "0",
-        "HOROVOD_FUSION_THRESHOLD": "0",
-        "HOROVOD_CYCLE_TIME": "1",
-        "HOROVOD_DISABLE_GROUP_FUSION": "1",
-    },
-}
-
-
-@pytest.fixture(scope="module", params=OTHERWISE)
-def otherwise(request):
-    return run_cases(2, CASES, env=OTHERWISE[request.param])
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_ranks(outcome, case):
-    check(outcome, case)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_ranks_otherwise(otherwise, case):
-    check(otherwise, case)
+test_ranks = as_tests(globals(), USUAL | {"2 over gloo": GLOO, "2, plain": PLAIN}, slow=())

@@ -9,10 +9,10 @@ from torch import nn
 import guozhuang.compat.horovod.torch as hvd
 from guozhuang.compat.horovod.torch import handles, optimizer_state
 from guozhuang.errors import UsageError
-from tests.processes.horovod_cases import check, of_all, of_rank, run_cases
+from tests.processes.horovod_cases import as_tests, of_all, of_rank
 
 
-def parameters_of_a_dictionary(rank: int, size: int) -> None:
+def case_parameters_of_a_dictionary(rank: int, size: int) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last))
     with torch.no_grad():
         for each in model.state_dict().values():
@@ -24,7 +24,7 @@ def parameters_of_a_dictionary(rank: int, size: int) -> None:
     assert some.item() == 1
 
 
-def parameters_of_a_list(rank: int, size: int) -> None:
+def case_parameters_of_a_list(rank: int, size: int) -> None:
     model = nn.Linear(3, 4)
     for params in (list(model.named_parameters()), list(model.parameters())):
         with torch.no_grad():
@@ -37,7 +37,7 @@ def parameters_of_a_list(rank: int, size: int) -> None:
             hvd.broadcast_parameters(wrong, root_rank=0)
 
 
-def parameters_that_cannot_be_sent(rank: int, size: int) -> None:
+def case_parameters_that_cannot_be_sent(rank: int, size: int) -> None:
     """Refused before any of them is sent."""
     good = torch.ones(2)
     for wrong in ([("b", torch.ones(1, dtype=torch.complex64))], [("b", good.to_sparse())], [("a", good)]):
@@ -46,12 +46,12 @@ def parameters_that_cannot_be_sent(rank: int, size: int) -> None:
     hvd.broadcast_parameters([("a", good)], root_rank=0)
 
 
-def no_optimizer(rank: int, size: int) -> None:
+def case_no_optimizer(rank: int, size: int) -> None:
     with pytest.raises(ValueError, match="no optimizer: an object of Linear"):
         hvd.broadcast_optimizer_state(torch.nn.Linear(1, 1), 0)
 
 
-def parameters_that_differ(rank: int, size: int) -> None:
+def case_parameters_that_differ(rank: int, size: int) -> None:
     """Nothing is under way afterwards: it can be called again at once, with the same names."""
     names = [f"p.{number:03}" for number in range(200)]
     params = {name: torch.full((3,), float(rank)) for name in names}
@@ -70,7 +70,7 @@ def parameters_that_differ(rank: int, size: int) -> None:
     assert all((params[name] == size).all() for name in names if name != "p.010")
 
 
-def optimizers_after_a_failure(rank: int, size: int) -> None:
+def case_optimizers_after_a_failure(rank: int, size: int) -> None:
     """What root described is put in place when all of it is there, and not before."""
     model, optimizer = model_and_optimizer("adamw", seed=0)
     optimizer.param_groups[0]["lr"] = 0.5 + rank
@@ -116,7 +116,7 @@ def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) 
         optimizer.step()
 
 
-def fresh_optimizers_change_nothing(rank: int, size: int) -> None:
+def case_fresh_optimizers_change_nothing(rank: int, size: int) -> None:
     """No step is made: neither weights nor counters move."""
     for kind in ("sgd", "adamw"):
         model, optimizer = model_and_optimizer(kind, seed=0)
@@ -129,7 +129,7 @@ def fresh_optimizers_change_nothing(rank: int, size: int) -> None:
         assert optimizer.param_groups[0]["lr"] == 1.1
 
 
-def training_goes_on_as_on_root(rank: int, size: int) -> None:
+def case_training_goes_on_as_on_root(rank: int, size: int) -> None:
     """Only root has trained; after the broadcast all ranks go on to the very same weights as one process would."""
     for kind in ("sgd", "adamw", "amsgrad", "adagrad", "rmsprop", "bfloat16"):
         alone, alone_optimizer = model_and_optimizer(kind, seed=0)
@@ -161,7 +161,7 @@ def training_goes_on_as_on_root(rank: int, size: int) -> None:
         assert all(torch.equal(p, q) for p, q in zip(model.parameters(), alone.parameters(), strict=True)), kind
 
 
-def optimizers_that_differ(rank: int, size: int) -> None:
+def case_optimizers_that_differ(rank: int, size: int) -> None:
     model = nn.Linear(3 + (rank == 1), 2)
     with pytest.raises(ValueError, match="different parameters"):
         hvd.broadcast_optimizer_state(torch.optim.Adam(model.parameters()), root_rank=0)
@@ -169,7 +169,7 @@ def optimizers_that_differ(rank: int, size: int) -> None:
         hvd.broadcast_optimizer_state(torch.optim.LBFGS(model.parameters()), root_rank=0)
 
 
-def state_that_is_no_tensor(rank: int, size: int) -> None:
+def case_state_that_is_no_tensor(rank: int, size: int) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.param_groups[0]["note"] = {"rank": rank}
@@ -188,7 +188,7 @@ def state_that_is_no_tensor(rank: int, size: int) -> None:
     assert optimizer.state["steps"] == 12
 
 
-def objects(rank: int, size: int) -> None:
+def case_objects(rank: int, size: int) -> None:
     secret = {"rank": rank, "text": "x" * 10000, "tensor": of_rank(rank, 5)}
     found = hvd.broadcast_object(secret if rank == 1 else None, root_rank=1)
     assert found["rank"] == 1 and torch.equal(found["tensor"], of_rank(1, 5))
@@ -204,7 +204,7 @@ def objects(rank: int, size: int) -> None:
     assert function(5) == 5
 
 
-def objects_that_cannot_be_sent(rank: int, size: int) -> None:
+def case_objects_that_cannot_be_sent(rank: int, size: int) -> None:
     import threading
 
     with pytest.raises(UsageError if rank == 0 else ValueError, match="pickle"):
@@ -214,7 +214,7 @@ def objects_that_cannot_be_sent(rank: int, size: int) -> None:
     assert hvd.allgather_object(rank) == list(range(size))
 
 
-def batch_normalization(rank: int, size: int) -> None:
+def case_batch_normalization(rank: int, size: int) -> None:
     """As torch's BatchNorm over the joined batch: outputs, gradients, running statistics; uneven batches, none on one rank."""
     for options in ({}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}):
         for shape in ((4,), (4, 3, 2)):
@@ -246,7 +246,7 @@ def batch_normalization(rank: int, size: int) -> None:
                 torch.testing.assert_close(layer(inputs[0]), twin(inputs[0]), rtol=2e-4, atol=2e-4)
 
 
-def normalization_in_lower_precision(rank: int, size: int) -> None:
+def case_normalization_in_lower_precision(rank: int, size: int) -> None:
     """bfloat16 in and out, float32 between."""
     layer, twin = hvd.SyncBatchNorm(4), nn.BatchNorm1d(4)
     inputs = [each.bfloat16() for each in of_all(size, 6, 4)]
@@ -259,7 +259,7 @@ def normalization_in_lower_precision(rank: int, size: int) -> None:
     torch.testing.assert_close(layer.running_var, twin.running_var)
 
 
-def batches_that_cannot_be_normalized(rank: int, size: int) -> None:
+def case_batches_that_cannot_be_normalized(rank: int, size: int) -> None:
     layer = hvd.SyncBatchNorm(4)
     for wrong in (torch.zeros(4), torch.zeros(2, 3)):
         with pytest.raises(ValueError, match=r"shape|channels"):
@@ -268,38 +268,11 @@ def batches_that_cannot_be_normalized(rank: int, size: int) -> None:
         layer(torch.zeros(1 if rank == 0 else 0, 4))
 
 
-def names_in_flight(rank: int, size: int) -> None:
+def case_names_in_flight(rank: int, size: int) -> None:
     """Objects and tensors of one name do not get into each other's way."""
     handle = hvd.allreduce_async(torch.ones(3), name="both", op=hvd.Sum)
     assert hvd.broadcast_object("both", name="both") == "both"
     assert torch.equal(hvd.synchronize(handle), torch.stack(of_all(size, 3)).mul(0).add(1).sum(0))
 
 
-CASES = [
-    parameters_of_a_dictionary,
-    parameters_of_a_list,
-    parameters_that_cannot_be_sent,
-    no_optimizer,
-    parameters_that_differ,
-    optimizers_after_a_failure,
-    fresh_optimizers_change_nothing,
-    training_goes_on_as_on_root,
-    optimizers_that_differ,
-    state_that_is_no_tensor,
-    objects,
-    objects_that_cannot_be_sent,
-    batch_normalization,
-    normalization_in_lower_precision,
-    batches_that_cannot_be_normalized,
-    names_in_flight,
-]
-
-
-@pytest.fixture(scope="module", params=[2, 3, pytest.param(4, marks=pytest.mark.slow)])
-def outcome(request):
-    return run_cases(request.param, CASES)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_ranks(outcome, case):
-    check(outcome, case)
+test_ranks = as_tests(globals())

@@ -17,6 +17,7 @@ import guozhuang
 import guozhuang.compat.horovod.torch as hvd
 from guozhuang.compat.horovod.common.util import env
 from guozhuang.errors import UsageError
+from tests.processes.cases import names_of_cases
 from tests.processes.horovod_cases import check, run_cases
 from tests.ranks import RankError, run_ranks
 
@@ -78,7 +79,7 @@ def test_alone():
     run_ranks(alone, 1, init=False, env=dict.fromkeys(names))
 
 
-def again_and_again(rank: int, size: int) -> None:
+def case_again_and_again(rank: int, size: int) -> None:
     """Ranks count unnamed operations differently at the end of a world, and begin again with the next one."""
     ended: list[int] = []
     for turn in range(3):
@@ -115,7 +116,7 @@ def waits(handles: list[int], told: list[str]) -> None:
             told.append(str(error))
 
 
-def inside_another_world(rank: int, size: int) -> None:
+def case_inside_another_world(rank: int, size: int) -> None:
     """A world that was there before stays when Horovod leaves it."""
     guozhuang.init()
     hvd.init()
@@ -145,7 +146,7 @@ def inside_another_world(rank: int, size: int) -> None:
     assert not dist.is_initialized()
 
 
-def timeline(rank: int, size: int) -> None:
+def case_timeline(rank: int, size: int) -> None:
     path = folder() / "timeline.json"
     with env(HOROVOD_TIMELINE=str(path)):
         hvd.init()
@@ -171,7 +172,7 @@ def timeline(rank: int, size: int) -> None:
     hvd.shutdown()
 
 
-def timeline_that_is_allowed(rank: int, size: int) -> None:
+def case_timeline_that_is_allowed(rank: int, size: int) -> None:
     path = folder() / "later.json"
     with env(HOROVOD_TIMELINE="DYNAMIC"):
         hvd.init()
@@ -187,7 +188,7 @@ def timeline_that_is_allowed(rank: int, size: int) -> None:
         assert json.loads(text) and "after" in text and "before" not in text
 
 
-def timeline_that_cannot_be_written(rank: int, size: int) -> None:
+def case_timeline_that_cannot_be_written(rank: int, size: int) -> None:
     """Rank 0 is told by ``init``, which leaves nothing behind, and the others in what they wait for."""
     with env(HOROVOD_TIMELINE=str(folder() / "is/in/no/folder")):
         if rank == 0:
@@ -203,7 +204,7 @@ def timeline_that_cannot_be_written(rank: int, size: int) -> None:
             hvd.shutdown()
 
 
-def one_leaves(rank: int, size: int) -> None:
+def case_one_leaves(rank: int, size: int) -> None:
     hvd.init()
     hvd.allreduce(torch.ones(1))
     if rank == 0:
@@ -212,7 +213,7 @@ def one_leaves(rank: int, size: int) -> None:
     hvd.shutdown()
 
 
-def one_does_not_come(rank: int, size: int) -> None:
+def case_one_does_not_come(rank: int, size: int) -> None:
     with env(HOROVOD_STALL_CHECK_TIME_SECONDS="0.5", HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="1.5"):
         hvd.init()
     hvd.allreduce(torch.ones(1))
@@ -235,25 +236,15 @@ def folder() -> Path:
     return Path(os.environ["FOLDER"])
 
 
-WORLDS = [
-    again_and_again,
-    inside_another_world,
-    timeline,
-    timeline_that_is_allowed,
-    timeline_that_cannot_be_written,
-    one_leaves,
-    one_does_not_come,
-]
-
-
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
-    return run_cases(2, WORLDS, enters=False, env={"FOLDER": str(tmp_path_factory.mktemp("shared"))})
+    env = {"FOLDER": str(tmp_path_factory.mktemp("shared"))}
+    return run_ranks(run_cases, 2, __name__, names_of_cases(globals()), False, init=False, env=env, timeout_s=60.0)
 
 
-@pytest.mark.parametrize("case", WORLDS, ids=lambda case: case.__name__)
-def test_worlds(outcome, case):
-    check(outcome, case)
+@pytest.mark.parametrize("name", names_of_cases(globals()))
+def test_worlds(outcome, name):
+    check(outcome, name)
 
 
 def on_a_group_of_the_script(rank: int, size: int) -> None:

@@ -11,10 +11,10 @@ import torch
 import guozhuang.compat.horovod.torch as hvd
 from guozhuang.compat.horovod.common.process_sets import global_process_set
 from guozhuang.errors import MismatchError
-from tests.processes.horovod_cases import check, of_rank, run_cases
+from tests.processes.horovod_cases import as_tests, of_rank
 
 
-def members(rank: int, size: int) -> None:
+def case_members(rank: int, size: int) -> None:
     every = hvd.global_process_set
     assert every is global_process_set
     assert (every.process_set_id, every.ranks, every.size(), every.rank()) == (0, list(range(size)), size, rank)
@@ -39,7 +39,7 @@ def members(rank: int, size: int) -> None:
     assert hvd.mpi_ops._basics._get_process_set_ids_and_ranks() == {0: list(range(size))}
 
 
-def that_cannot_be(rank: int, size: int) -> None:
+def case_that_cannot_be(rank: int, size: int) -> None:
     first = hvd.add_process_set(hvd.ProcessSet([1]))
     assert first.process_set_id == 2  # they count up
     with pytest.raises(ValueError, match="exists"):
@@ -70,7 +70,7 @@ def that_cannot_be(rank: int, size: int) -> None:
     assert hvd.remove_process_set(first)
 
 
-def collectives_inside(rank: int, size: int) -> None:
+def case_collectives_inside(rank: int, size: int) -> None:
     """Every collective among ranks 1 and up; root_rank is a rank among all."""
     chosen = list(range(1, size))
     some = hvd.add_process_set(chosen)
@@ -108,7 +108,7 @@ def collectives_inside(rank: int, size: int) -> None:
     assert hvd.remove_process_set(some)
 
 
-def gradients_inside(rank: int, size: int) -> None:
+def case_gradients_inside(rank: int, size: int) -> None:
     """As in the global set, among the members."""
     chosen = [0, size - 1]
     some = hvd.add_process_set(chosen) if size > 2 else hvd.global_process_set
@@ -138,7 +138,7 @@ def gradients_inside(rank: int, size: int) -> None:
     assert hvd.remove_process_set(some) is (size > 2)
 
 
-def two_sets_at_once(rank: int, size: int) -> None:
+def case_two_sets_at_once(rank: int, size: int) -> None:
     """The same names in different sets are different operations, also at the same moment."""
     first, second = hvd.add_process_set([0]), hvd.add_process_set(range(1, size))
     mine = first if rank == 0 else second
@@ -150,7 +150,7 @@ def two_sets_at_once(rank: int, size: int) -> None:
     assert hvd.remove_process_set(first)
 
 
-def that_differ_between_ranks(rank: int, size: int) -> None:
+def case_that_differ_between_ranks(rank: int, size: int) -> None:
     with pytest.raises(MismatchError, match=r"(?s)ranks \[0\].*ranks \[1\]"):
         hvd.add_process_set([0] if rank == 0 else [1])
     one, other = hvd.add_process_set([0]), hvd.add_process_set([1])
@@ -162,27 +162,7 @@ def that_differ_between_ranks(rank: int, size: int) -> None:
     assert hvd.remove_process_set(hvd.add_process_set([0]))
 
 
-CASES = [
-    members,
-    that_cannot_be,
-    collectives_inside,
-    gradients_inside,
-    two_sets_at_once,
-    that_differ_between_ranks,
-]
-
-
-@pytest.fixture(scope="module", params=[2, 3, pytest.param(4, marks=pytest.mark.slow)])
-def outcome(request):
-    return run_cases(request.param, CASES, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_ranks(outcome, case):
-    check(outcome, case)
-
-
-def static_sets(rank: int, size: int) -> None:
+def given_static_sets(rank: int, size: int) -> None:
     even, odd = hvd.ProcessSet(range(0, size, 2)), hvd.ProcessSet(list(range(1, size, 2)))
     for wrong in ([even, hvd.ProcessSet(range(0, size, 2))], [hvd.ProcessSet(range(size))]):
         with pytest.raises(ValueError, match="is a duplicate"):
@@ -214,23 +194,15 @@ def static_sets(rank: int, size: int) -> None:
         hvd.global_process_set.size()
 
 
-def dynamic_by_word(rank: int, size: int) -> None:
+def given_dynamic_by_word(rank: int, size: int) -> None:
     hvd.init(process_sets="dynamic")
     assert os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] == "1"  # for worlds to come, too
     hvd.shutdown()
     hvd.init()
-    members(rank, size)
+    case_members(rank, size)
     hvd.shutdown()
 
 
-GIVEN_TO_INIT = [static_sets, dynamic_by_word]
-
-
-@pytest.fixture(scope="module")
-def given_to_init():
-    return run_cases(3, GIVEN_TO_INIT, enters=False)
-
-
-@pytest.mark.parametrize("case", GIVEN_TO_INIT, ids=lambda case: case.__name__)
-def test_given_to_init(given_to_init, case):
-    check(given_to_init, case)
+DYNAMIC = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
+test_ranks = as_tests(globals(), {"2": DYNAMIC, "3": DYNAMIC, "4": DYNAMIC})
+test_given_to_init = as_tests(globals(), {"3": {}}, enters=False, prefix="given_")
