@@ -91,8 +91,13 @@ def end_together(made: Sequence[dist.ProcessGroup], group: dist.ProcessGroup) ->
     """
     dist.barrier(group=group)
     for each in made:
-        if each in dist.distributed_c10d._world.pg_map:
-            dist.destroy_process_group(each)
+        destroy(each)
+
+
+def destroy(group: dist.ProcessGroup) -> None:
+    """Destroy a group, unless it was destroyed together with the default group. Not collective."""
+    if group in dist.distributed_c10d._world.pg_map:
+        dist.destroy_process_group(group)
 
 
 def _connect_alone(made: dist.ProcessGroup, device: torch.device) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from guozhuang.compat.horovod.common.process_sets import enter_global, leave_all
-from guozhuang.compat.horovod.common.state import HorovodState, set_state
+from guozhuang.compat.horovod.common.state import HorovodState, RankPlace, set_state
 from guozhuang.compat.horovod.common.variables import HorovodVariables
 from guozhuang.compat.horovod.torch.optimizer import DistributedOptimizer
 from guozhuang.gradients.buckets import in_process_memory
@@ -99,11 +99,7 @@ def mirror_world(size: int = 2, *, elastic: bool = False) -> Iterator[MirrorChan
         variables=replace(HorovodVariables(), elastic=elastic),
         rank=0,
         size=size,
-        local_rank=0,
-        local_size=size,
-        cross_rank=0,
-        cross_size=1,
-        is_homogeneous=True,
+        place=RankPlace(0, size, 0, 1, is_homogeneous=True),
         world_ranks=tuple(range(size)),
         made_world=False,
         dynamic=True,

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from ...groups.base import PythonGroup
 from ...groups.gloo import Crossing, choose_address
 from ...groups.shared_memory import SharedMemoryGroup
-from ...groups.subgroups import subgroup, timeout_s
+from ...groups.subgroups import destroy, subgroup, timeout_s
 from . import collectives
 
 _OUT_OF_REACH_S: Final = 7 * 24 * 3600.0
@@ -110,7 +110,7 @@ class ChannelGroups:
     def _twin(self, group: dist.ProcessGroup, members: Sequence[int]) -> Any:
         made: Any = subgroup(group, members)
         self._aborts.append(made.abort if isinstance(made, PythonGroup) else lambda: _abort(made))
-        self._closes.append(lambda: _give_back(made))
+        self._closes.append(lambda: destroy(made))
         return made
 
 
@@ -119,9 +119,3 @@ def _abort(group: Any) -> None:
     for device in group._device_types:
         with contextlib.suppress(Exception):
             group._get_backend(device).abort()
-
-
-def _give_back(group: dist.ProcessGroup) -> None:
-    """Destroy a group, unless it was destroyed together with the default group."""
-    if group in dist.distributed_c10d._world.pg_map:
-        dist.destroy_process_group(group)

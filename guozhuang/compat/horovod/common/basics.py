@@ -117,7 +117,8 @@ class HorovodBasics:
         try:
             here.engine.close()
         finally:
-            _end(here.made_group)
+            if here.made_group is not None:
+                subgroups.destroy(here.made_group)
             if here.made_world and _is_current(here):
                 gz_world.shutdown()
 
@@ -191,23 +192,23 @@ class HorovodBasics:
 
     def local_rank(self) -> int:
         """Return the rank of this process among those of its node."""
-        return required().local_rank
+        return required().place.local_rank
 
     def local_size(self) -> int:
         """Return how many ranks this node has."""
-        return required().local_size
+        return required().place.local_size
 
     def cross_rank(self) -> int:
         """Return the index of this node among the nodes that have a rank with this local rank."""
-        return required().cross_rank
+        return required().place.cross_rank
 
     def cross_size(self) -> int:
         """Return how many nodes have a rank with this local rank."""
-        return required().cross_size
+        return required().place.cross_size
 
     def is_homogeneous(self) -> bool:
         """Tell whether all nodes have equally many ranks."""
-        return required().is_homogeneous
+        return required().place.is_homogeneous
 
     def mpi_threads_supported(self) -> bool:
         """Raise ValueError: no collective uses MPI here."""
@@ -291,20 +292,16 @@ def _entered(
     except BaseException:
         if engine is not None:
             engine.close()
-        _end(made_group)
+        if made_group is not None:
+            subgroups.destroy(made_group)
         raise
-    place = place_of(rank, told)
     here = HorovodState(
         engine=engine,
         world=world,
         variables=variables,
         rank=rank,
         size=len(told),
-        local_rank=place.local_rank,
-        local_size=place.local_size,
-        cross_rank=place.cross_rank,
-        cross_size=place.cross_size,
-        is_homogeneous=place.is_homogeneous,
+        place=place_of(rank, told),
         world_ranks=world_ranks,
         made_world=made_world,
         dynamic=bool(variables.dynamic_process_sets),
@@ -361,9 +358,3 @@ def _told(engine: NamedEngine, world: World) -> list[tuple[int, int]]:
 def _is_current(here: HorovodState) -> bool:
     """Return whether the world of guozhuang that a Horovod world was made on still exists, so its ranks are connected."""
     return here.world is gz_world.current()
-
-
-def _end(group: dist.ProcessGroup | None) -> None:
-    """Destroy a group, unless it was destroyed with the default group already."""
-    if group is not None and group in dist.distributed_c10d._world.pg_map:
-        dist.destroy_process_group(group)

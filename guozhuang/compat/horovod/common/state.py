@@ -66,6 +66,24 @@ class SetMember:
             self._counts.clear()
 
 
+class RankPlace(NamedTuple):
+    """The place of a rank among the nodes.
+
+    Attributes:
+        local_rank: its index among the ranks of its node.
+        local_size: the number of ranks of its node.
+        cross_rank: the index of its node among the nodes that have a rank with this local rank.
+        cross_size: the number of those nodes.
+        is_homogeneous: all nodes have equally many ranks.
+    """
+
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    is_homogeneous: bool
+
+
 @dataclass(eq=False)
 class HorovodState:
     """The state of the Horovod world in this process, as ``hvd.init()`` makes it.
@@ -75,9 +93,7 @@ class HorovodState:
         world: all processes that the launcher started; larger than the Horovod world if ``init(comm=...)`` chose some of them.
         variables: the HOROVOD_* variables as they were at ``init``.
         rank: the rank of this process in the Horovod world. size: the number of ranks there.
-        local_rank: the index of this process among the ranks of its node. local_size: the number of ranks of its node.
-        cross_rank: the index of this node among the nodes that have this local rank. cross_size: the number of those nodes.
-        is_homogeneous: all nodes have equally many ranks.
+        place: the place of this rank among the nodes.
         world_ranks: for each rank of the Horovod world, in order, its rank in ``world``.
         made_world: ``hvd.init()`` entered the world of ``guozhuang``, so ``hvd.shutdown()`` leaves it.
         dynamic: process sets may be added and removed.
@@ -91,11 +107,7 @@ class HorovodState:
     variables: HorovodVariables
     rank: int
     size: int
-    local_rank: int
-    local_size: int
-    cross_rank: int
-    cross_size: int
-    is_homogeneous: bool
+    place: RankPlace
     world_ranks: tuple[int, ...]
     made_world: bool
     dynamic: bool
@@ -131,24 +143,6 @@ def required() -> HorovodState:
 def set_state(new: HorovodState | None) -> None:
     """Set the Horovod world of this process, or None; only ``basics`` calls this."""
     _current.state = new
-
-
-class RankPlace(NamedTuple):
-    """The place of a rank among the nodes.
-
-    Attributes:
-        local_rank: its index among the ranks of its node.
-        local_size: the number of ranks of its node.
-        cross_rank: the index of its node among the nodes that have a rank with this local rank.
-        cross_size: the number of those nodes.
-        is_homogeneous: all nodes have equally many ranks.
-    """
-
-    local_rank: int
-    local_size: int
-    cross_rank: int
-    cross_size: int
-    is_homogeneous: bool
 
 
 def place_of(rank: int, told: Sequence[tuple[int, int]]) -> RankPlace:

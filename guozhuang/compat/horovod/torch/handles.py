@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, Final
 
 from torch import Tensor
@@ -19,14 +18,6 @@ Finish = Callable[[list[Tensor], Handle], Any]
 _NUM_KEPT: Final = 1000
 
 
-@dataclass(slots=True)
-class _Pending:
-    """A handle of the engine, and a function that turns its outputs into the caller's result."""
-
-    handle: Handle
-    finish: Finish
-
-
 class HandleTable:
     """Numbers, from 1, for handles of the engine. Several threads may use the table.
 
@@ -34,13 +25,13 @@ class HandleTable:
     """
 
     def __init__(self) -> None:
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[int, tuple[Handle, Finish]] = {}
         self._numbers = itertools.count(1)
 
     def add(self, handle: Handle, finish: Finish) -> int:
         """Return a number for ``handle``; ``finish`` turns the handle's outputs into the caller's result."""
         number = next(self._numbers)
-        self._pending[number] = _Pending(handle, finish)
+        self._pending[number] = handle, finish
         return number
 
     def done(self, number: int) -> bool:
@@ -52,7 +43,7 @@ class HandleTable:
         found = self._pending.get(number)
         if found is None:
             raise ValueError(explain("handle was not created here, or has been synchronized before", value=number))
-        return found.handle.done()
+        return found[0].done()
 
     def wait(self, number: int) -> Any:
         """Wait for the operation, forget its number and return its result; None if the number is unknown.
@@ -63,11 +54,12 @@ class HandleTable:
         found = self._pending.pop(number, None)
         if found is None:
             return None
+        handle, finish = found
         try:
-            outputs = found.handle.wait()
+            outputs = handle.wait()
         except NegotiationError as error:
             raise HorovodInternalError(str(error)) from error.__cause__  # not from error: it has the same text
-        return found.finish(outputs, found.handle)
+        return finish(outputs, handle)
 
     def left(self) -> None:
         """Keep the results of the newest operations only; called after a shutdown, when no operation is running any more.
@@ -76,16 +68,12 @@ class HandleTable:
         """
         for number in list(self._pending)[:-_NUM_KEPT]:
             self._pending.pop(number, None)
-        for each in list(self._pending.values()):
-            if each.handle.has_ended:
+        for number, (handle, _) in list(self._pending.items()):
+            if handle.has_ended:
                 try:
-                    each.handle.wait()
+                    handle.wait()
                 except NegotiationError:
-                    each.finish = _nothing
-
-
-def _nothing(outputs: list[Tensor], handle: Handle) -> None:
-    """Stand in for the function of a failed operation; it is never called."""
+                    self._pending[number] = handle, lambda *_: None  # never called
 
 
 table = HandleTable()
