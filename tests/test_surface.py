@@ -49,6 +49,7 @@ RUN_OPTIONS_BESIDES_TORCHRUN = SSH_OPTIONS | {
     "--hang-timeout",
     "--pass-local-rank",
     "--server-hosts",
+    "--no-warm",
     "--on-failure",
     "--servers",
     "--strategy",

@@ -1,11 +1,12 @@
 """The rank processes of one node: each is started in its own session, watched by pidfd, and killed at the end of the run.
 
-See [Note: no orphans] in guard.py.
+See [Note: no orphans] in guard.py, and [Note: warm parent] in warm.py for ranks that are started anew.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import signal
@@ -16,9 +17,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from guozhuang.launch import guard
+from guozhuang.launch.warm import ForkedRank, NotWarmError, WarmParent
 from guozhuang.watch.processes import pidfd_open, start_of, status
 
 ENTRY = str(Path(__file__).with_name("rank.py"))
+_log = logging.getLogger("guozhuang")
+# How long ranks run before the warm parent is started: its imports would slow down theirs, and short runs need none.
+WARM_AFTER_S = 5.0
 _POLL_S = 0.05  # interval of polling where the kernel has no pidfd
 
 
@@ -39,14 +44,21 @@ class Crew:
     Args:
         run: the name of the run, which all its processes have in the environment.
         folder: the run's temporary folder, which the guard removes if this process is killed.
+
+    Attributes:
+        warm: the warm parent, once it is started (``keep_warm``); it may have ended.
     """
 
     def __init__(self, run: str, folder: str) -> None:
         self.run = run
         self.sessions: dict[int, int] = {}  # process id of each rank ever started -> its start time
         self._guard = guard.Guard(run, folder)
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._processes: dict[int, subprocess.Popen[bytes] | ForkedRank] = {}
         self._handles: dict[int, int] = {}  # pidfd -> rank
+        self.warm: WarmParent | None = None
+        self._warm_words: Sequence[str] = ()  # the command of the ranks that the warm parent is for
+        self._warm_at = float("inf")
+        self._shared: set[tuple[str, str]] | None = None  # environment variables that all ranks have had
 
     def start(
         self, rank: int, command: Sequence[str], environ: Mapping[str, str], stdout: str = "", stderr: str = ""
@@ -59,14 +71,51 @@ class Crew:
             environ: its complete environment.
             stdout, stderr: paths of files or pipes to write to; empty: the rank inherits the stream of this process.
         """
+        self._shared = set(environ.items()) if self._shared is None else self._shared & environ.items()
         with contextlib.ExitStack() as stack:
             out, err = (stack.enter_context(open(path, "wb")) if path else None for path in (stdout, stderr))
-            process = subprocess.Popen(command, env=dict(environ), stdout=out, stderr=err, start_new_session=True)
+            files = [0, out.fileno() if out else 1, err.fileno() if err else 2]
+            process: subprocess.Popen[bytes] | ForkedRank | None = self._fork(rank, command, environ, files)
+            if process is None:
+                process = subprocess.Popen(command, env=dict(environ), stdout=out, stderr=err, start_new_session=True)
         self._processes[rank] = process
         self.know([process.pid])
         with contextlib.suppress(AttributeError, OSError):
             self._handles[pidfd_open(process.pid)] = rank
         return process.pid
+
+    def keep_warm(self, words: Sequence[str]) -> None:
+        """Start a warm parent in ``WARM_AFTER_S`` seconds, by ``wait``; where it can, it forks the ranks that start later.
+
+        Args:
+            words: the command of a rank, without the words of ``entry``.
+        """
+        if not self._warm_words:
+            self._warm_words, self._warm_at = words, time.monotonic() + WARM_AFTER_S
+
+    def _start_warm_parent(self) -> None:
+        words, self._warm_at = self._warm_words, float("inf")
+        try:
+            self.warm = WarmParent(words, dict(self._shared or ()))
+        except (NotWarmError, OSError) as error:
+            _log.debug("there is no warm parent: %s", error)
+
+    def _fork(
+        self, rank: int, command: Sequence[str], environ: Mapping[str, str], files: Sequence[int]
+    ) -> ForkedRank | None:
+        """Fork a rank from the warm parent; return None if the rank must be started by ``exec``."""
+        if self.warm is None:
+            return None
+        ours = entry()
+        try:
+            if list(command[: len(ours) - 1]) != ours[:-1]:
+                raise NotWarmError("another program is put before its command")
+            forked = self.warm.fork(command[len(ours) :], environ, command[len(ours) - 1], files)
+        except NotWarmError as error:
+            _log.debug("rank %d is not forked from the warm parent: %s", rank, error)
+            return None
+        _log.debug("rank %d is forked from the warm parent", rank)
+        return forked
 
     def know(self, pids: Sequence[int]) -> None:
         """Add further processes to the run, such as its parameter servers, so that they are killed with it."""
@@ -79,6 +128,8 @@ class Crew:
 
     def wait(self, limit_s: float) -> dict[int, int]:
         """Wait until a rank ends or the limit passes; return the exit codes of ranks that have ended since the last call."""
+        if time.monotonic() >= self._warm_at:
+            self._start_warm_parent()
         if self._handles:
             select.select(list(self._handles), [], [], limit_s)
         else:
@@ -106,11 +157,17 @@ class Crew:
         return [rank for rank, process in self._processes.items() if state_of(process.pid) == "D"]
 
     def end_all(self, grace_s: float) -> None:
-        """End the remaining processes of the run by SIGTERM, and after ``grace_s`` seconds by SIGKILL; 0: SIGKILL at once."""
-        guard.end_all(self.run, self.sessions, grace_s)
+        """End the remaining processes of the run by SIGTERM, and after ``grace_s`` seconds by SIGKILL; 0: SIGKILL at once.
+
+        The warm parent stays, for the next attempt.
+        """
+        guard.end_all(self.run, self.sessions, grace_s, [] if self.warm is None else [self.warm.pid])
 
     def close(self) -> None:
-        """Kill the remaining processes of the run, and end the guard."""
+        """Kill the remaining processes of the run and its warm parent, and end the guard."""
+        if self.warm is not None:
+            self.warm.close()
+            self.warm = None
         self.end_all(0.0)
         self.wait(0.0)
         for handle in self._handles:

@@ -23,7 +23,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 if (
     not __package__
@@ -44,30 +44,31 @@ OF_GUARDS = "GUOZHUANG_GUARD"
 _LIMIT_S = 5.0  # wait after SIGKILL; a process in uninterruptible sleep (state D) is left behind then
 
 
-def belonging(run: str, sessions: Mapping[int, int]) -> list[int]:
+def belonging(run: str, sessions: Mapping[int, int], spared: Collection[int] = ()) -> list[int]:
     """Return the ids of the living processes of a run, without the caller.
 
     Args:
         run: the run's name, as in ``VARIABLE``.
         sessions: the process id of each rank (also the id of its session), mapped to its start time (``start_of``).
+        spared: process ids that are left out.
     """
     mark, found = f"{VARIABLE}={run}".encode(), []
     for pid in all_pids():
-        if pid == os.getpid() or (known := status(pid)) is None or known.state in "ZX":
+        if pid == os.getpid() or pid in spared or (known := status(pid)) is None or known.state in "ZX":
             continue
         if _is_of_session(known.session, sessions) or mark in environment(pid):
             found.append(pid)
     return found
 
 
-def end_all(run: str, sessions: Mapping[int, int], grace_s: float) -> list[int]:
+def end_all(run: str, sessions: Mapping[int, int], grace_s: float, spared: Collection[int] = ()) -> list[int]:
     """End every process of a run; return the ids of the processes that were alive at the call.
 
     Args:
-        run, sessions: see ``belonging``.
+        run, sessions, spared: see ``belonging``.
         grace_s: seconds between SIGTERM and SIGKILL; 0: SIGKILL at once.
     """
-    there = belonging(run, sessions)
+    there = belonging(run, sessions, spared)
     left, begin = there, time.monotonic()
     told: set[int] = set()
     while left and time.monotonic() < begin + grace_s + _LIMIT_S:
@@ -78,7 +79,7 @@ def end_all(run: str, sessions: Mapping[int, int], grace_s: float) -> list[int]:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, number)
         time.sleep(0.01)
-        left = belonging(run, sessions)  # searched anew: a process may have started children
+        left = belonging(run, sessions, spared)  # searched anew: a process may have started children
     return there
 
 

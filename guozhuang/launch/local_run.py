@@ -154,6 +154,8 @@ class LocalRun:
         self._job.begin(ranks.values())
         for local, environ in environs.items():
             self._start_rank(local, environ)
+        if self._plan.is_warm and self._job.restarts_left > 0:
+            self._crew.keep_warm(self._words)
 
     def _start_rank(self, local_rank: int, environ: dict[str, str]) -> None:
         if self._logs is not None:

@@ -20,15 +20,9 @@ _PR_SET_PDEATHSIG = 1
 
 def main(arguments: Sequence[str]) -> int:
     """Replace this process by the command. Return only if that fails, with the exit code that a shell would give."""
-    agent, folder, command = int(arguments[0]), arguments[1], list(arguments[2:])
-    if not _end_with_the_agent(agent):
-        return 128 + signal.SIGKILL  # the agent is gone already, so nothing would end this rank
-    for descriptor, name in ((1, "GUOZHUANG_STDOUT"), (2, "GUOZHUANG_STDERR")):
-        terminal = os.environ.pop(name, "")
-        if terminal:
-            _use_terminal(terminal, descriptor)
-    if folder:
-        _write_to(os.path.join(folder, f"rank{os.environ['RANK']}.log"))
+    command = list(arguments[2:])
+    if not begin(int(arguments[0]), arguments[1]):
+        return 128 + signal.SIGKILL
     # Python ignores both signals, and a program that is not Python would inherit that through exec.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
@@ -37,6 +31,24 @@ def main(arguments: Sequence[str]) -> int:
     except OSError as error:
         print(f"guozhuang run: {command[0]} cannot be started: {error.strerror}", file=sys.stderr)
         return 127 if isinstance(error, FileNotFoundError) else 126
+
+
+def begin(agent: int, log_folder: str) -> bool:
+    """Let the kernel end this process with the agent, and open its output; return False if the agent has already ended.
+
+    Args:
+        agent: the process id of the agent, which is the parent of this process.
+        log_folder: the folder of the rank's log file; empty: the output stays as the agent opened it.
+    """
+    if not _end_with_the_agent(agent):
+        return False  # nothing would end this rank
+    for descriptor, name in ((1, "GUOZHUANG_STDOUT"), (2, "GUOZHUANG_STDERR")):
+        terminal = os.environ.pop(name, "")
+        if terminal:
+            _use_terminal(terminal, descriptor)
+    if log_folder:
+        _write_to(os.path.join(log_folder, f"rank{os.environ['RANK']}.log"))
+    return True
 
 
 def _end_with_the_agent(agent: int) -> bool:

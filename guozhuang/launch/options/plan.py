@@ -47,6 +47,7 @@ class Plan:
         timestamps: whether to put the time before each line that is shown.
         hosts: whether other hosts are to be started over ssh (``-H``, ``--hostfile``).
         policy: whether a failure restarts all ranks or only the failed one.
+        is_warm: whether ranks that are started again may be forked from a warm parent.
         is_torchruns: whether the rendezvous is one of torchrun's own, so that torch elastic's agent starts the ranks.
         chosen: defaults that were chosen, with their reasons, for the log.
     """
@@ -66,6 +67,7 @@ class Plan:
     copy_folder: str | None = None
     timestamps: bool = False
     policy: Policy = Policy.RESTART_ALL
+    is_warm: bool = True
     is_torchruns: bool = False
 
 
@@ -123,6 +125,12 @@ def parser() -> argparse.ArgumentParser:
         choices=[policy.value for policy in Policy],
         default=Policy.RESTART_ALL.value,
         help="What --max-restarts starts again: all ranks, or only the one that failed while the others go on.",
+    )
+    ours.add_argument(
+        "--no-warm",
+        "--no_warm",
+        action="store_true",
+        help="Start ranks again in a new interpreter, not as forks of a process that has imported torch.",
     )
     ours.add_argument("--timestamps", action="store_true", help="Put the time before each line that ranks print.")
     placement.add_arguments(ours)
@@ -229,6 +237,7 @@ def plan(arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
         copy_folder=_copy_folder(found),
         timestamps=found.timestamps,
         policy=policy,
+        is_warm=not found.no_warm,
         is_torchruns=is_torchruns,
     )
 

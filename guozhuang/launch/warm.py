@@ -1,0 +1,347 @@
+"""A warm parent: a process that has imported torch, from which a rank is forked in hundredths of a second.
+
+[Note: warm parent] A rank that is started by ``exec`` imports torch and the package for seconds before its script begins. The
+warm parent does that once; then it forks a rank at each request. A forked rank must not differ from an ordinary one:
+1. The agent must be its parent, because the agent reads its exit code and the kernel kills it at the agent's death (see
+   [Note: no orphans] in guard.py), and because it must outlive the warm parent. So the warm parent forks a process that forks
+   the rank and ends at once. During the request the agent is the reaper of its orphaned descendants, so it becomes the parent
+   of the rank. The rank waits for that, reports its process id, and begins when the agent confirms. If the agent gave up
+   meanwhile, the rank ends without having run anything. An orphan of another rank that the agent adopts in these
+   milliseconds is a zombie after its end, until the agent ends.
+2. Some variables are read only when a program or library is loaded (``READ_ON_LOADING``). If the new rank's differ from those
+   that the warm parent was started with, the rank is started by ``exec``. So it is for any command but that of a Python file
+   or module, and whenever the warm parent is not ready, has ended or does not answer.
+3. No thread survives a fork. The warm parent therefore has one thread and runs no parallel region of OpenMP. The threads that
+   OpenBLAS starts when numpy is imported end at the first fork, and start again when they are needed; so the warm parent
+   forks once before it counts its threads, and ends if there is more than one, or if an import has initialized CUDA.
+4. What differs: the command line that ``ps`` shows; a variable such as OMP_NUM_THREADS that a script sets before it imports
+   torch comes too late; and ranks share the memory of what was imported.
+
+    python -u warm.py SOCKET COMMAND ...
+
+COMMAND is that of the ranks: ``-m MODULE ARGUMENTS`` or ``SCRIPT ARGUMENTS``. The warm parent ends when the agent's end of the
+socket is closed.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import ctypes
+import gc
+import importlib.machinery
+import io
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+# Prefixes of variables that Python, the C library or numerical libraries read once, when they are loaded.
+READ_ON_LOADING = (
+    "PYTHON", "LD_", "GLIBC_", "MALLOC_", "LANG", "LC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NPY_", "ATEN_", "DNNL_",
+    "ONEDNN_", "TORCH_", "PYTORCH_", "TORCHINDUCTOR_",
+)  # fmt: skip
+_LIMIT_S = 5.0  # how long a forked rank may take to report before another is started by exec
+_POLL_S = 0.001
+_READY = b"ready"
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class NotWarmError(Exception):
+    """Raised where a rank must be started by ``exec``; the text is the reason."""
+
+
+class ForkedRank:
+    """A rank that a warm parent forked: a child of this process, with the part of ``subprocess.Popen`` that ``Crew`` uses."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative for a signal; None while the rank runs."""
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if pid else None
+        return self._code
+
+
+class WarmParent:
+    """The agent's handle of its warm parent, which starts to import in the background.
+
+    Args:
+        words: the command of a rank (``[sys.executable, "-u", ...]``).
+        environ: the environment variables that all ranks share.
+
+    Raises:
+        NotWarmError: no rank with this command can be forked.
+    """
+
+    def __init__(self, words: Sequence[str], environ: Mapping[str, str]) -> None:
+        arguments = arguments_of(words)
+        self._environ = dict(environ)
+        self._is_ready = False
+        self._channel, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", __file__, str(theirs.fileno()), *arguments],
+                env=self._environ, pass_fds=[theirs.fileno()], start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+
+    @property
+    def pid(self) -> int:
+        """The process id of the warm parent."""
+        return self._process.pid
+
+    def fork(
+        self, words: Sequence[str], environ: Mapping[str, str], log_folder: str, files: Sequence[int]
+    ) -> ForkedRank:
+        """Start a rank.
+
+        Args:
+            words: its command.
+            environ: its complete environment.
+            log_folder: as the argument of ``rank.begin``.
+            files: descriptors of its standard input, output and error.
+
+        Raises:
+            NotWarmError: the rank must be started by ``exec``; no process of it is left.
+        """
+        arguments = arguments_of(words)
+        check_variables(self._environ, environ)
+        if not self._is_ready:
+            self._check()
+        try:
+            request = {"arguments": arguments, "words": list(words), "environ": dict(environ), "cwd": os.getcwd()}
+            return self._ask(json.dumps(request | {"agent": os.getpid(), "log_folder": log_folder}), files)
+        except OSError as error:
+            self.close()
+            raise NotWarmError(f"the warm parent did not fork: {error}") from error
+
+    def _check(self) -> None:
+        """Read the warm parent's message that it is ready.
+
+        Raises:
+            NotWarmError: it is not.
+        """
+        try:
+            self._channel.setblocking(False)
+            said = self._channel.recv(4096)
+        except BlockingIOError:
+            raise NotWarmError("the warm parent is still importing") from None
+        except OSError as error:
+            raise NotWarmError(f"the warm parent has ended: {error}") from error
+        self._channel.settimeout(_LIMIT_S)
+        if said != _READY:
+            raise NotWarmError(f"the warm parent has ended: {said.decode(errors='replace') or 'it was killed'}")
+        self._is_ready = True
+
+    def _ask(self, request: str, files: Sequence[int]) -> ForkedRank:
+        ours, theirs = socket.socketpair()
+        with ours, tempfile.TemporaryFile() as file:
+            ours.settimeout(_LIMIT_S)
+            file.write(request.encode())
+            file.seek(0)
+            with theirs, _reaper_of_orphans():
+                socket.send_fds(self._channel, [b"fork"], [*files, file.fileno(), theirs.fileno()])
+                theirs.close()  # so that ``recv`` ends if no process is left that could report
+                told = ours.recv(64)
+            if not told:
+                raise OSError("no rank reported")
+            rank = ForkedRank(int(told))
+            ours.send(b"begin")
+        return rank
+
+    def close(self) -> None:
+        """Kill the warm parent. The ranks that it forked continue."""
+        self._is_ready = False
+        self._channel.close()
+        self._process.kill()
+        self._process.wait()
+
+
+def arguments_of(words: Sequence[str]) -> list[str]:
+    """Return the arguments of a rank's command after ``python -u``: ``["-m", "module", ...]`` or ``["train.py", ...]``.
+
+    Raises:
+        NotWarmError: the command is not that of a Python file or module, or has other options of the interpreter.
+    """
+    if sys.platform != "linux":
+        raise NotWarmError("only Linux lets a process adopt the child of another")
+    if list(words[:2]) != [sys.executable, "-u"] or len(words) < 3:
+        raise NotWarmError("the command is not that of a Python program with this interpreter")
+    if words[2] == "-m" and len(words) > 3:
+        return list(words[2:])
+    if words[2].startswith("-") or words[2].endswith(".pyc") or not os.path.isfile(words[2]):
+        raise NotWarmError(f"{words[2]} is not a file of Python source")
+    return list(words[2:])
+
+
+def check_variables(loaded_with: Mapping[str, str], environ: Mapping[str, str]) -> None:
+    """Check that what was loaded with some environment variables may be used with others.
+
+    Raises:
+        NotWarmError: a variable that is read on loading differs.
+    """
+    for name in sorted(loaded_with.keys() | environ.keys()):
+        if name.startswith(READ_ON_LOADING) and loaded_with.get(name) != environ.get(name):
+            raise NotWarmError(f"the warm parent was started with another {name}, which is read on loading only")
+
+
+@contextlib.contextmanager
+def _reaper_of_orphans() -> Iterator[None]:
+    """Make this process the parent of descendants whose parent ends inside the ``with`` block."""
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+# Functions that run in the warm parent.
+
+
+def _serve(channel: socket.socket) -> dict[str, Any]:
+    """Fork a rank at each request. Return in each rank, with its request; the warm parent itself ends here."""
+    while True:
+        try:
+            message, files, _, _ = socket.recv_fds(channel, 16, 5)
+        except OSError:
+            message = b""
+        if not message:
+            os._exit(0)  # the agent has closed the channel, or has ended
+        between = os.fork()
+        if between == 0:
+            if os.fork():
+                os._exit(0)
+            try:
+                channel.close()
+                return _begin(files)
+            except BaseException:
+                os._exit(1)  # the agent notices that the socket of its request is closed
+        os.waitpid(between, 0)
+        for file in files:
+            os.close(file)
+
+
+def _begin(files: Sequence[int]) -> dict[str, Any]:
+    """Turn this forked process into the rank of the request, as far as its script can see."""
+    from guozhuang.launch import rank
+
+    parent = os.getppid()
+    with os.fdopen(files[3], "rb") as file:
+        request: dict[str, Any] = json.load(file)
+    os.setsid()
+    for target, source in enumerate(files[:3]):
+        os.dup2(source, target)
+        os.close(source)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["environ"])
+    while os.getppid() == parent and parent != request["agent"]:
+        time.sleep(_POLL_S)  # until the process between ends, and the agent adopts this one
+    if not rank.begin(request["agent"], request["log_folder"]):
+        os._exit(1)
+    with socket.socket(fileno=files[4]) as agent:
+        agent.send(str(os.getpid()).encode())
+        if not agent.recv(16):
+            os._exit(1)
+    return request
+
+
+def _run(request: Mapping[str, Any]) -> None:
+    """Run the script of a rank as ``__main__``, as the interpreter does after its start."""
+    arguments = request["arguments"]
+    _find_modules_as(arguments)
+    sys.orig_argv[:] = request["words"]
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        stream = _open_stream(descriptor, name)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()  # else all forked ranks would draw the same numbers
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__builtins__=builtins, __annotations__={})
+    sys.modules["__main__"] = main
+    try:
+        if arguments[0] == "-m":
+            sys.argv[:] = ["-m", *arguments[2:]]
+            runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]  # what ``python -m`` calls
+            return
+        sys.argv[:] = arguments
+        path = main.__dict__["__file__"] = os.path.join(os.getcwd(), arguments[0])
+        main.__dict__["__cached__"] = None
+        main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
+        with io.open_code(path) as file:
+            code = compile(file.read(), path, "exec")
+        exec(code, main.__dict__)
+    except BaseException as error:
+        # Python prints the error and ends as after any script; only the calls in this file are left out of the traceback.
+        hook, trace = sys.excepthook, error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        sys.excepthook = lambda kind, error, _: hook(kind, error.with_traceback(trace), trace)
+        raise
+
+
+def _find_modules_as(arguments: Sequence[str]) -> None:
+    """Set the first folder in which modules are searched to that of ``python`` with these arguments."""
+    if not sys.flags.safe_path:
+        sys.path[0] = os.getcwd() if arguments[0] == "-m" else os.path.dirname(os.path.realpath(arguments[0]))
+
+
+def _open_stream(descriptor: int, name: str) -> io.TextIOWrapper:
+    """Open a standard stream as the interpreter does with ``-u``; that of the warm parent remembers facts of another file."""
+    mode, before = "r" if descriptor == 0 else "w", getattr(sys, name)
+    raw: Any = io.FileIO(descriptor, mode, closefd=False)
+    raw.name = f"<{name}>"
+    buffer, newline = (io.BufferedReader(raw), None) if descriptor == 0 else (raw, "\n")
+    stream: Any = io.TextIOWrapper(buffer, before.encoding, before.errors, newline, write_through=True)
+    stream.mode = mode
+    return stream  # type: ignore[no-any-return]
+
+
+def _import() -> str:
+    """Import what ranks need; return why no rank can be forked afterwards, empty if it can."""
+    try:
+        import torch
+
+        import guozhuang.launch.rank  # noqa: F401
+        from guozhuang.watch.processes import path_of
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)  # the first optimizer imports 800 modules
+    between = os.fork()
+    if between == 0:
+        os._exit(0)
+    os.waitpid(between, 0)
+    num_threads = len(os.listdir(path_of("task")))
+    if num_threads != 1:
+        return f"{num_threads} threads run after the imports"
+    return "CUDA is initialized after the imports" if torch.cuda.is_initialized() else ""
+
+
+def main(arguments: Sequence[str]) -> dict[str, Any]:
+    """Import, tell the agent, and serve its requests; return in each forked rank, with its request."""
+    channel, words = socket.socket(fileno=int(arguments[0])), arguments[1:]
+    _find_modules_as(words)
+    why_not = _import()
+    channel.send(why_not.encode() or _READY)
+    if why_not:
+        sys.exit(1)
+    gc.collect()
+    gc.freeze()  # a collection in a rank would copy all pages of these objects
+    return _serve(channel)
+
+
+if __name__ == "__main__":
+    _run(main(sys.argv[1:]))
