@@ -20,6 +20,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.utils import _to_kwargs
 
 from ..errors import UsageError, WorldError, explain
+from ..gradients.forwards import tensors_with_graph
 from ..gradients.passes import ReducerOptions
 from ..gradients.reducer import Reducer
 from ..sync_batch_norm import use_on_cpu
@@ -35,7 +36,6 @@ from .arguments import (
 )
 from .exchanging import Exchanging
 from .joining import ShadowSteps, check_can_join, refuse_switch, sync_buffers, tell_synchronization
-from .outputs import tensors_with_graph
 from .precision import MixedPrecision, Precision
 from .torch_surface import TorchSurface
 

@@ -4,6 +4,10 @@
 all edits of ``param_groups`` keep their meaning. Between steps its groups hold the user's parameters; while it steps, and
 only then, they hold this rank's blocks. Its ``state`` belongs to the blocks at all times. Its hooks are moved to the
 wrapper, which the program calls; a direct call of the instance's own ``step()`` is refused.
+
+[Note: one scale for all ranks] ``torch.amp.GradScaler`` keeps a flag "infinity found" in tensors of its own, and adapts its scale
+by it in ``update()``. So if one rank found an infinity in its part, the flag must be set in the scalers of all ranks: all step
+or all skip. PyTorch passes the scaler to ``step`` of an optimizer that asks for it by an argument ``grad_scaler``.
 """
 
 from __future__ import annotations
@@ -18,12 +22,12 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from ..errors import UsageError, explain
 from ..groups import agree
 from ..groups.subgroups import timeout_s
-from . import scaling
 from .carrier import Carrier
 from .elementwise import steps_as_torch
 from .parts import Layout, Member, lay_out
@@ -71,7 +75,8 @@ class ShardedOptimizer(Optimizer):
         own = {p: inner.state.pop(p) for g in inner.param_groups for p in g["params"] if p in inner.state}
         self._connect(own)
         inner.register_step_pre_hook(self._refuse_other_steps)
-        scaling.silence_warning()
+        # A warning to authors of optimizers, which is shown to users: GradScaler may stop passing itself to step().
+        warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)
 
     # ---- attributes that PyTorch's other parts read ----------------------------------------------------------------------
 
@@ -135,7 +140,7 @@ class ShardedOptimizer(Optimizer):
             self._rebuild()
         if grad_scaler is not None:
             self.collect()
-            if not scaling.unscale_together(grad_scaler, self, self.carrier):
+            if not self._unscale_together(grad_scaler):
                 self.carrier.skip()
                 self.inner._opt_called = True  # type: ignore[attr-defined]  # for schedulers made before prepare()
                 return loss
@@ -152,6 +157,31 @@ class ShardedOptimizer(Optimizer):
         torch.autograd.graph.increment_version(changed)  # a graph that saved the old values then raises in its backward
         self.carrier.publish()
         return loss
+
+    def _unscale_together(self, scaler: Any) -> bool:
+        """Unscale the collected gradients unless the user did, and tell whether to step. See [Note: one scale for all ranks].
+
+        Args:
+            scaler: the scaler, before or after ``unscale_(optimizer)``.
+        """
+        state = scaler._per_optimizer_states[id(self)]
+        found: dict[torch.device, Tensor] = state["found_inf_per_device"]
+        if state["stage"] is OptState.READY:
+            local = torch.zeros((), dtype=torch.float32, device=self.device)
+            gradients: dict[torch.dtype, list[Tensor]] = {}
+            for weight in self.carrier.weights:
+                if weight.grad is not None:
+                    gradients.setdefault(weight.grad.dtype, []).append(weight.grad)
+            inverse = scaler._scale.double().reciprocal().float().to(self.device)
+            for same in gradients.values():
+                torch._amp_foreach_non_finite_check_and_unscale_(same, local, inverse)
+        else:
+            local = sum((value.to(self.device) for value in found.values()), torch.zeros((), device=self.device))
+        agreed = (local > 0).to(torch.float32).reshape(1)
+        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self.group)
+        found.clear()
+        found[self.device] = agreed.reshape(())
+        return not agreed.item()
 
     def collect(self) -> None:
         """Average gradients over ranks; a second call before the step does nothing. Every rank must call it."""

@@ -44,7 +44,7 @@ def shard(
         group: the ranks; all by default.
         share_weights: False: each rank holds all weights, also where one shared copy would be possible.
         overlap_gather: let new weights arrive while the program continues; code that reads one waits for it
-            (:mod:`guozhuang.sharding.arriving`). Without effect in shared memory.
+            (:mod:`guozhuang.sharding.gathered`). Without effect in shared memory.
         exchange: averages gradients in place of an exact sum, for example ``Compressed(MinMax8())``; equal on all ranks. Each
             rank then holds all weights. Gradients are sent at the step, unless the method is ``repeatable``.
 

@@ -23,7 +23,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from guozhuang import DistributedDataParallel
 from guozhuang.distributed.arguments import choose_devices
-from guozhuang.distributed.outputs import tensors_with_graph
+from guozhuang.gradients.forwards import tensors_with_graph
 from guozhuang.groups.agreement import agree, store_of
 from guozhuang.weights.equal_start import describe, sparse_names
 from tests.processes.cases import (

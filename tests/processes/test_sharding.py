@@ -206,7 +206,7 @@ def case_bert_trains_as_under_torch_ddp(rank: int, world_size: int) -> None:
 
 
 def case_weights_arrive_while_the_program_goes_on(rank: int, world_size: int) -> None:
-    from guozhuang.sharding.arriving import Arriving
+    from guozhuang.sharding.gathered import Arriving
 
     for overlaps in (True, False):
         model = mlp()

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from guozhuang.errors import UsageError
 from guozhuang.gradients.buckets import dense_stride, view_in
-from guozhuang.sharding.arriving import Arriving, Gathering
 from guozhuang.sharding.elementwise import ELEMENTWISE, check_elementwise
 from guozhuang.sharding.fully import repeated_blocks
+from guozhuang.sharding.gathered import Arriving, Gathering
 from guozhuang.sharding.parts import ALIGN_ELEMENTS, Layout, Member, in_memory_order, lay_out
 from guozhuang.sharding.state import apart, cut, is_elementwise, regroup
 
@@ -269,7 +269,7 @@ def test_every_reader_waits_for_weights_on_their_way(name: str) -> None:
 
 COMPILED = """
 import torch
-from guozhuang.sharding.arriving import reads_past_python
+from guozhuang.sharding.gathered import reads_past_python
 model = torch.nn.Linear(2, 2)
 torch.optim.SGD(model.parameters(), lr=0.1).step()
 assert not reads_past_python(model)
