@@ -5,9 +5,9 @@ all edits of ``param_groups`` keep their meaning. Between steps its groups hold 
 only then, they hold this rank's blocks. Its ``state`` belongs to the blocks at all times. Its hooks are moved to the
 wrapper, which the program calls; a direct call of the instance's own ``step()`` is refused.
 
-[Note: one scale for all ranks] ``torch.amp.GradScaler`` keeps a flag "infinity found" in tensors of its own, and adapts its scale
-by it in ``update()``. So if one rank found an infinity in its part, the flag must be set in the scalers of all ranks: all step
-or all skip. PyTorch passes the scaler to ``step`` of an optimizer that asks for it by an argument ``grad_scaler``.
+[Note: one scale for all ranks] ``torch.amp.GradScaler`` keeps a flag "infinity found" in tensors of its own, and adapts its
+scale by it in ``update()``. So if one rank found an infinity in its part, the flag must be set in the scalers of all ranks:
+all step or all skip. PyTorch passes the scaler to ``step`` of an optimizer that asks for it by an argument ``grad_scaler``.
 """
 
 from __future__ import annotations
