@@ -206,7 +206,7 @@ def _begin(state: AsyncState, lane: WeightLane, step: int) -> None:
     state.applies = True
 
     def average() -> None:
-        lane.not_finite.look(lane.flat, copy, lane.group.rank(), step)
+        lane.not_finite.look(lane.flat, copy, step)
         for s, m in zip(copy, moved, strict=True):
             m.copy_(s)
         mean(moved, lane.group)

@@ -72,7 +72,7 @@ class Average(WeightExchange[AverageState]):
             return
         for weights, flats, not_finite in zip(state.weights, state.flats, state.not_finite, strict=True):
             weights.read(flats)
-            not_finite.look(weights, flats, state.group.rank(), state.step)
+            not_finite.look(weights, flats, state.step)
         mean([flat for flats in state.flats for flat in flats], state.group)
         for weights, flats in zip(state.weights, state.flats, strict=True):
             weights.write(flats)

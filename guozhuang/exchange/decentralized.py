@@ -105,7 +105,7 @@ class Decentralized(WeightExchange[DecentralizedState]):
 
     def _average(self, lane: WeightLane, step: int) -> None:
         mine, group = lane.copies[0], lane.group
-        lane.not_finite.look(lane.flat, mine, group.rank(), step)
+        lane.not_finite.look(lane.flat, mine, step)
         if self.peers == "all":
             mean(mine, group)
             return

@@ -252,7 +252,7 @@ class DiLoCo(WeightExchange[DiLoCoState]):
             part.bucket.renew()
             difference = part.bucket.flat
             part.weights.subtract_from([part.start()], out=[difference])
-            part.not_finite.look(part.weights, [difference], state.group.rank(), step)
+            part.not_finite.look(part.weights, [difference], step)
             part.own = difference.clone() if self.keep_progress else None
             if scale != 1.0:
                 difference *= scale

@@ -121,7 +121,7 @@ class LowPrecisionDecentralized(WeightExchange[RingState]):
             return
         weights = [each.weights for each in state.memory]
         state.flat.read(weights)
-        state.not_finite.look(state.flat, weights, state.group.rank(), step)
+        state.not_finite.look(state.flat, weights, step)
         for index, memory in enumerate(state.memory):
             self._encode(state, index, memory, step)
         _send_to_neighbours(state)
@@ -158,7 +158,7 @@ class LowPrecisionDecentralized(WeightExchange[RingState]):
         if not state.memory:
             return
         flats = state.whole.copy()
-        state.not_finite.look(state.whole, flats, state.group.rank(), -1)
+        state.not_finite.look(state.whole, flats, -1)
         mean(flats, state.group)
         state.whole.write(flats)
         for replica in state.replicas.values():

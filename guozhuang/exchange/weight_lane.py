@@ -33,13 +33,12 @@ class NotFinite:
     def __init__(self) -> None:
         self._said = False
 
-    def look(self, flat: FlatWeights, values: Sequence[Tensor], rank: int, step: int) -> bool:
+    def look(self, flat: FlatWeights, values: Sequence[Tensor], step: int) -> bool:
         """Return whether all values are finite; log a warning if not.
 
         Args:
             flat: the layout of the parameters in ``values``.
             values: flat tensors into which ``flat.read`` copied the weights.
-            rank: the rank of this process in the group.
             step: the number of the last step; negative if it is not known.
         """
         if all(is_finite(each) for each in values):
@@ -54,7 +53,8 @@ class NotFinite:
             more = f" and {len(found) - 1} more parameters" if len(found) > 1 else ""
             when = f"after step {step} " if step >= 0 else ""
             what = f"{when}the weights of {found[0]!r}{more} hold NaN or infinity; averaging hands them to others"
-            _log.warning("%s", explain(what, rank=rank, fix="look at the learning rate and at this rank's data"))
+            fix = "look at the learning rate and at this rank's data"
+            _log.warning("%s", explain(what, rank=dist.get_rank(), fix=fix))
         return False
 
 
@@ -161,7 +161,7 @@ class WeightLane(Lane):
         self.flat.read(copy)
 
         def average() -> None:
-            self.not_finite.look(self.flat, copy, self.group.rank(), -1)
+            self.not_finite.look(self.flat, copy, -1)
             mean(copy, self.group)
 
         self.start(average)
