@@ -1,18 +1,15 @@
 """What negotiation costs, counted: rounds, full rounds, collectives, copies; and what is written about it."""
 
-import json
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from guozhuang.errors import UsageError
-from guozhuang.gradients.named import Kind, Knobs, NamedEngine, Settings, Submission, collectives
+from guozhuang.gradients.named import Knobs, NamedEngine, Settings, collectives
 from guozhuang.gradients.named import engine as engines
-from tests.processes.negotiating import an_engine, asked, full, in_place, reduced, reducing, run_engines, together
+from tests.processes.negotiating import an_engine, full, in_place, reducing, run_engines, together
 
 
 class Counted:
@@ -108,54 +105,6 @@ def test_neighbours_of_a_group_and_large_tensors_are_reduced_in_place(name: str)
     run_engines(copied_or_not, 2, name=name)
 
 
-def submitted_again(engine: NamedEngine) -> None:
-    """The same submissions in every step: in place, packed, with new outputs, in two channels, with a rank that joined."""
-    channel, part = engine.world, engine.add([0, 1])
-    rank = channel.rank or 0
-    flat = channel.allocate(600, torch.float32, torch.device("cpu"))
-    views, others = list(flat.split([100, 200, 300])), [full(0.0, 50) for _ in range(3)]
-    mine = [_over_itself(f"in place {i}", view) for i, view in enumerate(views)]
-    mine += [_over_itself(f"packed {i}", other) for i, other in enumerate(others)]
-    mine += [Submission(Kind.ALLREDUCE, f"new {i}", (other,)) for i, other in enumerate(others)]
-    kept: list[torch.Tensor] = []
-    for step in range(12):
-        where = channel if step % 4 else part
-        flat.fill_(rank + step)
-        for other in others:
-            other.fill_(rank + 2 * step)
-        if step % 3 == 0:
-            mine = mine[::-1]
-        of_new = [where.submit(each) for each in mine if each.outputs is None]
-        for handle in of_new:
-            assert handle.wait()[0].eq(1 + 4 * step).all()
-            kept.append(handle.wait()[0])
-        for handle in [where.submit(each) for each in mine if each.outputs is not None]:
-            handle.wait()
-        assert flat.eq(1 + 2 * step).all(), step
-        assert all(other.eq(1 + 4 * step).all() for other in others)
-    expected = [1.0 + 4 * step for step in range(12) for _ in range(3)]
-    assert [each[0].item() for each in kept] == expected, "what was returned before stays as it was"
-    if rank == 1:
-        channel.join().wait()
-        return
-    for step in range(2):
-        flat.fill_(5.0 + step)
-        for handle in [channel.submit(each) for each in mine if "in place" in each.name]:
-            handle.wait()
-        assert flat.eq(5.0 + step).all(), "the other rank joined, and adds zeros"
-    channel.join().wait()
-
-
-def _over_itself(name: str, tensor: torch.Tensor) -> Submission:
-    tensors = (tensor,)  # the very same object: only then the engine sees that nothing has to be copied
-    return Submission(Kind.ALLREDUCE, name, tensors, tensors)
-
-
-@pytest.mark.parametrize("name", ["shm", "gloo"])
-def test_a_submission_may_come_again_and_again(name: str) -> None:
-    run_engines(submitted_again, 2, name=name)
-
-
 def limited_fusion(engine: NamedEngine) -> list[int]:
     channel, counted = engine.world, Counted()
     group = [reducing(channel, "group", full(1.0, 10), full(1.0, 20)), reducing(channel, "one", full(1.0, 5))]
@@ -216,41 +165,3 @@ def test_a_tuner_turns_the_knobs_of_all_ranks() -> None:
     from tests.processes.shm_ranks import run_shm_ranks
 
     run_shm_ranks(tuned, 2)
-
-
-def timeline(engine: NamedEngine, folder: str) -> None:
-    channel, path = engine.world, Path(folder) / f"{engine.world.rank}.json"
-    reduced(channel, "before", full(1.0))
-    engine.start_timeline(str(path), mark_cycles=True)
-    with pytest.raises(UsageError, match="is being written"):
-        engine.start_timeline(str(path))
-    together(channel, "started")
-    reduced(channel, "x", full(1.0))
-    _ = [asked(channel, Kind.BROADCAST, "y", full(1.0), root=0).wait() for _ in range(2)]
-    together(channel, "all seen")
-    if channel.rank == 0:
-        now = json.loads(path.read_text())  # complete while it is written
-        assert {"ALLREDUCE", "NEGOTIATE_ALLREDUCE", "CYCLE_START"} <= {event["name"] for event in now}
-    engine.stop_timeline()
-    reduced(channel, "after", full(1.0))
-    engine.stop_timeline()
-    engine.start_timeline(str(path) + ".second")
-    reduced(channel, "z", full(1.0))
-    together(channel, "z seen")
-
-
-def test_the_timeline_of_rank_0(tmp_path: Path) -> None:
-    run_engines(timeline, 2, str(tmp_path))
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["0.json", "0.json.second"]
-    events = json.loads((tmp_path / "0.json").read_text())
-    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
-    assert {"allreduce.x", "broadcast.y"} <= set(names.values()) and "allreduce.before" not in names.values()
-    of_x = [event for event in events if names.get(event["pid"]) == "allreduce.x" and event["ph"] == "X"]
-    assert [event["name"] for event in of_x] == ["NEGOTIATE_ALLREDUCE", "ALLREDUCE"]
-    assert of_x[0]["ts"] + of_x[0]["dur"] <= of_x[1]["ts"] + 1 and of_x[1]["dur"] > 0
-    of_y = [event["name"] for event in events if names.get(event["pid"]) == "broadcast.y" and event["ph"] == "X"]
-    assert of_y == ["NEGOTIATE_BROADCAST", "BROADCAST"] * 2
-    assert (tmp_path / "0.json").read_text().count("start_time_since_epoch_in_micros") == 1
-    second = (tmp_path / "0.json.second").read_text()
-    assert "allreduce.z" in second and "CYCLE_START" not in second and "allreduce.after" not in second
-    json.loads(second)

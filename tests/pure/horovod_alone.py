@@ -189,11 +189,3 @@ def is_distributed(optimizer: Any) -> bool:
 def assert_equal(found: list[Tensor], expected: list[Tensor], **tolerance: float) -> None:
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, **tolerance)
-
-
-MAKERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "sgd": sgd,
-    "adamw": lambda net: torch.optim.AdamW(net.parameters(), lr=0.01),
-    "adam-foreach": lambda net: torch.optim.Adam(net.parameters(), lr=0.01, foreach=True),
-    "adamw-fused": lambda net: torch.optim.AdamW(net.parameters(), lr=0.01, fused=True),
-}

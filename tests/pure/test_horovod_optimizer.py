@@ -17,7 +17,6 @@ from guozhuang.compat.horovod.torch.mpi_ops import Adasum, Average, Max, Sum
 from guozhuang.gradients.named import Kind, Reduction, Settings
 
 from .horovod_alone import (
-    MAKERS,
     NAMES,
     MirrorChannel,
     assert_equal,
@@ -47,12 +46,6 @@ def test_it_is_an_optimizer_of_the_same_class_with_the_same_state(channel: Mirro
     assert made.op == op and made.process_set.process_set_id == 0
     assert made.backward_passes_per_step == 1 and set(made._allreduce_delay.values()) == {1}
     assert made._handles == {}
-
-
-@pytest.mark.parametrize("maker", MAKERS)
-def test_training_is_that_of_the_optimizer_itself(channel: MirrorChannel, maker: str) -> None:
-    ours, theirs = net_of_three(), net_of_three()
-    assert_equal(train(ours, distributed(ours, MAKERS[maker](ours))), train(theirs, MAKERS[maker](theirs)))
 
 
 def test_it_cannot_be_wrapped_twice_and_copies_are_plain(channel: MirrorChannel) -> None:
@@ -299,14 +292,6 @@ def test_zero_grad_works_between_steps_only(channel: MirrorChannel, to_none: boo
         if is_distributed(optimizer):
             with pytest.raises(AssertionError, match="zero_grad"):
                 optimizer.zero_grad()
-        optimizer.step()
-
-    beside(channel, program)
-
-
-def test_without_zero_grad_gradients_add_up_as_they_do_elsewhere(channel: MirrorChannel) -> None:
-    def program(net: nn.Module, optimizer: Any, step: int) -> None:
-        loss_of(net, step).backward()
         optimizer.step()
 
     beside(channel, program)

@@ -34,21 +34,6 @@ from .horovod_alone import (
 # ---- synchronize and step ---------------------------------------------------------------------------------------------------
 
 
-def test_gradients_can_be_clipped_between_synchronize_and_step(channel: MirrorChannel) -> None:
-    def program(net: nn.Module, optimizer: Any, step: int) -> None:
-        optimizer.zero_grad()
-        loss_of(net, step).backward()
-        if is_distributed(optimizer):
-            optimizer.synchronize()
-        nn.utils.clip_grad_norm_(net.parameters(), 0.01)
-        with optimizer.skip_synchronize() if is_distributed(optimizer) else nullcontext():
-            optimizer.step()
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        beside(channel, program)
-
-
 def test_a_step_that_synchronizes_again_warns_once(channel: MirrorChannel) -> None:
     net = net_of_three()
     made = distributed(net)
@@ -235,33 +220,6 @@ def test_copies_of_the_model_have_no_part_in_it(channel: MirrorChannel) -> None:
 
 
 # ---- parameters that change -------------------------------------------------------------------------------------------------
-
-
-def test_a_parameter_frozen_later_stays_where_it_is(channel: MirrorChannel) -> None:
-    net = net_of_three()
-    made = distributed(net, sgd(net, weight_decay=0.1))
-    train(net, made, 2)
-    made.zero_grad()
-    net.second.requires_grad_(False)
-    before = net.second.weight.detach().clone()
-    train(net, made, 2)
-    assert torch.equal(net.second.weight, before)
-
-
-def test_a_parameter_unfrozen_later_is_exchanged(channel: MirrorChannel) -> None:
-    ours, theirs = net_of_three(), net_of_three()
-    for net in (ours, theirs):
-        net.second.requires_grad_(False)
-    made, plain = distributed(ours), sgd(theirs)
-    train(ours, made, 2)
-    train(theirs, plain, 2)
-    assert "second.weight" not in sent(channel)
-    for net in (ours, theirs):
-        net.second.requires_grad_(True)
-    train(ours, made, 1)
-    assert "second.weight" in sent(channel)
-    train(theirs, plain, 1)
-    assert_equal(train(ours, made, 2), train(theirs, plain, 2))
 
 
 def test_parameters_added_later_are_exchanged(channel: MirrorChannel) -> None:
