@@ -163,6 +163,10 @@ class Crew:
         """
         guard.end_all(self.run, self.sessions, grace_s, [] if self.warm is None else [self.warm.pid])
 
+    def end_left(self, pid: int) -> None:
+        """Kill the processes that an ended rank has left in its session."""
+        guard.end_all("", {pid: self.sessions.pop(pid)}, 0.0)
+
     def close(self) -> None:
         """Kill the remaining processes of the run and its warm parent, and end the guard."""
         if self.warm is not None:

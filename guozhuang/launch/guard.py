@@ -48,7 +48,7 @@ def belonging(run: str, sessions: Mapping[int, int], spared: Collection[int] = (
     """Return the ids of the living processes of a run, without the caller.
 
     Args:
-        run: the run's name, as in ``VARIABLE``.
+        run: the run's name, as in ``VARIABLE``; empty: only sessions are looked at.
         sessions: the process id of each rank (also the id of its session), mapped to its start time (``start_of``).
         spared: process ids that are left out.
     """
@@ -56,7 +56,7 @@ def belonging(run: str, sessions: Mapping[int, int], spared: Collection[int] = (
     for pid in all_pids():
         if pid == os.getpid() or pid in spared or (known := status(pid)) is None or known.state in "ZX":
             continue
-        if _is_of_session(known.session, sessions) or mark in environment(pid):
+        if _is_of_session(known.session, sessions) or (run and mark in environment(pid)):
             found.append(pid)
     return found
 

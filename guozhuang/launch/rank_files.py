@@ -102,10 +102,7 @@ class RankFiles(LogsSpecs):
         folder = copies_of(self._shown.copy_folder, rank, size)
         is_first = self._attempt == 1 and not self._is_restart
         try:
-            os.makedirs(folder, exist_ok=True)
-            for name in ("stdout", "stderr"):
-                with open(os.path.join(folder, name), "wb" if is_first else "ab"):
-                    pass  # the first attempt empties files of an earlier run
+            open_copies(folder, is_first)
         except OSError as error:
             what = f"what rank {rank} prints cannot be written to {error.filename}: {error.strerror}"
             if is_first:
@@ -113,6 +110,18 @@ class RankFiles(LogsSpecs):
             self._output.say(what)
             return None
         return folder
+
+
+def open_copies(folder: str, is_first: bool) -> None:
+    """Make the folder for copies of a rank's output, with its files; ``is_first`` empties files of an earlier run.
+
+    Raises:
+        OSError: a folder or file cannot be made; the error names it.
+    """
+    os.makedirs(folder, exist_ok=True)
+    for name in ("stdout", "stderr"):
+        with open(os.path.join(folder, name), "wb" if is_first else "ab"):
+            pass
 
 
 def copies_of(folder: str, rank: int, size: int) -> str:

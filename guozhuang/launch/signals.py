@@ -35,7 +35,8 @@ class Signals:
         self.noted: list[int] = []
         self.is_signalled = self._is_noting = False
         numbers = [getattr(signal, name.strip()) for name in names.split(",") if name.strip()]
-        self._numbers = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+        # None: a handler that Python did not set, and could not restore.
+        self._numbers = [number for number in numbers if signal.getsignal(number) not in (signal.SIG_IGN, None)]
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:

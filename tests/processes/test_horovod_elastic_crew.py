@@ -3,97 +3,128 @@
 from __future__ import annotations
 
 import os
-import queue
 import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from guozhuang.compat.horovod.runner.elastic.crew import Ended, Event, LocalWorkers, Lost, Printed, Reached, Started
-from guozhuang.compat.horovod.runner.elastic.discovery import DiscoveryError, HostDiscoveryScript, Watch
+from guozhuang.compat.horovod.runner.elastic.crew import LocalWorkers
+from guozhuang.compat.horovod.runner.elastic.discovery import DiscoveryError, HostDiscovery
 from guozhuang.compat.horovod.runner.elastic.doors import Doors
-from guozhuang.compat.horovod.runner.elastic.remote_crew import HostConfig, RemoteCrew
-from guozhuang.compat.horovod.runner.elastic.writing import Room
+from guozhuang.compat.horovod.runner.elastic.remote_crew import HostConfig, RemoteWorkers
+from guozhuang.launch.console.output import RankPlaces
+from guozhuang.launch.console.streams import NamedPipe
+from guozhuang.launch.crew import state_of
 from guozhuang.launch.hosts import ssh
 from guozhuang.watch.processes import node_identity
 
+NOWHERE = ("127.0.0.1", 1)
 
-def of_kind(events: queue.Queue[Event], kind: type[Any], limit_s: float = 20.0) -> Any:
-    """The next event of that kind."""
+
+def until(what: Callable[[], object], limit_s: float = 20.0) -> None:
     deadline = time.monotonic() + limit_s
-    while not isinstance(event := events.get(timeout=max(deadline - time.monotonic(), 0.001)), kind):
-        pass
-    return event
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
-def test_a_worker_that_cannot_be_started_has_ended() -> None:
-    events: queue.Queue[Event] = queue.Queue()
-    crew = LocalWorkers(events, Room())
-    too_much = {f"VARIABLE{number}": "x" * 100_000 for number in range(100)}
-    for number, environ in enumerate([too_much, {"ZERO": "a\0b"}]):
-        crew.start(number, ["/bin/true"], environ)
-        said = of_kind(events, Printed)
-        assert said.worker == number and said.stream == "stderr" and b"/bin/true cannot be started" in said.data
-        assert of_kind(events, Ended) == Ended(number, 126)
-    crew.end(0)
-    crew.close()
+@pytest.mark.parametrize("environ", [{f"VARIABLE{n}": "x" * 100_000 for n in range(100)}, {"ZERO": "a\0b"}])
+def test_a_worker_that_cannot_be_started(tmp_path: Path, environ: dict[str, str]) -> None:
+    with closing(LocalWorkers(str(tmp_path), NOWHERE, 60.0, environ)) as workers:
+        with pytest.raises(OSError, match="/bin/true cannot be started: "):
+            workers.start(0, "a", 1, ["/bin/true"], os.devnull, os.devnull)
+        workers.end(0)
+        assert workers.wait(0.0) == {}
 
 
-def test_workers_wait_where_nobody_takes_what_they_print() -> None:
-    events: queue.Queue[Event] = queue.Queue()
-    room = Room(most_bytes=1 << 18)
-    crew = LocalWorkers(events, room)
-    crew.start(0, ["/bin/sh", "-c", "head -c 5000000 /dev/zero; exit 3"], dict(os.environ))
-    try:
-        of_kind(events, Started)
-        deadline = time.monotonic() + 10
-        while not room.is_full() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(0.2)
-        there = list(events.queue)
-        assert sum(len(event.data) for event in there if isinstance(event, Printed)) <= (1 << 18) + (1 << 16)
-        assert not any(isinstance(event, Ended) for event in there)
-        num_bytes = 0
-        while not isinstance(event := events.get(timeout=20), Ended):
-            assert isinstance(event, Printed)
-            num_bytes += len(event.data)
-            room.give(len(event.data))
-        assert num_bytes == 5_000_000 and event == Ended(0, 3)
-        crew.look()
-        assert not crew._processes and not crew._threads, "nothing is kept of who has ended"
-    finally:
-        crew.close()
+def test_the_end_of_a_worker_takes_what_it_started_along(tmp_path: Path) -> None:
+    sleeps = f"sleep 600.{os.getpid()}"
+
+    def sleeping() -> list[psutil.Process]:
+        return [each for each in psutil.process_iter(["cmdline"]) if sleeps == " ".join(each.info["cmdline"] or [])]
+
+    def started(worker: int, script: str) -> int:
+        return workers.start(worker, "a", 1, ["/bin/sh", "-c", script], os.devnull, os.devnull)
+
+    def codes(limit_s: float = 20.0) -> dict[int, int]:
+        found: dict[int, int] = {}
+        until(lambda: found.update(workers.wait(0.05)) or found, limit_s)
+        return found
+
+    with closing(LocalWorkers(str(tmp_path), NOWHERE, 60.0, dict(os.environ))) as workers:
+        started(0, f"{sleeps} & exit 3")
+        assert codes() == {0: 3} and not sleeping()
+        started(1, f"trap '' TERM; {sleeps}")
+        until(sleeping)
+        workers.end(1)
+        assert workers.wait(0.5) == {} and sleeping(), "it has a grace"
+        workers.end(1, at_once=True)
+        assert codes(3.0) == {1: -signal.SIGKILL} and not sleeping()
+        assert not (workers._jobs or workers._pids or workers._crew.sessions), "nothing is kept of who has ended"
 
 
-def test_workers_of_another_host_wait_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host without ssh between; what its pipes and its own queue hold is not endless either."""
+class Events:
+    """What a remote host reports."""
+
+    def __init__(self) -> None:
+        self.pids: dict[int, int] = {}
+        self.codes: dict[int, int] = {}
+        self.texts: list[str] = []
+
+    def started(self, worker: int, pid: int) -> None:
+        self.pids[worker] = pid
+
+    def ended(self, worker: int, code: int) -> None:
+        self.codes[worker] = code
+
+    def say(self, text: str) -> None:
+        self.texts.append(text)
+
+
+def test_workers_of_another_host_wait_where_nobody_takes_what_they_print(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host without ssh between; what its pipes hold and what is on the way is not endless."""
     monkeypatch.setattr(ssh, "command", lambda host, options, timeout_s, token: ssh.local_command(token))
-    events: queue.Queue[Event] = queue.Queue()
-    room, num_bytes = Room(most_bytes=1 << 18), 20_000_000
+    events, num_bytes = Events(), 20_000_000
+    pipe = NamedPipe(str(tmp_path / "pipe"))
     with socket.create_server(("127.0.0.1", 0)) as store, closing(Doors(store.getsockname()[1], [])) as doors:
-        told = HostConfig(doors.open(), doors.secret, node_identity(), 600.0, 60.0, {}, ssh.SshOptions())
-        with closing(RemoteCrew("localhost", told, events, room)) as crew:
-            crew.start(0, ["/bin/sh", "-c", f"head -c {num_bytes} /dev/zero; exit 3"], 1)
-            assert of_kind(events, Reached).address == "127.0.0.1"
-            of_kind(events, Started)
-            deadline = time.monotonic() + 10
-            while not room.is_full() and time.monotonic() < deadline:
+        config = HostConfig(doors.open(), doors.secret, node_identity(), 600.0, 60.0, {}, ssh.SshOptions())
+        with closing(RemoteWorkers("localhost", config, events)) as host:
+            script = f"head -c {num_bytes} /dev/zero; echo too >&2; exit 3"
+            host.start(0, ["/bin/sh", "-c", script], 1, RankPlaces(pipe.path, pipe.path, {}))
+            until(lambda: host.turn() or not host.reading)
+            assert host.address == "127.0.0.1" and events.pids.keys() == {0}
+            for _ in range(20):
+                host.turn()
                 time.sleep(0.01)
-            time.sleep(0.5)
-            there = list(events.queue)
-            assert 1 << 18 <= sum(len(event.data) for event in there if isinstance(event, Printed)) <= 1 << 20
-            assert not any(isinstance(event, Ended | Lost) for event in there)
-            while not isinstance(event := events.get(timeout=20), Ended):
-                assert isinstance(event, Printed)
-                num_bytes -= len(event.data)
-                room.give(len(event.data))
-            assert event == Ended(0, 3) and num_bytes == 0
+            assert sum(len(each.unsent) for each in host._all_pipes) < 1 << 18 and not (events.codes or host.is_lost)
+            found = bytearray()
+
+            def read() -> bool:
+                host.turn()
+                try:
+                    found.extend(os.read(pipe.source, 1 << 16))
+                except BlockingIOError:
+                    return bool(events.codes)
+                return False
+
+            until(read, 60.0)
+            assert events.codes == {0: 3} and not events.texts
+            assert found.count(0) == num_bytes and found.endswith(b"too\n")
+            host.start(1, ["/bin/sh", "-c", "sleep 600"], 1, RankPlaces(pipe.path, pipe.path, {}))
+            until(lambda: host.turn() or 1 in events.pids)
+            host.stop()
+            until(lambda: host.turn() or host.is_lost)
+            assert events.codes == {0: 3, 1: 255} and not events.texts, "the end was asked for"
+            until(lambda: state_of(events.pids[1]) in ("", "Z"))
+    pipe.close()
 
 
 def of(path: Path) -> list[psutil.Process]:
@@ -102,39 +133,56 @@ def of(path: Path) -> list[psutil.Process]:
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> HostDiscoveryScript:
+def discovery(tmp_path: Path) -> HostDiscovery:
     """Prints a host; once the file ``hangs`` is there, it does not end."""
-    return HostDiscoveryScript(f"if test -e {tmp_path}/hangs; then tail -f {tmp_path}/hangs; else echo a:2; fi", 1)
+    return HostDiscovery(f"if test -e {tmp_path}/hangs; then tail -f {tmp_path}/hangs; else echo a:2; fi", 1)
 
 
-def test_a_script_that_runs_is_ended_with_the_driver(tmp_path: Path, script: HostDiscoveryScript) -> None:
-    said: list[str] = []
-    watch = Watch(script, said.append)
-    assert watch.newest() == {"a": 2}
+def test_a_script_that_hangs_holds_nobody_up_and_is_ended(
+    tmp_path: Path, discovery: HostDiscovery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    discovery.find()
+    assert discovery.newest == {"a": 2}
+    now = time.monotonic()
+    assert discovery.turn(now) == "" and not discovery._process, "once a second"
     (tmp_path / "hangs").touch()
-    deadline = time.monotonic() + 20
-    while not of(tmp_path) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert of(tmp_path)
-    began = time.monotonic()
-    watch.close()
-    assert time.monotonic() < began + 3 and not of(tmp_path) and not said and watch.newest() == {"a": 2}
-    with pytest.raises(DiscoveryError, match="not run any more"):
-        script.find()
+    assert discovery.turn(now + 2.0) == ""
+    until(lambda: of(tmp_path))
+    assert discovery.turn(now + 61.0) == "" and of(tmp_path)
+    text = discovery.turn(now + 62.5)
+    assert "did not end within 60 s" in text and text.endswith("The hosts that were found before stay")
+    assert not of(tmp_path) and discovery.newest == {"a": 2}
+    assert discovery.turn(now + 64.0) == discovery.turn(now + 125.0) == "", "said once"
+    (tmp_path / "hangs").unlink()
+    discovery.turn(now + 127.0)
+    texts: list[str] = []
+    until(lambda: texts.append(discovery.turn(now + 127.5)) or texts[-1])
+    assert texts[-1] == "the discovery script works again"
+    (tmp_path / "hangs").touch()
+    discovery.turn(now + 130.0)
+    until(lambda: of(tmp_path))
+    discovery.close()
+    assert not of(tmp_path)
 
 
-def test_an_interrupt_ends_the_script(tmp_path: Path, script: HostDiscoveryScript) -> None:
+def test_an_interrupt_ends_the_script(tmp_path: Path, discovery: HostDiscovery) -> None:
     (tmp_path / "hangs").touch()
 
     def interrupt() -> None:
-        deadline = time.monotonic() + 20
-        while not (script._process and of(tmp_path)) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        until(lambda: discovery._process and of(tmp_path))
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        script.find()
+        discovery.find()
     thread.join()
     assert not of(tmp_path)
+
+
+def test_a_script_that_fails_at_the_start() -> None:
+    with pytest.raises(DiscoveryError, match=r"ended with exit code 3, saying: no hosts$"):
+        HostDiscovery("echo no hosts >&2; exit 3", 1).find()
+    listed = HostDiscovery(None, 1, [("a", 1), ("b", 2), ("a", 1)])
+    listed.find()
+    assert listed.newest == {"a": 2, "b": 2} and listed.turn(0.0) == ""

@@ -307,6 +307,10 @@ def test_scripts_that_fail_at_once(tmp_path: Path) -> None:
     with driver(tmp_path, settings(tmp_path, "127.0.0.1:2\n", "/no/such/program", str(tmp_path))) as running:
         assert running.wait(20) == 1
         assert "Exit code: 127" in running.printed
+    too_long = ("/bin/true", str(tmp_path), "x" * 200_000)
+    with driver(tmp_path, settings(tmp_path, "127.0.0.1:1\n", *too_long, num_proc=1, min_np=1)) as running:
+        assert running.wait(20) == 1
+        assert "horovodrun: /bin/true cannot be started: " in running.printed and "Exit code: 126" in running.printed
     with driver(tmp_path, settings(tmp_path, "nonsense here\n", *fails)) as running:
         assert running.wait(20) == 2
         assert "discovery script" in running.printed

@@ -271,7 +271,9 @@ def test_a_port_of_ssh_is_that_of_the_other_hosts(monkeypatch: pytest.MonkeyPatc
     assert static_run.run(arguments.parse([*line.split(), "true"]), lambda text: None) == 0
     assert started == [[True, True, False]]
     elastic: Any = types.SimpleNamespace(_is_local={}, _ssh=ssh.SshOptions(2222))
-    assert [driver._Driver._here(elastic, name) for name in ("localhost", "127.0.0.1", "192.0.2.9")] == started[0]
+    assert [
+        driver.ElasticDriver._is_here(elastic, name) for name in ("localhost", "127.0.0.1", "192.0.2.9")
+    ] == started[0]
 
 
 def test_errors_of_the_function_speak_of_its_arguments() -> None:

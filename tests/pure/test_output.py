@@ -190,3 +190,43 @@ def test_a_terminal_that_has_gone_is_not_asked_for_its_size() -> None:
     stream.resize()
     stream.finish()
     os.close(real)
+
+
+def test_a_process_whose_rank_changes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = Output(terminals=((False, False), (False, False)), who="horovodrun")
+
+    def is_shown(number: int, line: str) -> bool:
+        return any(line == text for _, text in out.traces[number].lines)
+
+    def until(what: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 10
+        while not what() and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+    for number in range(2):
+        (tmp_path / str(number)).mkdir()
+        out.replace(number)
+    places = out.pipes(0, str(tmp_path / "0"), copies="", name="a#0")
+    unnamed = out.pipes(1, str(tmp_path / "1"), copies="", name="b#0")
+    write(places.stdout, b"one\ntw")
+    until(lambda: is_shown(0, "one"))
+    for rank, line in ((1, b"o\n"), (0, b"three\n")):
+        (tmp_path / f"rank.{rank}").mkdir()
+        out.rename(0, rank, str(tmp_path / f"rank.{rank}"))
+        write(places.stdout, line)
+        until(lambda: is_shown(0, "two" if rank else "three"))  # noqa: B023
+    write(places.stderr, b"unfinished")
+    out.say("something")
+    write(unnamed.stdout, b"no rank\n")
+    for number in range(2):
+        out.finish(number)
+    out.finish(0)
+    assert [text for _, text in out.traces[0].lines] == ["one", "two", "three", "unfinished"]
+    assert out.end(10.0)
+    out.close(10.0)
+    assert (tmp_path / "rank.1" / "stdout").read_text() == "one\ntwo\n"
+    assert (tmp_path / "rank.0" / "stdout").read_text() == "three\n"
+    assert (tmp_path / "rank.0" / "stderr").read_text() == "unfinished"
+    printed = capfd.readouterr()
+    assert printed.out == "[a#0] one\n[1] two\n[0] three\n[b#0] no rank\n"
+    assert sorted(printed.err.splitlines()) == ["[0] unfinished", "horovodrun: something"]

@@ -73,6 +73,7 @@ class Output:
         terminals: for stdout and stderr (whether it is shown on a terminal, whether to colour it), if the reader of the
             descriptors passes the output on; None: as the descriptors themselves are.
         timestamps: whether to put the time before each line.
+        who: the name of the program, before its own messages.
     """
 
     def __init__(
@@ -80,9 +81,10 @@ class Output:
         colour: bool | None = None,
         terminals: Sequence[tuple[bool, bool]] | None = None,
         timestamps: bool = False,
+        who: str = WHO,
     ) -> None:
         self.traces: dict[int, Trace] = {}
-        self._timestamps = timestamps
+        self._timestamps, self._who = timestamps, who
         same = is_same(1, 2)
         (out_ends_on, out_colour), (err_ends_on, err_colour) = terminals or ((None, colour), (None, colour))
         out = Target(1, out_colour, out_ends_on, self._wait_for_room, is_queued=True)
@@ -95,6 +97,9 @@ class Output:
         self._selector.register(self._woken, selectors.EVENT_READ, self._on_wake)
         self._lock = threading.Lock()  # guards the selector's map, streams and screens; never held while blocking
         self._streams: list[Stream] = []
+        self._named: dict[
+            int, dict[str, Stream]
+        ] = {}  # the streams of processes whose rank may change, by "stdout", "stderr"
         self._files: list[tuple[LogFile, Trace]] = []
         self._handlers: dict[int, Any] = {}  # signal -> the handler before ours
         self._ending = self._is_closed = False
@@ -119,14 +124,18 @@ class Output:
         """Reset the trace of a rank whose process is replaced, so that old lines do not explain the new process's end."""
         self.traces[rank] = Trace()
 
-    def pipes(self, rank: int, folder: str, shown: bool = True, copies: str | None = None) -> RankPlaces:
+    def pipes(
+        self, rank: int, folder: str, shown: bool = True, copies: str | None = None, name: str = ""
+    ) -> RankPlaces:
         """Open pipes or terminals for the output of a rank; return their places.
 
         Args:
             rank: its number in the world.
             folder: the folder for the pipes, a different one for each rank and attempt.
             shown: whether to show the output; False: only the last lines are kept.
-            copies: a folder where the output is appended to the files stdout and stderr; None: no copies.
+            copies: a folder where the output is appended to the files stdout and stderr; "": ``rename`` gives it later;
+                None: no copies.
+            name: shown instead of the rank, until ``rename`` gives another one; ``rank`` is then any number.
         """
         paths: dict[int, str] = {}
         variables: dict[str, str] = {}
@@ -137,7 +146,7 @@ class Output:
                     variables[_TERMINALS[2]] = variables[_TERMINALS[1]]
                 break
             way: NamedPipe | OwnTerminal | None = None
-            if rank == 0 and shown and not self._timestamps:
+            if rank == 0 and shown and not self._timestamps and not name:
                 way = self._own_terminal(target)
             if isinstance(way, OwnTerminal):
                 paths[descriptor], variables[_TERMINALS[descriptor]] = "", way.path
@@ -146,13 +155,34 @@ class Output:
             else:
                 way = NamedPipe(os.path.join(folder, _NAMES[descriptor]))
                 paths[descriptor] = way.path
-            copy = None if copies is None else os.path.join(copies, _NAMES[descriptor])
+            copy = os.path.join(copies, _NAMES[descriptor]) if copies else copies
             screen, colour = target.screen if shown else None, shown and target.colour
-            stream = Stream(way, rank, self.traces[rank], screen, colour, self._timestamps, copy)
+            stream = Stream(way, name or rank, self.traces[rank], screen, colour, self._timestamps, copy)
+            if name:
+                self._named.setdefault(rank, {})[_NAMES[descriptor]] = stream
             with self._lock:
                 self._streams.append(stream)
                 self._selector.register(stream.source, selectors.EVENT_READ, stream.read)
         return RankPlaces(paths[1], paths[2], variables)
+
+    def rename(self, number: int, rank: int | str, copies: str | None) -> None:
+        """Show further output of a process under another rank or name.
+
+        Args:
+            number: the ``rank`` that ``pipes`` got, together with a ``name``.
+            rank: its rank, or a text.
+            copies: the folder that gets its further output, and all output if it had no folder; None: it stays as it is.
+        """
+        with self._lock:
+            for name, stream in self._named.get(number, {}).items():
+                stream.rename(rank, copies and os.path.join(copies, name))
+
+    def finish(self, number: int) -> None:
+        """Read the rest of a process that got a ``name``, and close its pipes. No process may write to them any more."""
+        with self._lock:
+            for stream in self._named.pop(number, {}).values():
+                self._finish(stream, time.monotonic() + _CATCH_UP_S)
+        self._poke()
 
     def _own_terminal(self, target: Target) -> OwnTerminal | None:
         if not os.isatty(target.descriptor):
@@ -196,9 +226,9 @@ class Output:
         """
         with self._lock:
             if not self._ending:
-                self._targets[1].screen.lines(b"", f"{WHO}: {text}".encode(errors="replace").split(b"\n"))
+                self._targets[1].screen.lines(b"", f"{self._who}: {text}".encode(errors="replace").split(b"\n"))
         if self._ending:
-            say(text, within_s=_CATCH_UP_S)
+            say(text, self._who, within_s=_CATCH_UP_S)
         self._poke()
 
     def watch(self, pids: Mapping[int, int]) -> None:
@@ -219,6 +249,14 @@ class Output:
             with self._lock:
                 self._selector.register(handle, selectors.EVENT_READ, ended)
 
+    def end(self, limit_s: float | None = None) -> bool:
+        """Begin to close; return whether all output was shown within ``limit_s`` seconds. ``close`` must follow."""
+        with self._lock:
+            self._ending = True
+        self._poke()
+        # Not by join(): before Python 3.13 a thread counts as ended once an exception has interrupted its join().
+        return self._has_ended.wait(limit_s)
+
     def close(self, limit_s: float | None = None) -> None:
         """Show the remaining output of the pipes, and end the thread. All processes of the run must have ended.
 
@@ -229,11 +267,7 @@ class Output:
             return
         if self._ending and limit_s is None:
             limit_s = _CATCH_UP_S  # an earlier call of close was interrupted by a signal
-        with self._lock:
-            self._ending = True
-        self._poke()
-        # Not by join(): before Python 3.13 a thread counts as ended once an exception has interrupted its join().
-        has_ended = self._has_ended.wait(limit_s)
+        has_ended = self.end(limit_s)
         self._is_closed = True
         if self._signals_before is not None:  # restore the signal handling that __init__ replaced
             signal.set_wakeup_fd(self._signals_before)
@@ -321,19 +355,21 @@ class Output:
         """
         deadline = time.monotonic() + _DRAIN_S
         while self._streams:
-            stream = self._streams[0]
-            with contextlib.suppress(KeyError):
-                self._selector.unregister(stream.source)
-            while stream.read() and time.monotonic() < deadline:
-                pass
-            stream.finish()
-            self._streams.remove(stream)
+            self._finish(self._streams[0], deadline)
         while self._files:
             file, trace = self._files[0]
             _keep(trace, file.finish())
             self._files.pop(0)
         for target in self._targets:
             target.screen.end()
+
+    def _finish(self, stream: Stream, deadline: float) -> None:
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(stream.source)
+        while stream.read() and time.monotonic() < deadline:
+            pass
+        stream.finish()
+        self._streams.remove(stream)
 
     def _look(self) -> None:
         for file, trace in self._files:

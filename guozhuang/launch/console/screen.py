@@ -19,10 +19,11 @@ _MAX_DRAWN = 4096  # an unfinished line with carriage returns that is longer is 
 _PIECE = re.compile(rb"[\r\n]|[^\r\n]+")
 
 
-def mark(rank: int, colour: bool) -> bytes:
-    """Return the prefix of each line of a rank: ``[3] ``."""
+def mark(rank: int | str, colour: bool) -> bytes:
+    """Return the prefix of each line of a rank: ``[3] ``; a text names a process without a rank, and gets no colour."""
     text = f"[{rank}]"
-    return (f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{text}\x1b[0m " if colour else f"{text} ").encode()
+    is_coloured = colour and isinstance(rank, int)
+    return (f"\x1b[{_COLOURS[int(rank) % len(_COLOURS)]}m{text}\x1b[0m " if is_coloured else f"{text} ").encode()
 
 
 class Lines:

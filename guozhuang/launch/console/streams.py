@@ -31,6 +31,7 @@ from guozhuang.launch.console.screen import Lines, Screen, mark
 
 _KEPT_LINES = 400  # number of last lines that are kept of each rank, for the report of a failure
 _READ_BYTES = 65536
+_KEPT_BYTES = 1 << 20  # number of last bytes that are kept of a stream until the place of its copy is known
 # An unfinished line of a rank is held back this long before it is shown like a whole line.
 PATIENCE_S = 1.0
 # The same for rank 0, whose output is shown as it comes: Python writes the parts of a line one by one, and without a delay
@@ -136,18 +137,18 @@ class Stream:
 
     Args:
         way: the pipe or terminal that the rank writes into; ``finish`` closes it.
-        rank: its number in the world.
+        rank: its number in the world; a text names a process without a rank, which is shown by whole lines.
         trace: keeps the last lines.
         screen: shows the lines; None: they are not shown.
         colour: whether the mark is coloured.
         timestamps: whether to put the time before each line; rank 0 is then shown by whole lines, like other ranks.
-        copy: a file to which all output is appended; None: no copy.
+        copy: a file to which all output is appended; "": ``rename`` gives it later; None: no copy.
     """
 
     def __init__(
         self,
         way: NamedPipe | OwnTerminal,
-        rank: int,
+        rank: int | str,
         trace: Trace,
         screen: Screen | None,
         colour: bool,
@@ -155,10 +156,11 @@ class Stream:
         copy: str | None = None,
     ) -> None:
         self._way, self.source = way, way.source
-        self._screen, self._mark = screen, mark(rank, colour)
+        self._screen, self._mark, self._colour = screen, mark(rank, colour), colour
         self._timestamps = timestamps
         self._is_live = rank == 0 and not timestamps
-        self._copy = None if copy is None else _opened(copy)
+        self._copy = _opened(copy) if copy else None
+        self._uncopied = bytearray() if copy == "" else None  # the output until the place of the copy is known
         self._trace, self._lines = trace, Lines(moves=self._is_live)
         self.patience_s = _LIVE_PATIENCE_S if self._is_live else PATIENCE_S
         self._held = b""  # the beginning of a line that is held back for a moment; of rank 0 only
@@ -180,8 +182,21 @@ class Stream:
         self._write_copy(data)
         return True
 
+    def rename(self, rank: int | str, copy: str | None) -> None:
+        """Show further lines under this rank or name; ``copy``, if given, is the file that gets the output from now on."""
+        self._mark = mark(rank, self._colour)
+        if copy is None:
+            return
+        self._close_copy()
+        self._copy = _opened(copy)
+        uncopied, self._uncopied = self._uncopied, None
+        self._write_copy(bytes(uncopied or b""))
+
     def _write_copy(self, data: bytes) -> None:
         """Append to the copy; if that fails, print it once and continue without a copy: the ranks must not wait for it."""
+        if self._uncopied is not None:
+            self._uncopied += data
+            del self._uncopied[:-_KEPT_BYTES]
         if self._copy is None:
             return
         try:
@@ -255,6 +270,9 @@ class Stream:
         self._surely(lambda: self._take(self._lines.rest()))
         self._is_closed = True
         self._way.close()
+        self._close_copy()
+
+    def _close_copy(self) -> None:
         if self._copy is not None:
             try:
                 self._copy.close()  # a network file system may report a full disk only here

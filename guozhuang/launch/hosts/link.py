@@ -41,6 +41,7 @@ class Link:
         words: the last text that ssh and the host's shell wrote to stderr.
         has_started: whether the process of the client was started.
         is_closed: whether the client's process has ended and all its output was read.
+        on_message: called with each JSON message of the host.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Link:
     has_started: bool = False
     is_closed: bool = False
     serves: Sequence[int] = ()
+    on_message: Callable[[dict[str, Any]], object] = field(default=lambda message: None)
 
     @property
     def what(self) -> str:
@@ -217,6 +219,7 @@ class Link:
 
     def _understand(self, message: dict[str, Any]) -> None:
         self.messages.update(message)
+        self.on_message(message)
         if "ended" in message:
             self.code = int(message["ended"])
         elif "killed" in message:

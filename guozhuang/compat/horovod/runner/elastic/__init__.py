@@ -2,8 +2,8 @@
 
 Read in this order: ``discovery`` (which hosts exist), ``blacklist``, ``assignment`` (which rank each slot gets), ``job`` (when
 a round begins, which workers are started and ended), ``board`` (the messages between driver and workers), ``crew`` and
-``remote_crew`` (the worker processes), ``printing`` and ``writing`` (their output), ``driver`` (runs these parts), ``worker``
-and ``lost_peers`` (the worker's side).
+``remote_crew`` (the worker processes, which ``guozhuang.launch`` starts, watches and shows), ``driver`` (runs these parts),
+``worker`` and ``lost_peers`` (the worker's side).
 
 [Note: rounds] A round is a set of workers, each with its rank. The driver announces the next round only when every living
 worker that shall be in it waits for it, so no rank connects to a process that does not exist. Lost workers are left out, and

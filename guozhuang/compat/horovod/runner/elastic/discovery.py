@@ -6,102 +6,108 @@ import contextlib
 import os
 import signal
 import subprocess
-import threading
-from collections.abc import Callable, Sequence
-from typing import Protocol
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import IO
 
 from guozhuang.launch.hosts.placement import parse_hosts
 
 _ASK_EVERY_S = 1.0
 # Limit in seconds for the script; after it the script is killed, and the hosts found before stay.
 _SCRIPT_S = 60.0
-_JOIN_S = 5.0
+_POLL_S = 0.01
 
 
 class DiscoveryError(RuntimeError):
     """The script failed; the text says how."""
 
 
-class HostSource(Protocol):
-    """A source of hosts: a script, or a fixed list."""
-
-    def find(self) -> dict[str, int]:
-        """Return the number of slots of each host, in the order of the hosts."""
-
-    def close(self) -> None:
-        """Make a ``find`` that runs in another thread end soon."""
-
-
-class FixedHosts:
-    """A fixed list of hosts.
+class HostDiscovery:
+    """The hosts of a run: what a script of the user printed last, one host per line, ``name:slots`` or ``name``; or a list.
 
     Args:
-        hosts: (name, slots) of each.
-    """
-
-    def __init__(self, hosts: Sequence[tuple[str, int]]) -> None:
-        self._hosts = merged(hosts)
-
-    def find(self) -> dict[str, int]:
-        """Return the number of slots of each host, in the order of the hosts."""
-        return dict(self._hosts)
-
-    def close(self) -> None:
-        """Do nothing: ``find`` never blocks."""
-
-
-class HostDiscoveryScript:
-    """A command of the user that prints one host per line, ``name:slots`` or ``name``.
-
-    Args:
-        script: the command, run by the shell.
+        script: the command, run by the shell; None: the hosts are ``hosts``.
         default_slots: the slots of a host that is printed without a number.
+        hosts: (name, slots) of each host, if there is no script.
+
+    Attributes:
+        newest: the slots of each host, in the order in which the hosts were named.
     """
 
-    def __init__(self, script: str, default_slots: int) -> None:
+    def __init__(self, script: str | None, default_slots: int, hosts: Sequence[tuple[str, int]] = ()) -> None:
         self._script, self._default_slots = script, default_slots
-        self._lock = threading.Lock()  # guards the next two attributes
-        self._process: subprocess.Popen[str] | None = None
-        self._is_over = False
+        self.newest = merged(hosts)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started = -_ASK_EVERY_S
+        self._failed = ""
+        self._files: list[IO[bytes]] = []
 
-    def find(self) -> dict[str, int]:
-        """Run the script and return the slots of each host, in the order printed. Only one thread may call it at a time.
+    def find(self) -> None:
+        """Run the script to its end for the first time.
 
         Raises:
-            DiscoveryError: the script did not end with 0, hung, was killed by ``close``, or printed a line that is no host.
+            DiscoveryError: the script did not end with 0, did not end in time, or printed a line that is no host.
         """
         try:
-            with self._lock:
-                if self._is_over:
-                    raise DiscoveryError(f"the discovery script is not run any more: {self._script}")
-                process = self._process = subprocess.Popen(
-                    self._script, shell=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                    text=True, errors="replace", start_new_session=True,
-                )  # fmt: skip
-            out, err = process.communicate(timeout=_SCRIPT_S)
-        except subprocess.TimeoutExpired:
-            raise DiscoveryError(f"the discovery script did not end within {_SCRIPT_S:g} s: {self._script}") from None
+            while self._script is not None and not self._look(time.monotonic()):
+                time.sleep(_POLL_S)
         finally:
-            self._kill()  # also after a KeyboardInterrupt: the script must not be left running
-            with self._lock:
-                started, self._process = self._process, None
-            if started is not None:
-                started.wait()
-        if process.returncode != 0:
-            said = f", saying: {err.strip()[-500:]}" if err.strip() else ""
-            raise DiscoveryError(f"the discovery script {self._script} ended with exit code {process.returncode}{said}")
-        return parse(out, self._default_slots)
+            self.close()  # also after a KeyboardInterrupt: the script must not be left running
+
+    def turn(self, now: float) -> str:
+        """Start the script every second, and read what it printed. Never waits.
+
+        Args:
+            now: the present time, by the monotonic clock in seconds.
+
+        Returns:
+            A text for the user when the script begins to fail, and when it works again; else "".
+        """
+        if self._script is None or (self._process is None and now < self._started + _ASK_EVERY_S):
+            return ""
+        try:
+            if not self._look(now):
+                return ""
+        except (DiscoveryError, OSError) as error:
+            before, self._failed = self._failed, str(error)
+            return f"{error}. The hosts that were found before stay" if str(error) != before else ""
+        before, self._failed = self._failed, ""
+        return "the discovery script works again" if before else ""
 
     def close(self) -> None:
-        """Kill the script if it runs, with all processes that it started, and never run it again."""
-        with self._lock:
-            self._is_over = True
-        self._kill()
+        """Kill the script if it runs, with all processes that it started."""
+        process, self._process = self._process, None
+        if process is not None and process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
-    def _kill(self) -> None:
-        with self._lock, contextlib.suppress(ProcessLookupError, PermissionError):
-            if self._process is not None and self._process.returncode is None:
-                os.killpg(self._process.pid, signal.SIGKILL)
+    def _look(self, now: float) -> bool:
+        """Start the script if it does not run; if it has ended, read ``newest`` from its output. Return whether it has."""
+        assert self._script is not None
+        if self._process is None:
+            self._started = now
+            self._files = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115
+            self._process = subprocess.Popen(
+                self._script, shell=True, stdin=subprocess.DEVNULL, stdout=self._files[0], stderr=self._files[1],
+                start_new_session=True,
+            )  # fmt: skip
+        code = self._process.poll()
+        if code is None and now < self._started + _SCRIPT_S:
+            return False
+        self.close()
+        for file in self._files:
+            file.seek(0)
+        out, err = (file.read().decode(errors="replace") for file in self._files)
+        self._files.clear()
+        if code is None:
+            raise DiscoveryError(f"the discovery script did not end within {_SCRIPT_S:g} s: {self._script}")
+        if code != 0:
+            said = f", saying: {err.strip()[-500:]}" if err.strip() else ""
+            raise DiscoveryError(f"the discovery script {self._script} ended with exit code {code}{said}")
+        self.newest = parse(out, self._default_slots)
+        return True
 
 
 def parse(text: str, default_slots: int) -> dict[str, int]:
@@ -132,45 +138,3 @@ def merged(hosts: Sequence[tuple[str, int]]) -> dict[str, int]:
     for name, slots in hosts:
         found[name] = found.get(name, 0) + slots
     return found
-
-
-class Watch:
-    """A thread that asks for the hosts every second. ``close`` ends it.
-
-    Args:
-        source: the source of the hosts; ``close`` closes it too.
-        say: called in that thread with a text when the source begins to fail, and when it works again.
-    """
-
-    def __init__(self, source: HostSource, say: Callable[[str], None]) -> None:
-        self._source, self._say = source, say
-        self._over = threading.Event()
-        self._newest = source.find()
-        self._thread = threading.Thread(target=self._run, name="horovod discovery", daemon=True)
-        self._thread.start()
-
-    def newest(self) -> dict[str, int]:
-        """Return the hosts found last, with their slots."""
-        return self._newest
-
-    def close(self) -> None:
-        """End the thread, and a script that is still running."""
-        self._over.set()
-        self._source.close()
-        self._thread.join(_JOIN_S)
-
-    def _run(self) -> None:
-        failed = ""
-        while not self._over.wait(_ASK_EVERY_S):
-            try:
-                self._newest = self._source.find()
-            except (DiscoveryError, OSError) as error:
-                if self._over.is_set():
-                    return
-                if str(error) != failed:
-                    self._say(f"{error}. The hosts that were found before stay")
-                failed = str(error)
-                continue
-            if failed:
-                self._say("the discovery script works again")
-            failed = ""

@@ -1,16 +1,20 @@
-"""The driver of an elastic run: carries out the decisions of ``job``. The package's docstring describes the whole."""
+"""The driver of an elastic run: carries out the decisions of ``job``. The package's docstring describes the whole.
+
+[Note: one thread] One thread makes all decisions, starts the workers (the kernel kills them when it ends; guard.py, "no
+orphans"), and talks to other hosts. It never waits for the reader of the output: the thread of ``console.output`` does that.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import queue
-import secrets
+import os
+import select
+import shutil
 import signal
 import socket
-import threading
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from guozhuang.compat.horovod.common import elastic_variables
 from guozhuang.compat.horovod.common.extension import EXTENSION
@@ -18,34 +22,18 @@ from guozhuang.compat.horovod.runner import static_run
 from guozhuang.compat.horovod.runner.elastic import assignment
 from guozhuang.compat.horovod.runner.elastic.blacklist import Blacklist
 from guozhuang.compat.horovod.runner.elastic.board import DriverBoard, HostUpdateResult
-from guozhuang.compat.horovod.runner.elastic.crew import (
-    GRACE_S,
-    Ended,
-    Event,
-    LocalWorkers,
-    Lost,
-    Printed,
-    Reached,
-    Said,
-    Started,
-)
-from guozhuang.compat.horovod.runner.elastic.discovery import (
-    DiscoveryError,
-    FixedHosts,
-    HostDiscoveryScript,
-    Watch,
-)
+from guozhuang.compat.horovod.runner.elastic.crew import CANNOT_BE_STARTED, GRACE_S, LocalWorkers
+from guozhuang.compat.horovod.runner.elastic.discovery import DiscoveryError, HostDiscovery
 from guozhuang.compat.horovod.runner.elastic.doors import Doors
 from guozhuang.compat.horovod.runner.elastic.job import ElasticJob, ElasticLimits, Orders, Worker
-from guozhuang.compat.horovod.runner.elastic.printing import Printing
-from guozhuang.compat.horovod.runner.elastic.remote_crew import HostConfig, RemoteCrew
-from guozhuang.compat.horovod.runner.elastic.writing import Room
+from guozhuang.compat.horovod.runner.elastic.remote_crew import HostConfig, RemoteWorkers
 from guozhuang.compat.horovod.runner.settings import ElasticSettings
 from guozhuang.errors import UsageError, explain
-from guozhuang.launch import guard
+from guozhuang.launch.console.output import Output
 from guozhuang.launch.failures import exit_code, how
 from guozhuang.launch.hosts import ssh
-from guozhuang.launch.request import with_folders
+from guozhuang.launch.rank_files import copies_of, open_copies
+from guozhuang.launch.signals import Signals
 from guozhuang.net import interfaces
 from guozhuang.net.store import serve
 from guozhuang.watch.processes import node_identity
@@ -54,11 +42,11 @@ _WHO = "horovodrun"
 _TURN_S, _BEAT_S = 0.05, 1.0
 _LOOPBACK = "127.0.0.1"
 _STORE_S = 300.0  # limit in seconds for each operation of the store
-# Seconds to wait, after their grace, for the events that workers have ended.
-_LAST_S = 5.0
+# Seconds to wait, after their grace, for workers to end, and for other hosts to confirm the end of the run.
+_LAST_S, _CLOSE_S = 5.0, 10.0
 _LAST_WORDS_S = 1.0  # seconds to wait, after a signal, for the remaining output to be written
 _LAST_LINES = 12
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_ENDING = "SIGINT,SIGTERM,SIGHUP,SIGQUIT"
 
 
 def run_elastic(settings: ElasticSettings) -> int:
@@ -79,19 +67,17 @@ def run_elastic(settings: ElasticSettings) -> int:
             host is to be reached over ssh, and there is no ssh here.
     """
     _check(settings)
-    slots = settings.slots_per_host or 1
-    source: FixedHosts | HostDiscoveryScript = FixedHosts(settings.hosts or ())
-    if settings.host_discovery_script is not None:
-        source = HostDiscoveryScript(settings.host_discovery_script, slots)
-    messages: queue.SimpleQueue[str] = queue.SimpleQueue()
+    discovery = HostDiscovery(settings.host_discovery_script, settings.slots_per_host or 1, settings.hosts or ())
     try:
-        watch = Watch(source, messages.put)
+        discovery.find()
     except DiscoveryError as error:
-        raise UsageError(
-            explain(str(error), fix="let it print a line for each host, host:slots, and end with 0")
-        ) from error
-    with contextlib.closing(watch):
-        return _Driver(settings, messages).run(watch)
+        fix = "let it print a line for each host, host:slots, and end with 0"
+        raise UsageError(explain(str(error), fix=fix)) from error
+    # Signals are only recorded until the clean-up is done: a second Ctrl-C must not leave workers behind.
+    signals = Signals(_ENDING)
+    signals.note()
+    with signals, contextlib.closing(discovery), contextlib.ExitStack() as ending:
+        return ElasticDriver(settings, signals.noted, ending).run(discovery)
 
 
 def _check(settings: ElasticSettings) -> None:
@@ -106,11 +92,25 @@ def _check(settings: ElasticSettings) -> None:
     if cooldown is not None and not 0 < cooldown[0] <= cooldown[1]:
         what = "--blacklist-cooldown-range is the least and the most seconds that a host is left alone"
         raise UsageError(explain(what, value=list(cooldown), fix="give two numbers above 0, the smaller one first"))
+    if settings.output_filename is not None:
+        try:
+            os.makedirs(settings.output_filename, exist_ok=True)
+        except OSError as error:
+            what = f"--output-filename names a folder that cannot be made: {error.strerror}"
+            raise UsageError(explain(what, value=settings.output_filename, fix="give another path")) from error
 
 
-class _Driver:
-    def __init__(self, settings: ElasticSettings, messages: queue.SimpleQueue[str]) -> None:
-        self._settings, self._messages = settings, messages
+class ElasticDriver:
+    """One elastic run, from its start to its end.
+
+    Args:
+        settings: the program, and the number of workers.
+        signals: the signals that this process has got; the first one ends the run, another one kills the workers at once.
+        ending: gets the calls that end everything that the run has started.
+    """
+
+    def __init__(self, settings: ElasticSettings, signals: Sequence[int], ending: contextlib.ExitStack) -> None:
+        self._settings, self._signals = settings, signals
         limits = ElasticLimits(
             num_proc=settings.num_proc,
             min_np=settings.min_np,
@@ -120,101 +120,100 @@ class _Driver:
             reset_limit=settings.reset_limit,
         )
         self._job = ElasticJob(limits, Blacklist(settings.cooldown_range))
-        self._environment = elastic_variables.environment_of_workers(settings.env)
+        environment = elastic_variables.environment_of_workers(settings.env)
         if settings.network_interfaces:  # every host uses the interface of this name, as in a run that is not elastic
             chosen = interfaces.named(settings.network_interfaces[0])
-            self._environment |= interfaces.variables(chosen, self._environment, override=True)
-        most = max(settings.max_np or 0, settings.num_proc, sum(slots for _, slots in settings.hosts or ()))
-        self._events: queue.Queue[Event] = queue.Queue()
-        self._room = Room()
-        self._printing = Printing(
-            self._name, settings.prefix_timestamp, settings.output_filename, most, self._room.give
-        )
+            environment |= interfaces.variables(chosen, environment, override=True)
+        self._environment = environment
+        self._most = max(settings.max_np or 0, settings.num_proc, sum(slots for _, slots in settings.hosts or ()))
         listener = socket.create_server((_LOOPBACK, 0))
-        self._port = int(listener.getsockname()[1])
+        store = (_LOOPBACK, int(listener.getsockname()[1]))
         self._board = DriverBoard(serve(listener, _STORE_S))
-        self._ssh = ssh.SshOptions(settings.ssh_port, settings.ssh_identity_file)
-        self._doors = Doors(self._port, settings.network_interfaces)
-        self._run_name = secrets.token_hex(8)
-        self._guard = guard.Guard(self._run_name, "")
-        self._crew = LocalWorkers(self._events, self._room)
-        self._remote: dict[str, RemoteCrew] = {}
-        self._addresses: dict[str, str] = {}  # host name -> the address of this host by which that host reached it
+        self._doors = Doors(store[1], settings.network_interfaces)
+        self._remote: dict[str, RemoteWorkers] = {}
         self._is_local: dict[str, bool] = {}
-        self._signals: list[int] = []
         self._next_beat = 0.0
+        self._begun: set[str] = set()  # the folders of --output-filename that this run has written to
+        self._folder = tempfile.mkdtemp(prefix="guozhuang-run-")
+        # The calls are made in reverse order, the last one first; if one raises the rest are made all the same.
+        ending.callback(shutil.rmtree, self._folder, ignore_errors=True)
+        self._workers = LocalWorkers(self._folder, store, settings.elastic_timeout_s, environment)
+        self._output = Output(timestamps=settings.prefix_timestamp, who=_WHO)
+        for do in (self._show_the_rest, self._doors.close, self._workers.close, self._close_hosts, self._end_workers):
+            ending.callback(do)
 
-    def run(self, watch: Watch) -> int:
+    def run(self, discovery: HostDiscovery) -> int:
         """Run the job to its end, and return the exit code."""
-        # Signals are only recorded until the clean-up is done: a second Ctrl-C must not leave workers behind.
-        with _noted(self._signals), contextlib.ExitStack() as ending:
-            # Clean-up in reverse order, last one first; if one raises the rest are called all the same.
-            for do in (
-                self._printing.close, self._show_the_rest, self._doors.close, self._guard.close,
-                lambda: guard.end_all(self._run_name, {}, 0.0), self._close_crews, self._end_workers,
-            ):  # fmt: skip
-                ending.callback(do)
-            while True:
-                self._hear(_TURN_S)
-                if self._signals:
-                    self._say(f"got {signal.Signals(self._signals[0]).name}; ending all workers")
-                    return 128 + self._signals[0]
-                self._job.found(watch.newest())
-                orders = self._job.turn(time.monotonic())
-                self._carry_out(orders)
-                if orders.over is not None:
-                    return self._conclude(orders.over)
+        while True:
+            self._turn(_TURN_S)
+            if self._signals:
+                self.say(f"got {signal.Signals(self._signals[0]).name}; ending all workers")
+                return 128 + self._signals[0]
+            now = time.monotonic()
+            if text := discovery.turn(now):
+                self.say(text)
+            self._job.found(discovery.newest)
+            orders = self._job.turn(now)
+            self._carry_out(orders)
+            if orders.over is not None:
+                return self._conclude(orders.over)
 
-    def _hear(self, wait_s: float) -> None:
-        """Wait up to ``wait_s`` seconds for an event, then handle all events and messages; write a heartbeat when it is due."""
-        with contextlib.suppress(queue.Empty):
-            self._understand(self._events.get(timeout=wait_s))
-            for _ in range(1000):  # a worker that never stops printing must not hold the driver up
-                self._understand(self._events.get_nowait())
-        running = [worker.number for worker in self._job.workers if worker.code is None]
-        for number, told in self._board.arrivals(running).items():
+    def started(self, worker: int, pid: int) -> None:
+        """Record that the process of a worker was started."""
+        which = self._job.workers[worker]
+        which.pid = pid
+        if self._settings.verbose:
+            self.say(f"started worker {worker} on host {which.slot.host}: process {pid}")
+
+    def ended(self, worker: int, code: int) -> None:
+        """Record that the process of a worker has ended."""
+        which, trace = self._job.workers[worker], self._output.traces[worker]
+        if which.rank is None and trace.lines:
+            self._output.rename(worker, self._name(which), self._copies(f"worker.{worker}"))
+        self._output.finish(worker)
+        shutil.rmtree(os.path.join(self._folder, str(worker)), ignore_errors=True)
+        if code != 0 and which.round and which.round == self._job.round:
+            self._board.give_up(which.round, explain(f"{which.title} ended with {how(code)}"))
+        self._job.ended(worker, code, time.monotonic())
+        self._board.forget(worker)
+        if which is not self._job.first_failure:
+            del self._output.traces[worker]
+
+    def say(self, text: str) -> None:
+        """Show the user a text."""
+        self._output.say(text)
+
+    def _turn(self, limit_s: float) -> None:
+        """Wait up to ``limit_s`` seconds for events of workers, and handle them; write a heartbeat when it is due."""
+        hosts = [host for host in self._remote.values() if not host.is_lost]
+        if hosts:
+            reading = [each for host in hosts for each in host.reading]
+            writing = [each for host in hosts for each in host.writing]
+            with contextlib.suppress(OSError, ValueError):
+                select.select(reading, writing, [], limit_s)
+        for host in hosts:
+            host.turn()
+        for number, code in self._workers.wait(0.0 if hosts else limit_s).items():
+            self.ended(number, code)
+        running = self._running
+        for worker in running:
+            if lines := self._output.traces[worker.number].lines:
+                self._job.heard(worker.number, lines[-1][0])
+        for number, told in self._board.arrivals([worker.number for worker in running]).items():
             self._job.came(number, *told)
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._say(self._messages.get_nowait())
-        self._crew.look()
         if time.monotonic() >= self._next_beat:
             self._next_beat = time.monotonic() + _BEAT_S
             self._board.beat()
 
-    def _understand(self, event: Event) -> None:
-        if isinstance(event, Printed):
-            self._printing.take(event.worker, event.stream, event.data)
-            self._job.heard(event.worker, time.monotonic())
-        elif isinstance(event, Started):
-            worker = self._job.workers[event.worker]
-            worker.pid = event.pid
-            if self._here(worker.slot.host):
-                self._guard.know([event.pid])
-            if self._settings.verbose:
-                self._say(f"started worker {event.worker} on host {worker.slot.host}: process {event.pid}")
-        elif isinstance(event, Ended):
-            self._printing.ended(event.worker)
-            worker = self._job.workers[event.worker]
-            if worker.code is None:
-                if event.code != 0 and worker.round and worker.round == self._job.round:
-                    self._board.give_up(worker.round, explain(f"{worker.title} ended with {how(event.code)}"))
-                self._job.ended(event.worker, event.code, time.monotonic())
-                self._board.forget(event.worker)
-                if worker is not self._job.first_failure:
-                    self._printing.forget(event.worker)
-        elif isinstance(event, Reached):
-            self._addresses[event.host] = event.address
-        elif isinstance(event, Lost):
-            self._say(f"host {event.host} {event.why}")
-        elif isinstance(event, Said):
-            self._printing.say(f"{event.host}: {event.text}")
+    @property
+    def _running(self) -> list[Worker]:
+        return [worker for worker in self._job.workers if worker.code is None]
 
     def _carry_out(self, orders: Orders) -> None:
         for text in orders.say:
-            self._say(text)
+            self.say(text)
         for worker in orders.end:
-            self._end(worker, GRACE_S)
+            self._end(worker)
         for worker in orders.start:
             self._start(worker)
         if orders.dismiss:
@@ -229,60 +228,87 @@ class _Driver:
 
     def _announce(self, workers: list[Worker], may_skip_sync: bool) -> None:
         places = assignment.places([worker.slot for worker in workers])
-        found = {worker.number: place for worker, place in zip(workers, places, strict=True)}
-        towards = _towards([worker.slot.host for worker in workers], self._addresses)
+        reached = {host: remote.address for host, remote in self._remote.items()}
+        towards = _towards([worker.slot.host for worker in workers], reached)
         for worker, place in zip(workers, places, strict=True):
-            self._printing.is_rank(worker.number, place.rank)
+            self._output.rename(worker.number, place.rank, self._copies(copies_of("", place.rank, self._most)))
         self._board.announce(
-            self._job.round, may_skip_sync, found,
+            self._job.round, may_skip_sync,
+            {worker.number: place for worker, place in zip(workers, places, strict=True)},
             {worker.number: towards[worker.slot.host] for worker in workers if worker.slot.host in towards},
         )  # fmt: skip
         if self._job.round > 1 or self._settings.verbose:
             hosts = list(dict.fromkeys(worker.slot.host for worker in workers))
-            self._say(f"round {self._job.round} begins: {len(workers)} ranks on {', '.join(hosts)}")
+            self.say(f"round {self._job.round} begins: {len(workers)} ranks on {', '.join(hosts)}")
 
     def _start(self, worker: Worker) -> None:
-        host = worker.slot.host
+        number, host = worker.number, worker.slot.host
         num_local = min(self._job.slots_of(host), self._settings.max_np or self._job.slots_of(host))
+        folder = os.path.join(self._folder, str(number))
+        os.mkdir(folder)
+        self._output.replace(number)
+        copies = None if self._settings.output_filename is None else ""
+        places = self._output.pipes(number, folder, copies=copies, name=self._name(worker))
         command = list(self._settings.command)
-        if self._here(host):
-            environ = self._environment | {guard.VARIABLE: self._run_name}
-            environ |= with_folders(environ.get("PYTHONPATH", ""), EXTENSION.python_path)
-            timeout_s = self._settings.elastic_timeout_s
-            told = elastic_variables.Driver(_LOOPBACK, self._port, worker.number, timeout_s)
-            environ |= elastic_variables.variables(told, host, num_local, environ)
-            self._crew.start(worker.number, command, environ)
+        if self._is_here(host):
+            try:
+                pid = self._workers.start(number, host, num_local, command, places.stdout, places.stderr)
+            except OSError as error:
+                self.say(str(error))
+                self.ended(number, CANNOT_BE_STARTED)
+            else:
+                self._output.watch({number: pid})
+                self.started(number, pid)
             return
         remote = self._remote.get(host)
         if remote is None or remote.is_lost:
-            remote = self._remote[host] = RemoteCrew(host, self._told(), self._events, self._room)
-        remote.start(worker.number, command, num_local)
+            remote = self._remote[host] = RemoteWorkers(host, self._host_config(), self)
+        remote.start(number, command, num_local, places)
 
-    def _told(self) -> HostConfig:
+    def _host_config(self) -> HostConfig:
         ssh.check_installed()
-        environment = ssh.of_the_job(self._environment, EXTENSION) | ssh.carried(self._environment, EXTENSION)
-        environment |= self._settings.env
+        settings, environment = self._settings, self._environment
         return HostConfig(
             doors=self._doors.open(),
             secret=self._doors.secret,
             same=node_identity(),
-            timeout_s=self._settings.elastic_timeout_s,
-            start_timeout_s=self._settings.start_timeout_s,
-            environment=environment,
-            ssh=self._ssh,
+            timeout_s=settings.elastic_timeout_s,
+            start_timeout_s=settings.start_timeout_s,
+            environment={
+                **ssh.of_the_job(environment, EXTENSION),
+                **ssh.carried(environment, EXTENSION),
+                **settings.env,
+            },
+            ssh=ssh.SshOptions(settings.ssh_port, settings.ssh_identity_file),
         )
 
-    def _end(self, worker: Worker, grace_s: float) -> None:
-        if self._here(worker.slot.host):
-            self._crew.end(worker.number, grace_s)
+    def _end(self, worker: Worker, at_once: bool = False) -> None:
+        if self._is_here(worker.slot.host):
+            self._workers.end(worker.number, at_once)
         elif worker.slot.host in self._remote:
-            self._remote[worker.slot.host].end(worker.number, grace_s)
+            self._remote[worker.slot.host].end(worker.number, at_once)
 
-    def _here(self, host: str) -> bool:
+    def _is_here(self, host: str) -> bool:
         """Return whether a host is this machine. A port of ssh that the user gave is ignored: it is meant for remote hosts."""
         if host not in self._is_local:
             self._is_local[host] = ssh.is_here(host)
         return self._is_local[host]
+
+    def _name(self, worker: Worker) -> str:
+        return f"{worker.slot.host}#{worker.slot.index}"
+
+    def _copies(self, name: str) -> str | None:
+        """Return the folder that gets the output of a worker, empty when the run first uses it; None: there is none."""
+        if self._settings.output_filename is None:
+            return None
+        folder = os.path.join(self._settings.output_filename, name)
+        try:
+            open_copies(folder, is_first=folder not in self._begun)
+        except OSError as error:
+            self.say(f"no more is written to {folder}: {error.strerror}")
+            return None
+        self._begun.add(folder)
+        return folder
 
     def _conclude(self, code: int) -> int:
         failed = self._job.first_failure
@@ -293,61 +319,38 @@ class _Driver:
         else:
             assert failed.code is not None
             text = [static_run.text_of(failed.title, exit_code(failed.code))]
-        lines = self._printing.last_lines(failed.number, _LAST_LINES)
+        lines = [line for _, line in self._output.traces[failed.number].lines]
         if lines:
-            text += ["the last lines it printed:", *(f"  {line}" for line in lines)]
-        self._say("\n".join(text))
+            text += ["the last lines it printed:", *(f"  {line}" for line in lines[-_LAST_LINES:])]
+        self.say("\n".join(text))
         return code
 
     def _end_workers(self) -> None:
-        for grace_s in (GRACE_S, 0.0):
-            running = [worker for worker in self._job.workers if worker.code is None]
-            for worker in running:
+        for at_once in (False, True):
+            for worker in self._running:
                 worker.is_told = True
-                self._end(worker, grace_s)
-            deadline, num_signals = time.monotonic() + grace_s + _LAST_S, len(self._signals)
-            while any(worker.code is None for worker in self._job.workers) and time.monotonic() < deadline:
-                self._hear(_TURN_S)
-                if len(self._signals) > num_signals:
-                    break  # another signal: kill at once, without waiting for the grace
+                self._end(worker, at_once)
+            deadline = time.monotonic() + (0.0 if at_once else GRACE_S) + _LAST_S
+            num_signals = len(self._signals)  # another signal: kill at once, without waiting for the grace
+            while self._running and time.monotonic() < deadline and len(self._signals) == num_signals:
+                self._turn(_TURN_S)
 
-    def _close_crews(self) -> None:
-        with contextlib.ExitStack() as ending:
-            for remote in self._remote.values():
-                ending.callback(remote.close)
-            ending.callback(self._crew.close)
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._understand(self._events.get_nowait())
+    def _close_hosts(self) -> None:
+        hosts = [host for host in self._remote.values() if not host.is_lost]
+        for host in hosts:
+            host.stop()
+        deadline = time.monotonic() + _CLOSE_S
+        while not all(host.is_lost for host in hosts) and time.monotonic() < deadline:
+            self._turn(_TURN_S)
+        for host in hosts:
+            if not host.is_lost:
+                host.close()
 
     def _show_the_rest(self) -> None:
         """Wait until all output is written, however slow its reader; after a signal wait for a second at most."""
-        while not (self._printing.wait(_TURN_S) or self._signals):
+        while not (self._output.end(_TURN_S) or self._signals):
             pass
-        self._printing.wait(_LAST_WORDS_S)
-
-    def _name(self, number: int) -> str:
-        worker = self._job.workers[number]
-        return f"{worker.slot.host}#{worker.slot.index}"
-
-    def _say(self, text: str) -> None:
-        self._printing.say(f"{_WHO}: {text}")
-
-
-@contextlib.contextmanager
-def _noted(signals: list[int]) -> Iterator[None]:
-    """Only record the signals that would end a launcher; does nothing outside the main thread, which alone receives signals."""
-    before: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in _ENDING:
-            # SIG_IGN: set by nohup, for one. None: a handler that Python did not set, and could not restore.
-            if signal.getsignal(number) not in (signal.SIG_IGN, None):
-                before[number] = signal.signal(number, lambda number, _: signals.append(number))
-    try:
-        yield
-    finally:
-        for caught, handler in before.items():
-            signal.signal(caught, handler)
+        self._output.close(_LAST_WORDS_S)
 
 
 def _towards(hosts: Sequence[str], reached: Mapping[str, str]) -> dict[str, str]:

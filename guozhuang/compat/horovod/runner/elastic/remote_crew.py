@@ -1,33 +1,28 @@
-"""The driver's side of the workers on another host: starts ``remote_host`` there by ssh, and turns its messages into events.
+"""The driver's side of the workers on another host: starts ``remote_host`` there by ssh, and takes its messages.
 
-Each host has a thread here, which reads the messages and sends heartbeats.
+What a worker prints there is written into the pipe that a worker of this machine would write into, so ``launch.console`` shows
+both alike. While a pipe is full the host is not read, so its workers block when they print, as on a slow terminal.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
-import json
-import queue
+import os
 import secrets
-import select
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from guozhuang.compat.horovod.runner.elastic.crew import Ended, Event, Lost, Printed, Reached, Said, Started
-from guozhuang.compat.horovod.runner.elastic.writing import Room
+from guozhuang.launch.console.output import RankPlaces
 from guozhuang.launch.hosts import failure as hosts_failure
 from guozhuang.launch.hosts import ssh
 from guozhuang.launch.hosts.link import Link
 from guozhuang.launch.hosts.run import LOST_AFTER_S
 
 _PING_S = 2.0
-_LOOK_S = 0.1
 _LOST_GRACE_S = 10.0
-_CLOSE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -53,34 +48,58 @@ class HostConfig:
     ssh: ssh.SshOptions
 
 
-class RemoteCrew:
+class WorkerEvents(Protocol):
+    """The receiver of the events of workers: the driver."""
+
+    def started(self, worker: int, pid: int) -> None:
+        """Record that the process of a worker was started."""
+
+    def ended(self, worker: int, code: int) -> None:
+        """Record that the process of a worker has ended, and that its pipes have got all its output."""
+
+    def say(self, text: str) -> None:
+        """Show the user a text."""
+
+
+class _Pipe:
+    """The driver's writing end of the pipe of a remote worker, and the bytes that it has no room for yet."""
+
+    def __init__(self, path: str) -> None:
+        self.descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+        self.unsent = bytearray()
+
+    def send(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self.unsent:
+                del self.unsent[: os.write(self.descriptor, self.unsent)]
+
+
+class RemoteWorkers:
     """The workers on another host. The connection is opened when the object is made.
 
     Args:
         host: the name of the host, for ssh.
-        told: the settings that are sent to the host.
-        events: the queue that gets all events; see [Note: one queue] in ``crew``.
-        room: counts bytes that were read from workers, as in ``LocalWorkers``.
+        config: the settings that are sent to the host.
+        events: called in ``turn``.
 
     Attributes:
-        host: the name of the host.
         is_lost: the connection is gone for good; a new object is needed to start workers there.
+        address: the address by which the host reached this one; "" until it has.
     """
 
-    def __init__(self, host: str, told: HostConfig, events: queue.Queue[Event], room: Room) -> None:
-        self.host, self._told, self._events, self._room = host, told, events, room
-        self._link = Link(host, 0, False)
-        self._lock = threading.Lock()  # guards the next two attributes
-        self._running: set[int] = set()
-        self.is_lost = False
-        self._unread = bytearray()
-        self._failed = ""
-        self._is_reached = self._is_over = False
+    def __init__(self, host: str, config: HostConfig, events: WorkerEvents) -> None:
+        self._host, self._config, self._events = host, config, events
+        self.is_lost, self.address = False, ""
+        self._pipes: dict[int, dict[str, _Pipe]] = {}
+        self._codes: dict[int, int] = {}  # of workers that have ended, whose output may not be in the pipes yet
+        self._is_over = False
+        self._began = self._pinged = time.monotonic()
+        self._link = Link(host, 0, False, on_message=self._understand)
         token = f"guozhuang-{secrets.token_hex(8)}"
         header = {
             "folder": ssh.folder(),
             "is_remote": True,
-            "environment": told.environment,
+            "environment": config.environment,
             "asked_environment": {},
             "lists": ssh.LISTS,
             "package": "guozhuang",
@@ -89,100 +108,103 @@ class RemoteCrew:
             "command": ["-m", "guozhuang.compat.horovod.runner.elastic.remote_host"],
             "node": {
                 "host": host,
-                "doors": [list(door) for door in told.doors],
-                "secret": told.secret.hex(),
-                "same": told.same,
-                "timeout_s": told.timeout_s,
+                "doors": [list(door) for door in config.doors],
+                "secret": config.secret.hex(),
+                "same": config.same,
+                "timeout_s": config.timeout_s,
             },
         }
-        command = ssh.command(host, told.ssh, 0.75 * told.start_timeout_s, token)
-        self._link.start(command, token, header, self._take)
-        self._thread = threading.Thread(target=self._run, name=f"horovod host {host}", daemon=True)
-        self._thread.start()
+        command = ssh.command(host, config.ssh, 0.75 * config.start_timeout_s, token)
+        self._link.start(command, token, header, self._show)
 
-    def start(self, worker: int, command: Sequence[str], num_local: int) -> None:
+    def start(self, worker: int, command: Sequence[str], num_local: int, places: RankPlaces) -> None:
         """Start a worker on the host, at once or as soon as the host is reached.
 
         Args:
             worker: the number of the worker.
             command: the program and its arguments.
-            num_local: the largest number of workers on the host, by which they share its cores.
+            num_local: the largest number of workers on the host, which share its cores.
+            places: the pipes that get its output.
         """
-        with self._lock:
-            if self.is_lost:
-                self._events.put(Ended(worker, hosts_failure.LOST))
-                return
-            self._running.add(worker)
-        self._link.say({"worker": worker, "command": list(command), "num_local": num_local})
+        paths = {"stdout": places.stdout, "stderr": places.stderr}
+        self._pipes[worker] = {name: _Pipe(path) for name, path in paths.items()}
+        streams = ["stdout"] if places.stdout == places.stderr else list(paths)
+        self._link.say({"worker": worker, "command": list(command), "num_local": num_local, "streams": streams})
 
-    def end(self, worker: int, grace_s: float) -> None:
-        """Send a worker SIGTERM, and SIGKILL after the grace."""
-        self._link.say({"worker": worker, "stop": grace_s})
+    def end(self, worker: int, at_once: bool) -> None:
+        """Send a worker SIGTERM, and SIGKILL after the grace or at once."""
+        self._link.say({"worker": worker, "stop": at_once})
 
-    def close(self) -> None:
+    @property
+    def _all_pipes(self) -> list[_Pipe]:
+        return [pipe for pipes in self._pipes.values() for pipe in pipes.values()]
+
+    @property
+    def reading(self) -> list[int]:
+        """Return the descriptors to watch for input; none while a pipe is full."""
+        return [] if any(pipe.unsent for pipe in self._all_pipes) else self._link.reading()
+
+    @property
+    def writing(self) -> list[int]:
+        """Return the descriptors to watch for room to write."""
+        stdin = self._link.writing()
+        return [pipe.descriptor for pipe in self._all_pipes if pipe.unsent] + ([] if stdin is None else [stdin])
+
+    def turn(self) -> None:
+        """Send and receive as much as is possible without waiting, and report the events."""
+        link, now = self._link, time.monotonic()
+        for pipe in self._all_pipes:
+            pipe.send()
+        for descriptor in self.reading:
+            link.receive(descriptor)
+        link.send_more()
+        if now > self._pinged + _PING_S:
+            self._pinged = now
+            link.ping()
+        for worker in [each for each in self._codes if not any(p.unsent for p in self._pipes[each].values())]:
+            self._end(worker, self._codes.pop(worker))
+        if not self.address and now > self._began + self._config.start_timeout_s:
+            doing = "was reached, but did not come to the driver" if link.messages else "could not be reached"
+            self._lose(f"{doing} within {self._config.start_timeout_s:g} s (--start-timeout){hosts_failure.said(link)}")
+        elif link.look():
+            self._lose(hosts_failure.of(link).text)
+
+    def stop(self) -> None:
         """End the run on the host: its workers are killed, a little later if the connection is lost."""
         self._is_over = True
-        if not self._link.is_closed:
-            self._link.say({"end": 0})
-        self._thread.join(_CLOSE_S)
+        self._link.say({"end": 0})
+
+    def close(self) -> None:
+        """Close the connection, without waiting for the host."""
+        self._is_over = True
+        self._lose("")
+
+    def _lose(self, why: str) -> None:
         if not self._link.is_closed:
             self._link.abandon()
-
-    def _run(self) -> None:
-        link, began, pinged = self._link, time.monotonic(), time.monotonic()
-        while not link.is_closed:
-            writing = link.writing()
-            with contextlib.suppress(OSError, ValueError):
-                # Before the host is reached its messages are always read: they are no output, and its time is limited.
-                reading = [] if self._is_reached and self._room.is_full() else link.reading()
-                found = select.select(reading, [] if writing is None else [writing], [], _LOOK_S)
-                for descriptor in found[0]:
-                    link.receive(descriptor)
-                if found[1]:
-                    link.send_more()
-            now = time.monotonic()
-            if now > pinged + _PING_S:
-                pinged = now
-                link.ping()
-            if not (self._is_reached or self._failed) and now > began + self._told.start_timeout_s:
-                doing = "was reached, but did not come to the driver" if link.messages else "could not be reached"
-                self._failed = (
-                    f"{doing} within {self._told.start_timeout_s:g} s (--start-timeout){hosts_failure.said(link)}"
-                )
-                link.abandon()
-                break
-            if link.look():
-                break
+        self.is_lost = True
         if not self._is_over:
-            self._events.put(Lost(self.host, self._failed or hosts_failure.of(link).text))
-        with self._lock:
-            self.is_lost = True
-            for worker in sorted(self._running):
-                self._events.put(Ended(worker, hosts_failure.LOST))
+            self._events.say(f"host {self._host} {why}")
+        for worker in sorted(self._pipes):
+            self._end(worker, self._codes.get(worker, hosts_failure.LOST))
 
-    def _take(self, link: Link, stream: str, data: bytes) -> None:
-        if stream == "stderr":
-            for said in data.decode(errors="replace").splitlines():
-                self._events.put(Said(self.host, said))
-            return
-        self._unread += data
-        while b"\n" in self._unread:
-            line, _, rest = bytes(self._unread).partition(b"\n")
-            self._unread = bytearray(rest)
-            self._understand(json.loads(line))
+    def _end(self, worker: int, code: int) -> None:
+        for pipe in self._pipes.pop(worker).values():
+            os.close(pipe.descriptor)
+        self._events.ended(worker, code)
+
+    def _show(self, link: Link, stream: str, data: bytes) -> None:
+        for line in data.decode(errors="replace").splitlines():
+            self._events.say(f"{self._host}: {line}")
 
     def _understand(self, message: dict[str, Any]) -> None:
         if "reached" in message:
-            self._is_reached = True
-            self._events.put(Reached(self.host, str(message["reached"])))
-        elif "failed" in message:
-            self._failed = f"could not start: {message['failed']}"
-        elif "pid" in message:
-            self._events.put(Started(int(message["worker"]), int(message["pid"])))
-        elif "stream" in message:
-            data = base64.b64decode(message["data"])
-            self._room.take(len(data))
-            self._events.put(Printed(int(message["worker"]), str(message["stream"]), data))
-        else:
-            self._running.discard(int(message["worker"]))
-            self._events.put(Ended(int(message["worker"]), int(message["code"])))
+            self.address = str(message["reached"])
+        elif "worker" in message:
+            worker = int(message["worker"])
+            if "pid" in message:
+                self._events.started(worker, int(message["pid"]))
+            elif "stream" in message:
+                self._pipes[worker][str(message["stream"])].unsent += base64.b64decode(message["data"])
+            else:
+                self._codes[worker] = int(message["code"])

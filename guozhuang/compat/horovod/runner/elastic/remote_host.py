@@ -1,9 +1,9 @@
 """The program on a remote host of an elastic run: connects to the driver's store, and starts and ends the workers there.
 
-The supervisor runs ``python -m guozhuang.compat.horovod.runner.elastic.remote_host IN OUT``, where IN is a descriptor for lines
-of JSON from the driver: first the settings, then requests. Each event is written to standard output as a line of JSON, which
-``remote_crew`` reads. Both streams travel over the connection of ``guozhuang.launch.hosts.supervisor``; the program ends when
-the other end of IN is closed.
+The supervisor of the host (``guozhuang.launch.hosts.supervisor``) runs ``python -m
+guozhuang.compat.horovod.runner.elastic.remote_host IN OUT``. IN is a descriptor for lines of JSON from the driver: first the
+settings, then requests. Each event is written to OUT as a line of JSON, which ``remote_crew`` reads. The program ends when the
+other end of IN is closed.
 
 The driver opens a door on each of its addresses; this program uses the first that lets it in. A passage then leads from
 loopback here through that door to the store, so workers reach the store on loopback on every host.
@@ -15,25 +15,24 @@ import base64
 import contextlib
 import json
 import os
-import queue
+import select
+import shutil
 import signal
 import sys
-import threading
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from guozhuang.compat.horovod.common import elastic_variables
-from guozhuang.compat.horovod.common.extension import EXTENSION
-from guozhuang.compat.horovod.runner.elastic.crew import Ended, Event, LocalWorkers, Printed, Started
-from guozhuang.compat.horovod.runner.elastic.writing import Room
+from guozhuang.compat.horovod.runner.elastic.crew import CANNOT_BE_STARTED, LocalWorkers
 from guozhuang.errors import WorldError, explain
-from guozhuang.launch.request import with_folders
+from guozhuang.launch.console.streams import NamedPipe
 from guozhuang.net.door import NotOurDoorError, Passage, knock, passage_from
 from guozhuang.watch.processes import node_identity
 
 _KNOCK_S = 5.0
-_LOOK_S = 0.1
-_MOST_AT_ONCE = 1000  # a worker that never stops printing must not keep requests waiting
+_TURN_S = 0.05
+_CHUNK_BYTES = 1 << 16
 
 
 def come_through(doors: Sequence[tuple[str, int]], secret: bytes) -> tuple[Passage, str]:
@@ -56,84 +55,114 @@ def come_through(doors: Sequence[tuple[str, int]], secret: bytes) -> tuple[Passa
     raise WorldError(explain(f"the driver's host cannot be reached from here ({'; '.join(why)})", fix=fix))
 
 
+class WorkerHost:
+    """The workers of this host, and the connection to the driver.
+
+    Args:
+        reading, writing: the descriptors IN and OUT.
+    """
+
+    def __init__(self, reading: int, writing: int) -> None:
+        self._reading, self._writing = reading, writing
+        self._received = bytearray()
+        self._pipes: dict[int, dict[str, NamedPipe]] = {}
+        self.is_over = False
+
+    def requests(self) -> Iterator[dict[str, Any]]:
+        """Wait until the driver has sent something; return the requests that are complete."""
+        data = os.read(self._reading, _CHUNK_BYTES)
+        self.is_over = self.is_over or not data
+        *lines, self._received = (self._received + data).split(b"\n")
+        return map(json.loads, lines)
+
+    def say(self, message: dict[str, Any]) -> None:
+        """Send the driver a message."""
+        data = json.dumps(message).encode() + b"\n"
+        with contextlib.suppress(OSError):  # the supervisor is gone, and will end this process
+            while data:
+                data = data[os.write(self._writing, data) :]
+
+    def run(self, host: str, workers: LocalWorkers, folder: str, ending: Sequence[int]) -> None:
+        """Obey the driver until it is gone, or until ``ending``, the signals that this process has got, is not empty."""
+        while not (self.is_over or ending):
+            sources = {pipe.source: (n, name, pipe) for n, pipes in self._pipes.items() for name, pipe in pipes.items()}
+            ready = select.select([self._reading, *sources], [], [], _TURN_S)[0]
+            for source in ready:
+                if source in sources:
+                    self._pass_on(*sources[source])
+            for worker, code in workers.wait(0.0).items():
+                self._ended(worker, code)
+            for request in self.requests() if self._reading in ready else ():
+                if "stop" in request:
+                    workers.end(int(request["worker"]), bool(request["stop"]))
+                else:
+                    self._start(host, workers, folder, request)
+
+    def _start(self, host: str, workers: LocalWorkers, folder: str, request: dict[str, Any]) -> None:
+        worker = int(request["worker"])
+        paths = {name: os.path.join(folder, f"{worker}.{name}") for name in request["streams"]}
+        self._pipes[worker] = {name: NamedPipe(path) for name, path in paths.items()}
+        out = paths["stdout"]
+        try:
+            pid = workers.start(
+                worker, host, int(request["num_local"]), request["command"], out, paths.get("stderr", out)
+            )
+        except OSError as error:
+            print(error, file=sys.stderr, flush=True)
+            self._ended(worker, CANNOT_BE_STARTED)
+        else:
+            self.say({"worker": worker, "pid": pid})
+
+    def _pass_on(self, worker: int, name: str, pipe: NamedPipe) -> bool:
+        with contextlib.suppress(BlockingIOError):
+            data = os.read(pipe.source, _CHUNK_BYTES)
+            self.say({"worker": worker, "stream": name, "data": base64.b64encode(data).decode()})
+            return True
+        return False
+
+    def _ended(self, worker: int, code: int) -> None:
+        for name, pipe in self._pipes.pop(worker).items():
+            while self._pass_on(worker, name, pipe):
+                pass
+            pipe.close()
+            os.unlink(pipe.path)
+        self.say({"worker": worker, "code": code})
+
+
 def main(arguments: Sequence[str]) -> int:
     """Start and end workers at the driver's requests, until the driver or a signal ends it; return the exit code."""
-    told_to_end: list[int] = []
+    ending: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda number, _: told_to_end.append(number))
-    requests: queue.Queue[dict[str, Any] | None] = queue.Queue()
-    threading.Thread(target=_hear, args=(int(arguments[0]), requests), name="horovod requests", daemon=True).start()
-    told = requests.get()
-    if told is None:
+        signal.signal(number, lambda number, _: ending.append(number))
+    reading, writing = map(int, arguments)
+    for descriptor in (reading, writing):
+        os.set_inheritable(descriptor, False)
+    here = WorkerHost(reading, writing)
+    with open(reading, "rb", buffering=0, closefd=False) as lines:  # without a buffer, which would take requests too
+        line = lines.readline()
+    if not line:
         return 1
-    doors = [(str(host), int(port)) for host, port in told["doors"]]
-    if told["same"] == node_identity():
+    config = json.loads(line)
+    doors = [(str(host), int(port)) for host, port in config["doors"]]
+    if config["same"] == node_identity():
         doors.sort(key=lambda door: door[0] != "127.0.0.1")
     try:
-        passage, address = come_through(doors, bytes.fromhex(told["secret"]))
+        passage, address = come_through(doors, bytes.fromhex(config["secret"]))
     except WorldError as error:
-        _say({"failed": str(error)})
+        here.say({"refused": str(error)})
         return 1
-    events: queue.Queue[Event] = queue.Queue()
-    room = Room()
-    crew = LocalWorkers(events, room)
-
-    def pass_on(event: Event) -> None:
-        _tell(event)
-        if isinstance(event, Printed):
-            room.give(len(event.data))
-
-    with contextlib.closing(passage), contextlib.closing(crew):
-        _say({"reached": address})
-        is_over = False
-        while not (is_over or told_to_end):
-            crew.look()
-            with contextlib.suppress(queue.Empty):
-                pass_on(events.get(timeout=_LOOK_S))
-                for _ in range(_MOST_AT_ONCE):
-                    pass_on(events.get_nowait())
-            with contextlib.suppress(queue.Empty):
-                while not is_over:
-                    request = requests.get_nowait()
-                    is_over = request is None
-                    if request is not None:
-                        _obey(crew, passage, request, told)
+    folder = tempfile.mkdtemp(prefix="guozhuang-run-")
+    environment = elastic_variables.environment_of_workers({})
+    with contextlib.closing(passage), contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        workers = stack.enter_context(
+            contextlib.closing(
+                LocalWorkers(folder, (passage.host, passage.port), float(config["timeout_s"]), environment)
+            )
+        )
+        here.say({"reached": address})
+        here.run(str(config["host"]), workers, folder, ending)
     return 0
-
-
-def _obey(crew: LocalWorkers, passage: Passage, request: dict[str, Any], told: dict[str, Any]) -> None:
-    worker = int(request["worker"])
-    if "stop" in request:
-        crew.end(worker, float(request["stop"]))
-        return
-    environ = elastic_variables.environment_of_workers({})
-    environ |= with_folders(environ.get("PYTHONPATH", ""), EXTENSION.python_path)
-    driver = elastic_variables.Driver(passage.host, passage.port, worker, float(told["timeout_s"]))
-    environ |= elastic_variables.variables(driver, str(told["host"]), int(request["num_local"]), environ)
-    crew.start(worker, [str(word) for word in request["command"]], environ)
-
-
-def _hear(descriptor: int, requests: queue.Queue[dict[str, Any] | None]) -> None:
-    with os.fdopen(descriptor, "rb") as lines:
-        for line in lines:
-            requests.put(json.loads(line))
-    requests.put(None)
-
-
-def _tell(event: Event) -> None:
-    if isinstance(event, Started):
-        _say({"worker": event.worker, "pid": event.pid})
-    elif isinstance(event, Printed):
-        _say({"worker": event.worker, "stream": event.stream, "data": base64.b64encode(event.data).decode()})
-    elif isinstance(event, Ended):
-        _say({"worker": event.worker, "code": event.code})
-
-
-def _say(message: dict[str, Any]) -> None:
-    data = json.dumps(message).encode() + b"\n"
-    with contextlib.suppress(OSError):  # the supervisor is gone, and will end this process
-        while data:
-            data = data[os.write(1, data) :]
 
 
 if __name__ == "__main__":
