@@ -68,16 +68,17 @@ class Crew:
         Args:
             rank: its number in the world.
             command: the program and its arguments, after the words of ``entry``.
-            environ: its complete environment.
+            environ: its complete environment, but for the name of the run.
             stdout, stderr: paths of files or pipes to write to; empty: the rank inherits the stream of this process.
         """
+        environ = {**environ, guard.VARIABLE: self.run}
         self._shared = set(environ.items()) if self._shared is None else self._shared & environ.items()
         with contextlib.ExitStack() as stack:
             out, err = (stack.enter_context(open(path, "wb")) if path else None for path in (stdout, stderr))
             files = [0, out.fileno() if out else 1, err.fileno() if err else 2]
             process: subprocess.Popen[bytes] | ForkedRank | None = self._fork(rank, command, environ, files)
             if process is None:
-                process = subprocess.Popen(command, env=dict(environ), stdout=out, stderr=err, start_new_session=True)
+                process = subprocess.Popen(command, env=environ, stdout=out, stderr=err, start_new_session=True)
         self._processes[rank] = process
         self.know([process.pid])
         with contextlib.suppress(AttributeError, OSError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import re
@@ -141,7 +142,8 @@ def test_a_host_that_is_switched_off_ends_the_run(two: tuple[Hosts, Sshd], folde
     wait_for(process, folder, 2)
     hosts.cut(1)
     for pid in subprocess.run(["ip", "netns", "pids", hosts._name(1)], capture_output=True, text=True).stdout.split():
-        os.kill(int(pid), signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # its parent was killed before, and took it along
+            os.kill(int(pid), signal.SIGKILL)
     start = time.monotonic()
     out, _ = process.communicate(timeout=60)
     assert time.monotonic() - start < LAUNCHER_NOTICES_S

@@ -108,7 +108,7 @@ def _launch(
     python: str, folder: str, environment: dict[str, str], arguments: list[str], said: str, lost_after_s: float
 ) -> None:
     from guozhuang import cli
-    from guozhuang.launch.hosts import run as hosts_run
+    from guozhuang.launch.hosts import link as hosts_link
 
     os.setpgid(0, 0)  # as a shell does; in the session of its parent, so that it can be stopped
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -119,7 +119,7 @@ def _launch(
     os.environ.clear()
     os.environ.update(environment)
     sys.executable = python
-    hosts_run.LOST_AFTER_S = lost_after_s
+    hosts_link.LOST_AFTER_S = lost_after_s
     sys.exit(cli.main(["run", *arguments]))
 
 

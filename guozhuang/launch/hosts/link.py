@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import json
 import os
+import secrets
 import signal
 import struct
 import subprocess
@@ -20,6 +21,9 @@ from typing import Any
 
 from guozhuang.launch.hosts import ssh
 
+# A host that receives nothing from the launcher for this long ends its ranks; shorter gaps of the network are tolerated. Its
+# ranks then have the grace time between SIGTERM and SIGKILL. Both in seconds.
+LOST_AFTER_S, LOST_GRACE_S = 20.0, 10.0
 _HEAD_BYTES = 5
 _CHUNK_BYTES = 1 << 16
 _MAX_WORDS_BYTES = 1 << 14
@@ -68,6 +72,45 @@ class Link:
         first, last = self.serves[0], self.serves[-1]
         servers = f"parameter server {first}" if first == last else f"parameter servers {first} to {last}"
         return f"host {self.name} ({servers})"
+
+    def connect(
+        self,
+        module: str,
+        node: Mapping[str, Any],
+        environment: Mapping[str, str],
+        asked_environment: Mapping[str, str],
+        options: ssh.SshOptions,
+        start_timeout_s: float,
+        output: Callable[[Link, str, bytes], None],
+    ) -> None:
+        """Have the host's supervisor run a module of this package.
+
+        Args:
+            module: its name; it is run with the descriptors IN and OUT, which lead here, as its arguments.
+            node: its first line of input.
+            environment: variables of this machine, which a host that is this machine has already.
+            asked_environment: variables that the user asked for.
+            options: the options of ssh.
+            start_timeout_s: the launcher's limit in seconds; ssh's own is shorter, so that its message is shown.
+            output: see ``start``.
+        """
+        token = f"guozhuang-{secrets.token_hex(8)}"
+        header = {
+            "folder": ssh.folder(),
+            "is_remote": not self.is_local,
+            "environment": dict(environment),
+            "asked_environment": dict(asked_environment),
+            "lists": ssh.LISTS,
+            "package": "guozhuang",
+            "lost_after_s": LOST_AFTER_S,
+            "lost_grace_s": LOST_GRACE_S,
+            "command": ["-m", module],
+            "node": node,
+        }
+        command = ssh.local_command(token)
+        if not self.is_local:
+            command = ssh.command(self.name, options, 0.75 * start_timeout_s, token)
+        self.start(command, token, header, output)
 
     def start(
         self,

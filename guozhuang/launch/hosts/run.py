@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import secrets
 import selectors
 import signal
 import threading
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from guozhuang.launch.console.display import Display
 from guozhuang.launch.hosts import failure as hosts_failure
+from guozhuang.launch.hosts import link as hosts_link
 from guozhuang.launch.hosts import ssh
 from guozhuang.launch.hosts.failure import LOST, HostFailure, said
 from guozhuang.launch.hosts.link import Link
@@ -35,11 +35,9 @@ if TYPE_CHECKING:
     from guozhuang.launch.hosts.placement import HostsPlan
 
 _PING_S = 2.0
-# A host that receives nothing from the launcher for this long ends its ranks; shorter gaps of the network are tolerated.
-LOST_AFTER_S = 20.0
-# Time between SIGTERM and SIGKILL: after a signal from the user (as in torchrun); after a failure; after the loss of the
-# launcher; and for an agent whose ranks have ended, since it may be blocked in a call that a signal does not interrupt.
-_ASKED_GRACE_S, _FAILED_GRACE_S, _LOST_GRACE_S, _FINISHED_GRACE_S = 30.0, 10.0, 10.0, 2.0
+# Time between SIGTERM and SIGKILL: after a signal from the user (as in torchrun); after a failure; and for an agent whose ranks
+# have ended, since it may be blocked in a call that a signal does not interrupt.
+_ASKED_GRACE_S, _FAILED_GRACE_S, _FINISHED_GRACE_S = 30.0, 10.0, 2.0
 # Time that an agent gets after --shutdown-timeout to report how its ranks ended.
 _AFTER_SHUTDOWN_S = 5.0
 _SETTLE_S = 1.0
@@ -131,38 +129,30 @@ class HostsRun:
     def _start(self) -> None:
         wanted = self._wanted
         for link in self._links:
-            token = f"guozhuang-{secrets.token_hex(8)}"
-            header = {
-                "folder": ssh.folder(),
-                "is_remote": not link.is_local,
-                "environment": ssh.carried(os.environ, wanted.extension),
-                "asked_environment": wanted.environment,
-                "lists": ssh.LISTS,
-                "package": "guozhuang",
-                "lost_after_s": LOST_AFTER_S,
-                "lost_grace_s": _LOST_GRACE_S,
-                "command": ["-m", "guozhuang.launch.hosts.node"],
-                "node": {
-                    "node_rank": link.node_rank,
-                    "num_nodes": len(self._of_ranks),
-                    "num_servers": sum(len(each.serves) for each in self._of_servers),
-                    "serves": list(link.serves),
-                    "interface": wanted.interface,
-                    "secret": self._secret.hex(),
-                    "attempt": self._attempt,
-                    "max_restarts": wanted.max_restarts,
-                    "terminals": self._display.terminals,
-                    "arguments": self._arguments(link),
-                    "host": link.name,
-                    "extension": dataclasses.asdict(wanted.extension),
-                },
+            node = {
+                "node_rank": link.node_rank,
+                "num_nodes": len(self._of_ranks),
+                "num_servers": sum(len(each.serves) for each in self._of_servers),
+                "serves": list(link.serves),
+                "interface": wanted.interface,
+                "secret": self._secret.hex(),
+                "attempt": self._attempt,
+                "max_restarts": wanted.max_restarts,
+                "terminals": self._display.terminals,
+                "arguments": self._arguments(link),
+                "host": link.name,
+                "extension": dataclasses.asdict(wanted.extension),
             }
-            if link.is_local:
-                command = ssh.local_command(token)
-            else:
-                # Ssh's limit is shorter than ours, so that ssh's own message on the timeout is shown.
-                command = ssh.command(link.name, wanted.ssh, 0.75 * wanted.start_timeout_s, token)
-            link.start(command, token, header, self._display.take)
+            carried, more = ssh.carried(os.environ, wanted.extension), wanted.environment
+            link.connect(
+                "guozhuang.launch.hosts.node",
+                node,
+                carried,
+                more,
+                wanted.ssh,
+                wanted.start_timeout_s,
+                self._display.take,
+            )
 
     def _arguments(self, link: Link) -> list[str]:
         """Return the command line for the agent of a host; empty for a host of servers."""
@@ -372,7 +362,7 @@ class HostsRun:
                 has_ended = link.is_closed and link.code is not None
                 how = "was ended because of it" if has_ended else (
                     f"did not confirm its end: the connection is gone, and it ends its {link.what} by itself within "
-                    f"{LOST_AFTER_S + _LOST_GRACE_S:g} s"
+                    f"{hosts_link.LOST_AFTER_S + hosts_link.LOST_GRACE_S:g} s"
                 )  # fmt: skip
                 if says_all or not has_ended:
                     self._display.say(f"then {link.title} {how}")

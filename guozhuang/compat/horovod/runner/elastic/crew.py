@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 
 from guozhuang.compat.horovod.common import elastic_variables
 from guozhuang.compat.horovod.common.extension import EXTENSION
-from guozhuang.launch import guard
 from guozhuang.launch.crew import Crew, entry
 from guozhuang.launch.job import Job, Send
 from guozhuang.launch.request import with_folders
@@ -20,7 +19,7 @@ GRACE_S = 5.0
 
 
 class LocalWorkers:
-    """The workers on this machine. The thread that starts them must outlive them; see [Note: no orphans] in ``launch.guard``.
+    """The workers on this machine. The thread that starts them must outlive them; see [Note: no orphans] in guard.py.
 
     Args:
         folder: a temporary folder, which is removed if this process is killed.
@@ -49,7 +48,7 @@ class LocalWorkers:
             OSError: it cannot be started: no memory, too many processes, arguments too long or with a zero byte.
         """
         told = elastic_variables.Driver(*self._store, worker, self._timeout_s)
-        environ = {**self._environment, guard.VARIABLE: self._crew.run}
+        environ = {**self._environment}
         environ |= with_folders(environ.get("PYTHONPATH", ""), EXTENSION.python_path)
         environ |= elastic_variables.variables(told, host, num_local, environ)
         try:

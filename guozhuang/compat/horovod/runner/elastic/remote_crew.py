@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import os
-import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,10 +18,9 @@ from guozhuang.launch.console.output import RankPlaces
 from guozhuang.launch.hosts import failure as hosts_failure
 from guozhuang.launch.hosts import ssh
 from guozhuang.launch.hosts.link import Link
-from guozhuang.launch.hosts.run import LOST_AFTER_S
 
 _PING_S = 2.0
-_LOST_GRACE_S = 10.0
+_PROGRAM = "guozhuang.compat.horovod.runner.elastic.remote_host"
 
 
 @dataclass(frozen=True)
@@ -95,27 +93,14 @@ class RemoteWorkers:
         self._is_over = False
         self._began = self._pinged = time.monotonic()
         self._link = Link(host, 0, False, on_message=self._understand)
-        token = f"guozhuang-{secrets.token_hex(8)}"
-        header = {
-            "folder": ssh.folder(),
-            "is_remote": True,
-            "environment": config.environment,
-            "asked_environment": {},
-            "lists": ssh.LISTS,
-            "package": "guozhuang",
-            "lost_after_s": LOST_AFTER_S,
-            "lost_grace_s": _LOST_GRACE_S,
-            "command": ["-m", "guozhuang.compat.horovod.runner.elastic.remote_host"],
-            "node": {
-                "host": host,
-                "doors": [list(door) for door in config.doors],
-                "secret": config.secret.hex(),
-                "same": config.same,
-                "timeout_s": config.timeout_s,
-            },
+        node = {
+            "host": host,
+            "doors": [list(door) for door in config.doors],
+            "secret": config.secret.hex(),
+            "same": config.same,
+            "timeout_s": config.timeout_s,
         }
-        command = ssh.command(host, config.ssh, 0.75 * config.start_timeout_s, token)
-        self._link.start(command, token, header, self._show)
+        self._link.connect(_PROGRAM, node, config.environment, {}, config.ssh, config.start_timeout_s, self._show)
 
     def start(self, worker: int, command: Sequence[str], num_local: int, places: RankPlaces) -> None:
         """Start a worker on the host, at once or as soon as the host is reached.
