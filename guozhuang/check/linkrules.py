@@ -65,9 +65,8 @@ def slow_nodes_and_links(results: CheckResults) -> Iterator[Finding]:
             f"the median of the nodes is {speed(median)}."
         )
         yield Finding("warn", "slow-link", text, _FIX, tuple(each.rank for each in ranks))
-    yield from _slow_pairs(results, _not_of(results, slow_nodes), "between nodes")
-    inside = [each for each in results.links if not each.between_nodes and each.slower_bytes_per_s]
-    yield from _slow_pairs(results, inside, "inside nodes")
+    yield from _slow_pairs(results, _between(results, slow_nodes), "between nodes")
+    yield from _slow_pairs(results, _inside(results), "inside nodes")
 
 
 def _nodes_by_best_link(results: CheckResults) -> tuple[dict[str, float], set[str]]:
@@ -78,21 +77,24 @@ def _nodes_by_best_link(results: CheckResults) -> tuple[dict[str, float], set[st
     """
     node_of = {each.rank: each.node for each in results.facts}
     best: dict[str, float] = {}
-    for link in results.links:
-        if link.between_nodes and link.slower_bytes_per_s:
-            for node in (node_of[link.a], node_of[link.b]):
-                best[node] = max(best.get(node, 0.0), link.slower_bytes_per_s)
+    for link in _between(results, set()):
+        for node in (node_of[link.a], node_of[link.b]):
+            best[node] = max(best.get(node, 0.0), link.slower_bytes_per_s or 0.0)
     if len(best) < 3:
         return best, set()
     median = statistics.median(best.values())
     return best, {node for node, value in best.items() if value < SLOW_SHARE * median}
 
 
-def _not_of(results: CheckResults, nodes: set[str]) -> list[MeasuredLink]:
+def _between(results: CheckResults, nodes: set[str]) -> list[MeasuredLink]:
     """Return the measured links between nodes, without links of ``nodes``."""
     node_of = {each.rank: each.node for each in results.facts}
     known = [each for each in results.links if each.between_nodes and each.slower_bytes_per_s]
     return [each for each in known if not {node_of[each.a], node_of[each.b]} & nodes]
+
+
+def _inside(results: CheckResults) -> list[MeasuredLink]:
+    return [each for each in results.links if not each.between_nodes and each.slower_bytes_per_s]
 
 
 def _slow_pairs(results: CheckResults, links: list[MeasuredLink], kind: str) -> Iterator[Finding]:
@@ -115,11 +117,10 @@ def _slow_pairs(results: CheckResults, links: list[MeasuredLink], kind: str) -> 
 
 def below_floors(results: CheckResults) -> Iterator[Finding]:
     """Find kinds of links that are slow in general, so that no single link is far below the median."""
-    between_nodes = _not_of(results, _nodes_by_best_link(results)[1])
-    inside_nodes = [each for each in results.links if not each.between_nodes and each.slower_bytes_per_s]
+    between_nodes = _between(results, _nodes_by_best_link(results)[1])
     for links, floor, kind in (
         (between_nodes, MIN_BETWEEN_BYTES_PER_S, "between nodes"),
-        (inside_nodes, MIN_INSIDE_BYTES_PER_S, "inside nodes"),
+        (_inside(results), MIN_INSIDE_BYTES_PER_S, "inside nodes"),
     ):
         known = {each: each.slower_bytes_per_s or 0.0 for each in links}
         slow = {link: value for link, value in known.items() if value < floor}
@@ -143,7 +144,9 @@ def below_card(results: CheckResults) -> Iterator[Finding]:
     """Find that the median link carries far less than the slower of its two cards reports."""
     by_rank = {each.rank: each.network for each in results.facts}
     links = sorted(
-        _not_of(results, _nodes_by_best_link(results)[1]), key=lambda each: each.slower_bytes_per_s or 0.0, reverse=True
+        _between(results, _nodes_by_best_link(results)[1]),
+        key=lambda each: each.slower_bytes_per_s or 0.0,
+        reverse=True,
     )
     if not links:
         return

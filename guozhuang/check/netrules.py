@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from guozhuang.check.noderules import Problem, of_nodes
 from guozhuang.check.results import CheckResults, Facts, Finding, Network, NetworkInterface
 from guozhuang.net.interfaces import is_local_bridge
 from guozhuang.net.search import is_loopback
@@ -13,13 +14,7 @@ from guozhuang.units import listed
 def interfaces(results: CheckResults) -> Iterator[Finding]:
     """Find wrong interfaces and addresses; they matter only if ranks are, or should be, on several nodes."""
     if len(results.nodes) > 1:
-        where: dict[tuple[str, str, str, str], list[Facts]] = {}
-        for ranks in results.nodes.values():
-            for level, kind, text, fix in (*_interface(ranks[0]), *_of_nccl(ranks[0])):
-                where.setdefault((level, kind, text, fix), []).extend(ranks)
-        for (level, kind, text, fix), there in where.items():
-            names = listed(each.host for each in there)
-            yield Finding(level, kind, text.format(names), fix, tuple(each.rank for each in there))
+        yield from of_nodes(results, (_interface, _of_nccl))
     elif results.facts and any(each.what == "did not come" for each in results.absences):
         here = results.facts[0].network
         if here.meeting_addresses and all(map(is_loopback, here.meeting_addresses)):
@@ -30,9 +25,9 @@ def interfaces(results: CheckResults) -> Iterator[Finding]:
             yield Finding("note", "wrong-address", text, fix)
 
 
-def _interface(first: Facts) -> Iterator[tuple[str, str, str, str]]:
-    """Yield (level, kind, text with {} for the hosts, fix) for each fault of the interface in use on a node."""
-    here = first.network
+def _interface(ranks: Sequence[Facts], num_ranks: int) -> Iterator[Problem]:
+    """Check the interface in use on a node."""
+    here = ranks[0].network
     used = here.interface(here.in_use)
     fix = "unset GLOO_SOCKET_IFNAME" if here.requested else "give the right one with --interface or GLOO_SOCKET_IFNAME"
     if here.routed and here.routed != here.in_use:
@@ -40,26 +35,26 @@ def _interface(first: Facts) -> Iterator[tuple[str, str, str, str]]:
     if here.in_use and used is None:
         names = listed(each.name for each in here.interfaces)
         text = f"The interface {here.in_use!r} is asked for on {{}}, where there are only {names}."
-        yield "fail", "wrong-interface", text, fix
+        yield Problem("fail", "wrong-interface", text, fix)
     if used is None:
         return
-    if used.name in ("lo", "lo0") or all(is_loopback(a) for a in used.addresses or ("::1",)):
+    if _is_loopback(used):
         text = f"The loopback interface {used.name} is in use on {{}}, and no other host reaches it."
-        yield "fail", "wrong-interface", text, fix
+        yield Problem("fail", "wrong-interface", text, fix)
     elif is_local_bridge(used.name):
         text = f"{used.name} is in use on {{}}: a bridge to containers of one host, which others do not reach."
-        yield "fail", "wrong-interface", text, fix
+        yield Problem("fail", "wrong-interface", text, fix)
     elif here.routed and here.routed != used.name:
         text = f"The interface {used.name} is in use on {{}}, but {here.routed} leads to rank 0."
-        yield "warn", "wrong-interface", text, fix
+        yield Problem("warn", "wrong-interface", text, fix)
     if not used.is_up:
-        yield "fail", "interface-down", f"The interface {used.name} is down on {{}}.", "bring it up"
+        yield Problem("fail", "interface-down", f"The interface {used.name} is down on {{}}.", "bring it up")
 
 
-def _of_nccl(first: Facts) -> Iterator[tuple[str, str, str, str]]:
-    """Check NCCL_SOCKET_IFNAME on a node with CUDA devices; yields the same tuples as ``_interface``."""
-    here = first.network
-    if not first.num_devices or not here.nccl_requested:
+def _of_nccl(ranks: Sequence[Facts], num_ranks: int) -> Iterator[Problem]:
+    """Check NCCL_SOCKET_IFNAME on a node with CUDA devices."""
+    here = ranks[0].network
+    if not ranks[0].num_devices or not here.nccl_requested:
         return
     asked = f"NCCL_SOCKET_IFNAME={here.nccl_requested}"
     fix = f"set NCCL_SOCKET_IFNAME={here.routed}, which leads to rank 0, or unset it" if here.routed else "unset it"
@@ -67,14 +62,16 @@ def _of_nccl(first: Facts) -> Iterator[tuple[str, str, str, str]]:
     reaching = [each for each in chosen if not _is_for_this_host_alone(each)]
     if not chosen:
         there = listed(each.name for each in here.interfaces)
-        yield "fail", "wrong-interface", f"{asked} fits no interface of {{}}, where there are {there}.", fix
+        yield Problem("fail", "wrong-interface", f"{asked} fits no interface of {{}}, where there are {there}.", fix)
     elif not reaching:
         names = listed(each.name for each in chosen)
-        yield "fail", "wrong-interface", f"{asked} lets NCCL use {names} on {{}}, which no other host reaches.", fix
+        yield Problem(
+            "fail", "wrong-interface", f"{asked} lets NCCL use {names} on {{}}, which no other host reaches.", fix
+        )
     elif here.routed and here.routed not in [each.name for each in chosen]:
         names = listed(each.name for each in reaching)
         text = f"{asked} lets NCCL use {names} on {{}}, but {here.routed} leads to rank 0."
-        yield "warn", "wrong-interface", text, fix
+        yield Problem("warn", "wrong-interface", text, fix)
 
 
 def _chosen_by_nccl(here: Network) -> list[NetworkInterface]:
@@ -93,11 +90,11 @@ def _chosen_by_nccl(here: Network) -> list[NetworkInterface]:
 
 
 def _is_for_this_host_alone(interface: NetworkInterface) -> bool:
-    return (
-        interface.name in ("lo", "lo0")
-        or all(map(is_loopback, interface.addresses or ("::1",)))
-        or is_local_bridge(interface.name)
-    )
+    return _is_loopback(interface) or is_local_bridge(interface.name)
+
+
+def _is_loopback(interface: NetworkInterface) -> bool:
+    return interface.name in ("lo", "lo0") or all(map(is_loopback, interface.addresses or ("::1",)))
 
 
 def mtu(results: CheckResults) -> Iterator[Finding]:

@@ -30,8 +30,11 @@ LOOK_AT_THE_KEEPER = "look whether its process is there and not stopped, and whe
 _SLICE_S = 0.1
 _HURRY_S = 2.0
 # The pause between two polls of a key: a fraction of the wait so far, within bounds. Hundreds of ranks may poll the same key.
-_SHORTEST_LOOK_S, _LONGEST_LOOK_S, _LOOK_PART = 0.02, 0.2, 0.05
-_LOOKS_PER_S = 2000  # bound of the polls of all processes together
+_SHORTEST_LOOK_S, _LONGEST_LOOK_S, _LOOK_PART = 0.002, 0.2, 0.05
+LONGEST_LOOK_S = (
+    0.5  # where many processes poll: they poll 2000 times per second together, unless the pause would be longer
+)
+_LOOKS_PER_S = 2000
 # The pause between two tries to connect grows from the first to the longest.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.5
 _KEY_S = 300.0  # torch's default for waiting until another process sets a key
@@ -169,7 +172,8 @@ def look_s(waited_s: float, num_pollers: int = 1) -> float:
         waited_s: the time waited so far, in seconds.
         num_pollers: number of processes that poll the same store.
     """
-    return max(min(_LONGEST_LOOK_S, max(_SHORTEST_LOOK_S, _LOOK_PART * waited_s)), num_pollers / _LOOKS_PER_S)
+    alone_s = min(_LONGEST_LOOK_S, max(_SHORTEST_LOOK_S, _LOOK_PART * waited_s))
+    return max(alone_s, min(num_pollers / _LOOKS_PER_S, LONGEST_LOOK_S))
 
 
 def tries(deadline: float, over: threading.Event | None = None) -> Iterator[float]:
@@ -300,7 +304,7 @@ class PatientStore:
             if waited_s >= limit_s:
                 return False
             self.while_waiting()
-            time.sleep(look_s(waited_s, self._num_pollers))
+            time.sleep(min(look_s(waited_s, self._num_pollers), limit_s - waited_s))
         return True
 
     def read(self, key: str, limit_s: float = 0.0) -> bytes | None:
@@ -311,7 +315,9 @@ class PatientStore:
 
     def _call(self, function: Callable[..., _T], *arguments: Any) -> _T:
         try:
-            return self._client.call(function, *arguments)
+            return self._client.call(
+                function, *arguments, still=lambda: self._name and f"{self._name} does not answer yet"
+            )
         except RuntimeError as error:
             if not self._name:
                 raise

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import logging
 import socket
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 import torch.distributed as dist
 
 from guozhuang.errors import UsageError, WorldError, explain
-from guozhuang.net import client, search
+from guozhuang.net import client, interfaces, search
 from guozhuang.net import store as stores
+from guozhuang.net.client import PatientStore
 from guozhuang.net.door import Door, Passage, pass_through, passage_from
 from guozhuang.net.meeting_point import MeetingPoint, PortSequence
 from guozhuang.watch.processes import node_identity
 
-# The longest and the first pause between two polls of a rank that waits. After a verdict (a failed roll call) rank 0 keeps the
-# store open for a while, so that the other ranks can read the reason.
-_LOOK_S, _FIRST_LOOK_S = 0.5, 0.002
-_AFTER_VERDICT_S = 3 * _LOOK_S
-_SILENT_S = 2.0  # a store without an answer for so long counts as silent; an answer usually takes a millisecond
+# After a verdict (a failed roll call) rank 0 keeps the store open for a while, so that the other ranks can read the reason.
+_AFTER_VERDICT_S = 3 * client.LONGEST_LOOK_S
+_GRACE_S = _AFTER_VERDICT_S + 1.0  # how much longer than the whole roll call an answer of the store may take
 _MOST_NAMED = 16
 _LOOPBACK_KEY = "guozhuang/loopback address"
 _log = logging.getLogger("guozhuang")
@@ -188,28 +187,26 @@ def roll_call(store: dist.Store, rank: int, size: int, timeout_s: float, note: s
     """
     call = _RollCall(store, rank, size, timeout_s, note)
     try:
-        return client.attempt(timeout_s + _AFTER_VERDICT_S + 1.0, call.run, call.is_silent)
-    except client.OverdueError:
-        raise WorldError(explain(call.is_silent(), rank=rank, fix=client.LOOK_AT_THE_KEEPER)) from None
-    except dist.DistNetworkError as error:
-        what = "the process that keeps the store of the world is gone, so the ranks cannot find each other"
-        fix = "look at the output of rank 0 and of the launcher for the first error"
-        raise WorldError(explain(what, rank=rank, fix=fix)) from error
+        return call.run()
     finally:
-        call.over.set()
+        call.close()
 
 
 class _RollCall:
-    """One rank's part of the roll call; ``run`` runs in a thread, see [Note: waiting for a store] in ``net.client``."""
+    """One rank's part of the roll call."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float, note: str) -> None:
-        self._store, self._rank, self._size, self._timeout_s, self._note = store, rank, size, timeout_s, note
-        self._answered_at = time.monotonic()
-        self.over = threading.Event()
+        self._rank, self._size, self._timeout_s, self._note = rank, size, timeout_s, note
+        self._deadline, self._notices = time.monotonic() + timeout_s, client.Notices()
+        self._client = client.Client(timeout_s + _GRACE_S)
+        name = f"the store that the ranks meet at{_address(store)}"
+        self._store = PatientStore(store, client=self._client, name=name, rank=rank, num_pollers=size)
+        self._store.while_waiting = self._look
+        self._root = PatientStore(stores.innermost(store), client=self._client, name=name, rank=rank)
+        self.close = self._client.close
 
     def run(self) -> list[RankCard]:
         store, rank, size = self._store, self._rank, self._size
-        started, notices = time.monotonic(), client.Notices()
         if store.add(f"claim/{rank}", 1) > 1:
             what = f"two processes say that they are rank {rank} of {size}"
             text = explain(what, fix="give each process its own RANK; end processes that are left from an earlier run")
@@ -218,29 +215,18 @@ class _RollCall:
         store.set(f"host/{rank}", f"{node_identity()}\n{self._note}")
         if store.add("present", 1) == size:
             store.set("complete", "1")
-        # Polls instead of `store.wait` with a limit, because torch prints two warnings each time the limit runs out.
-        while not store.check(["complete"]):
-            if self.over.is_set():
-                return []  # the calling thread has stopped waiting
-            if store.check(["verdict"]):
-                raise WorldError(store.get("verdict").decode())
-            self._answered_at = time.monotonic()
-            waited_s = self._answered_at - started
-            if waited_s >= self._timeout_s:
-                self._abort()
-            if notices.are_due() and self._is_to_log(notices.num):
-                notices.say(self._missing_ranks("are not here yet") + self._loopback_hint())
-            left_s = self._timeout_s - waited_s
-            self.over.wait(min(left_s, _LOOK_S, max(_FIRST_LOOK_S, 0.1 * waited_s)))
+        if not store.exist_within(["complete"], self._timeout_s):
+            self._abort()
         cards = store.multi_get([f"host/{r}" for r in range(size)])
         return [RankCard(*text.decode().split("\n", 1)) for text in cards]
 
-    def is_silent(self) -> str:
-        """Return a sentence saying that the store does not answer; "" if it has answered recently."""
-        silent_s = time.monotonic() - self._answered_at
-        if silent_s < _SILENT_S:
-            return ""
-        return f"the store that the ranks meet at{_address(self._store)} has not answered for {silent_s:.0f} s"
+    def _look(self) -> None:
+        """Raise if another rank has ended the roll call; log which ranks are missing, now and then."""
+        self._client.limit_s = max(self._deadline - time.monotonic(), 0.0) + _GRACE_S
+        if verdict := self._store.read("verdict"):
+            raise WorldError(verdict.decode())
+        if self._notices.are_due() and self._is_to_log(self._notices.num):
+            self._notices.say(self._missing_ranks("are not here yet") + self._loopback_hint())
 
     def _is_to_log(self, turn: int) -> bool:
         """Return whether this rank logs the missing ranks: rank 0 does; while it is missing, the first rank that asks."""
@@ -254,13 +240,12 @@ class _RollCall:
 
     def _loopback_hint(self) -> str:
         """Return a text with a likely cause if there is one: rank 0 listens on loopback, which other hosts cannot reach."""
-        store = stores.innermost(self._store)
-        if not store.check([_LOOPBACK_KEY]):
+        where = self._root.read(_LOOPBACK_KEY)
+        if where is None:
             return ""
-        where = store.get(_LOOPBACK_KEY).decode()
-        return f" (rank 0 listens at {where}, which other hosts cannot reach: set MASTER_ADDR to its other address)"
+        return f" (rank 0 listens at {where.decode()}, which other hosts cannot reach: set MASTER_ADDR to its other address)"
 
-    def _abort(self) -> None:
+    def _abort(self) -> NoReturn:
         who = self._missing_ranks(f"did not come within {self._timeout_s:g} s")
         fix = "look at their output for the first error, check MASTER_ADDR and MASTER_PORT there, or raise timeout_s"
         text = explain(who + self._loopback_hint(), fix=fix)
@@ -270,7 +255,7 @@ class _RollCall:
         raise WorldError(text)
 
 
-def _missing(store: dist.Store, ranks: Sequence[int]) -> list[int]:
+def _missing(store: PatientStore, ranks: Sequence[int]) -> list[int]:
     """Return the ranks without a card, by halving: one request checks whether all of many keys exist."""
     if not ranks or store.check([f"host/{r}" for r in ranks]):
         return []
@@ -283,7 +268,9 @@ def _missing(store: dist.Store, ranks: Sequence[int]) -> list[int]:
 def _address(store: dist.Store) -> str:
     """Return the address of the store for a text; "" if it is loopback, which may be just this node's end of a passage."""
     store = stores.innermost(store)
-    if not isinstance(store, dist.TCPStore) or stores.loopback_address(store.host) is not None:
+    if not isinstance(store, dist.TCPStore) or store.host == "localhost":
+        return ""
+    if interfaces.is_address(store.host) and search.is_loopback(store.host):
         return ""
     return f" at {store.host}:{store.port}"
 

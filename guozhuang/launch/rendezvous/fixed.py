@@ -190,7 +190,8 @@ class FixedRendezvous:
             self._kept = find(self._point, self._node_rank, self._timeout_s)
         elif self._kept is None:
             self._kept = reach(self._host, self._port, self._secret, self._timeout_s, _NODE_0)
-        self._shared = PatientStore(self._kept.store, f"{_AGENTS}/{self._run_id}/", Client(self._silence_s))
+        prefix, answers = f"{_AGENTS}/{self._run_id}/", Client(self._silence_s)
+        self._shared = PatientStore(self._kept.store, prefix, answers, num_pollers=self._num_nodes)
         where = "" if self._kept.told[0] == LOOPBACK else f" ({self._kept.told[0]}:{self._kept.told[1]})"
         others = Others(
             self._shared, self._node_rank, self._num_nodes, _NODE_0 + where, self._node_rank == 0, self._silence_s
