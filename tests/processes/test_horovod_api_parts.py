@@ -126,7 +126,7 @@ def groups_of_parts(rank: int) -> None:
         assert hvd.size() == 1 and len(dist.distributed_c10d._world.pg_map) > len(before)
         hvd.shutdown()
         assert dist.distributed_c10d._world.pg_map == before
-    for name in ("NamedEngine", "_told"):
+    for name in ("NamedEngine", "_places"):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="cannot be entered"):
             patch.setattr(basics, name, cannot)
             hvd.init(comm=[rank])
@@ -161,10 +161,10 @@ class Rounds:
         return False
 
     def told(self, *given: Any) -> Any:
-        """In the place of ``basics._told``, which is a collective."""
+        """In the place of ``basics._places``, which is a collective."""
         if self.num_joined == 1:
             raise hvd.HorovodInternalError("a rank is lost")
-        return real_told(*given)
+        return real_places(*given)
 
     def registered(self, *given: Any) -> None:
         if self.num_joined == 2:
@@ -172,7 +172,7 @@ class Rounds:
         real_registered(*given)
 
 
-real_told, real_registered = basics._told, basics.register_all
+real_places, real_registered = basics._places, basics.register_all
 
 
 def in_rounds(rank: int, size: int) -> None:
@@ -181,7 +181,7 @@ def in_rounds(rank: int, size: int) -> None:
     with pytest.MonkeyPatch.context() as patch, env(HOROVOD_RANK="7", HOROVOD_SIZE="9"):  # of a round before
         patch.setattr(elastic_variables, "driver", lambda: object())
         patch.setattr(worker, "membership", lambda: rounds)
-        patch.setattr(basics, "_told", rounds.told)
+        patch.setattr(basics, "_places", rounds.told)
         patch.setattr(basics, "register_all", rounds.registered)
         hvd.init()
         assert rounds.num_joined == 3 == len(rounds.aborts) and rounds.has_entered

@@ -27,7 +27,6 @@ from tests.processes.negotiating import asked, full, in_place, reduced, reducing
 from tests.processes.test_hierarchical import processes_of
 from tests.ranks import run_ranks
 
-BACKENDS = pytest.mark.parametrize("name", ["shm", "gloo"])
 DTYPES = (
     torch.uint8,
     torch.int8,

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from guozhuang.errors import MismatchError, UsageError
-from guozhuang.gradients.named import NamedChannel, NamedEngine, NegotiationError, Settings, control, stalls
+from guozhuang.gradients.named import NamedChannel, NamedEngine, NegotiationError, Settings, Tuner, control, stalls
 from guozhuang.gradients.named import engine as engines
 from guozhuang.gradients.named.control import ChannelGroups
 from guozhuang.gradients.named.execution import Executor
@@ -289,15 +289,12 @@ def test_an_idle_peer_is_no_error(name: str) -> None:
 
 
 def one_cannot_begin(rank: int) -> None:
-    def of_rank_0(settings: Settings, decides: bool) -> None:
-        if decides:
-            raise UsageError("no log can be written")
+    def cannot(settings: Settings) -> Tuner:
+        raise UsageError("no log can be written")
 
     assert dist.group.WORLD is not None
-    tuner, engines._tuner = engines._tuner, of_rank_0
     with pytest.raises(UsageError if rank == 0 else MismatchError, match="no log can be written"):
-        NamedEngine(dist.group.WORLD, Settings())
-    engines._tuner = tuner
+        NamedEngine(dist.group.WORLD, Settings(autotune=cannot))
 
 
 def ends_after_its_group(rank: int, n: int) -> float:

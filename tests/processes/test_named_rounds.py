@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from guozhuang.gradients.named import Knobs, NamedEngine, Settings, collectives
-from guozhuang.gradients.named import engine as engines
 from tests.processes.negotiating import an_engine, full, in_place, reducing, run_engines, together
 
 
@@ -141,8 +140,7 @@ class Turning:
 
 def tuned(rank: int, num_ranks: int) -> None:
     tuner = Turning()
-    engines._tuner = lambda settings, decides: tuner if decides else None  # type: ignore[assignment]
-    with an_engine() as engine:
+    with an_engine(Settings(autotune=lambda settings: tuner)) as engine:
         channel = engine.world
         seen = []
         for step in range(16):

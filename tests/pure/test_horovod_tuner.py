@@ -28,7 +28,7 @@ QUICK = AutotuneSettings(warmup_samples=0, steps_per_sample=2, max_samples=6)
 
 def made(settings: Settings) -> GaussianTuner:
     assert isinstance(settings.autotune, AutotuneSettings)
-    return settings.autotune.make(settings)
+    return settings.autotune(settings)
 
 
 def run(tuner, speed_of, knobs, limit=20000):

@@ -2,12 +2,11 @@
 
 from .channel import NamedChannel
 from .engine import NamedEngine
-from .settings import Autotune, Knobs, Settings, Tuner
+from .settings import Knobs, Settings, Tuner
 from .submission import DTYPES, DuplicateNameError, Handle, Kind, NegotiationError, Reduction, Submission
 
 __all__ = [
     "DTYPES",
-    "Autotune",
     "DuplicateNameError",
     "Handle",
     "Kind",

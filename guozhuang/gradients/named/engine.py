@@ -51,7 +51,7 @@ class NamedEngine:
 
     Raises:
         MismatchError: ranks have different settings.
-        UsageError: the settings ask for autotuning, and this rank cannot do it; ranks that could raise a MismatchError.
+        UsageError: on rank 0: the settings ask for autotuning, and it cannot be done; other ranks raise a MismatchError.
         NegotiationError: another rank is lost.
         WorldError: some rank did not construct its engine within the time-out of the group.
     """
@@ -176,7 +176,7 @@ class NamedEngine:
     def _begin(self, settings: Settings) -> NamedChannel:
         tuner = refusal = None
         try:
-            tuner = _tuner(settings, decides=self._rank == 0)
+            tuner = settings.autotune(settings) if settings.autotune is not None and self._rank == 0 else None
         except UsageError as error:
             refusal = error
         shared = ("fusion_threshold_bytes", "cache_capacity", "fuse_groups")
@@ -329,11 +329,3 @@ class NamedEngine:
             raise self.failure.again() from self.failure.__cause__
         if self._closed:
             raise NegotiationError(explain("the engine was closed", rank=self._rank))
-
-
-def _tuner(settings: Settings, decides: bool) -> Tuner | None:
-    """Check on every rank that a tuner can be made; return it on rank 0, None on other ranks and without autotuning."""
-    if settings.autotune is None:
-        return None
-    settings.autotune.check()
-    return settings.autotune.make(settings) if decides else None

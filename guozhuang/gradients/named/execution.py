@@ -14,9 +14,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -108,14 +107,8 @@ class Scratch:
         return self._held[:num_elements]
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """One tensor of an all-reduce; on a rank that has joined, ``given`` and ``output`` are None."""
-
-    num_elements: int
-    dtype: torch.dtype
-    given: Tensor | None = None
-    output: Tensor | None = None
+# One tensor of an all-reduce: its number of elements, the input and the output; both are None on a rank that has joined.
+_Part: TypeAlias = tuple[int, Tensor | None, Tensor | None]
 
 
 class Executor:
@@ -218,43 +211,42 @@ class Executor:
     def _all_reduce(
         self, batch: Sequence[Response], handles: Mapping[str, Handle], device: torch.device, group: Any
     ) -> None:
-        parts: list[_Part] = []
+        by_dtype: dict[torch.dtype, list[_Part]] = {}
         for response in batch:
             handle, request = handles.get(response.name), response.request
-            sizes = list(zip(map(prod, request.shapes), request.dtypes, strict=True))
-            pairs = [(None, None)] * len(sizes) if handle is None else _pairs(handle)
-            parts += [_Part(*size, *pair) for size, pair in zip(sizes, pairs, strict=True)]
-        for dtype in dict.fromkeys(part.dtype for part in parts):
-            together = [part for part in parts if part.dtype == dtype and part.num_elements]
-            if together:
-                self._reduce(together, batch[0].request, device, group)
+            pairs = [(None, None)] * len(request.shapes) if handle is None else _pairs(handle)
+            for shape, dtype, (given, output) in zip(request.shapes, request.dtypes, pairs, strict=True):
+                if num_elements := prod(shape):
+                    by_dtype.setdefault(dtype, []).append((num_elements, given, output))
+        for dtype, parts in by_dtype.items():
+            self._reduce(parts, dtype, batch[0].request, device, group)
 
-    def _reduce(self, parts: Sequence[_Part], request: NamedRequest, device: torch.device, group: Any) -> None:
+    def _reduce(
+        self, parts: Sequence[_Part], dtype: torch.dtype, request: NamedRequest, device: torch.device, group: Any
+    ) -> None:
         """Reduce tensors of one dtype as one flat tensor. See [Note: in place and packed]."""
+        sizes = [num_elements for num_elements, _, _ in parts]
         flat = _stretch(parts)
         if flat is not None:
-            self._reduce_flat(flat, parts, request, group)
+            self._reduce_flat(flat, sizes, request, group)
             return
-        num_elements, dtype = sum(part.num_elements for part in parts), parts[0].dtype
-        buffer = self._buffers.setdefault((dtype, device), Scratch(self._allocate))
-        flat = buffer.take(num_elements, dtype, device)
-        pieces = flat.split([part.num_elements for part in parts])
-        if all(part.given is not None for part in parts):
-            torch.cat([part.given.reshape(-1) for part in parts if part.given is not None], out=flat)
+        flat = self._buffers.setdefault((dtype, device), Scratch(self._allocate)).take(sum(sizes), dtype, device)
+        pieces = flat.split(sizes)
+        inputs = [given.reshape(-1) for _, given, _ in parts if given is not None]
+        if len(inputs) == len(parts):
+            torch.cat(inputs, out=flat)
         else:  # this rank has joined: zeros, except for tensors that it submitted before
-            for part, piece in zip(parts, pieces, strict=True):
-                piece.zero_() if part.given is None else piece.copy_(part.given.reshape(-1))
-        self._reduce_flat(flat, parts, request, group)
-        taken = [
-            (part.output.view(-1), piece) for part, piece in zip(parts, pieces, strict=True) if part.output is not None
-        ]
-        if taken:
-            torch._foreach_copy_([each for each, _ in taken], [piece for _, piece in taken])
+            for (_, given, _), piece in zip(parts, pieces, strict=True):
+                piece.zero_() if given is None else piece.copy_(given.reshape(-1))
+        self._reduce_flat(flat, sizes, request, group)
+        outputs = {i: output.view(-1) for i, (_, _, output) in enumerate(parts) if output is not None}
+        if outputs:
+            torch._foreach_copy_(list(outputs.values()), [pieces[i] for i in outputs])
 
-    def _reduce_flat(self, flat: Tensor, parts: Sequence[_Part], request: NamedRequest, group: Any) -> None:
+    def _reduce_flat(self, flat: Tensor, sizes: Sequence[int], request: NamedRequest, group: Any) -> None:
         if request.reduction == Reduction.ADASUM:
             scale(flat, request.prescale)
-            adaptive_sum(flat, [part.num_elements for part in parts], group)
+            adaptive_sum(flat, sizes, group)
             scale(flat, request.postscale)
             return
 
@@ -289,19 +281,18 @@ def _writable(tensor: Tensor) -> Tensor:
 
 def _stretch(parts: Sequence[_Part]) -> Tensor | None:
     """Return the outputs, filled with the inputs, as one flat tensor; None if they are not contiguous and must be packed."""
-    first = parts[0].output
+    _, given, first = parts[0]
     if first is None:
         return None
     if len(parts) == 1:
-        if parts[0].given is not None and parts[0].given is not first:
-            first.copy_(parts[0].given)
+        if given is not None and given is not first:
+            first.copy_(given)
         return first.detach().view(-1)
     storage, end = first.untyped_storage().data_ptr(), first.data_ptr()
-    for part in parts:
-        if part.output is None or part.output is not part.given or part.output.data_ptr() != end:
+    for num_elements, given, output in parts:
+        if output is None or output is not given or output.data_ptr() != end:
             return None
-        if part.output.untyped_storage().data_ptr() != storage:
+        if output.untyped_storage().data_ptr() != storage:
             return None
-        end += part.num_elements * part.output.itemsize
-    num_elements = (end - first.data_ptr()) // first.itemsize
-    return first.detach().as_strided((num_elements,), (1,), first.storage_offset())
+        end += num_elements * output.itemsize
+    return first.detach().as_strided(((end - first.data_ptr()) // first.itemsize,), (1,), first.storage_offset())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -39,18 +39,6 @@ class Tuner(Protocol):
         ...
 
 
-class Autotune(Protocol):
-    """Makes the tuner of an engine."""
-
-    def check(self) -> None:
-        """Raise UsageError if this rank could make no tuner; called on every rank before any of them waits for another."""
-        ...
-
-    def make(self, settings: Settings) -> Tuner:
-        """Return the tuner; called on rank 0 only. Raises UsageError if it cannot be made."""
-        ...
-
-
 @dataclass(frozen=True)
 class Settings:
     """The settings of an engine, which must be equal on all ranks.
@@ -64,7 +52,8 @@ class Settings:
         stall_check: whether collectives that wait for long are reported.
         stall_warning_s: seconds before the first report of a collective, and between further ones.
         stall_stop_s: seconds of waiting after which everything fails; 0: the time-out of the group, at least 30 minutes.
-        autotune: makes a tuner that searches for the first three settings while the job runs; None: they are fixed.
+        autotune: called on rank 0, makes the tuner that searches for the first three settings while the job runs; it raises
+            UsageError if it cannot. None: they are fixed.
     """
 
     fusion_threshold_bytes: int = 128 << 20
@@ -74,7 +63,7 @@ class Settings:
     stall_check: bool = True
     stall_warning_s: float = 60.0
     stall_stop_s: float = 0.0
-    autotune: Autotune | None = None
+    autotune: Callable[[Settings], Tuner] | None = None
 
     def __post_init__(self) -> None:
         for name in ("fusion_threshold_bytes", "cycle_time_ms", "cache_capacity", "stall_warning_s", "stall_stop_s"):

@@ -79,12 +79,8 @@ class AutotuneSettings:
     noise: float = 0.8
     fixed: frozenset[str] = field(default_factory=frozenset)
 
-    def check(self) -> None:
-        """Import scikit-learn; see :func:`check_available`."""
-        check_available()
-
-    def make(self, settings: Settings) -> GaussianTuner:
-        """Return the tuner, on rank 0.
+    def __call__(self, settings: Settings) -> GaussianTuner:
+        """Make the tuner, on rank 0.
 
         Raises:
             UsageError: scikit-learn is missing; the log cannot be written.

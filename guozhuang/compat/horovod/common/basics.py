@@ -288,7 +288,7 @@ def _entered(
             membership.breaks(
                 functools.partial(engine.fail, "the driver of the elastic job has lost a worker of this round")
             )
-        told = _told(engine, world)
+        given = _places(engine, world)
     except BaseException:
         if engine is not None:
             engine.close()
@@ -300,8 +300,8 @@ def _entered(
         world=world,
         variables=variables,
         rank=rank,
-        size=len(told),
-        place=place_of(rank, told),
+        size=len(given),
+        place=place_of(rank, given),
         world_ranks=world_ranks,
         made_world=made_world,
         dynamic=bool(variables.dynamic_process_sets),
@@ -345,7 +345,7 @@ def _engine(group: dist.ProcessGroup, settings: Settings) -> NamedEngine:
         raise HorovodInternalError(str(error)) from error
 
 
-def _told(engine: NamedEngine, world: World) -> list[tuple[int, int]]:
+def _places(engine: NamedEngine, world: World) -> list[tuple[int, int]]:
     """Gather from all ranks, and return, the node rank and local rank that the launcher gave to each."""
     mine = torch.tensor([[world.node_rank, world.local_rank]])
     try:

@@ -145,18 +145,18 @@ def set_state(new: HorovodState | None) -> None:
     _current.state = new
 
 
-def place_of(rank: int, told: Sequence[tuple[int, int]]) -> RankPlace:
+def place_of(rank: int, given: Sequence[tuple[int, int]]) -> RankPlace:
     """Return the place of a rank among the nodes.
 
     Args:
         rank: the rank in the Horovod world.
-        told: (node rank, local rank) of each rank as the launcher gave them. Numbers may be missing, of processes that are not
+        given: (node rank, local rank) of each rank as the launcher gave them. Numbers may be missing, of processes that are not
             in the Horovod world; local ranks need not rise with the ranks.
     """
-    node = told[rank][0]
-    nodes = [each for each, _ in told]
+    node = given[rank][0]
+    nodes = [each for each, _ in given]
     sizes = Counter(nodes)
-    on_node = sorted((place, other) for other, (each, place) in enumerate(told) if each == node)
+    on_node = sorted((place, other) for other, (each, place) in enumerate(given) if each == node)
     local_rank = [other for _, other in on_node].index(rank)
     across = sorted(each for each, size in sizes.items() if size > local_rank)
     return RankPlace(

@@ -29,7 +29,6 @@ import contextlib
 import hashlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -59,23 +58,6 @@ from .compression import Compression
 from .mpi_ops import sparse_allreduce_async
 
 _FIRST_CAP_BYTES: Final = 4 << 20
-
-
-@dataclass(frozen=True)
-class GradientOptions:
-    """How gradients are combined.
-
-    Attributes:
-        compression: a class with ``compress`` and ``decompress``.
-        op: one of the constants of ``mpi_ops``.
-        predivide_factor: see [Note: scales].
-        sparse_as_dense: whether sparse gradients are sent as dense ones.
-    """
-
-    compression: Any
-    op: int
-    predivide_factor: float
-    sparse_as_dense: bool
 
 
 class _FlatGradients:
@@ -132,18 +114,29 @@ class GradientUnits(BackwardPasses):
 
     Args:
         names, process_set, num_passes: see :class:`BackwardPasses`.
-        options: how gradients are combined.
+        compression: a class with ``compress`` and ``decompress``.
+        op: one of the constants of ``mpi_ops``.
+        predivide_factor: see [Note: scales].
+        sparse_as_dense: whether sparse gradients are sent as dense ones.
     """
 
     def __init__(
-        self, names: Mapping[Tensor, str], process_set: ProcessSet, num_passes: int, options: GradientOptions
+        self,
+        names: Mapping[Tensor, str],
+        process_set: ProcessSet,
+        num_passes: int,
+        compression: Any,
+        op: int,
+        predivide_factor: float,
+        sparse_as_dense: bool,
     ) -> None:
         super().__init__(names, process_set, num_passes)
-        self._options = options
+        self._compression, self._op = compression, op
+        self._predivide_factor, self._sparse_as_dense = predivide_factor, sparse_as_dense
         # These compressors work element by element, so they can be applied to flat tensors of scaled gradients.
-        self._is_elementwise = options.compression in (Compression.none, Compression.fp16)
+        self._is_elementwise = compression in (Compression.none, Compression.fp16)
         self._is_grouped = self._is_agreed = self._is_split = False
-        self._scale, self._reduction, self._prescale, self._postscale = 1.0, Reduction(options.op), 1.0, 1.0
+        self._scale, self._reduction, self._prescale, self._postscale = 1.0, Reduction(op), 1.0, 1.0
         self._flats: dict[tuple[HookedParameter, ...], _FlatGradients] = {}
         self._places: dict[HookedParameter, tuple[_FlatGradients, int]] = {}
         self._vote: tuple[Handle, Tensor] | None = None
@@ -157,10 +150,10 @@ class GradientUnits(BackwardPasses):
 
     @override
     def _begin(self, channel: NamedChannel) -> None:
-        factor = self._options.predivide_factor
+        factor = self._predivide_factor
         if not self._is_elementwise:  # a compressor may return integers, so the engine must compute the mean
             self._prescale, self._postscale = 1.0 / factor, factor
-        elif self._options.op == Reduction.AVERAGE:  # see [Note: scales]
+        elif self._op == Reduction.AVERAGE:  # see [Note: scales]
             self._reduction = Reduction.SUM
             self._scale = 1.0 / (channel.size if factor == 1.0 else factor)
             self._postscale = 1.0 if factor == 1.0 else factor / channel.size
@@ -238,11 +231,11 @@ class GradientUnits(BackwardPasses):
             gradient = one.parameter.grad
             if gradient is not None:
                 one.sparse_dims = gradient.sparse_dim() if gradient.is_sparse else 0
-        if any(one.by_rows or (one.sparse_dims and not self._options.sparse_as_dense) for one in unit.members):
+        if any(one.by_rows or (one.sparse_dims and not self._sparse_as_dense) for one in unit.members):
             self._send_sparse(unit, channel)
             return
         tensors = self._filled(unit)
-        compressed = [self._options.compression.compress(tensor) for tensor in tensors]
+        compressed = [self._compression.compress(tensor) for tensor in tensors]
         wires = tuple(wire.contiguous() for wire, _ in compressed)
         handle = channel.submit(
             Submission(
@@ -261,7 +254,7 @@ class GradientUnits(BackwardPasses):
                 self.warn_of_changes(one)
             for tensor, wire, (_, context) in zip(tensors, wires, compressed, strict=True):
                 if wire is not tensor:
-                    tensor.copy_(self._options.compression.decompress(wire, context))
+                    tensor.copy_(self._compression.decompress(wire, context))
             for one in unit.members:
                 self._show(one)
             return True
@@ -340,7 +333,7 @@ class GradientUnits(BackwardPasses):
                 one.parameter.grad = rows
             return True
 
-        unit.pending = Pending(sparse_allreduce_async(gradient, one.name, self._options.op, self.process_set), receive)
+        unit.pending = Pending(sparse_allreduce_async(gradient, one.name, self._op, self.process_set), receive)
 
 
 class AdasumUnits(BackwardPasses):

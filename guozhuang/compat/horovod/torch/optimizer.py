@@ -20,7 +20,7 @@ from guozhuang.errors import explain
 from .backward_passes import BackwardPasses
 from .compression import Compression
 from .functions import broadcast_object
-from .gradient_units import AdasumUnits, GradientOptions, GradientUnits
+from .gradient_units import AdasumUnits, GradientUnits
 from .mpi_ops import Adasum, Average, Sum, allreduce, size
 from .named_parameters import ParameterGroups, check_groups, grouped, names_of
 
@@ -342,8 +342,9 @@ def DistributedOptimizer(
         return adaptive
     made: Any = _derived(_DistributedOptimizer, optimizer)
     made._take_over(optimizer, names, op, process_set)
-    options = GradientOptions(compression, op, gradient_predivide_factor, sparse_as_dense)
-    made._exchange = GradientUnits(names, process_set, backward_passes_per_step, options)
+    made._exchange = GradientUnits(
+        names, process_set, backward_passes_per_step, compression, op, gradient_predivide_factor, sparse_as_dense
+    )
     made._hook()
     if groups is not None:
         _form_groups(made._exchange, groups, process_set)
