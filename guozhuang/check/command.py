@@ -21,8 +21,8 @@ from guozhuang.check.results import Absence, CheckResults, exit_code, from_json,
 from guozhuang.check.verdict import judge
 from guozhuang.check.worker import DEFAULT_TIMEOUT_S, longest_s, printed_result, take_part
 from guozhuang.errors import UsageError, explain
-from guozhuang.launch.hosts import placement as hosts
-from guozhuang.launch.hosts import ssh
+from guozhuang.launch.hosts import options as hosts
+from guozhuang.launch.hosts import placement, ssh
 from guozhuang.world import session, slurm
 
 _START_S = 30.0  # time for processes to start
@@ -121,12 +121,12 @@ def _here(options: argparse.Namespace) -> CheckResults:
 
 def _over_hosts(options: argparse.Namespace) -> CheckResults:
     """Start ranks on the hosts that accept ssh connections; report the other hosts in the result."""
-    named = [host for text in options.hosts or () for host in hosts.parse_hosts(text)]
+    named = [host for text in options.hosts or () for host in placement.parse_hosts(text)]
     if options.hostfile is not None:
         if named:
             raise UsageError(explain("-H and --hostfile exclude each other", fix="leave one out"))
-        named = hosts.read_hostfile(options.hostfile)
-    placed = hosts.place(named, options.np, None)
+        named = placement.read_hostfile(options.hostfile)
+    placed = placement.place(named, options.np, None)
     how = ssh.SshOptions(options.ssh_port, options.ssh_identity, options.ssh_config)
     remote = [name for name, _ in placed if not ssh.is_this_machine(name, how)]
     if remote:

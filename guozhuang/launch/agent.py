@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
+import dataclasses
+import functools
 import glob
 import logging
 import os
+import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from guozhuang import timeline
 from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.launch.console.say import say
-from guozhuang.launch.options.plan import Plan, plan
+from guozhuang.launch.hosts import options as hosts_options
+from guozhuang.launch.hosts import ssh
+from guozhuang.launch.options.plan import Plan, plan, read
 from guozhuang.launch.rendezvous.signs import OtherNodeError
 from guozhuang.launch.request import Request, RunReport, with_folders
 
 _log = logging.getLogger("guozhuang")
+_SECRET_BYTES = 32
 _ERROR_LEVEL = 2  # the level "error" of torch's C++ log
 _READ_S = 5.0  # after a signal: how long the last message may wait for the reader of standard error
 
@@ -36,14 +43,20 @@ def main(arguments: Sequence[str], request: Request | None = None) -> int:
     Raises:
         UsageError: the command line cannot work; nothing was started.
     """
-    request = request or Request()
-    try:
-        ours = plan(arguments, {**os.environ, **request.extension.defaults(os.environ)})
-        if ours.hosts:
-            from guozhuang.launch.hosts import placement
+    found = read(arguments)
+    if hosts_options.is_asked_for(found):
+        return start_hosts(found, request or Request())
+    return run(found, request or Request())
 
-            return placement.start(ours, arguments, request)
-        report = _run(ours, request)
+
+def run(found: argparse.Namespace, request: Request) -> int:
+    """Run the ranks of this node, with options that are parsed already; return the exit code, as ``main`` does.
+
+    Raises:
+        UsageError: the options cannot work; nothing was started.
+    """
+    try:
+        report = _run(plan(found, {**os.environ, **request.extension.defaults(os.environ)}), request)
     except WorldError as error:
         report = RunReport(str(error), code=getattr(error, "code", 1), is_cause=not isinstance(error, OtherNodeError))
     if request.report is not None:
@@ -51,6 +64,47 @@ def main(arguments: Sequence[str], request: Request | None = None) -> int:
     elif report.text:
         say(report.text)
     return report.code
+
+
+def start_hosts(found: argparse.Namespace, request: Request) -> int:
+    """Start the run on all hosts that the command line names, with restarts, and wait until the last rank has ended.
+
+    Args:
+        found: the command line, as parsed.
+        request: further options of the program that calls this.
+
+    Returns:
+        0 if every rank ended with 0; else the exit code of the first failure, 128 + its number for a signal; 255 if a
+        host could not be reached or was lost.
+
+    Raises:
+        UsageError: the command line cannot work; no host was started.
+    """
+    from guozhuang.launch.hosts.run import HostsRun
+
+    wanted = hosts_options.plan(found, os.environ)
+    wanted = dataclasses.replace(
+        wanted, environment={**wanted.environment, **request.variables}, extension=request.extension
+    )
+    is_here = request.is_here or functools.partial(ssh.is_this_machine, options=wanted.ssh)
+    is_local = [is_here(name) for name in wanted.names]
+    if not all(is_local):
+        ssh.check_installed()
+    where = ", ".join(f"{name} ({count})" for name, count in wanted.placed)
+    _log.info("%d hosts, with their ranks: %s", len(wanted.placed), where)
+    if wanted.servers:
+        where = ", ".join(f"{name} ({len(numbers)})" for name, numbers in wanted.servers)
+        _log.info("%d hosts, with their parameter servers: %s", len(wanted.servers), where)
+    for attempt in range(wanted.max_restarts + 1):
+        run = HostsRun(wanted, is_local, secrets.token_bytes(_SECRET_BYTES), attempt)
+        code = run.run()
+        if code == 0 or not run.may_try_again:
+            break
+        if attempt < wanted.max_restarts:
+            say(f"starting all ranks again, time {attempt + 1} of {wanted.max_restarts}")
+    if run.failed is not None and request.report is not None:
+        request.report(run.failed)
+    return code
 
 
 def _run(ours: Plan, request: Request) -> RunReport:

@@ -437,7 +437,7 @@ def test_what_a_host_lacks_is_named(
     if what == "folder":
         monkeypatch.setattr(ssh, "folder", lambda: "/no/such/folder")
     if what == "package":
-        source = ssh.supervisor_source().replace(b'find_spec(header["package"])', b'find_spec("no_such_package")')
+        source = ssh.supervisor_source().replace(b"find_spec(config.package)", b'find_spec("no_such_package")')
         monkeypatch.setattr(ssh, "supervisor_source", lambda: source)
     ended, _, err = fast("-H", "a0:1,a1:1", "light.py")
     assert ended == code, err

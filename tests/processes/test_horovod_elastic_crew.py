@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from guozhuang.compat.horovod.runner.doors import Doors
 from guozhuang.compat.horovod.runner.elastic.crew import LocalWorkers
 from guozhuang.compat.horovod.runner.elastic.discovery import DiscoveryError, HostDiscovery
+from guozhuang.compat.horovod.runner.elastic.doors import Doors
 from guozhuang.compat.horovod.runner.elastic.remote_crew import HostConfig, RemoteWorkers
 from guozhuang.launch.console.output import RankPlaces
 from guozhuang.launch.console.streams import NamedPipe
@@ -155,8 +155,9 @@ def test_a_script_that_hangs_holds_nobody_up_and_is_ended(
     assert discovery.newest == {"a": 2}
     assert discovery.turn(now + 64.0) == discovery.turn(now + 125.0) == "", "said once"
     (tmp_path / "hangs").unlink()
-    texts = [discovery.turn(now + 127.0)]
-    until(lambda: any(texts) or texts.append(discovery.turn(now + 127.5)))
+    discovery.turn(now + 127.0)
+    texts: list[str] = []
+    until(lambda: texts.append(discovery.turn(now + 127.5)) or texts[-1])
     assert texts[-1] == "the discovery script works again"
     (tmp_path / "hangs").touch()
     discovery.turn(now + 130.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
@@ -16,7 +15,9 @@ import psutil
 import pytest
 
 from guozhuang.launch.hosts import ssh
+from guozhuang.launch.hosts.frames import NodeRefused
 from guozhuang.launch.hosts.link import Link
+from guozhuang.launch.hosts.supervisor import AgentStarted, EndAgent, HostLacks, PauseHost, SupervisorConfig
 
 pytestmark = [
     pytest.mark.waits,
@@ -30,17 +31,17 @@ class Host:
     """A link to a supervisor whose agent is a piece of Python."""
 
     def __init__(self, agent: str, where: Path, before: str = "", **more: Any) -> None:
-        header = {
+        config = {
             "folder": str(where), "is_remote": True, "environment": {"CARRIED": "a\nb"}, "lists": ssh.LISTS,
             "asked_environment": {}, "package": "json", "lost_after_s": 60.0, "lost_grace_s": 1.0, "command": ["-c", agent],
-            "node": {"told": "é \n"},
+            "first_line": "é \n",
         }  # fmt: skip
         self.link = Link("a", 0, True)
         self.out = {"stdout": b"", "stderr": b""}
         command: Sequence[str] = ssh.local_command(TOKEN)
         if before:
             command = ["sh", "-c", f'{before}; exec "$@"', "sh", *command]
-        self.link.start(command, TOKEN, header | more, self._take)
+        self.link.start(command, TOKEN, SupervisorConfig(**(config | more)), self._take)  # type: ignore[arg-type]
 
     def _take(self, link: Link, stream: str, data: bytes) -> None:
         self.out[stream] += data
@@ -101,14 +102,14 @@ def gone(processes: Sequence[psutil.Process], limit_s: float) -> bool:
 def test_streams_stay_apart_and_the_exit_code_is_told(begin: Any, tmp_path: Path) -> None:
     host = begin(
         "import json, os, sys\n"
-        "told = json.loads(os.fdopen(int(sys.argv[1])).readline())\n"
-        "os.write(int(sys.argv[2]), json.dumps({'word': told['told']}).encode() + b'\\n')\n"
+        "told = os.fdopen(int(sys.argv[1])).readline()\n"
+        "os.write(int(sys.argv[2]), json.dumps(['NodeRefused', {'why': told}]).encode() + b'\\n')\n"
         "sys.stdout.write('x' * 3_000_000 + os.environ['CARRIED']); sys.stderr.write(os.getcwd()); sys.stdout.flush()\n"
         "sys.exit(3)"
     )
     host.wait()
     assert host.link.code == 3
-    assert host.link.messages["word"] == "é \n"
+    assert host.link.last(NodeRefused) == NodeRefused("é \n")
     assert host.out == {"stdout": b"x" * 3_000_000 + b"a\nb", "stderr": os.fsencode(tmp_path)}
 
 
@@ -133,7 +134,7 @@ def test_the_end_is_asked_for_first(begin: Any) -> None:
         "import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(7))\nprint(1, flush=True)\ntime.sleep(99)"
     )
     host.wait(lambda: host.out["stdout"])
-    host.link.say({"end": 20})
+    host.link.say(EndAgent(20.0))
     host.wait()
     assert host.link.code == 7
 
@@ -142,7 +143,7 @@ def test_who_does_not_end_is_killed_after_the_grace(begin: Any) -> None:
     host = begin(FAMILY, environment={"CARRIED": "deaf"})
     processes = family(host)
     start = time.monotonic()
-    host.link.say({"end": 1.0})
+    host.link.say(EndAgent(1.0))
     host.wait()
     assert 0.9 < time.monotonic() - start < 6
     assert host.link.code == -signal.SIGKILL
@@ -169,10 +170,10 @@ def test_a_launcher_that_is_silent_is_taken_for_gone(begin: Any) -> None:
 def test_a_launcher_that_has_said_so_may_be_silent(begin: Any) -> None:
     host = begin(FAMILY, lost_after_s=1.0)
     processes = family(host)
-    host.link.say({"pause": True})
+    host.link.say(PauseHost(True))
     time.sleep(2.0)
     assert not gone(processes, 0)
-    host.link.say({"pause": False})
+    host.link.say(PauseHost(False))
     time.sleep(0.5)
     assert not gone(processes, 0), "it counts from there"
     assert gone(processes, 8)
@@ -181,7 +182,7 @@ def test_a_launcher_that_has_said_so_may_be_silent(begin: Any) -> None:
 def test_a_launcher_that_pauses_may_be_killed(begin: Any) -> None:
     host = begin(FAMILY)
     processes = family(host)
-    host.link.say({"pause": True})
+    host.link.say(PauseHost(True))
     time.sleep(0.3)
     host.link.hang_up()
     assert gone(processes, 6)
@@ -192,7 +193,7 @@ def test_another_signal_is_passed_on(begin: Any) -> None:
         "import signal, sys, time\nsignal.signal(10, lambda *_: sys.exit(8))\nprint(1, flush=True)\ntime.sleep(99)"
     )
     host.wait(lambda: host.out["stdout"])
-    host.link.say({"end": 20, "signal": 10})
+    host.link.say(EndAgent(20.0, 10))
     host.wait()
     assert host.link.code == 8
 
@@ -216,7 +217,7 @@ time.sleep(99)
 def test_the_guard_of_an_agent_that_is_killed_has_time_to_tidy(begin: Any, tmp_path: Path) -> None:
     host = begin(GUARDED)
     host.wait(lambda: host.out["stdout"])
-    host.link.say({"end": 0.2})
+    host.link.say(EndAgent(0.2))
     host.wait()
     assert host.link.code == -signal.SIGKILL
     assert not (tmp_path / "of the agent").exists()
@@ -236,21 +237,26 @@ def test_a_client_that_leaves_somebody_with_its_pipes_is_closed_all_the_same(beg
 def test_a_supervisor_that_is_killed_ends_its_agent(begin: Any) -> None:
     host = begin("import time; print(1, flush=True); time.sleep(99)")
     host.wait(lambda: host.out["stdout"])
-    agent = psutil.Process(host.link.messages["agent"])
-    os.kill(host.link.messages["supervisor"], signal.SIGKILL)
+    started = host.link.last(AgentStarted)
+    agent = psutil.Process(started.agent)
+    os.kill(started.supervisor, signal.SIGKILL)
     assert gone([agent], 5)
     host.wait()
     assert host.link.code is None, "nobody told how the agent ended: the connection was lost"
 
 
 @pytest.mark.parametrize(
-    ("more", "missing"), [({"folder": "/no/such/folder"}, "no folder"), ({"package": "no_such_package"}, "no package")]
+    ("more", "missing"),
+    [
+        ({"folder": "/no/such/folder"}, "no such working directory"),
+        ({"package": "no_such_package"}, "not this package"),
+    ],
 )
 def test_what_is_missing_is_told(begin: Any, more: dict[str, str], missing: str) -> None:
     host = begin("print('never')", **more)
     host.wait()
-    assert host.link.messages["missing"] == missing
-    assert json.dumps(next(iter(more.values())))[1:-1] in host.link.messages["why"]
+    what = host.link.last(HostLacks).what
+    assert missing in what and next(iter(more.values())) in what
     assert host.out["stdout"] == b""
 
 

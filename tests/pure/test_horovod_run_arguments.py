@@ -240,7 +240,10 @@ def test_one_horovodrun_starts_all_processes(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(UsageError, match="started `horovodrun` on 2 nodes"):
         words("-np 4")
     line = words("-np 4 -H localhost:4")[0]
-    assert options.plan([*line[: line.index("--no-python")], "--no-python", "true"], dict(os.environ)).node is None
+    assert (
+        options.plan(options.read([*line[: line.index("--no-python")], "--no-python", "true"]), dict(os.environ)).node
+        is None
+    )
     monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "2(x2)")
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     monkeypatch.setenv("SLURM_NTASKS", "4")

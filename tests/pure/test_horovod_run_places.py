@@ -78,10 +78,10 @@ def test_copies_are_of_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     with pytest.raises(UsageError, match="--copy-output copies what is shown"):
-        options.plan([*more, "--copy-output", "copies", "train.py"], {})
+        options.plan(options.read([*more, "--copy-output", "copies", "train.py"]), {})
     with pytest.raises(UsageError, match="--timestamps stand before lines that are shown"):
-        options.plan([*more, "--timestamps", "train.py"], {})
-    found = options.plan(["--copy-output", "copies", "--timestamps", "train.py"], {})
+        options.plan(options.read([*more, "--timestamps", "train.py"]), {})
+    found = options.plan(options.read(["--copy-output", "copies", "--timestamps", "train.py"]), {})
     assert (found.copy_folder, found.timestamps) == (os.path.join(tmp_path, "copies"), True)
 
 

@@ -16,10 +16,18 @@ from hypothesis import strategies as st
 
 from guozhuang.errors import UsageError
 from guozhuang.launch.hosts import meeting, ssh
-from guozhuang.launch.hosts import placement as hosts
-from guozhuang.launch.hosts.placement import Host, parse_hosts, place, plan, read_hostfile
+from guozhuang.launch.hosts import options as hosts
+from guozhuang.launch.hosts.frames import DoorsTried, NodeReady
+from guozhuang.launch.hosts.options import HostsPlan
+from guozhuang.launch.hosts.placement import Host, parse_hosts, place, read_hostfile
+from guozhuang.launch.options.plan import read
 
 SCRIPT = ["train.py", "--lr", "1"]
+
+
+def plan(*words: str) -> HostsPlan:
+    """The command line as the launcher reads it, in the environment of this process."""
+    return hosts.plan(read(words), dict(os.environ))
 
 
 def test_hosts_are_read() -> None:
@@ -89,39 +97,39 @@ def test_a_port_in_the_place_of_slots_is_a_slip() -> None:
             place([Host("a", 2222)], num_ranks, per_host)
 
 
-def test_the_rest_of_the_command_line_goes_to_the_agents() -> None:
-    head = [
-        "-H",
-        "a:1",
-        "--strategy",
-        "ddp",
-        "-x",
-        "A=1",
-        "--ssh_port=7",
-        "-m",
-        "--max-restarts",
-        "3",
-        "--timeline",
-        "t.json",
-    ]
-    found = plan([*head, *SCRIPT], SCRIPT, {})
-    assert found.arguments == ["--strategy", "ddp", "-m", *SCRIPT]
+def test_the_options_go_to_the_agents() -> None:
+    words = ["-H", "a:1,b:2", "--strategy", "ddp", "-x", "A=1", "--ssh_port=7", "-m", "--max-restarts", "3", "--timeline",
+             "t.json", "--shutdown-timeout", "9"]  # fmt: skip
+    found = plan(*words, *SCRIPT)
     assert (found.ssh, found.environment, found.timeline) == (ssh.SshOptions(7), {"A": "1"}, "t.json")
     assert (found.interface, found.master, found.port, found.start_timeout_s) == (None, None, 0, 60.0)
+    for node_rank, (count, timeline) in enumerate([("1", "t.json"), ("2", "t.node1.json")]):
+        sent = found.options_of(node_rank)
+        assert (sent["strategy"], sent["module"], sent["hosts"]) == ("ddp", True, None)
+        assert [sent["training_script"], *sent["training_script_args"]] == SCRIPT
+        assert (sent["nproc_per_node"], sent["timeline"], sent["max_restarts"]) == (count, timeline, 0)
+        assert (sent["shutdown_timeout"], sent["exported"], sent["ssh_port"]) == (9, None, None)
+        assert json.loads(json.dumps(sent)) == sent
 
 
-def test_variables_of_torchrun_stand_for_options() -> None:
-    environ = {"PET_NPROC_PER_NODE": "4", "PET_MASTER_ADDR": "10.0.0.1", "PET_MASTER_PORT": "29500", "PET_MAX_RESTARTS": "2",
-               "PET_SHUTDOWN_TIMEOUT": "120", "PET_SIGNALS_TO_HANDLE": "SIGUSR1, SIGTERM"}  # fmt: skip
-    found = plan(["-H", "a,b", *SCRIPT], SCRIPT, environ)
+def test_variables_of_torchrun_stand_for_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"NPROC_PER_NODE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "MAX_RESTARTS": "2",
+                        "SHUTDOWN_TIMEOUT": "120", "SIGNALS_TO_HANDLE": "SIGUSR1, SIGTERM"}.items():  # fmt: skip
+        monkeypatch.setenv(f"PET_{name}", value)
+    found = plan("-H", "a,b", *SCRIPT)
     assert found.placed == [("a", "4"), ("b", "4")]
     assert (found.master, found.port, found.max_restarts) == ("10.0.0.1", 29500, 2)
     assert (found.shutdown_timeout_s, found.signals) == (120, [signal.SIGUSR1])
-    assert "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" in found.arguments
-    found = plan(["-H", "a:9,b:9", "-np", "3", "--master-port", "7", *SCRIPT], SCRIPT, environ)
+    assert found.options["signals_to_handle"] == "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+    found = plan("-H", "a:9,b:9", "-np", "3", "--master-port", "7", *SCRIPT)
     assert found.placed == [("a", "3")]
     assert found.port == 7
-    found = plan(["-H", "a", *SCRIPT], SCRIPT, {"PET_STANDALONE": "0", "PET_NNODES": ""})
+
+
+def test_variables_of_torchrun_may_be_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_STANDALONE", "0")
+    monkeypatch.setenv("PET_NNODES", "")
+    found = plan("-H", "a", *SCRIPT)
     assert (found.master, found.port, found.max_restarts, found.signals) == (None, 0, 0, [])
 
 
@@ -131,16 +139,18 @@ def test_variables_of_torchrun_stand_for_options() -> None:
         ("PET_NNODES", "2", "PET_NNODES and -H exclude"),
         ("PET_STANDALONE", "1", "PET_STANDALONE and -H exclude"),
         ("PET_RDZV_BACKEND", "c10d", "leave PET_RDZV_BACKEND out"),
-        ("PET_MASTER_PORT", "x", "PET_MASTER_PORT is not a number"),
         ("PET_MASTER_PORT", "70000", "no TCP port"),
         ("PET_NPROC_PER_NODE", "0", "at least 1"),
         ("PET_MAX_RESTARTS", "-1", "negative"),
-        ("PET_SIGNALS_TO_HANDLE", "SIGKILL", "cannot be caught"),
+        ("PET_SIGNALS_TO_HANDLE", "SIGKILL", "nobody can handle"),
     ],
 )
-def test_variables_that_make_no_sense_with_hosts_are_refused(name: str, value: str, words: str) -> None:
+def test_variables_that_make_no_sense_with_hosts_are_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, words: str
+) -> None:
+    monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match=words):
-        plan(["-H", "a:1", *SCRIPT], SCRIPT, {name: value})
+        plan("-H", "a:1", *SCRIPT)
 
 
 # What a script may be given: anything but a zero byte, which no argument can hold.
@@ -150,10 +160,8 @@ WORDS = st.lists(st.text(st.characters(exclude_characters="\0", exclude_categori
 @settings(max_examples=50, deadline=None)
 @given(WORDS)
 def test_arguments_of_the_script_are_never_touched(words: list[str]) -> None:
-    script = ["train.py", *words]
-    found = plan(["-H", "a:1,b:2", "-np", "2", *script], script, {})
-    assert found.arguments == script
-    assert json.loads(json.dumps(found.arguments)) == script
+    sent = json.loads(json.dumps(plan("-H", "a:1,b:2", "-np", "2", "train.py", *words).options_of(1)))
+    assert (sent["training_script"], sent["training_script_args"]) == ("train.py", words)
 
 
 @pytest.mark.parametrize(
@@ -169,17 +177,22 @@ def test_arguments_of_the_script_are_never_touched(words: list[str]) -> None:
         (["--ssh-identity", "/no/such/key"], "no such file"),
         (["-x", "NOT_SET_HERE"], "not set here"),
         (["-x", "=x"], "NAME or NAME=VALUE"),
-        (["--interf", "eth0"], "written in full"),
-        (["--stand"], "write --standalone"),
-        (["--nnode", "3"], "write --nnodes"),
-        (["--rdzv_back=c10d"], "write --rdzv-backend"),
+        (["--stand"], "--standalone and -H exclude"),
+        (["--nnode", "3"], "leave --nnodes out"),
+        (["--rdzv_back=c10d"], "--rdzv-backend and -H"),
+        (["--nproc-per-node", "2", "-np", "2"], "exclude each other"),
+        (["-np", "gpu"], "-np counts the ranks of all hosts"),
         (["--max-restarts", "-1"], "negative"),
         (["--signals-to-handle", "SIGFOO"], "no signal"),
     ],
 )
 def test_what_makes_no_sense_with_hosts_is_refused(head: list[str], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        plan(["-H", "a:1", *head, *SCRIPT], SCRIPT, {"SET": "1"})
+        plan("-H", "a:1", *head, *SCRIPT)
+
+
+def test_options_may_be_abbreviated_as_torchrun_allows() -> None:
+    assert plan("-H", "a:1", "--interf", "eth0", *SCRIPT).interface == "eth0"
 
 
 def test_options_for_hosts_need_hosts() -> None:
@@ -232,8 +245,8 @@ def test_the_folder_has_the_name_the_user_knows(tmp_path: Path, monkeypatch: pyt
     assert ssh.folder() == os.path.realpath(tmp_path / "real")
 
 
-def ready(addresses: dict[str, list[str]], reached_at: str | None, same: str) -> dict[str, object]:
-    return {"addresses": addresses, "reached_at": reached_at, "same": same}
+def ready(addresses: dict[str, list[str]], reached_at: str | None, same: str) -> NodeReady:
+    return NodeReady(same, addresses, reached_at)
 
 
 def test_the_addresses_that_a_host_offers() -> None:
@@ -253,9 +266,8 @@ def test_the_addresses_that_a_host_offers() -> None:
 
 def test_the_door_that_lets_everybody_in_is_chosen() -> None:
     names, doors = ["a", "b", "c"], [("10.0.0.1", 5), ("10.0.0.2", 6)]
-    everywhere = {"opened": {"0": "x", "1": "x"}, "refused": {}}
-    second = {"opened": {"1": "x"}, "refused": {"0": "Connection refused"}}
-    neither = {"opened": {}, "refused": {"0": "Connection refused"}}
+    everywhere, second = DoorsTried(["", ""]), DoorsTried(["Connection refused", ""])
+    neither = DoorsTried(["Connection refused", "nobody answered"])
     assert meeting.choose(names, doors, {}, [everywhere, everywhere]) == doors[0]
     assert meeting.choose(names, doors, {}, [everywhere, second]) == doors[1]
     text = meeting.choose(names, doors, {}, [everywhere, neither])
@@ -266,10 +278,7 @@ def test_the_door_that_lets_everybody_in_is_chosen() -> None:
 
 
 def test_agents_replace_ranks_and_the_launcher_restarts_all() -> None:
-    words = ["-H", "a,b", "--max-restarts", "3"]
-    found = plan([*words, "t.py"], ["t.py"], {})
-    assert (found.max_restarts, list(found.arguments)) == (3, ["t.py"])
-    found = plan([*words, "--on-failure", "keep-survivors", "t.py"], ["t.py"], {})
-    assert (found.max_restarts, list(found.arguments)) == (
-        0, ["--on-failure=keep-survivors", "--max-restarts=3", "t.py"]
-    )  # fmt: skip
+    for policy, of_the_launcher, of_agents in (("restart-all", 3, 0), ("keep-survivors", 0, 3)):
+        found = plan("-H", "a,b", "--max-restarts", "3", "--on-failure", policy, "t.py")
+        assert found.max_restarts == of_the_launcher
+        assert (found.options["max_restarts"], found.options["on_failure"]) == (of_agents, policy)

@@ -4,31 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from guozhuang.launch.hosts import failure as hosts_failure
+from guozhuang.launch.hosts.frames import RanksFinished
 from guozhuang.launch.hosts.link import Link
-from guozhuang.launch.hosts.placement import plan
+from guozhuang.launch.hosts.options import plan
 from guozhuang.launch.hosts.run import HostsRun
+from guozhuang.launch.hosts.supervisor import AgentStarted, EndAgent
+from guozhuang.launch.options.plan import read
 from guozhuang.launch.request import RunReport
 
 
 class MadeUp(Link):
     """A host that ends as soon as it is told to."""
 
-    told: Mapping[str, Any]
+    told: object
 
-    def say(self, request: Mapping[str, Any]) -> None:
+    def say(self, request: object) -> None:
         self.told, self.is_closed, self.code = request, True, 0
 
 
 @pytest.fixture
 def run() -> Iterator[HostsRun]:
-    found = HostsRun(plan(["-H", "a,b", "t.py"], ["t.py"], {}), [False, False], b"")
-    found._links = [MadeUp("a", 0, False, {"agent": 1}), MadeUp("b", 1, False, {"agent": 1, "finished": True})]
+    found = HostsRun(plan(read(["-H", "a,b", "t.py"]), {}), [False, False], b"")
+    started = {AgentStarted: AgentStarted(1, 2)}
+    finished = {RanksFinished: RanksFinished()}
+    found._links = [MadeUp("a", 0, False, {**started}), MadeUp("b", 1, False, {**started, **finished})]
     yield found
     found._selector.close()
 
@@ -39,16 +44,16 @@ def told(run: HostsRun) -> list[Any]:
 
 def test_a_host_whose_ranks_have_finished_gets_little_time(run: HostsRun) -> None:
     run._end(10.0)
-    assert told(run) == [{"end": 10.0}, {"end": 2.0}]
+    assert told(run) == [EndAgent(10.0), EndAgent(2.0)]
 
 
 def test_only_signals_of_an_own_meaning_are_handed_on(run: HostsRun) -> None:
     run._end(30.0, signal.SIGUSR1)
-    assert [each["signal"] for each in told(run)] == [signal.SIGUSR1] * 2
+    assert [each.signal for each in told(run)] == [signal.SIGUSR1] * 2
     for link in run._links:
         link.is_closed = False
     run._end(30.0, signal.SIGINT)
-    assert told(run) == [{"end": 30.0}, {"end": 2.0}]
+    assert told(run) == [EndAgent(30.0), EndAgent(2.0)]
 
 
 def test_ranks_get_as_long_as_the_user_gave_them(run: HostsRun) -> None:
@@ -61,7 +66,8 @@ def test_ranks_get_as_long_as_the_user_gave_them(run: HostsRun) -> None:
 
 def test_a_host_is_the_cause_unless_its_agent_says_otherwise() -> None:
     def found(**report: object) -> hosts_failure.HostFailure:
-        messages = {"supervisor": 1} | ({"report": dataclasses.asdict(RunReport(**report))} if report else {})  # type: ignore[arg-type]
+        messages: dict[type, Any] = {AgentStarted: AgentStarted(1, 2)}
+        messages |= {RunReport: RunReport(**report)} if report else {}  # type: ignore[arg-type]
         return hosts_failure.of(Link("a", 0, False, messages, code=3))
 
     assert found().is_cause and found(who="rank 2", code=3).is_cause

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,19 @@ from hypothesis import strategies as st
 
 from guozhuang.errors import UsageError
 from guozhuang.launch.hosts import failure as hosts_failure
-from guozhuang.launch.hosts import placement as hosts
+from guozhuang.launch.hosts import options as hosts
+from guozhuang.launch.hosts import placement
+from guozhuang.launch.hosts.frames import ServerEnded
 from guozhuang.launch.hosts.link import Link
 from guozhuang.launch.hosts.run import HostsRun
+from guozhuang.launch.hosts.supervisor import AgentStarted, EndAgent
 from guozhuang.launch.options import plan as options
 
 SCRIPT = ["train.py", "--servers", "9"]
 
 
 def plan(*words: str) -> hosts.HostsPlan:
-    return hosts.plan([*words, *SCRIPT], SCRIPT, {})
+    return hosts.plan(options.read([*words, *SCRIPT]), {})
 
 
 def placed(*words: str) -> list[tuple[str, list[int]]]:
@@ -49,13 +52,15 @@ def test_spare_hosts_get_what_they_are_named_with() -> None:
 
 def test_the_agents_hear_nothing_of_servers_and_the_script_keeps_its_own_options() -> None:
     wanted = plan("-H", "a,b", "--server-hosts", "s", "--servers", "1", "--backend", "gloo")
-    assert list(wanted.arguments) == ["--backend", "gloo", *SCRIPT]
+    assert {name: wanted.options[name] for name in ("backend", "servers", "server_hosts", "training_script_args")} == {
+        "backend": "gloo", "servers": None, "server_hosts": None, "training_script_args": SCRIPT[1:]
+    }  # fmt: skip
     assert wanted.names == ["a", "b", "s"]
 
 
 @given(number=st.integers(0, 40), num_hosts=st.integers(1, 9))
 def test_every_server_has_one_host_and_none_has_two_more_than_another(number: int, num_hosts: int) -> None:
-    found = hosts.place_servers(number, [], [f"h{host}" for host in range(num_hosts)])
+    found = placement.place_servers(number, [], [f"h{host}" for host in range(num_hosts)])
     assert [each for _, numbers in found for each in numbers] == list(range(number))
     shares = [len(numbers) for _, numbers in found] + [0] * (num_hosts - len(found))
     assert max(shares) - min(shares) <= 1
@@ -76,7 +81,6 @@ def test_every_server_has_one_host_and_none_has_two_more_than_another(number: in
         (["-H", "a", "--server-hosts", "s", "--servers", "0"], "do not agree"),
         (["-H", "a", "--server-hosts", "s:2222"], "port of ssh"),
         (["-H", "a", "--servers", "65"], "port of ssh"),
-        (["-H", "a", "--server", "2"], "written in full"),
     ],
 )
 def test_what_cannot_work_is_refused(words: list[str], text: str) -> None:
@@ -100,7 +104,9 @@ def test_what_cannot_work_without_hosts_is_refused(tmp_path: Path, words: list[s
     script = tmp_path / "train.py"
     script.write_text("")
     with pytest.raises(UsageError, match=text):
-        options.plan([*words, str(script)], {})
+        found = options.read([*words, str(script)])
+        assert not hosts.is_asked_for(found)
+        options.plan(found, {})
 
 
 class MadeUp(Link):
@@ -108,9 +114,13 @@ class MadeUp(Link):
 
     order: list[str]
 
-    def say(self, request: Mapping[str, Any]) -> None:
+    def say(self, request: object) -> None:
         self.order.append(f"{self.title}: {request}")
         self.is_closed, self.code = True, 0
+
+
+def started() -> dict[type, Any]:
+    return {AgentStarted: AgentStarted(1, 2)}
 
 
 def made_up(run: HostsRun, links: Sequence[Link]) -> list[str]:
@@ -124,20 +134,20 @@ def made_up(run: HostsRun, links: Sequence[Link]) -> list[str]:
 def test_servers_are_ended_after_the_ranks() -> None:
     run = HostsRun(plan("-H", "a", "--server-hosts", "s:3"), [False, False], b"")
     assert [link.title for link in run._links] == ["host a", "host s (parameter servers 0 to 2)"]
-    agent = {"agent": 1}
-    order = made_up(run, [MadeUp("a", 0, False, dict(agent)), MadeUp("s", 1, False, dict(agent), serves=[0, 1, 2])])
+    order = made_up(run, [MadeUp("a", 0, False, started()), MadeUp("s", 1, False, started(), serves=[0, 1, 2])])
     run._end(30.0, 10)  # a signal of the user's is for ranks alone
-    assert order == ["host a: {'end': 30.0, 'signal': 10}", "host s (parameter servers 0 to 2): {'end': 2.0}"]
+    assert order == [f"host a: {EndAgent(30.0, 10)}", f"host s (parameter servers 0 to 2): {EndAgent(2.0)}"]
     run._selector.close()
 
 
 def test_a_server_that_ended_is_the_cause() -> None:
-    link = Link("s", 1, False, {"agent": 1, "server": "parameter server 3 (process 7) ended with exit code 1"}, code=1)
+    ended = ServerEnded("parameter server 3 (process 7) ended with exit code 1")
+    link = Link("s", 1, False, {**started(), ServerEnded: ended}, code=1)
     link.serves = [3]
     found = hosts_failure.of(link)
     assert (found.code, found.is_cause, found.is_signal, found.is_of_script) == (1, True, True, True)
     assert f"{link.title} {found.text}".startswith(
         "host s (parameter server 3) ends the run: parameter server 3 (process 7) ended with exit code 1"
     )
-    killed = hosts_failure.of(Link("s", 1, False, {"agent": 1}, code=-9, serves=[3]))
+    killed = hosts_failure.of(Link("s", 1, False, started(), code=-9, serves=[3]))
     assert killed.text.startswith("lost its agent by SIGKILL; its servers were ended")

@@ -25,7 +25,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def plan(*arguments: str, **environ: str) -> Plan:
-    return options.plan([*arguments, "train.py"], environ)
+    return options.plan(options.read([*arguments, "train.py"]), environ)
 
 
 @pytest.mark.parametrize(
@@ -139,8 +139,8 @@ def test_threads_fit_into_what_the_container_may_use(monkeypatch: pytest.MonkeyP
 
 
 def test_a_script_that_looks_like_an_option_of_python() -> None:
-    assert options.plan(["--", "-odd.py", "-x"], {}).elastic.training_script == "./-odd.py"
-    assert options.plan(["--", "train.py", "-x"], {}).elastic.training_script == "train.py"
+    assert options.plan(options.read(["--", "-odd.py", "-x"]), {}).elastic.training_script == "./-odd.py"
+    assert options.plan(options.read(["--", "train.py", "-x"]), {}).elastic.training_script == "train.py"
 
 
 def test_torchruns_ways_of_logging_are_left_to_torch() -> None:

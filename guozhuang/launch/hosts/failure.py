@@ -6,8 +6,9 @@ import signal
 import sys
 from dataclasses import dataclass
 
+from guozhuang.launch.hosts.frames import NodeRefused, ServerEnded
 from guozhuang.launch.hosts.link import Link
-from guozhuang.launch.hosts.supervisor import NO_FOLDER, NO_PACKAGE
+from guozhuang.launch.hosts.supervisor import AgentStarted, HostLacks
 from guozhuang.launch.request import RunReport
 
 LOST = 255  # exit code if a host could not be reached, or was lost; the same as ssh's
@@ -38,15 +39,13 @@ class HostFailure:
 
 def of(link: Link) -> HostFailure:
     """Return the failure of a host that closed its connection without a request of the launcher."""
-    told, code = link.messages, link.code
-    report = RunReport(**told["report"]) if "report" in told else None
-    if "missing" in told:
-        lacks = {NO_FOLDER: "has no such working directory", NO_PACKAGE: "has Python, but not this package"}
-        return HostFailure(link, 1, f"{lacks[told['missing']]}: {told['why']}")
-    if "refused" in told:
-        return HostFailure(link, 1 if code is None else code, f"could not start: {told['refused']}", report=report)
-    if "server" in told:
-        text = f"ends the run: {told['server']}; look at what it printed, or in the system's log if it was killed"
+    code, report = link.code, link.last(RunReport)
+    if (lack := link.last(HostLacks)) is not None:
+        return HostFailure(link, 1, lack.what)
+    if (refused := link.last(NodeRefused)) is not None:
+        return HostFailure(link, 1 if code is None else code, f"could not start: {refused.why}", report=report)
+    if (server := link.last(ServerEnded)) is not None:
+        text = f"ends the run: {server.how}; look at what it printed, or in the system's log if it was killed"
         return HostFailure(link, 1, text, is_signal=True, is_of_script=True, report=report)
     if code is not None and code < 0:
         text = f"lost its agent by {_signal(-code)}; its {link.what} were ended"
@@ -58,7 +57,7 @@ def of(link: Link) -> HostFailure:
         is_signal = code > 128 and code != 128 + signal.SIGTERM
         is_cause = report is None or report.is_cause
         return HostFailure(link, code, f"failed: exit code {code}", is_cause, is_signal, True, report)
-    if "supervisor" in told:
+    if link.last(AgentStarted) is not None:
         return HostFailure(link, LOST, f"was lost: the connection to it broke{said(link)}", report=report)
     client = link.client_code
     if client in (126, 127):

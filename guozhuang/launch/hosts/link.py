@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import secrets
 import signal
@@ -17,9 +16,17 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from guozhuang.launch.hosts import ssh
+from guozhuang.launch.hosts.frames import TO_LAUNCHER
+from guozhuang.launch.hosts.frames import NodeRefused as NodeRefused
+from guozhuang.launch.hosts.supervisor import AgentEnded, SupervisorConfig
+from guozhuang.launch.hosts.supervisor import EndAgent as EndAgent
+from guozhuang.launch.hosts.supervisor import decode as decode
+from guozhuang.launch.hosts.supervisor import encode as encode
+
+_Message = TypeVar("_Message")
 
 # A host that receives nothing from the launcher for this long ends its ranks; shorter gaps of the network are tolerated. Its
 # ranks then have the grace time between SIGTERM and SIGKILL. Both in seconds.
@@ -40,24 +47,26 @@ class Link:
         node_rank: its index among the links.
         is_local: whether the host is this machine, which needs no ssh.
         serves: the numbers of the parameter servers that this link runs instead of ranks.
-        messages: the last value that the host sent under each key of its JSON messages.
+        messages: the last message of each class that the host sent.
         code: the agent's exit code, or minus the number of the signal that ended it; None until the supervisor sends it.
         words: the last text that ssh and the host's shell wrote to stderr.
         has_started: whether the process of the client was started.
         is_closed: whether the client's process has ended and all its output was read.
-        on_message: called with each JSON message of the host.
+        on_message: called with each message of the host.
+        kinds: the classes of messages that the host may send besides those of ``frames.TO_LAUNCHER``.
     """
 
     name: str
     node_rank: int
     is_local: bool
-    messages: dict[str, Any] = field(default_factory=dict)
+    messages: dict[type, Any] = field(default_factory=dict)
     code: int | None = None
     words: str = ""
     has_started: bool = False
     is_closed: bool = False
     serves: Sequence[int] = ()
-    on_message: Callable[[dict[str, Any]], object] = field(default=lambda message: None)
+    on_message: Callable[[object], object] = field(default=lambda message: None)
+    kinds: Sequence[type] = ()
 
     @property
     def what(self) -> str:
@@ -73,10 +82,14 @@ class Link:
         servers = f"parameter server {first}" if first == last else f"parameter servers {first} to {last}"
         return f"host {self.name} ({servers})"
 
+    def last(self, kind: type[_Message]) -> _Message | None:
+        """Return the last message of this class that the host sent; None if it has sent none."""
+        return self.messages.get(kind)
+
     def connect(
         self,
         module: str,
-        node: Mapping[str, Any],
+        node: Any,
         environment: Mapping[str, str],
         asked_environment: Mapping[str, str],
         options: ssh.SshOptions,
@@ -87,7 +100,7 @@ class Link:
 
         Args:
             module: its name; it is run with the descriptors IN and OUT, which lead here, as its arguments.
-            node: its first line of input.
+            node: its first message.
             environment: variables of this machine, which a host that is this machine has already.
             asked_environment: variables that the user asked for.
             options: the options of ssh.
@@ -95,36 +108,36 @@ class Link:
             output: see ``start``.
         """
         token = f"guozhuang-{secrets.token_hex(8)}"
-        header = {
-            "folder": ssh.folder(),
-            "is_remote": not self.is_local,
-            "environment": dict(environment),
-            "asked_environment": dict(asked_environment),
-            "lists": ssh.LISTS,
-            "package": "guozhuang",
-            "lost_after_s": LOST_AFTER_S,
-            "lost_grace_s": LOST_GRACE_S,
-            "command": ["-m", module],
-            "node": node,
-        }
+        config = SupervisorConfig(
+            folder=ssh.folder(),
+            is_remote=not self.is_local,
+            environment=environment,
+            asked_environment=asked_environment,
+            lists=ssh.LISTS,
+            package="guozhuang",
+            command=["-m", module],
+            first_line=encode(node).decode(),
+            lost_after_s=LOST_AFTER_S,
+            lost_grace_s=LOST_GRACE_S,
+        )
         command = ssh.local_command(token)
         if not self.is_local:
             command = ssh.command(self.name, options, 0.75 * start_timeout_s, token)
-        self.start(command, token, header, output)
+        self.start(command, token, config, output)
 
     def start(
         self,
         command: Sequence[str],
         token: str,
-        header: Mapping[str, Any],
+        config: SupervisorConfig,
         output: Callable[[Link, str, bytes], None],
     ) -> None:
-        """Start the command, and send it the supervisor's source and the header.
+        """Start the command, and send it the supervisor's source and config.
 
         Args:
             command: the command of the supervisor, or of the ssh client that starts it.
             token: the first line of the supervisor; earlier output was written by a login shell.
-            header: the first line for the supervisor.
+            config: the first message to the supervisor.
             output: called with this link, "stdout" or "stderr", and the bytes that the ranks wrote there.
         """
         self._ended: float | None
@@ -132,7 +145,7 @@ class Link:
         self._received, self._stderr = bytearray(), bytearray()
         self._has_begun, self._ended = False, None
         self._lock = threading.Lock()
-        self._unsent = bytearray(ssh.supervisor_source() + json.dumps(header).encode() + b"\n")
+        self._unsent = bytearray(ssh.supervisor_source() + encode(config))
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
             start_new_session=True,  # Ctrl-C must reach only the launcher, which then ends the hosts in order
@@ -154,10 +167,10 @@ class Link:
         stdin = self._process.stdin
         return stdin.fileno() if self._unsent and stdin is not None and not stdin.closed else None
 
-    def say(self, request: Mapping[str, Any]) -> None:
-        """Send the supervisor a request."""
+    def say(self, request: Any) -> None:
+        """Send the supervisor, or through it the agent, a request (a dataclass)."""
         with self._lock:
-            self._unsent += json.dumps(request).encode() + b"\n"
+            self._unsent += encode(request)
         self.send_more()
 
     def send_more(self) -> None:
@@ -256,14 +269,12 @@ class Link:
             payload = bytes(self._received[_HEAD_BYTES : _HEAD_BYTES + length])
             del self._received[: _HEAD_BYTES + length]
             if kind == b"J":
-                self._understand(json.loads(payload))
+                self._understand(decode(payload, (*TO_LAUNCHER, *self.kinds)))
             else:
                 self._output(self, "stdout" if kind == b"O" else "stderr", payload)
 
-    def _understand(self, message: dict[str, Any]) -> None:
-        self.messages.update(message)
+    def _understand(self, message: object) -> None:
+        self.messages[type(message)] = message
         self.on_message(message)
-        if "ended" in message:
-            self.code = int(message["ended"])
-        elif "killed" in message:
-            self.code = -int(message["killed"])
+        if isinstance(message, AgentEnded):
+            self.code = message.code

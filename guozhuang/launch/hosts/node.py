@@ -1,8 +1,8 @@
 """The program that the supervisor of a host starts: it takes part in the hosts' rendezvous, then becomes the host's agent.
 
-``python -m guozhuang.launch.hosts.node IN OUT``, where IN and OUT are descriptors for lines of JSON from and to the
-launcher. The first line describes this node. The node answers "ready", and carries out the launcher's requests until the
-request "go". Then it becomes the agent, or, if it is to run parameter servers, starts and watches these.
+``python -m guozhuang.launch.hosts.node IN OUT``, where IN and OUT are descriptors for messages (frames.py) from and to the
+launcher. The first one is a ``NodeConfig``. The node answers ``NodeReady``, and carries out the launcher's requests until
+``UseDoor``. Then it becomes the agent, or, if it is to run parameter servers, starts and watches these.
 
 [Note: the meeting point] The first host opens a store on loopback and a door (``net.door``) on each address by which other
 hosts might reach it, each at a port that the kernel chose; the other hosts try all of them. The launcher takes the first
@@ -13,9 +13,8 @@ of doors. Parameter servers and ranks meet at that store too.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
-import dataclasses
-import json
 import logging
 import os
 import signal
@@ -31,6 +30,8 @@ import torch.distributed as dist
 from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.launch import agent
 from guozhuang.launch.console.say import say
+from guozhuang.launch.hosts import frames
+from guozhuang.launch.hosts.supervisor import decode, encode
 from guozhuang.launch.request import Extension, Request
 from guozhuang.launch.servers import VARIABLE as SERVERS
 from guozhuang.launch.servers import Servers
@@ -51,26 +52,22 @@ _SETTLED = (
 
 
 class Node:
-    """One host of the run: answers the launcher until its request "go", then is the agent, or runs parameter servers."""
+    """One host of the run: answers the launcher until ``UseDoor``, then is the agent, or runs parameter servers."""
 
-    def __init__(self, channel: Channel, told: dict[str, Any]) -> None:
+    def __init__(self, channel: Channel, config: frames.NodeConfig) -> None:
         self._channel = channel
         for name in [name for name in os.environ if name.startswith(_SETTLED)]:
             del os.environ[name]
-        self._rank, self._num_nodes = int(told["node_rank"]), int(told["num_nodes"])
-        self._num_servers, self._serves = int(told["num_servers"]), [int(number) for number in told["serves"]]
-        self._arguments: list[str] = told["arguments"]
-        self._interface: str | None = told["interface"]
-        self._secret = bytes.fromhex(told["secret"])
-        out, err = told["terminals"]
+        self._config, self._secret = config, bytes.fromhex(config.secret)
+        out, err = config.terminals
         self._request = Request(
-            extension=Extension(**told["extension"]),
-            host=told["host"],
-            attempt=int(told["attempt"]),
-            max_restarts=int(told["max_restarts"]),
-            terminals=((bool(out[0]), bool(out[1])), (bool(err[0]), bool(err[1]))),
-            finished=lambda: channel.say({"finished": True}),
-            report=lambda report: channel.say({"report": dataclasses.asdict(report)}),
+            extension=Extension(**config.extension),
+            host=config.host,
+            attempt=config.attempt,
+            max_restarts=config.max_restarts,
+            terminals=((out[0], out[1]), (err[0], err[1])),
+            finished=lambda: channel.say(frames.RanksFinished()),
+            report=channel.say,
         )
         os.environ.update(self._request.extension.defaults(os.environ))
         self._store: dist.Store | None = None
@@ -82,24 +79,25 @@ class Node:
         """Take part in the rendezvous, then run the agent or the servers; return the exit code."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._close_doors)
-            arguments = self._arguments
-            if self._num_nodes > 1 or self._num_servers:
+            config, options = self._config, argparse.Namespace(**self._config.options)
+            if config.num_nodes > 1 or config.num_servers:
                 port = self._meet(stack)
-                if self._serves:
+                if config.serves:
                     return self._serve(port)
-                if self._num_nodes > 1:
-                    arguments = [*self._options(port), *arguments]
-                if self._num_servers:
-                    os.environ[SERVERS] = f"{self._num_servers}@127.0.0.1:{port}"
-            elif self._interface is not None:
-                os.environ.update(interfaces.variables_towards("", os.environ, self._interface))
+                if config.num_nodes > 1:
+                    options.nnodes, options.node_rank = str(config.num_nodes), config.node_rank
+                    options.master_addr, options.master_port = "127.0.0.1", port
+                if config.num_servers:
+                    os.environ[SERVERS] = f"{config.num_servers}@127.0.0.1:{port}"
+            elif config.interface is not None:
+                os.environ.update(interfaces.variables_towards("", os.environ, config.interface))
             stack.enter_context(self._channel.watched())
-            return agent.main(arguments, self._request)
+            return agent.run(options, self._request)
 
     def _serve(self, port: int) -> int:
-        servers = Servers(self._serves, self._num_servers, say)
+        servers = Servers(self._config.serves, self._config.num_servers, say)
         with contextlib.closing(servers), self._channel.watched():
-            self._channel.say({"server": _follow_servers(servers, f"127.0.0.1:{port}", self._is_store_there)})
+            self._channel.say(frames.ServerEnded(_follow_servers(servers, f"127.0.0.1:{port}", self._is_store_there)))
         return 1
 
     def _is_store_there(self) -> bool:
@@ -110,37 +108,26 @@ class Node:
         except (OSError, NotOurDoorError, WrongSecretError):
             return False
 
-    def _options(self, port: int) -> list[str]:
-        """Return the rendezvous options for this host's agent."""
-        options = {
-            "nnodes": self._num_nodes,
-            "node-rank": self._rank,
-            "master-addr": "127.0.0.1",
-            "master-port": port,
-        }
-        return [f"--{name}={value}" for name, value in options.items()]
-
     def _meet(self, stack: contextlib.ExitStack) -> int:
         """Answer the launcher's requests until the rendezvous is over; return the loopback port that leads to the store."""
-        known = interfaces.addresses()
-        if self._interface is not None:
-            known = {self._interface: [interfaces.named(self._interface).address, *known[self._interface]]}
+        known, named = interfaces.addresses(), self._config.interface
+        if named is not None:
+            known = {named: [interfaces.named(named).address, *known[named]]}
         # SSH_CONNECTION: client address, its port, server address, its port. The third is how the launcher reached this host.
         by_ssh = os.environ.get("SSH_CONNECTION", "").split()
         reached_at = by_ssh[2] if len(by_ssh) == 4 else None
-        ready = {"host": socket.gethostname(), "same": node_identity(), "addresses": known, "reached_at": reached_at}
-        self._channel.say({"ready": ready})
+        self._channel.say(frames.NodeReady(node_identity(), known, reached_at))
         while True:
             request = self._channel.hear()
-            if "listen" in request:
-                self._channel.say({"listening": self._listen(request["listen"], int(request["port"]))})
-            elif "knock" in request:
-                self._channel.say({"knocked": self._knock([(host, port) for host, port in request["knock"]])})
+            if isinstance(request, frames.OpenDoors):
+                self._channel.say(self._listen(request.addresses, request.port))
+            elif isinstance(request, frames.TryDoors):
+                self._channel.say(_knock(request.doors, self._secret))
             else:
-                host, port = request["go"]
-                return self._go(str(host), int(port), stack)
+                assert isinstance(request, frames.UseDoor), request
+                return self._go(request.host, request.port, stack)
 
-    def _listen(self, candidates: Sequence[str], port: int) -> dict[str, Any]:
+    def _listen(self, candidates: Sequence[str], port: int) -> frames.DoorsOpened:
         listener = socket.create_server(("127.0.0.1", 0))
         self._store_port = int(listener.getsockname()[1])
         # The agent, later in this process, opens a store at this port and gets this one, because both are multi_tenant.
@@ -155,30 +142,12 @@ class Node:
                 continue
             found = (host, int(outer.getsockname()[1]))
             self._doors[found] = Door(outer, self._store_port, self._secret)
-        return {"doors": list(self._doors), "refused": refused}
-
-    def _knock(self, doors: Sequence[tuple[str, int]]) -> dict[str, Any]:
-        opened: dict[int, str] = {}
-        refused: dict[int, str] = {}
-
-        def try_one(number: int, host: str, port: int) -> None:
-            try:
-                with knock(host, port, self._secret, _KNOCK_S) as connection:
-                    opened[number] = str(connection.getsockname()[0])
-            except (OSError, NotOurDoorError, WrongSecretError) as error:
-                refused[number] = "nobody answered" if isinstance(error, TimeoutError) else str(error)
-
-        threads = [threading.Thread(target=try_one, args=(n, *door), daemon=True) for n, door in enumerate(doors)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(2 * _KNOCK_S)
-        return {"opened": dict(opened), "refused": dict(refused)}
+        return frames.DoorsOpened(list(self._doors), refused)
 
     def _go(self, host: str, port: int, stack: contextlib.ExitStack) -> int:
         """Keep only the chosen door, or open a passage to it; return the loopback port that leads to the store."""
         self._door = host, port
-        if self._rank == 0:
+        if self._config.node_rank == 0:
             for found in [each for each in self._doors if each != (host, port)]:
                 self._doors.pop(found).close()
             own_port = self._store_port
@@ -186,7 +155,7 @@ class Node:
             passage = pass_through(host, port, self._secret, _KNOCK_S)
             stack.callback(passage.close)
             own_port = passage[1]
-        os.environ.update(interfaces.variables_towards(host, os.environ, self._interface))
+        os.environ.update(interfaces.variables_towards(host, os.environ, self._config.interface))
         return own_port
 
     def _close_doors(self) -> None:
@@ -194,15 +163,36 @@ class Node:
             door.close()
 
 
+def _knock(doors: Sequence[tuple[str, int]], secret: bytes) -> frames.DoorsTried:
+    """Try all doors at the same time."""
+    reasons = ["nobody answered"] * len(doors)
+
+    def try_one(number: int, host: str, port: int) -> None:
+        try:
+            with knock(host, port, secret, _KNOCK_S):
+                reasons[number] = ""
+        except TimeoutError:
+            pass
+        except (OSError, NotOurDoorError, WrongSecretError) as error:
+            reasons[number] = str(error)
+
+    threads = [threading.Thread(target=try_one, args=(n, *door), daemon=True) for n, door in enumerate(doors)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * _KNOCK_S)
+    return frames.DoorsTried(list(reasons))
+
+
 class Channel:
-    """Lines of JSON from and to the launcher, through the supervisor."""
+    """Messages from and to the launcher, through the supervisor."""
 
     def __init__(self, reading: int, writing: int) -> None:
         self._reading, self._writing = os.fdopen(reading, "rb"), writing
         os.set_inheritable(reading, False)
         os.set_inheritable(writing, False)
 
-    def hear(self) -> dict[str, Any]:
+    def hear(self) -> object:
         """Wait for the next request, and return it.
 
         Raises:
@@ -211,13 +201,12 @@ class Channel:
         line = self._reading.readline()
         if not line:
             raise WorldError(explain("the supervisor of this host is gone"))
-        request: dict[str, Any] = json.loads(line)
-        return request
+        return decode(line, frames.TO_NODE)
 
-    def say(self, message: dict[str, Any]) -> None:
+    def say(self, message: Any) -> None:
         """Send the launcher a message."""
         with contextlib.suppress(OSError):
-            os.write(self._writing, json.dumps(message).encode() + b"\n")
+            os.write(self._writing, encode(message))
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -278,9 +267,11 @@ def main(arguments: Sequence[str]) -> int:
     logging.basicConfig(format="guozhuang: %(message)s", level=logging.WARNING)
     channel = Channel(int(arguments[0]), int(arguments[1]))
     try:
-        return Node(channel, channel.hear()).run()
+        config = channel.hear()
+        assert isinstance(config, frames.NodeConfig), config
+        return Node(channel, config).run()
     except (UsageError, WorldError) as error:
-        channel.say({"refused": str(error)})
+        channel.say(frames.NodeRefused(str(error)))
         return 2 if isinstance(error, UsageError) else 1
 
 

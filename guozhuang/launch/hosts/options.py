@@ -1,22 +1,36 @@
-"""The options for several hosts (``-H`` and others): those that the launcher reads, and those that it passes to the agents."""
+"""The options for several hosts (``-H`` and others), and for parameter servers."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import signal
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from guozhuang.errors import UsageError, explain
+from guozhuang.launch.hosts import ssh
+from guozhuang.launch.hosts.placement import parse_hosts, place, place_servers, read_hostfile
 from guozhuang.launch.job import Policy
+from guozhuang.launch.options.torchrun import RENDEZVOUS_DEFAULTS, signals_of
+from guozhuang.launch.request import NO_EXTENSION, Extension
+from guozhuang.world import versions
 
 DEFAULT_START_TIMEOUT_S = 60.0
-# Options on the rendezvous, which -H does not accept because it decides the rendezvous itself.
-_EXCLUDED = (
-    "--nnodes", "--node-rank", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--standalone", "--local-addr",
+_SIGNALS = (
+    "SIGTERM",
+    "SIGINT",
+    "SIGHUP",
+    "SIGQUIT",
+)  # always end an agent, also if --signals-to-handle does not name them
+# Options that the launcher itself carries out, and those on the rendezvous, which -H does not accept because it decides it.
+_OF_THE_LAUNCHER = (
+    "hosts", "hostfile", "exported", "ssh_port", "ssh_identity", "ssh_config", "start_timeout", "interface", "servers",
+    "server_hosts", "num_ranks",
 )  # fmt: skip
-_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"  # always end an agent, also if --signals-to-handle does not name them
+_EXCLUDED = RENDEZVOUS_DEFAULTS.keys() - {"master_addr", "master_port"} | {"local_addr"}
 
 
 def add_arguments(parser: argparse._ActionsContainer) -> None:
@@ -80,102 +94,143 @@ def add_server_arguments(parser: argparse._ActionsContainer) -> None:
     )
 
 
-def read(head: Sequence[str], environ: Mapping[str, str]) -> tuple[argparse.Namespace, list[str]]:
-    """Separate the launcher's options from those of the agents.
+@dataclass(frozen=True)
+class HostsPlan:
+    """The checked options of a run over several hosts.
 
-    Args:
-        head: the words after ``guozhuang run`` and before the script. ``plan`` parsed them before, so they have no errors.
-        environ: the launcher's environment; a variable like PET_NPROC_PER_NODE stands for the option, as with torchrun.
+    Attributes:
+        placed: each host that gets ranks, with their number, or with a word that the host resolves ("gpu").
+        ssh: options of ssh.
+        environment: variables for every host (``-x``), in addition to those that ``ssh.carried`` selects.
+        start_timeout_s: limit for all hosts to be reached, and for each step of their rendezvous.
+        interface: the network interface to use on each host; None: the one that leads to the first host.
+        master: address of the first host that the user gave; None: the launcher finds one.
+        port: port on the first host; 0: any free port.
+        timeline: the file for the timeline; each host writes its own file.
+        max_restarts: how many times all ranks may be restarted.
+        shutdown_timeout_s: how long ranks may take to end after SIGTERM; None: the launcher's default.
+        signals: further signals that the launcher passes on to the ranks, besides those that always end a run.
+        options: the options for the agents, as parsed; ``options_of`` completes them for one host.
+        servers: each host that gets parameter servers, with their numbers; it may have ranks too.
+        extension: additions of the compatibility layer that called the launcher.
+    """
 
-    Returns:
-        The launcher's options, and the words for the agents.
+    placed: Sequence[tuple[str, str]]
+    ssh: ssh.SshOptions
+    environment: Mapping[str, str]
+    start_timeout_s: float
+    interface: str | None
+    master: str | None
+    port: int
+    timeline: str | None
+    max_restarts: int
+    shutdown_timeout_s: float | None
+    signals: Sequence[signal.Signals]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    servers: Sequence[tuple[str, Sequence[int]]] = ()
+    extension: Extension = NO_EXTENSION
+
+    def options_of(self, node_rank: int) -> dict[str, Any]:
+        """Return the options for the agent of a host, as parsed."""
+        timeline = self.timeline
+        if timeline is not None and node_rank:
+            root, ending = os.path.splitext(timeline)
+            timeline = f"{root}.node{node_rank}{ending}"
+        return {**self.options, "nproc_per_node": self.placed[node_rank][1], "timeline": timeline}
+
+    @property
+    def names(self) -> list[str]:
+        """Return the host name of each link: first the hosts with ranks, then those with servers (twice if a host has both)."""
+        return [name for name, _ in (*self.placed, *self.servers)]
+
+
+def is_asked_for(options: argparse.Namespace) -> bool:
+    """Return whether the command line names hosts.
 
     Raises:
-        UsageError: an option or variable excludes ``-H``, or an option is abbreviated.
+        UsageError: it names no hosts, but has options that need hosts.
     """
-    found, rest = _parser().parse_known_args(list(head))
-    rest = [each for each in rest if each != "--"]
-    _check_rest(rest)
-    _take_variables(found, environ)
+    if options.hosts or options.hostfile is not None:
+        return True
+    alone = {
+        "-x": options.exported, "--ssh-port": options.ssh_port, "--ssh-identity": options.ssh_identity,
+        "--ssh-config": options.ssh_config, "--start-timeout": options.start_timeout,
+        "--server-hosts": getattr(options, "server_hosts", None),
+    }  # fmt: skip
+    given = [name for name, value in alone.items() if value is not None]
+    if given:
+        what = f"{', '.join(given)} serves only hosts that are started over ssh, and none is named"
+        raise UsageError(explain(what, fix="give -H host:ranks,... or --hostfile FILE, or leave it out"))
+    return False
+
+
+def plan(found: argparse.Namespace, environ: Mapping[str, str]) -> HostsPlan:
+    """Check the options on hosts, and place ranks and servers on the hosts.
+
+    Args:
+        found: the command line, as parsed.
+        environ: the launcher's environment, for ``-x``.
+
+    Raises:
+        UsageError: hosts, slots, ranks or variables make no sense or contradict each other.
+    """
+    _check_excluded(found, environ)
     if found.max_restarts < 0:
         raise UsageError(explain("--max-restarts cannot be negative", value=found.max_restarts, fix="leave it out"))
-    if found.on_failure == Policy.KEEP_SURVIVORS.value:  # each agent replaces its own ranks, within its limit
-        rest += [f"--on-failure={found.on_failure}", f"--max-restarts={found.max_restarts}"]
-        found.max_restarts = 0
-    if found.shutdown_timeout is not None:
-        rest.append(f"--shutdown-timeout={found.shutdown_timeout}")
-    found.signals = _signals(found.signals_to_handle or "")
-    if found.signals_to_handle is not None:
-        rest.append(f"--signals-to-handle={','.join([_SIGNALS, *(each.name for each in found.signals)])}")
-    return found, rest
+    hosts = [host for text in found.hosts or () for host in parse_hosts(text)]
+    if found.hostfile is not None:
+        if hosts:
+            raise UsageError(explain("-H and --hostfile exclude each other", fix="leave one out"))
+        hosts = read_hostfile(found.hostfile)
+    timeout_s = DEFAULT_START_TIMEOUT_S if found.start_timeout is None else found.start_timeout
+    if not 0 < timeout_s < 1e6:
+        raise UsageError(explain("--start-timeout is a number of seconds above 0", value=timeout_s, fix="leave it out"))
+    for name, port in (("--ssh-port", found.ssh_port), ("--master-port", found.master_port)):
+        if port is not None and not 0 < port < 65536:
+            raise UsageError(explain(f"{name} is no TCP port", value=port, fix="give 1 to 65535, or leave it out"))
+    for name, path in (("--ssh-identity", found.ssh_identity), ("--ssh-config", found.ssh_config)):
+        if path is not None and not os.access(path, os.R_OK):
+            raise UsageError(
+                explain(f"{name}: there is no such file, or it cannot be read", value=path, fix="check the path")
+            )
+    spare = [host for text in found.server_hosts or () for host in parse_hosts(text, "--server-hosts")]
+    signals = [each for each in signals_of(found.signals_to_handle) if each.name not in _SIGNALS]
+    placed = place(hosts, _number_of_ranks(found.num_ranks), found.nproc_per_node)
+    # Each agent replaces its own ranks, within its own limit; all ranks are restarted by the launcher.
+    is_replaced = found.on_failure == Policy.KEEP_SURVIVORS.value
+    of_agents = vars(found) | RENDEZVOUS_DEFAULTS | dict.fromkeys(_OF_THE_LAUNCHER)
+    of_agents["max_restarts"] = found.max_restarts if is_replaced else 0
+    of_agents["signals_to_handle"] = ",".join([*_SIGNALS, *(each.name for each in signals)])
+    return HostsPlan(
+        placed=placed,
+        ssh=ssh.SshOptions(found.ssh_port, found.ssh_identity, found.ssh_config),
+        environment=ssh.asked_for(found.exported or (), environ),
+        start_timeout_s=timeout_s,
+        interface=found.interface,
+        master=found.master_addr,
+        port=found.master_port or 0,
+        timeline=found.timeline,
+        max_restarts=0 if is_replaced else found.max_restarts,
+        shutdown_timeout_s=versions.field(found, "shutdown_timeout"),
+        signals=signals,
+        options=of_agents,
+        servers=place_servers(found.servers, [(host.name, host.slots) for host in spare], [name for name, _ in placed]),
+    )
 
 
-def _parser() -> argparse.ArgumentParser:
-    """Return a parser of the launcher's options only."""
-    parser = argparse.ArgumentParser(prog="guozhuang run", add_help=False, allow_abbrev=False)
-    add_arguments(parser)
-    add_server_arguments(parser)
-    parser.add_argument("-np", dest="num_ranks", type=int)
-    parser.add_argument("--nproc-per-node", "--nproc_per_node", dest="per_host")
-    parser.add_argument(
-        "--max-restarts", "--max_restarts", type=int
-    )  # the launcher restarts the ranks of all hosts together
-    parser.add_argument("--on-failure", "--on_failure")
-    parser.add_argument("--shutdown-timeout", "--shutdown_timeout", type=int)
-    parser.add_argument("--signals-to-handle", "--signals_to_handle")
-    parser.add_argument("--timeline")
-    parser.add_argument("--master-addr", "--master_addr")
-    parser.add_argument("--master-port", "--master_port", type=int)
-    return parser
+def _check_excluded(found: argparse.Namespace, environ: Mapping[str, str]) -> None:
+    for name in sorted(_EXCLUDED):
+        if getattr(found, name) not in (RENDEZVOUS_DEFAULTS.get(name), ""):
+            variable, option = f"PET_{name.upper()}", f"--{name.replace('_', '-')}"
+            option = variable if environ.get(variable) else option
+            what = f"{option} and -H exclude each other: -H says which nodes there are, and they meet by themselves"
+            raise UsageError(
+                explain(what, fix=f"leave {option} out; --master-addr, --master-port and --interface are taken")
+            )
 
 
-def _check_rest(rest: Sequence[str]) -> None:
-    """Check that the agents' words contain no option on hosts or rendezvous, also not abbreviated, as torchrun allows."""
-    ours = [name for action in _parser()._actions for name in action.option_strings if "_" not in name]
-    for word in rest:
-        name = word.partition("=")[0].replace("_", "-")
-        if name in _EXCLUDED:
-            raise UsageError(_exclude(name))
-        full = [
-            each for each in (*ours, *_EXCLUDED) if len(name) > 2 and name.startswith("--") and each.startswith(name)
-        ]
-        if full:
-            raise UsageError(explain("with -H options are written in full", value=word, fix=f"write {full[0]}"))
-
-
-def _exclude(name: str) -> str:
-    what = f"{name} and -H exclude each other: -H says which nodes there are, and they meet by themselves"
-    return explain(what, fix=f"leave {name} out; --master-addr, --master-port and --interface are taken")
-
-
-def _take_variables(found: argparse.Namespace, environ: Mapping[str, str]) -> None:
-    """Set options that were not given from their PET_ variables, as torchrun does."""
-    for option in _EXCLUDED:
-        name = f"PET_{option[2:].replace('-', '_').upper()}"
-        if environ.get(name, "") not in ("", "0" if name == "PET_STANDALONE" else ""):
-            raise UsageError(_exclude(name))
-    numbers = {"MAX_RESTARTS": "max_restarts", "MASTER_PORT": "master_port", "SHUTDOWN_TIMEOUT": "shutdown_timeout"}
-    texts = {"MASTER_ADDR": "master_addr", "SIGNALS_TO_HANDLE": "signals_to_handle"}
-    if found.num_ranks is None:
-        texts["NPROC_PER_NODE"] = "per_host"
-    for short, option in (numbers | texts).items():
-        value = environ.get(f"PET_{short}")
-        if value is None or getattr(found, option) is not None:
-            continue
-        if short in numbers and not re.fullmatch(r"\s*-?[0-9]{1,9}\s*", value):
-            raise UsageError(explain(f"PET_{short} is not a number", value=value, fix="unset it, or give a number"))
-        setattr(found, option, int(value) if short in numbers else value)
-    found.max_restarts = found.max_restarts or 0
-
-
-def _signals(names: str) -> list[signal.Signals]:
-    """Return the signals of ``--signals-to-handle`` that are not in ``_SIGNALS``."""
-    found: list[signal.Signals] = []
-    for name in filter(None, map(str.strip, names.split(","))):
-        number = getattr(signal, name, None)
-        if not isinstance(number, signal.Signals) or number in (signal.SIGKILL, signal.SIGSTOP):
-            what = "--signals-to-handle names something that is no signal, or one that cannot be caught"
-            raise UsageError(explain(what, value=name, fix="give names like SIGUSR1, with commas between"))
-        if name not in _SIGNALS.split(","):
-            found.append(number)
-    return found
+def _number_of_ranks(text: str | None) -> int | None:
+    if text is None or re.fullmatch(r"-?[0-9]{1,9}", text):
+        return None if text is None else int(text)
+    fix = "give a number; --nproc-per-node takes gpu, cpu and auto"
+    raise UsageError(explain("-np counts the ranks of all hosts", value=text, fix=fix))

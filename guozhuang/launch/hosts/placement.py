@@ -1,35 +1,16 @@
-"""``guozhuang run -H host1:2,host2:2``: read the hosts, place ranks and parameter servers on them, and start the run."""
+"""Read the hosts of ``-H host1:2,host2:2``, and place ranks and parameter servers on them. Pure but for hostfiles."""
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import functools
 import ipaddress
-import logging
-import os
 import re
-import secrets
-import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from guozhuang.errors import UsageError, explain
-from guozhuang.launch.console.say import say
-from guozhuang.launch.hosts import options as hosts_options
-from guozhuang.launch.hosts import ssh
-from guozhuang.launch.hosts.options import DEFAULT_START_TIMEOUT_S as DEFAULT_START_TIMEOUT_S
-from guozhuang.launch.hosts.options import add_arguments as add_arguments
-from guozhuang.launch.request import NO_EXTENSION, Extension, Request
 
-if TYPE_CHECKING:
-    from guozhuang.launch.options.plan import Plan
-
-_SECRET_BYTES = 32
 _MAX_SERVERS = 64  # per host; a greater number is a mistake, mostly the port of ssh
 _MAX_RANKS = 1024  # per host; a greater number is a mistake, mostly the port of ssh
-_log = logging.getLogger("guozhuang")
 
 
 @dataclass(frozen=True)
@@ -38,160 +19,6 @@ class Host:
 
     name: str
     slots: int | None
-
-
-@dataclass(frozen=True)
-class HostsPlan:
-    """The checked options of a run over several hosts.
-
-    Attributes:
-        placed: each host that gets ranks, with their number, or with a word that the host resolves ("gpu").
-        ssh: options of ssh.
-        environment: variables for every host (``-x``), in addition to those that ``ssh.carried`` selects.
-        start_timeout_s: limit for all hosts to be reached, and for each step of their rendezvous.
-        interface: the network interface to use on each host; None: the one that leads to the first host.
-        master: address of the first host that the user gave; None: the launcher finds one.
-        port: port on the first host; 0: any free port.
-        timeline: the file for the timeline; each host writes its own file.
-        max_restarts: how many times all ranks may be restarted.
-        shutdown_timeout_s: how long ranks may take to end after SIGTERM; None: the launcher's default.
-        signals: further signals that the launcher passes on to the ranks, besides those that always end a run.
-        arguments: the rest of the command line, for the agent of each host.
-        servers: each host that gets parameter servers, with their numbers; it may have ranks too.
-        extension: additions of the compatibility layer that called the launcher.
-    """
-
-    placed: Sequence[tuple[str, str]]
-    ssh: ssh.SshOptions
-    environment: Mapping[str, str]
-    start_timeout_s: float
-    interface: str | None
-    master: str | None
-    port: int
-    timeline: str | None
-    max_restarts: int
-    shutdown_timeout_s: float | None
-    signals: Sequence[signal.Signals]
-    arguments: Sequence[str]
-    servers: Sequence[tuple[str, Sequence[int]]] = ()
-    extension: Extension = NO_EXTENSION
-
-    @property
-    def names(self) -> list[str]:
-        """Return the host name of each link: first the hosts with ranks, then those with servers (twice if a host has both)."""
-        return [name for name, _ in (*self.placed, *self.servers)]
-
-
-def is_asked_for(options: argparse.Namespace) -> bool:
-    """Return whether the command line names hosts.
-
-    Raises:
-        UsageError: it names no hosts, but has options that need hosts.
-    """
-    if options.hosts or options.hostfile is not None:
-        return True
-    alone = {
-        "-x": options.exported, "--ssh-port": options.ssh_port, "--ssh-identity": options.ssh_identity,
-        "--ssh-config": options.ssh_config, "--start-timeout": options.start_timeout,
-        "--server-hosts": getattr(options, "server_hosts", None),
-    }  # fmt: skip
-    given = [name for name, value in alone.items() if value is not None]
-    if given:
-        what = f"{', '.join(given)} serves only hosts that are started over ssh, and none is named"
-        raise UsageError(explain(what, fix="give -H host:ranks,... or --hostfile FILE, or leave it out"))
-    return False
-
-
-def start(ours: Plan, arguments: Sequence[str], request: Request) -> int:
-    """Start the run on all hosts that the command line names, with restarts, and wait until the last rank has ended.
-
-    Args:
-        ours: the command line as ``options.plan`` read it.
-        arguments: the command line itself, after ``guozhuang run``.
-        request: further options of the program that calls this.
-
-    Returns:
-        0 if every rank ended with 0; else the exit code of the first failure, 128 + its number for a signal; 255 if a
-        host could not be reached or was lost.
-
-    Raises:
-        UsageError: the command line cannot work; no host was started.
-    """
-    from guozhuang.launch.hosts.run import HostsRun
-
-    script = [ours.elastic.training_script, *ours.elastic.training_script_args]
-    wanted = plan(arguments, script, os.environ)
-    wanted = dataclasses.replace(
-        wanted, environment={**wanted.environment, **request.variables}, extension=request.extension
-    )
-    is_here = request.is_here or functools.partial(ssh.is_this_machine, options=wanted.ssh)
-    is_local = [is_here(name) for name in wanted.names]
-    if not all(is_local):
-        ssh.check_installed()
-    where = ", ".join(f"{name} ({count})" for name, count in wanted.placed)
-    _log.info("%d hosts, with their ranks: %s", len(wanted.placed), where)
-    if wanted.servers:
-        where = ", ".join(f"{name} ({len(numbers)})" for name, numbers in wanted.servers)
-        _log.info("%d hosts, with their parameter servers: %s", len(wanted.servers), where)
-    for attempt in range(wanted.max_restarts + 1):
-        run = HostsRun(wanted, is_local, secrets.token_bytes(_SECRET_BYTES), attempt)
-        code = run.run()
-        if code == 0 or not run.may_try_again:
-            break
-        if attempt < wanted.max_restarts:
-            say(f"starting all ranks again, time {attempt + 1} of {wanted.max_restarts}")
-    if run.failed is not None and request.report is not None:
-        request.report(run.failed)
-    return code
-
-
-def plan(arguments: Sequence[str], script: Sequence[str], environ: Mapping[str, str]) -> HostsPlan:
-    """Read the options on hosts, and place ranks and servers on the hosts.
-
-    Args:
-        arguments: the words after ``guozhuang run``.
-        script: the last of these: the training script and its arguments, which are passed on unchanged.
-        environ: the launcher's environment; a variable like PET_NPROC_PER_NODE stands for the option, as with torchrun.
-
-    Raises:
-        UsageError: hosts, slots, ranks or variables make no sense or contradict each other.
-    """
-    head = list(arguments[: len(arguments) - len(script)])
-    assert list(arguments[len(head) :]) == list(script), (arguments, script)
-    found, rest = hosts_options.read(head, environ)
-    hosts = [host for text in found.hosts or () for host in parse_hosts(text)]
-    if found.hostfile is not None:
-        if hosts:
-            raise UsageError(explain("-H and --hostfile exclude each other", fix="leave one out"))
-        hosts = read_hostfile(found.hostfile)
-    timeout_s = DEFAULT_START_TIMEOUT_S if found.start_timeout is None else found.start_timeout
-    if not 0 < timeout_s < 1e6:
-        raise UsageError(explain("--start-timeout is a number of seconds above 0", value=timeout_s, fix="leave it out"))
-    for name, port in (("--ssh-port", found.ssh_port), ("--master-port", found.master_port)):
-        if port is not None and not 0 < port < 65536:
-            raise UsageError(explain(f"{name} is no TCP port", value=port, fix="give 1 to 65535, or leave it out"))
-    for name, path in (("--ssh-identity", found.ssh_identity), ("--ssh-config", found.ssh_config)):
-        if path is not None and not os.access(path, os.R_OK):
-            raise UsageError(
-                explain(f"{name}: there is no such file, or it cannot be read", value=path, fix="check the path")
-            )
-    spare = [host for text in found.server_hosts or () for host in parse_hosts(text, "--server-hosts")]
-    placed = place(hosts, found.num_ranks, found.per_host)
-    return HostsPlan(
-        placed=placed,
-        ssh=ssh.SshOptions(found.ssh_port, found.ssh_identity, found.ssh_config),
-        environment=ssh.asked_for(found.exported or (), environ),
-        start_timeout_s=timeout_s,
-        interface=found.interface,
-        master=found.master_addr,
-        port=found.master_port or 0,
-        timeline=found.timeline,
-        max_restarts=found.max_restarts,
-        shutdown_timeout_s=found.shutdown_timeout,
-        signals=found.signals,
-        arguments=[*rest, *script],
-        servers=place_servers(found.servers, [(host.name, host.slots) for host in spare], [name for name, _ in placed]),
-    )
 
 
 def parse_hosts(text: str, option: str = "-H") -> list[Host]:

@@ -20,19 +20,20 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from guozhuang.launch.console.display import Display
 from guozhuang.launch.hosts import failure as hosts_failure
+from guozhuang.launch.hosts import frames, ssh
 from guozhuang.launch.hosts import link as hosts_link
-from guozhuang.launch.hosts import ssh
 from guozhuang.launch.hosts.failure import LOST, HostFailure, said
 from guozhuang.launch.hosts.link import Link
 from guozhuang.launch.hosts.meeting import candidates, choose
+from guozhuang.launch.hosts.supervisor import AgentStarted, EndAgent, PauseHost
 from guozhuang.launch.request import RunReport
 
 if TYPE_CHECKING:
-    from guozhuang.launch.hosts.placement import HostsPlan
+    from guozhuang.launch.hosts.options import HostsPlan
 
 _PING_S = 2.0
 # Time between SIGTERM and SIGKILL: after a signal from the user (as in torchrun); after a failure; and for an agent whose ranks
@@ -52,6 +53,9 @@ _LAST_WORDS_S = 10.0
 _PAUSE_S = 1.0
 # Longest wait for events while an unfinished line is held back; see console/display.py.
 _HOLDING_S = 0.03
+
+
+_Message = TypeVar("_Message")
 
 
 class _Failed(Exception):
@@ -92,7 +96,7 @@ class HostsRun:
         self.failed: RunReport | None = None
 
     def run(self) -> int:
-        """Run all hosts to their end; return the exit code, as in ``placement.start``."""
+        """Run all hosts to their end; return the exit code, as in ``agent.start_hosts``."""
         pings = threading.Thread(target=self._ping, name="guozhuang pings", daemon=True)
         try:
             with self._caught_signals():
@@ -129,78 +133,65 @@ class HostsRun:
     def _start(self) -> None:
         wanted = self._wanted
         for link in self._links:
-            node = {
-                "node_rank": link.node_rank,
-                "num_nodes": len(self._of_ranks),
-                "num_servers": sum(len(each.serves) for each in self._of_servers),
-                "serves": list(link.serves),
-                "interface": wanted.interface,
-                "secret": self._secret.hex(),
-                "attempt": self._attempt,
-                "max_restarts": wanted.max_restarts,
-                "terminals": self._display.terminals,
-                "arguments": self._arguments(link),
-                "host": link.name,
-                "extension": dataclasses.asdict(wanted.extension),
-            }
-            carried, more = ssh.carried(os.environ, wanted.extension), wanted.environment
+            node = frames.NodeConfig(
+                host=link.name,
+                node_rank=link.node_rank,
+                num_nodes=len(self._of_ranks),
+                num_servers=sum(len(each.serves) for each in self._of_servers),
+                serves=list(link.serves),
+                interface=wanted.interface,
+                secret=self._secret.hex(),
+                attempt=self._attempt,
+                max_restarts=wanted.max_restarts,
+                terminals=self._display.terminals,
+                options={} if link.serves else wanted.options_of(link.node_rank),
+                extension=dataclasses.asdict(wanted.extension),
+            )
             link.connect(
                 "guozhuang.launch.hosts.node",
                 node,
-                carried,
-                more,
+                ssh.carried(os.environ, wanted.extension),
+                wanted.environment,
                 wanted.ssh,
                 wanted.start_timeout_s,
                 self._display.take,
             )
 
-    def _arguments(self, link: Link) -> list[str]:
-        """Return the command line for the agent of a host; empty for a host of servers."""
-        if link.serves:
-            return []
-        _, count = self._wanted.placed[link.node_rank]
-        return [f"--nproc-per-node={count}", *self._timeline(link), *self._wanted.arguments]
-
-    def _timeline(self, link: Link) -> list[str]:
-        if self._wanted.timeline is None:
-            return []
-        root, ending = os.path.splitext(self._wanted.timeline)
-        name = f"{root}.node{link.node_rank}{ending}" if link.node_rank else self._wanted.timeline
-        return [f"--timeline={name}"]
-
     def _meet(self) -> None:
         """Direct the rendezvous of all hosts at the first one. See [Note: the meeting point] in node.py."""
-        self._await("agent", self._links)
+        self._await(AgentStarted, "started", self._links)
         if len(self._links) == 1:
             return
-        self._await("ready", self._links)
+        ready = self._await(frames.NodeReady, "ready", self._links)
         first, others = self._links[0], self._links[1:]
-        ready = [link.messages["ready"] for link in self._links]
-        offered = candidates(ready, first.name.rpartition("@")[2], self._wanted.master)
-        first.say({"listen": offered, "port": self._wanted.port})
-        self._await("listening", [first])
-        listening = first.messages["listening"]
-        doors = [(str(host), int(port)) for host, port in listening["doors"]]
+        first.say(
+            frames.OpenDoors(candidates(ready, first.name.rpartition("@")[2], self._wanted.master), self._wanted.port)
+        )
+        (opened,) = self._await(frames.DoorsOpened, "listening", [first])
+        doors = [(host, port) for host, port in opened.doors]
         for link in others if doors else ():
-            link.say({"knock": doors})
-        self._await("knocked", others if doors else [])
-        names = [link.name for link in self._links]
-        chosen = choose(names, doors, listening["refused"], [link.messages["knocked"] for link in others if doors])
+            link.say(frames.TryDoors(doors))
+        tried = self._await(frames.DoorsTried, "sure which addresses lead to the first host", others if doors else [])
+        chosen = choose([link.name for link in self._links], doors, opened.refused, tried)
         if isinstance(chosen, str):
             self._failures.append(HostFailure(first, 1, chosen))
             raise _Failed
         for link in self._links:
-            link.say({"go": chosen})
+            link.say(frames.UseDoor(*chosen))
 
-    def _await(self, word: str, links: Sequence[Link]) -> None:
-        """Wait until each of these hosts has sent this message; raise ``_Failed`` with the missing hosts after the timeout."""
+    def _await(self, kind: type[_Message], state: str, links: Sequence[Link]) -> list[_Message]:
+        """Wait until each of these hosts has sent this message, and return them.
+
+        After the time-out raise ``_Failed`` for the hosts that are not in this ``state``.
+        """
         deadline = time.monotonic() + self._wanted.start_timeout_s
         try:
-            self._follow(lambda: all(word in link.messages for link in links), deadline)
+            self._follow(lambda: all(kind in link.messages for link in links), deadline)
+            return [link.messages[kind] for link in links]
         except TimeoutError:
             for link in links:
-                if word not in link.messages:
-                    doing = f"was reached, but was not {word}" if link.messages else "could not be reached"
+                if kind not in link.messages:
+                    doing = f"was reached, but was not {state}" if link.messages else "could not be reached"
                     text = f"{doing} within {self._wanted.start_timeout_s:g} s (--start-timeout){said(link)}"
                     self._failures.append(HostFailure(link, LOST, text))
             raise _Failed from None
@@ -265,7 +256,7 @@ class HostsRun:
         """Handle Ctrl-Z: send the hosts "pause", stop this process, and resume when the shell says so; return the seconds."""
         begin = time.monotonic()
         self._wants_pause = False
-        self._say_to_all({"pause": True})
+        self._say_to_all(PauseHost(True))
         while time.monotonic() < begin + _PAUSE_S and any(
             not link.is_closed and link.writing() is not None for link in self._links
         ):
@@ -274,10 +265,10 @@ class HostsRun:
         handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         signal.pthread_kill(threading.get_ident(), signal.SIGTSTP)  # delivered before the next line runs
         signal.signal(signal.SIGTSTP, handler)
-        self._say_to_all({"pause": False})
+        self._say_to_all(PauseHost(False))
         return time.monotonic() - begin
 
-    def _say_to_all(self, request: dict[str, Any]) -> None:
+    def _say_to_all(self, request: PauseHost) -> None:
         for link in self._links:
             if link.has_started and not link.is_closed:
                 link.say(request)
@@ -286,7 +277,7 @@ class HostsRun:
         """End the other hosts after a failure, report the first failure, and return its exit code."""
 
         def is_settled(link: Link) -> bool:
-            return link.is_closed or (not self._has_met and "supervisor" in link.messages)
+            return link.is_closed or (not self._has_met and AgentStarted in link.messages)
 
         settled = time.monotonic() + (_SETTLE_S if self._has_met else _REACH_S)
         latest = settled + _CAUSE_S
@@ -334,16 +325,18 @@ class HostsRun:
         """
         self._told_to_end = {link.node_rank for link in self._links if not link.is_closed}
         num_signals = len(self._signals)
-        self._end_these(self._of_ranks, grace_s, {} if number in _ENDING else {"signal": int(number)})
+        self._end_these(self._of_ranks, grace_s, signal.SIGTERM if number in _ENDING else number)
         # See [Note: hosts of servers].
-        self._end_these(self._of_servers, _FINISHED_GRACE_S if len(self._signals) == num_signals else 0.0, {})
+        self._end_these(self._of_servers, _FINISHED_GRACE_S if len(self._signals) == num_signals else 0.0)
 
-    def _end_these(self, links: Sequence[Link], grace_s: float, how: dict[str, int]) -> None:
+    def _end_these(self, links: Sequence[Link], grace_s: float, number: int = signal.SIGTERM) -> None:
         there = [link for link in links if not link.is_closed]
         num_signals = len(self._signals)
         for link in there:
-            link.say({"end": min(grace_s, _FINISHED_GRACE_S) if "finished" in link.messages else grace_s} | how)
-            if "agent" not in link.messages:
+            link.say(
+                EndAgent(min(grace_s, _FINISHED_GRACE_S) if frames.RanksFinished in link.messages else grace_s, number)
+            )
+            if AgentStarted not in link.messages:
                 link.abandon()  # still connecting: a supervisor that starts later finds its stdin closed, and ends
         deadline = time.monotonic() + grace_s + _LAST_WORDS_S
         while time.monotonic() < deadline and not all(link.is_closed for link in there):
@@ -352,13 +345,13 @@ class HostsRun:
                 deadline = time.monotonic() + _LAST_WORDS_S
                 for link in there:
                     if not link.is_closed:
-                        link.say({"end": 0})
+                        link.say(EndAgent(0.0))
             self._turn(0.1)
 
     def _tell_of_ended(self, says_all: bool = True) -> None:
         """Report for each host that the launcher ended whether it confirmed; ``says_all`` False: only if it did not."""
         for link in self._links:
-            if link.node_rank in self._told_to_end and "agent" in link.messages:
+            if link.node_rank in self._told_to_end and AgentStarted in link.messages:
                 has_ended = link.is_closed and link.code is not None
                 how = "was ended because of it" if has_ended else (
                     f"did not confirm its end: the connection is gone, and it ends its {link.what} by itself within "

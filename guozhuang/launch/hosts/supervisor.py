@@ -4,11 +4,12 @@ It runs as ``python -c`` on the host, and its source comes through ssh's stdin. 
 else it lacks, such as this package. Therefore it imports the standard library only, and one file that is sent with it
 (``preload``).
 
-[Note: the wire] The launcher writes lines to the supervisor's stdin: a header, then requests, each a JSON object; an empty
-line is a heartbeat of the launcher. The supervisor writes to its stdout a line with a token, which separates earlier output
-of a login shell, then frames: a byte for the kind, four for the length (big-endian), and the payload. "O" and "E" are output
-of the agent and its ranks on stdout and stderr, "J" is a JSON object. The last frame tells how the agent ended: without it
-the connection broke; ssh's own exit code does not distinguish that from a rank killed by a signal.
+[Note: the wire] A message is a dataclass that both ends share, written as a line (``encode``). The launcher writes lines to
+the supervisor's stdin: a ``SupervisorConfig``, then requests; the supervisor passes those that are not its own on to the
+program that it started; an empty line is a heartbeat of the launcher. The supervisor writes to its stdout a line with a token,
+which separates earlier output of a login shell, then frames: a byte for the kind, four for the length (big-endian), and the
+payload. "O" and "E" are output of the agent and its ranks on stdout and stderr, "J" is a message. The last message is
+``AgentEnded``: without it the connection broke; ssh's own exit code does not distinguish that from a rank killed by a signal.
 
 [Note: nothing stays] stdin closes when the launcher ends, however it ends, because the ssh client ends with the pipe to it. If
 the network is cut, stdin does not close, so silence longer than ``lost_after_s`` counts as the end of the launcher too, unless
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import importlib.util
 import json
 import os
@@ -30,6 +32,8 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from guozhuang.watch.processes import descendants, environment, has_proc
@@ -43,15 +47,94 @@ _DRAIN_S = 2.0
 _KILL_S = 10.0
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
 _OF_GUARDS = b"GUOZHUANG_GUARD="  # see guard.py
-NO_FOLDER, NO_PACKAGE = "no folder", "no package"
+
+
+@dataclass(frozen=True)
+class SupervisorConfig:
+    """The first message to a supervisor.
+
+    Attributes:
+        folder: the working directory of the agent.
+        is_remote: whether the host is another machine than the launcher's, so that it lacks ``environment``.
+        environment: variables of the launcher.
+        asked_environment: variables that the user gave for every host.
+        lists: variables with lists of folders: the host's own folders are kept after those of ``environment``.
+        package: the package that must be installed on the host.
+        command: the arguments of the interpreter that make it the agent.
+        first_line: the first line of the agent's input.
+        lost_after_s: a launcher that is silent for longer is gone, in seconds.
+        lost_grace_s: the time between SIGTERM and SIGKILL for the agent once the launcher is gone, in seconds.
+    """
+
+    folder: str
+    is_remote: bool
+    environment: Mapping[str, str]
+    asked_environment: Mapping[str, str]
+    lists: Sequence[str]
+    package: str
+    command: Sequence[str]
+    first_line: str
+    lost_after_s: float
+    lost_grace_s: float
+
+
+@dataclass(frozen=True)
+class EndAgent:
+    """A request to end the agent by ``signal``, and by SIGKILL after ``grace_s`` seconds."""
+
+    grace_s: float
+    signal: int = signal.SIGTERM
+
+
+@dataclass(frozen=True)
+class PauseHost:
+    """A request to accept the launcher's silence (Ctrl-Z), or no longer to accept it."""
+
+    is_paused: bool
+
+
+@dataclass(frozen=True)
+class AgentStarted:
+    """The supervisor has started the agent. Both are process ids."""
+
+    supervisor: int
+    agent: int
+
+
+@dataclass(frozen=True)
+class AgentEnded:
+    """The agent's exit code, or minus the number of the signal that ended it."""
+
+    code: int
+
+
+@dataclass(frozen=True)
+class HostLacks:
+    """The host lacks something that the agent needs; ``what`` is a sentence without its subject, which is the host."""
+
+    what: str
+
+
+TO_SUPERVISOR = (EndAgent, PauseHost)
+
+
+def encode(message: Any) -> bytes:
+    """Return a message (a dataclass) as a line: the name of its class, and its fields as JSON."""
+    return json.dumps([type(message).__name__, dataclasses.asdict(message)]).encode() + b"\n"
+
+
+def decode(line: bytes, kinds: Iterable[type]) -> Any:
+    """Return the message that ``encode`` wrote, with lists in the place of tuples; None if it is none of ``kinds``."""
+    name, fields = json.loads(line)
+    kind = next((kind for kind in kinds if kind.__name__ == name), None)
+    return None if kind is None else kind(**fields)
 
 
 class Supervisor:
     """The loop between the launcher and the agent. See [Note: the wire] and [Note: nothing stays]."""
 
-    def __init__(self, header: dict[str, Any]) -> None:
-        self._lost_after_s = float(header["lost_after_s"])
-        self._lost_grace_s = float(header["lost_grace_s"])
+    def __init__(self, config: SupervisorConfig) -> None:
+        self._config = config
         self._heard = time.monotonic()
         self._waiting = bytearray()
         self._received = bytearray()
@@ -64,7 +147,7 @@ class Supervisor:
         self._is_paused = False
         self._launcher_is_gone = False
 
-    def run(self, header: dict[str, Any]) -> int:
+    def run(self) -> int:
         """Start the agent, pass messages and output between it and the launcher, and return when it has ended."""
         _prctl(_SET_CHILD_SUBREAPER)
         waker, wake = os.pipe()
@@ -77,7 +160,7 @@ class Supervisor:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         os.set_blocking(0, False)
         os.set_blocking(1, False)
-        self._start(header)
+        self._start()
         self._selector.register(0, selectors.EVENT_READ)
         self._selector.register(waker, selectors.EVENT_READ)
         assert self._agent is not None
@@ -85,8 +168,8 @@ class Supervisor:
             self._turn(waker)
             if asked_to_end:
                 asked_to_end.clear()
-                self._end(self._lost_grace_s)
-            if time.monotonic() - self._heard > self._lost_after_s and not self._is_paused:
+                self._end(self._config.lost_grace_s)
+            if time.monotonic() - self._heard > self._config.lost_after_s and not self._is_paused:
                 self._lose_launcher()
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
                 _kill_descendants(self._agent.pid)
@@ -97,18 +180,17 @@ class Supervisor:
         deadline = time.monotonic() + _DRAIN_S
         while self._pipes and time.monotonic() < deadline:
             self._turn(waker)
-        code = self._agent.returncode
-        self._say({"ended": code} if code >= 0 else {"killed": -code})
+        self.say(AgentEnded(self._agent.returncode))
         deadline = time.monotonic() + _KILL_S
         while self._waiting and not self._launcher_is_gone and time.monotonic() < deadline:
             self._turn(waker)
         return 0
 
-    def _start(self, header: dict[str, Any]) -> None:
+    def _start(self) -> None:
         in_node, self._to_node = os.pipe()
         from_node, out_node = os.pipe()
         self._agent = subprocess.Popen(
-            [sys.executable, *header["command"], str(in_node), str(out_node)],
+            [sys.executable, *self._config.command, str(in_node), str(out_node)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -120,12 +202,12 @@ class Supervisor:
         os.close(in_node)
         os.close(out_node)
         with contextlib.suppress(OSError):  # the agent has already ended; ``run`` reports how
-            os.write(self._to_node, json.dumps(header["node"]).encode() + b"\n")
+            os.write(self._to_node, self._config.first_line.encode())
         assert self._agent.stdout is not None and self._agent.stderr is not None
         self._pipes = {self._agent.stdout.fileno(): b"O", self._agent.stderr.fileno(): b"E", from_node: b"J"}
         for pipe in self._pipes:
             self._selector.register(pipe, selectors.EVENT_READ)
-        self._say({"supervisor": os.getpid(), "agent": self._agent.pid})
+        self.say(AgentStarted(os.getpid(), self._agent.pid))
 
     def _turn(self, waker: int) -> None:
         """Wait up to 0.1 s for input, and pass it on."""
@@ -168,8 +250,9 @@ class Supervisor:
         else:
             self._frame(kind, data)
 
-    def _say(self, message: dict[str, Any]) -> None:
-        self._frame(b"J", json.dumps(message).encode())
+    def say(self, message: Any) -> None:
+        """Send the launcher a message."""
+        self._frame(b"J", encode(message))
 
     def _frame(self, kind: bytes, payload: bytes) -> None:
         if not self._launcher_is_gone:
@@ -202,22 +285,23 @@ class Supervisor:
             line, _, rest = bytes(self._received).partition(b"\n")
             self._received = bytearray(rest)
             if line:
-                self._obey(json.loads(line))
+                self._obey(line)
 
-    def _obey(self, request: dict[str, Any]) -> None:
-        if "end" in request:
-            self._end(float(request["end"]), int(request.get("signal", signal.SIGTERM)))
-        elif "pause" in request:
-            self._is_paused = bool(request["pause"])
+    def _obey(self, line: bytes) -> None:
+        request = decode(line, TO_SUPERVISOR)
+        if isinstance(request, EndAgent):
+            self._end(request.grace_s, request.signal)
+        elif isinstance(request, PauseHost):
+            self._is_paused = request.is_paused
         else:
             with contextlib.suppress(OSError):
-                os.write(self._to_node, json.dumps(request).encode() + b"\n")
+                os.write(self._to_node, line + b"\n")
 
     def _lose_launcher(self) -> None:
         if not self._launcher_is_gone:
             self._launcher_is_gone = True
             self._waiting.clear()
-            self._end(self._lost_grace_s)
+            self._end(self._config.lost_grace_s)
         self._heard = time.monotonic()
 
     def _end(self, grace_s: float, number: int = signal.SIGTERM) -> None:
@@ -254,49 +338,50 @@ def _kill_descendants(session: int) -> None:
         time.sleep(0.02)
 
 
-def _read_header() -> dict[str, Any]:
+def _read_config() -> SupervisorConfig:
     line = bytearray()
     while not line.endswith(b"\n"):
         data = os.read(0, 1)
         if not data:
             raise SystemExit(1)
         line += data
-    header: dict[str, Any] = json.loads(line)
-    return header
+    config: SupervisorConfig = decode(bytes(line), [SupervisorConfig])
+    return config
 
 
-def _prepare(header: dict[str, Any]) -> dict[str, Any] | None:
+def _prepare(config: SupervisorConfig) -> HostLacks | None:
     """Change to the folder and set the environment; return a message if the folder or the package is missing, else None."""
     try:
-        os.chdir(header["folder"])
+        os.chdir(config.folder)
     except OSError as error:
-        return {"missing": NO_FOLDER, "why": f"{header['folder']!r}: {error.strerror}"}
-    if header["is_remote"]:
-        for name, value in header["environment"].items():
+        return HostLacks(f"has no such working directory: {config.folder!r}: {error.strerror}")
+    if config.is_remote:
+        for name, value in config.environment.items():
             own = os.environ.get(name, "")
-            if name in header["lists"] and own:
+            if name in config.lists and own:
                 entries = value.split(os.pathsep)
                 value = os.pathsep.join([*entries, *(e for e in own.split(os.pathsep) if e not in entries)])
             os.environ[name] = value
-    os.environ.update(header["asked_environment"])
-    os.environ["PWD"] = header["folder"]
+    os.environ.update(config.asked_environment)
+    os.environ["PWD"] = config.folder
     searched = [entry or "." for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     sys.path[:0] = [".", *(entry for entry in searched if entry != ".")]
-    if importlib.util.find_spec(header["package"]) is None:
-        return {"missing": NO_PACKAGE, "why": f"{sys.executable} finds no package {header['package']!r}"}
+    if importlib.util.find_spec(config.package) is None:
+        why = f"{sys.executable} finds no package {config.package!r}"
+        return HostLacks(f"has Python, but not this package: {why}")
     return None
 
 
 def main() -> int:
     """Run the supervisor: ``python -c ...`` with the token as its only argument."""
     os.write(1, f"\n{sys.argv[1]}\n".encode())
-    header = _read_header()
-    missing = _prepare(header)
-    supervisor = Supervisor(header)
+    config = _read_config()
+    missing = _prepare(config)
+    supervisor = Supervisor(config)
     if missing is not None:
-        supervisor._say(missing)
+        supervisor.say(missing)
         return 0
-    return supervisor.run(header)
+    return supervisor.run()
 
 
 if __name__ == "__main__":

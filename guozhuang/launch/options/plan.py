@@ -11,21 +11,14 @@ from dataclasses import dataclass
 
 from guozhuang.errors import UsageError, explain
 from guozhuang.launch.hosts import options as hosts_options
-from guozhuang.launch.hosts import placement
 from guozhuang.launch.job import Policy
 from guozhuang.launch.options import command_line, nodes, script
 from guozhuang.launch.options import torchrun as torchrun_options
+from guozhuang.launch.options.torchrun import RENDEZVOUS_DEFAULTS
 from guozhuang.net import interfaces
 from guozhuang.world import machine
 from guozhuang.world.identity import LaunchedNode
 from guozhuang.world.requests import hang_timeout, requested_secret
-
-# Torchrun's defaults of the rendezvous options. The parser's own defaults do not serve: they include PET_ variables, which
-# count here as set by the user.
-_UNSAID = {
-    "nnodes": "1:1", "node_rank": 0, "master_addr": "127.0.0.1", "master_port": None, "rdzv_backend": "static",
-    "rdzv_endpoint": "", "rdzv_id": "none", "rdzv_conf": "", "standalone": False,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -45,7 +38,6 @@ class Plan:
         num_servers: number of parameter servers to start beside the ranks of this node.
         copy_folder: folder for copies of the output of each rank; None: no copies.
         timestamps: whether to put the time before each line that is shown.
-        hosts: whether other hosts are to be started over ssh (``-H``, ``--hostfile``).
         policy: whether a failure restarts all ranks or only the failed one.
         is_warm: whether ranks that are started again may be forked from a warm parent.
         is_torchruns: whether the rendezvous is one of torchrun's own, so that torch elastic's agent starts the ranks.
@@ -62,7 +54,6 @@ class Plan:
     secret: bytes | None = None
     notes: Sequence[str] = ()
     node: LaunchedNode | None = None
-    hosts: bool = False
     num_servers: int = 0
     copy_folder: str | None = None
     timestamps: bool = False
@@ -80,7 +71,9 @@ def parser() -> argparse.ArgumentParser:
         "rendezvous option is needed, and two runs never meet by accident."
     )
     ours = found.add_argument_group("guozhuang")
-    ours.add_argument("-np", dest="nproc_per_node", type=str, metavar="N", help="Short for --nproc-per-node.")
+    ours.add_argument(
+        "-np", dest="num_ranks", metavar="N", help="How many ranks: of this node, or with -H of all hosts together."
+    )
     ours.add_argument("--strategy", metavar="NAME", help="How gz.prepare spreads the training; see the README.")
     ours.add_argument(
         "--backend", metavar="NAME", help="What carries collectives, where the script leaves it to gz.init."
@@ -133,28 +126,46 @@ def parser() -> argparse.ArgumentParser:
         help="Start ranks again in a new interpreter, not as forks of a process that has imported torch.",
     )
     ours.add_argument("--timestamps", action="store_true", help="Put the time before each line that ranks print.")
-    placement.add_arguments(ours)
-    if "PET_NPROC_PER_NODE" not in os.environ:
-        found.set_defaults(nproc_per_node=None)
+    hosts_options.add_arguments(ours)
+    for name in ("nproc_per_node", "master_addr"):
+        if f"PET_{name.upper()}" not in os.environ:
+            found.set_defaults(**{name: None})
     return found
 
 
-def plan(arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
-    """Read the command line, and check as much as possible before any process is started.
+def read(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line after ``guozhuang run``; options that are not given take their values from PET_ variables.
+
+    Raises:
+        UsageError: a PET_ variable has a value that its option does not accept, or options exclude each other.
+        SystemExit: an unknown option, or no script; the parser has printed the error.
+    """
+    found = command_line.read(parser(), arguments)
+    if found.num_ranks is not None:
+        if found.nproc_per_node not in (None, os.environ.get("PET_NPROC_PER_NODE")):
+            what = "-np counts the ranks of all hosts, --nproc-per-node those of each: they exclude each other"
+            raise UsageError(explain(what, fix="leave one out"))
+        found.nproc_per_node = None
+    return found
+
+
+def plan(found: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
+    """Check the options of this node as far as possible before any process is started, and fill in defaults.
+
+    Args:
+        found: the parsed command line, which is changed.
+        environ: the environment that the ranks would get.
 
     Raises:
         UsageError: the script does not exist, a strategy or backend is unknown, a strategy cannot run on so many ranks or
             groups, a number of ranks or groups makes no sense, or an option of torchrun cannot work.
         WorldError: no network leads to the address of the other nodes.
     """
-    found = command_line.read(parser(), arguments)
     chosen: list[str] = []
-    if placement.is_asked_for(found):
-        # The agents on the hosts read the rest of the command line, in the same working directory.
-        return Plan(found, 0, {}, None, chosen, hosts=True)
     script.check(found, environ)
     if found.training_script.startswith("-") and not (found.module or found.no_python):
         found.training_script = os.path.join(os.curdir, found.training_script)  # Python would take it for an option
+    found.nproc_per_node = found.num_ranks or found.nproc_per_node
     if found.nproc_per_node is None:
         found.nproc_per_node, why = _default_ranks()
         chosen.append(f"{found.nproc_per_node} ranks per node ({why})")
@@ -165,6 +176,7 @@ def plan(arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
     if node is not None:
         found.nnodes, found.node_rank, found.rdzv_id = str(node.num_nodes), node.node_rank, "step"
         chosen.append(f"node {node.node_rank} of {node.num_nodes}, as the launcher of this agent says")
+    found.master_addr = found.master_addr or "127.0.0.1"
     least_nodes, most_nodes = torchrun_options.settle_nodes(found)
     torchrun_options.check(found, environ, num_local_ranks, most_nodes)
     is_torchruns = torchrun_options.is_torchruns(found, most_nodes)
@@ -329,7 +341,7 @@ def _num_local_ranks(text: str) -> int:
 
 def _said(found: argparse.Namespace) -> bool:
     """Return whether any option on the number of nodes or their rendezvous is set."""
-    return any(getattr(found, name) != default for name, default in _UNSAID.items())
+    return any(getattr(found, name) != default for name, default in RENDEZVOUS_DEFAULTS.items())
 
 
 def _check_strategy(name: str, num_local_ranks: int, most_nodes: int) -> None:

@@ -18,6 +18,12 @@ _ELASTIC = (*_SECONDS, *_COUNTS, "is_host", "store_type")
 _FIXED = ("timeout", *_COUNTS)
 _WORDS = {"is_host": "write true or false", "store_type": "write tcp or file"}
 _CANNOT_BE_HANDLED = (signal.SIGKILL, signal.SIGSTOP)
+# Torchrun's defaults of the rendezvous options. The parser's own defaults do not serve: they include PET_ variables, which
+# count here as set by the user.
+RENDEZVOUS_DEFAULTS = {
+    "nnodes": "1:1", "node_rank": 0, "master_addr": None, "master_port": None, "rdzv_backend": "static",
+    "rdzv_endpoint": "", "rdzv_id": "none", "rdzv_conf": "", "standalone": False,
+}  # fmt: skip
 
 
 def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
@@ -93,7 +99,7 @@ def check(found: argparse.Namespace, environ: Mapping[str, str], num_local_ranks
     Raises:
         UsageError: an option cannot work, or would be ignored; the text names it.
     """
-    _check_signals(found.signals_to_handle)
+    signals_of(found.signals_to_handle)
     _check_port(found.master_port, most_nodes)
     _check_conf(found, most_nodes)
     _check_filter(found, num_local_ranks)
@@ -114,12 +120,20 @@ def check(found: argparse.Namespace, environ: Mapping[str, str], num_local_ranks
         _check_numa(found.numa_binding, num_local_ranks)
 
 
-def _check_signals(names: str) -> None:
+def signals_of(names: str) -> list[signal.Signals]:
+    """Return the signals of ``--signals-to-handle``.
+
+    Raises:
+        UsageError: a name is no signal, or one that no process can handle.
+    """
+    found = []
     for name in names.split(","):
         number = getattr(signal, name.strip(), None)
         if not isinstance(number, signal.Signals) or number in _CANNOT_BE_HANDLED:
             what = "--signals-to-handle names what is no signal, or one that nobody can handle"
             raise UsageError(explain(what, value=name.strip(), fix="write names like SIGTERM,SIGINT,SIGUSR1"))
+        found.append(number)
+    return found
 
 
 def _check_port(port: int | None, most_nodes: int) -> None:

@@ -12,15 +12,17 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
+from guozhuang.compat.horovod.runner.elastic import remote_host as there
 from guozhuang.launch.console.output import RankPlaces
 from guozhuang.launch.hosts import failure as hosts_failure
 from guozhuang.launch.hosts import ssh
-from guozhuang.launch.hosts.link import Link
+from guozhuang.launch.hosts.link import EndAgent, Link
 
 _PING_S = 2.0
 _PROGRAM = "guozhuang.compat.horovod.runner.elastic.remote_host"
+_KINDS = (there.HostReached, there.WorkerStarted, there.WorkerPrinted, there.WorkerEnded)
 
 
 @dataclass(frozen=True)
@@ -92,14 +94,8 @@ class RemoteWorkers:
         self._codes: dict[int, int] = {}  # of workers that have ended, whose output may not be in the pipes yet
         self._is_over = False
         self._began = self._pinged = time.monotonic()
-        self._link = Link(host, 0, False, on_message=self._understand)
-        node = {
-            "host": host,
-            "doors": [list(door) for door in config.doors],
-            "secret": config.secret.hex(),
-            "same": config.same,
-            "timeout_s": config.timeout_s,
-        }
+        self._link = Link(host, 0, False, on_message=self._understand, kinds=_KINDS)
+        node = there.HostSettings(host, config.doors, config.secret.hex(), config.same, config.timeout_s)
         self._link.connect(_PROGRAM, node, config.environment, {}, config.ssh, config.start_timeout_s, self._show)
 
     def start(self, worker: int, command: Sequence[str], num_local: int, places: RankPlaces) -> None:
@@ -114,11 +110,11 @@ class RemoteWorkers:
         paths = {"stdout": places.stdout, "stderr": places.stderr}
         self._pipes[worker] = {name: _Pipe(path) for name, path in paths.items()}
         streams = ["stdout"] if places.stdout == places.stderr else list(paths)
-        self._link.say({"worker": worker, "command": list(command), "num_local": num_local, "streams": streams})
+        self._link.say(there.StartWorker(worker, command, num_local, streams))
 
     def end(self, worker: int, at_once: bool) -> None:
         """Send a worker SIGTERM, and SIGKILL after the grace or at once."""
-        self._link.say({"worker": worker, "stop": at_once})
+        self._link.say(there.EndWorker(worker, at_once))
 
     @property
     def _all_pipes(self) -> list[_Pipe]:
@@ -157,7 +153,7 @@ class RemoteWorkers:
     def stop(self) -> None:
         """End the run on the host: its workers are killed, a little later if the connection is lost."""
         self._is_over = True
-        self._link.say({"end": 0})
+        self._link.say(EndAgent(0.0))
 
     def close(self) -> None:
         """Close the connection, without waiting for the host."""
@@ -182,14 +178,12 @@ class RemoteWorkers:
         for line in data.decode(errors="replace").splitlines():
             self._events.say(f"{self._host}: {line}")
 
-    def _understand(self, message: dict[str, Any]) -> None:
-        if "reached" in message:
-            self.address = str(message["reached"])
-        elif "worker" in message:
-            worker = int(message["worker"])
-            if "pid" in message:
-                self._events.started(worker, int(message["pid"]))
-            elif "stream" in message:
-                self._pipes[worker][str(message["stream"])].unsent += base64.b64decode(message["data"])
-            else:
-                self._codes[worker] = int(message["code"])
+    def _understand(self, message: object) -> None:
+        if isinstance(message, there.HostReached):
+            self.address = message.address
+        elif isinstance(message, there.WorkerStarted):
+            self._events.started(message.worker, message.pid)
+        elif isinstance(message, there.WorkerPrinted):
+            self._pipes[message.worker][message.stream].unsent += base64.b64decode(message.data)
+        elif isinstance(message, there.WorkerEnded):
+            self._codes[message.worker] = message.code

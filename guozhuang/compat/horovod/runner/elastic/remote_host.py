@@ -1,9 +1,9 @@
 """The program on a remote host of an elastic run: connects to the driver's store, and starts and ends the workers there.
 
 The supervisor of the host (``guozhuang.launch.hosts.supervisor``) runs ``python -m
-guozhuang.compat.horovod.runner.elastic.remote_host IN OUT``. IN is a descriptor for lines of JSON from the driver: first the
-settings, then requests. Each event is written to OUT as a line of JSON, which ``remote_crew`` reads. The program ends when the
-other end of IN is closed.
+guozhuang.compat.horovod.runner.elastic.remote_host IN OUT``. IN is a descriptor for messages of the driver: first
+``HostSettings``, then ``StartWorker`` and ``EndWorker``. Each event is written to OUT as a message, which ``remote_crew``
+reads. The program ends when the other end of IN is closed.
 
 The driver opens a door on each of its addresses; this program uses the first that lets it in. A passage then leads from
 loopback here through that door to the store, so workers reach the store on loopback on every host.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import json
 import os
 import select
 import shutil
@@ -21,18 +20,89 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from guozhuang.compat.horovod.common import elastic_variables
 from guozhuang.compat.horovod.runner.elastic.crew import CANNOT_BE_STARTED, LocalWorkers
 from guozhuang.errors import WorldError, explain
 from guozhuang.launch.console.streams import NamedPipe
+from guozhuang.launch.hosts.link import NodeRefused, decode, encode
 from guozhuang.net.door import NotOurDoorError, Passage, knock, passage_from
 from guozhuang.watch.processes import node_identity
 
 _KNOCK_S = 5.0
 _TURN_S = 0.05
 _CHUNK_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class HostSettings:
+    """The first message to this program.
+
+    Attributes:
+        host: the name of this host, as the user wrote it.
+        doors: address and port of each door of the driver's host.
+        secret: the secret of the run, in hexadecimal digits.
+        same: the identity of the driver's host.
+        timeout_s: how long the driver may be silent before workers end, in seconds.
+    """
+
+    host: str
+    doors: Sequence[tuple[str, int]]
+    secret: str
+    same: str
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class StartWorker:
+    """A request to start a worker, one of at most ``num_local`` on the host, whose ``streams`` are sent to the driver."""
+
+    worker: int
+    command: Sequence[str]
+    num_local: int
+    streams: Sequence[str]
+
+
+@dataclass(frozen=True)
+class EndWorker:
+    """A request to send a worker SIGTERM, and SIGKILL after the grace or at once."""
+
+    worker: int
+    at_once: bool
+
+
+@dataclass(frozen=True)
+class HostReached:
+    """The host has reached the driver's, by this address of it."""
+
+    address: str
+
+
+@dataclass(frozen=True)
+class WorkerStarted:
+    """A worker was started; ``pid`` is its process id."""
+
+    worker: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class WorkerPrinted:
+    """A worker wrote ``data`` (in base64) to its stream "stdout" or "stderr"."""
+
+    worker: int
+    stream: str
+    data: str
+
+
+@dataclass(frozen=True)
+class WorkerEnded:
+    """A worker has ended with an exit code, or minus the number of the signal that ended it."""
+
+    worker: int
+    code: int
 
 
 def come_through(doors: Sequence[tuple[str, int]], secret: bytes) -> tuple[Passage, str]:
@@ -68,16 +138,16 @@ class WorkerHost:
         self._pipes: dict[int, dict[str, NamedPipe]] = {}
         self.is_over = False
 
-    def requests(self) -> Iterator[dict[str, Any]]:
+    def requests(self) -> Iterator[Any]:
         """Wait until the driver has sent something; return the requests that are complete."""
         data = os.read(self._reading, _CHUNK_BYTES)
         self.is_over = self.is_over or not data
         *lines, self._received = (self._received + data).split(b"\n")
-        return map(json.loads, lines)
+        return (decode(bytes(line), [StartWorker, EndWorker]) for line in lines)
 
-    def say(self, message: dict[str, Any]) -> None:
+    def say(self, message: Any) -> None:
         """Send the driver a message."""
-        data = json.dumps(message).encode() + b"\n"
+        data = encode(message)
         with contextlib.suppress(OSError):  # the supervisor is gone, and will end this process
             while data:
                 data = data[os.write(self._writing, data) :]
@@ -93,30 +163,28 @@ class WorkerHost:
             for worker, code in workers.wait(0.0).items():
                 self._ended(worker, code)
             for request in self.requests() if self._reading in ready else ():
-                if "stop" in request:
-                    workers.end(int(request["worker"]), bool(request["stop"]))
+                if isinstance(request, EndWorker):
+                    workers.end(request.worker, request.at_once)
                 else:
                     self._start(host, workers, folder, request)
 
-    def _start(self, host: str, workers: LocalWorkers, folder: str, request: dict[str, Any]) -> None:
-        worker = int(request["worker"])
-        paths = {name: os.path.join(folder, f"{worker}.{name}") for name in request["streams"]}
+    def _start(self, host: str, workers: LocalWorkers, folder: str, request: StartWorker) -> None:
+        worker = request.worker
+        paths = {name: os.path.join(folder, f"{worker}.{name}") for name in request.streams}
         self._pipes[worker] = {name: NamedPipe(path) for name, path in paths.items()}
         out = paths["stdout"]
         try:
-            pid = workers.start(
-                worker, host, int(request["num_local"]), request["command"], out, paths.get("stderr", out)
-            )
+            pid = workers.start(worker, host, request.num_local, request.command, out, paths.get("stderr", out))
         except OSError as error:
             print(error, file=sys.stderr, flush=True)
             self._ended(worker, CANNOT_BE_STARTED)
         else:
-            self.say({"worker": worker, "pid": pid})
+            self.say(WorkerStarted(worker, pid))
 
     def _pass_on(self, worker: int, name: str, pipe: NamedPipe) -> bool:
         with contextlib.suppress(BlockingIOError):
             data = os.read(pipe.source, _CHUNK_BYTES)
-            self.say({"worker": worker, "stream": name, "data": base64.b64encode(data).decode()})
+            self.say(WorkerPrinted(worker, name, base64.b64encode(data).decode()))
             return True
         return False
 
@@ -126,7 +194,7 @@ class WorkerHost:
                 pass
             pipe.close()
             os.unlink(pipe.path)
-        self.say({"worker": worker, "code": code})
+        self.say(WorkerEnded(worker, code))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -142,26 +210,24 @@ def main(arguments: Sequence[str]) -> int:
         line = lines.readline()
     if not line:
         return 1
-    config = json.loads(line)
-    doors = [(str(host), int(port)) for host, port in config["doors"]]
-    if config["same"] == node_identity():
+    config: HostSettings = decode(line, [HostSettings])
+    doors = [(host, port) for host, port in config.doors]
+    if config.same == node_identity():
         doors.sort(key=lambda door: door[0] != "127.0.0.1")
     try:
-        passage, address = come_through(doors, bytes.fromhex(config["secret"]))
+        passage, address = come_through(doors, bytes.fromhex(config.secret))
     except WorldError as error:
-        here.say({"refused": str(error)})
+        here.say(NodeRefused(str(error)))
         return 1
     folder = tempfile.mkdtemp(prefix="guozhuang-run-")
     environment = elastic_variables.environment_of_workers({})
     with contextlib.closing(passage), contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         workers = stack.enter_context(
-            contextlib.closing(
-                LocalWorkers(folder, (passage.host, passage.port), float(config["timeout_s"]), environment)
-            )
+            contextlib.closing(LocalWorkers(folder, (passage.host, passage.port), config.timeout_s, environment))
         )
-        here.say({"reached": address})
-        here.run(str(config["host"]), workers, folder, ending)
+        here.say(HostReached(address))
+        here.run(config.host, workers, folder, ending)
     return 0
 
 
