@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,13 +35,34 @@ def normed() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
 
 
-def train(ddp: nn.Module, rank: int, num_batches: list[int], optimizer: Any = None, **join: Any) -> None:
+def squares(model: nn.Module, rank: int, step: int) -> Tensor:
+    return model(batch(rank, step)).pow(2).mean()
+
+
+Loss = Callable[[nn.Module, int, int], Tensor]
+
+
+def train(
+    ddp: nn.Module, rank: int, num_batches: list[int], optimizer: Any = None, loss: Loss = squares, **join: Any
+) -> None:
     optimizer = optimizer or torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     with ddp.join(**join):
         for step in range(num_batches[rank]):
             optimizer.zero_grad()
-            ddp(batch(rank, step)).pow(2).mean().backward()
+            loss(ddp, rank, step).backward()
             optimizer.step()
+
+
+def train_alone(
+    twin: nn.Module, num_batches: list[int], optimizer: Any, *, initial: bool = True, loss: Loss = squares
+) -> None:
+    """The steps of all ranks in one process; ``initial``: the mean is over all ranks, also those without data."""
+    for step in range(max(num_batches)):
+        active = [r for r in range(len(num_batches)) if step < num_batches[r]]
+        optimizer.zero_grad()
+        for r in active:
+            (loss(twin, r, step) / (len(num_batches) if initial else len(active))).backward()
+        optimizer.step()
 
 
 def assert_same_state(ours: nn.Module, theirs: nn.Module) -> None:
@@ -66,13 +88,7 @@ def case_the_same_as_a_single_process(rank, world_size):
             bare = mlp()
             twin, ddp = twin_of(bare), DistributedDataParallel(bare, bucket_cap_mb=SMALL_CAP_MB)
             train(ddp, rank, num_batches, divide_by_initial_world_size=initial)
-            optimizer = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
-            for step in range(max(num_batches)):
-                active = [r for r in range(world_size) if step < num_batches[r]]
-                optimizer.zero_grad()
-                for r in active:
-                    (twin(batch(r, step)).pow(2).mean() / (world_size if initial else len(active))).backward()
-                optimizer.step()
+            train_alone(twin, num_batches, torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9), initial=initial)
             assert_same_state(ddp.module, twin)
             assert_equal_across_ranks(ddp)
 
@@ -96,12 +112,7 @@ def case_several_rounds_with_every_option(rank, world_size):
             optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ddp, twin)]
             for num_batches in rounds:
                 train(ddp, rank, num_batches, optimizers[0])
-                for step in range(max(num_batches)):
-                    optimizers[1].zero_grad()
-                    for r in range(world_size):
-                        if step < num_batches[r]:
-                            (twin(batch(r, step)).pow(2).mean() / world_size).backward()
-                    optimizers[1].step()
+                train_alone(twin, num_batches, optimizers[1])
                 assert_same_state(ddp.module, twin)
             # and on without join
             for each in (ddp, twin):
@@ -152,41 +163,26 @@ def case_unused_parameters_inside(rank, world_size):
     twin = twin_of(bare)
     ddp = DistributedDataParallel(bare, find_unused_parameters=True, bucket_cap_mb=SMALL_CAP_MB)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (ddp, twin)]
-    with ddp.join():
-        for step, use in enumerate(uses[rank]):
-            optimizers[0].zero_grad()
-            ddp(batch(rank, step), use).pow(2).mean().backward()
-            optimizers[0].step()
-    for step in range(5):
-        optimizers[1].zero_grad()
-        for r in range(world_size):
-            if step < len(uses[r]):
-                (twin(batch(r, step), uses[r][step]).pow(2).mean() / world_size).backward()
-        optimizers[1].step()
+
+    def loss(model: nn.Module, r: int, step: int) -> Tensor:
+        return model(batch(r, step), uses[r][step]).pow(2).mean()
+
+    train(ddp, rank, [3, 5], optimizers[0], loss)
+    train_alone(twin, [3, 5], optimizers[1], loss=loss)
     assert_same_state(ddp.module, twin)
 
 
 def case_sparse_gradients_inside(rank, world_size):
     bare = nn.Sequential(nn.Embedding(7, 4, sparse=True), nn.Flatten(), nn.Linear(8, 2))
+
+    def loss(model: nn.Module, r: int, step: int) -> Tensor:
+        return model((torch.arange(6).view(3, 2) * (r + 2) + step) % 7).pow(2).mean()
+
     for initial in (True, False):
         twin, ddp = twin_of(bare), DistributedDataParallel(twin_of(bare))
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ddp, twin)]
-        num_batches = [1, 4]
-
-        def rows(r: int, step: int) -> Tensor:
-            return (torch.arange(6).view(3, 2) * (r + 2) + step) % 7
-
-        with ddp.join(divide_by_initial_world_size=initial):
-            for step in range(num_batches[rank]):
-                optimizers[0].zero_grad()
-                ddp(rows(rank, step)).pow(2).mean().backward()
-                optimizers[0].step()
-        for step in range(4):
-            optimizers[1].zero_grad()
-            active = [r for r in range(world_size) if step < num_batches[r]]
-            for r in active:
-                (twin(rows(r, step)).pow(2).mean() / (world_size if initial else len(active))).backward()
-            optimizers[1].step()
+        train(ddp, rank, [1, 4], optimizers[0], loss, divide_by_initial_world_size=initial)
+        train_alone(twin, [1, 4], optimizers[1], initial=initial, loss=loss)
         assert_same_state(ddp.module, twin)
 
 
@@ -231,18 +227,12 @@ def case_with_a_sharded_optimizer(rank, world_size):
             bare = mlp()
             twin, ddp = twin_of(bare), DistributedDataParallel(bare, bucket_cap_mb=SMALL_CAP_MB)
             optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=0.01)
-            reference = torch.optim.AdamW(twin.parameters(), lr=0.01)
             with Join([ddp, optimizer], divide_by_initial_world_size=initial):
                 for step in range(num_batches[rank]):
                     optimizer.zero_grad()
                     ddp(batch(rank, step)).pow(2).mean().backward()
                     optimizer.step()
-            for step in range(max(num_batches)):
-                active = [r for r in range(world_size) if step < num_batches[r]]
-                reference.zero_grad()
-                for r in active:
-                    (twin(batch(r, step)).pow(2).mean() / (world_size if initial else len(active))).backward()
-                reference.step()
+            train_alone(twin, num_batches, torch.optim.AdamW(twin.parameters(), lr=0.01), initial=initial)
             assert_same_state(ddp.module, twin)
 
 
@@ -278,12 +268,7 @@ def case_switching_requires_grad_between_contexts(rank, world_size):
         for model in (bare, twin):
             model[2].requires_grad_(trained)
         train(ddp, rank, num_batches, optimizers[0])
-        for step in range(max(num_batches)):
-            optimizers[1].zero_grad()
-            for r in range(world_size):
-                if step < num_batches[r]:
-                    (twin(batch(r, step)).pow(2).mean() / world_size).backward()
-            optimizers[1].step()
+        train_alone(twin, num_batches, optimizers[1])
         assert_same_state(ddp.module, twin)
     for model in (bare, twin):
         model.zero_grad()

@@ -62,46 +62,35 @@ WAITS: dict[str, Any] = {"idle_s": lambda _, s: s, "still_s": lambda _, s: s, "w
 # ---- lost
 
 
-def test_nobody_is_lost_while_all_beat() -> None:
+def test_nobody_is_lost_while_all_beat_and_a_silent_rank_is_asked_about_first() -> None:
     made = Made(4).run(100)
-    assert not made.lost
-    assert not made.judge.silent(made.now_s)
-
-
-def test_a_silent_rank_is_asked_about_before_anything_is_said() -> None:
-    made = Made(3).run(5).run(3, mute=(1,))
+    assert not made.lost and not made.judge.silent(made.now_s)
+    made.run(3, mute=(1,))
     assert made.judge.silent(made.now_s) == [1]
     assert not made.lost
 
 
-@pytest.mark.parametrize(("state", "word"), [(GONE, "is gone"), (STOPPED, "is stopped")])
-def test_what_a_neighbour_saw_is_said_at_once(state: str, word: str) -> None:
-    made = (
-        Made(3)
-        .run(5)
-        .run(3, mute=(1,))
-        .run(1, mute=(1,), process_states=lambda rank, _: {1: state} if rank == 2 else {})
-    )
+@pytest.mark.parametrize(("state", "words"), [(GONE, "is gone"), (STOPPED, "is stopped")])
+def test_what_a_neighbour_saw_is_said_at_once(state: str, words: str) -> None:
+    saw = {"process_states": lambda rank, _: {1: state} if rank == 2 else {}}
+    made = Made(3).run(5).run(3, mute=(1,)).run(1, mute=(1,), **saw)
     assert list(made.lost) == [1]
-    assert word in made.lost[1]
+    assert words in made.lost[1]
+    assert not made.run(1).lost, "it is back with its next beat"
 
 
 def test_a_silent_process_that_is_there_gets_patience() -> None:
-    made = Made(3, 600.0).run(5).run(29, mute=(1,), process_states={1: "running"})
+    alive: dict[str, Any] = {"mute": (1,), "process_states": {1: "running"}}
+    made = Made(3, 600.0).run(5).run(29, **alive)
     assert not made.lost
-    made.run(1, mute=(1,), process_states={1: "running"})
-    assert "no sign of life for 30 s, though its process 100 is there (running)" in made.lost[1]
-
-
-def test_where_no_hang_is_looked_for_a_process_that_is_there_is_not_lost() -> None:
-    made = Made(3).run(5).run(29, mute=(1,), process_states={1: "running"})
-    assert not made.judge.mute(made.now_s)
-    made.run(30, mute=(1,), process_states={1: "running"})
-    assert not made.lost
-    assert "no sign of life for 59 s, though its process 100 is there" in made.judge.mute(made.now_s)[1]
-    made.run(1, mute=(1,), process_states={1: GONE})
-    assert list(made.lost) == [1]
-    assert not made.judge.mute(made.now_s)
+    assert "no sign of life for 30 s, though its process 100 is there (running)" in made.run(1, **alive).lost[1]
+    without = Made(3).run(5).run(29, **alive)
+    assert not without.judge.mute(without.now_s)
+    assert not without.run(30, **alive).lost, "where hangs are not looked for"
+    assert "no sign of life for 59 s, though its process 100 is there" in without.judge.mute(without.now_s)[1]
+    without.run(1, mute=(1,), process_states={1: GONE})
+    assert list(without.lost) == [1]
+    assert not without.judge.mute(without.now_s)
 
 
 def test_where_nobody_can_look_the_limit_is_between() -> None:
@@ -127,12 +116,6 @@ def test_who_never_came_is_lost_in_the_end() -> None:
     assert (list(without.lost), list(without.judge.mute(30.0))) == ([], [2])
 
 
-def test_a_rank_that_slept_is_back_with_its_next_beat() -> None:
-    made = Made(3).run(5).run(10, mute=(1,), process_states={1: STOPPED})
-    assert made.lost
-    assert not made.run(1).lost
-
-
 def test_a_successor_knows_how_long_the_watching_rank_was_silent() -> None:
     made = Made(2)
     made.judge.silent_since(0, -4.0)
@@ -146,88 +129,70 @@ def test_a_successor_knows_how_long_the_watching_rank_was_silent() -> None:
 # ---- hangs
 
 
-def test_a_hang_is_that_nobody_starts_anything_and_somebody_stands_still() -> None:
-    made = Made(3, 60.0).run(59, **WAITS)
-    assert not made.hangs
-    made = Made(3, 60.0).run(60, **WAITS)
-    assert made.hangs
-
-
-def test_one_rank_that_goes_on_is_no_hang() -> None:
-    made = Made(3, 60.0).run(300, **WAITS | {"idle_s": lambda rank, s: 0 if rank == 2 else s})
-    assert not made.hangs
-
-
-def test_nobody_standing_still_is_no_hang() -> None:
-    assert not Made(3, 60.0).run(300, idle_s=lambda _, s: s, still_s=3).hangs
-
-
-def test_one_that_polls_while_others_wait_is_a_hang() -> None:
-    assert Made(3, 60.0).run(61, **WAITS | {"still_s": lambda rank, s: 0 if rank == 2 else s}).hangs
+@pytest.mark.parametrize(
+    ("seconds", "changes", "is_hang"),
+    [
+        pytest.param(59, {}, False, id="before the time-out"),
+        pytest.param(60, {}, True, id="nobody starts anything, somebody stands still"),
+        pytest.param(300, {"idle_s": lambda rank, s: 0 if rank == 2 else s}, False, id="one rank starts collectives"),
+        pytest.param(300, {"still_s": 3}, False, id="nobody stands still"),
+        pytest.param(61, {"still_s": lambda rank, s: 0 if rank == 2 else s}, True, id="one polls, the others wait"),
+    ],
+)
+def test_a_hang_is_that_nobody_starts_anything_and_somebody_stands_still(
+    seconds: int, changes: dict[str, Any], is_hang: bool
+) -> None:
+    assert Made(3, 60.0).run(seconds, **WAITS | changes).hangs is is_hang
 
 
 def test_without_a_time_out_nothing_is_a_hang() -> None:
     assert not Made(3).run(10_000, **WAITS).hangs
 
 
-def test_those_who_wait_for_a_lost_or_a_left_rank_hang() -> None:
+def test_those_who_wait_for_a_rank_without_beats_hang_once_all_have_come() -> None:
     assert Made(3, 60.0).run(1).run(60, mute=(1,), **WAITS, process_states={1: GONE}).hangs
     assert Made(3, 60.0).run(1, left=lambda r, _: "" if r == 1 else None).run(60, mute=(1,), **WAITS).hangs
-
-
-def test_before_all_have_come_nothing_is_a_hang() -> None:
-    assert not Made(3, 5.0).run(20, mute=(2,), **WAITS).hangs
-
-
-def test_silence_of_a_rank_counts_as_standing() -> None:
-    made = Made(2, 60.0).run(1).run(60, mute=(1,), process_states={1: "running"}, **WAITS)
-    assert made.hangs  # rank 1 is late to be called lost only because its process is there
+    late_to_be_lost = Made(2, 60.0).run(1).run(60, mute=(1,), process_states={1: "running"}, **WAITS)
+    assert late_to_be_lost.hangs, "silence counts as standing"
+    assert not Made(3, 5.0).run(20, mute=(2,), **WAITS).hangs, "rank 2 has not come yet"
 
 
 # ---- words
 
 
-def said(made: Made) -> str:
-    return hang(made.judge, made.lost, made.now_s)
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"collectives": lambda rank, _: 7 if rank == 2 else 8},
+            "held up by rank 2: 7 collectives of the default group started, others 8",
+        ),
+        (
+            {"waits_in": lambda rank, _: "" if rank == 2 else "all_reduce"},
+            "held up by rank 2: in no collective, while the others wait in one",
+        ),
+        ({"waits_in": lambda rank, _: "barrier" if rank == 2 else "all_reduce"}, "different collectives (all_reduce, barrier)"),
+        ({}, "all ranks stand at the same place"),
+    ],
+    ids=["behind", "waits for nothing", "another collective", "all at one place"],
+)  # fmt: skip
+def test_a_report_says_who_holds_the_others_up(changes: dict[str, Any], words: str) -> None:
+    made = Made(4, 60.0).run(60, **WAITS | changes)
+    assert words in hang(made.judge, made.lost, made.now_s)
 
 
-def test_the_rank_behind_holds_the_others_up() -> None:
-    made = Made(4, 60.0).run(60, **WAITS | {"collectives": lambda rank, _: 7 if rank == 2 else 8})
-    assert said(made).endswith("held up by rank 2: 7 collectives of the default group started, others 8")
-
-
-def test_the_rank_that_waits_for_nothing_holds_the_others_up() -> None:
-    made = Made(4, 60.0).run(60, **WAITS | {"waits_in": lambda rank, _: "" if rank == 2 else "all_reduce"})
-    assert said(made).endswith("held up by rank 2: in no collective, while the others wait in one")
-
-
-def test_different_collectives_are_named() -> None:
-    made = Made(4, 60.0).run(60, **WAITS | {"waits_in": lambda rank, _: "barrier" if rank == 2 else "all_reduce"})
-    assert "different collectives (all_reduce, barrier)" in said(made)
-
-
-def test_all_at_one_place_points_at_the_network() -> None:
-    assert "all ranks stand at the same place" in said(Made(4, 60.0).run(60, **WAITS))
-
-
-def test_the_table_has_a_line_per_place() -> None:
+def test_the_table_has_a_line_per_place_and_marks_what_a_lost_rank_reported_last() -> None:
     place = {"place": lambda rank, _: "load" if rank == 5 else "all_reduce"}
     text = table(Made(1000).run(1, **place).judge, {}, 1.0)
     assert len(text.splitlines()) == 3
     assert "0-4, 6-999" in text
-
-
-def test_what_a_lost_rank_told_last_is_marked() -> None:
     made = Made(2).run(5).run(4, mute=(1,), process_states={1: GONE})
     assert "last reported: train" in table(made.judge, made.lost, made.now_s)
 
 
 def test_echoes_of_one_loss_share_a_line() -> None:
-    made = (
-        Made(3)
-        .run(5)
-        .run(1, mute=(2,), process_states={2: GONE}, trouble=lambda rank, _: f"closed by peer [10.0.0.{rank}]:77{rank}")
-    )
+    errors = {"trouble": lambda rank, _: f"closed by peer [10.0.0.{rank}]:77{rank}"}
+    made = Made(3).run(5).run(1, mute=(2,), process_states={2: GONE}, **errors)
     text = trouble(made.judge, made.judge.troubled(), made.lost, made.now_s)
     assert text == "a collective failed on ranks 0-1: closed by peer [10.0.0.0]:770"
 
@@ -244,8 +209,7 @@ def test_equal_losses_share_a_line_and_their_number_is_limited() -> None:
 
 
 def test_ranks_are_written_in_runs() -> None:
-    assert ranks_text([3]) == "rank 3"
-    assert ranks_text([5, 0, 1, 2]) == "ranks 0-2, 5"
+    assert [ranks_text(ranks) for ranks in ([3], [5, 0, 1, 2])] == ["rank 3", "ranks 0-2, 5"]
     assert merged({2: "b", 0: "a", 1: "b"}) == [([0], "a"), ([1, 2], "b")]
 
 
@@ -389,14 +353,8 @@ def test_a_watch_waits_for_ranks_that_have_not_begun() -> None:
 
 
 def test_the_interval_grows_with_the_world_and_sooner_behind_a_door() -> None:
-    for size, behind_door, interval_s in (
-        (2, True, 1),
-        (50, True, 1),
-        (200, True, 4),
-        (200, False, 1),
-        (1000, False, 2),
-    ):
-        assert Limits.usual(size, behind_door).interval_s == interval_s
+    worlds = ((2, True), (50, True), (200, True), (200, False), (1000, False))
+    assert [Limits.usual(*each).interval_s for each in worlds] == [1, 1, 4, 1, 2]
 
 
 def made_heart(store: dist.Store, rank: int = 0, interval_s: float = 0.05, keeps_store: bool = False) -> Heartbeat:
