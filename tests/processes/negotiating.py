@@ -4,18 +4,27 @@ import contextlib
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from guozhuang.gradients.named import Handle, Kind, NamedChannel, NamedEngine, Reduction, Settings, Submission
+from guozhuang.gradients.named import Handle, Kind, NamedChannel, NamedEngine, Reduction, Settings, Submission, control
+from guozhuang.groups.shared_memory import SharedMemoryGroup
 from tests.processes.shm_ranks import run_shm_ranks
+from tests.threads.ranks import ThreadGroup, run_threads
 
 
 def run_engines(fn: Callable[..., Any], num_ranks: int, *args: Any, name: str = "shm", **options: Any) -> list[Any]:
-    """Call ``fn(engine, *args)`` on every rank, in a group of this backend; engine, threads and groups must end."""
+    """Call ``fn(engine, *args)`` on every rank, in a group of this backend; engine, threads and groups must end.
+
+    With the name "threads" ranks are threads, and their group carries rounds and data as one of shared memory does.
+    """
     settings = options.pop("settings", Settings())
+    if name == "threads":
+        with mock.patch.object(control, "SharedMemoryGroup", (SharedMemoryGroup, ThreadGroup)):
+            return run_threads(_with_engine, num_ranks, fn, args, settings)
     return run_shm_ranks(_with_engine, num_ranks, fn, args, settings, name=name, **options)
 
 
