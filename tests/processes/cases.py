@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from guozhuang import DistributedDataParallel
 from guozhuang.exchange.weights import WeightExchange
 from guozhuang.lab.measure import tcp_sent_bytes
 from guozhuang.weights.flat import Named
@@ -203,6 +204,38 @@ def assert_equal_across_ranks(module: nn.Module, what: Callable[[Tensor], Tensor
         parts = [torch.empty_like(value) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, value)
         assert all(torch.equal(part, value) for part in parts), f"{name} differs between ranks"
+
+
+class Twins:
+    """A wrapped module, and a copy that each process trains on the batches of all ranks."""
+
+    def __init__(self, bare: nn.Module, **options: Any) -> None:
+        self.twin = twin_of(bare)
+        self.ddp = DistributedDataParallel(bare, **options)
+        self.both = (self.ddp, self.twin)
+
+    def steps(self, num_steps: int, zero_grad: bool = True) -> Iterator[int]:
+        """Begin each step without gradients, and compare gradients at its end: with the twin's, and bit by bit across ranks."""
+        for step in range(num_steps):
+            for model in self.both if zero_grad else ():
+                model.zero_grad()
+            yield step
+            self.check()
+
+    def backward(self, loss_of: Callable[..., Tensor], *args: Any, scale: float = 1.0) -> None:
+        """Run backward from ``loss_of(model, rank, *args)``: of this rank, and for the twin from the mean over all ranks."""
+        (loss_of(self.ddp, dist.get_rank(), *args) * scale).backward()
+        for rank in range(dist.get_world_size()):
+            (loss_of(self.twin, rank, *args) * (scale / dist.get_world_size())).backward()
+
+    def check(self) -> None:
+        assert_same_grads(self.ddp, self.twin)
+        assert_equal_across_ranks(self.ddp, lambda p: p.grad)
+
+    def check_weights(self) -> None:
+        for ours, theirs in zip(self.ddp.parameters(), self.twin.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+        assert_equal_across_ranks(self.ddp)
 
 
 def halve_in_other_memory(module: nn.Module) -> None:

@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from guozhuang import DistributedDataParallel
 from guozhuang.errors import UsageError
 from tests.processes.cases import (
+    Twins,
+    as_tests,
     assert_equal_across_ranks,
     assert_same_grads,
     batch,
@@ -21,11 +23,12 @@ from tests.processes.cases import (
     halve_in_other_memory,
     mean_loss,
     mlp,
-    names_of_cases,
-    results_of_cases,
+    seeded,
     twin_of,
 )
-from tests.ranks import run_ranks
+
+UNUSED, STATIC, BATCHED = {"find_unused_parameters": True}, {"static_graph": True}, {"batched_grad_copy": True}
+SMALL = {"bucket_cap_mb": 0.0001}
 
 
 class TwoHeads(nn.Module):
@@ -33,8 +36,9 @@ class TwoHeads(nn.Module):
 
     def __init__(self, trunk: bool = True) -> None:
         super().__init__()
-        self.trunk = nn.Linear(6, 6) if trunk else nn.Identity()
-        self.a, self.b = nn.Linear(6, 3), nn.Linear(6, 3)
+        with seeded(2):
+            self.trunk = nn.Linear(6, 6) if trunk else nn.Identity()
+            self.a, self.b = nn.Linear(6, 3), nn.Linear(6, 3)
 
     def forward(self, x: Tensor, use: str = "ab") -> Any:
         h = self.trunk(x)
@@ -46,24 +50,23 @@ def local_loss(model: nn.Module, rank: int, step: int = 0) -> Tensor:
     return model(batch(rank, step)).pow(2).mean()
 
 
+def loss_by(model: nn.Module, rank: int, step: int, use: str) -> Tensor:
+    """The loss of one head, or the sum of both heads' losses."""
+    outputs = model(batch(rank, step), use=use)
+    return sum(o.pow(2).mean() for o in (outputs if isinstance(outputs, tuple) else [outputs]))
+
+
 # ---- no_sync --------------------------------------------------------------------------------------------------------
 
 
 def case_micro_batches_equal_one_large_batch(rank, world_size):
-    for kind in ({}, {"find_unused_parameters": True}, {"static_graph": True}, {"batched_grad_copy": True}):
-        bare = mlp()
-        twin, ddp = twin_of(bare), DistributedDataParallel(bare, bucket_cap_mb=0.0001, **kind)
-        for step in range(3):  # the layout changes after the first
-            for each in (ddp, twin):
-                each.zero_grad()
-            with ddp.no_sync():
+    for kind in ({}, UNUSED, STATIC, BATCHED):
+        twins = Twins(mlp(), **SMALL, **kind)
+        for step in twins.steps(3):  # the layout changes after the first
+            with twins.ddp.no_sync():
                 for micro in range(3):
-                    (local_loss(ddp, rank, 10 * step + micro) / 4).backward()
-            (local_loss(ddp, rank, 10 * step + 3) / 4).backward()
-            for micro in range(4):
-                (mean_loss(twin, world_size, 10 * step + micro) / 4).backward()
-            assert_same_grads(ddp, twin)
-            assert_equal_across_ranks(ddp, lambda p: p.grad)
+                    twins.backward(local_loss, 10 * step + micro, scale=1 / 4)
+            twins.backward(local_loss, 10 * step + 3, scale=1 / 4)
 
 
 def case_the_forward_decides_as_in_torch(rank, world_size):
@@ -106,54 +109,36 @@ def case_no_sync_is_left_after_an_error(rank, world_size):
 
 
 def case_parameter_used_only_in_an_earlier_micro_batch_is_synchronized(rank, world_size):
-    for options in ({"find_unused_parameters": True}, {}, {"find_unused_parameters": True, "batched_grad_copy": True}):
+    for options in (UNUSED, {}, {**UNUSED, **BATCHED}):
         for steps in (1, 3):
-            bare = TwoHeads()
-            twin, ddp = twin_of(bare), DistributedDataParallel(bare, bucket_cap_mb=0.0001, **options)
-            for step in range(steps):
-                for each in (ddp, twin):
-                    each.zero_grad()
-                with ddp.no_sync():
-                    ddp(batch(rank, step), use="a").pow(2).mean().backward()
-                ddp(batch(rank, step + 5), use="b").pow(2).mean().backward()
-                for r in range(world_size):
-                    (twin(batch(r, step), use="a").pow(2).mean() / world_size).backward()
-                    (twin(batch(r, step + 5), use="b").pow(2).mean() / world_size).backward()
-                assert_same_grads(ddp, twin)
-                assert_equal_across_ranks(ddp, lambda p: p.grad)
+            twins = Twins(TwoHeads(), **SMALL, **options)
+            for step in twins.steps(steps):
+                with twins.ddp.no_sync():
+                    twins.backward(loss_by, step, "a")
+                twins.backward(loss_by, step + 5, "b")
 
 
 def case_earlier_micro_batch_on_one_rank_only(rank, world_size):
-    bare = TwoHeads()
-    twin, ddp = twin_of(bare), DistributedDataParallel(bare, find_unused_parameters=True)
-    for step in range(3):
-        for each in (ddp, twin):
-            each.zero_grad()
-        with ddp.no_sync():
-            ddp(batch(rank, step), use="ab"[rank % 2]).pow(2).mean().backward()
-        ddp(batch(rank, step + 5), use="b").pow(2).mean().backward()
-        for r in range(world_size):
-            (twin(batch(r, step), use="ab"[r % 2]).pow(2).mean() / world_size).backward()
-            (twin(batch(r, step + 5), use="b").pow(2).mean() / world_size).backward()
-        assert_same_grads(ddp, twin)
+    twins = Twins(TwoHeads(), **UNUSED)
+    for step in twins.steps(3):
+        with twins.ddp.no_sync():
+            twins.backward(lambda model, r, at: loss_by(model, r, at, "ab"[r % 2]), step)
+        twins.backward(loss_by, step + 5, "b")
 
 
 # ---- backwards and forwards in other numbers ------------------------------------------------------------------------
 
 
 def case_several_backwards_of_one_graph(rank, world_size):
-    for kind in ({}, {"static_graph": True}, {"find_unused_parameters": True}):
-        bare = mlp()
-        twin, ddp = twin_of(bare), DistributedDataParallel(bare, **kind)
-        for step in range(3):
-            for each in (ddp, twin):
-                each.zero_grad()
-            ours, theirs = local_loss(ddp, rank, step), mean_loss(twin, world_size, step)
-            for loss in (ours, theirs):
-                loss.backward(retain_graph=True)
-                (3 * loss).backward()
-            assert_same_grads(ddp, twin)
-            assert_equal_across_ranks(ddp, lambda p: p.grad)
+    def twice(model, r, step):
+        loss = local_loss(model, r, step)
+        (loss / (1 if model is twins.ddp else world_size)).backward(retain_graph=True)
+        return 3 * loss
+
+    for kind in ({}, STATIC, UNUSED):
+        twins = Twins(mlp(), **kind)
+        for step in twins.steps(3):
+            twins.backward(twice, step)
 
 
 class Keeps(nn.Module):
@@ -161,8 +146,8 @@ class Keeps(nn.Module):
 
     def __init__(self, checkpoint: bool | None = None) -> None:
         super().__init__()
-        torch.manual_seed(4)
-        self.lower, self.upper = nn.Linear(6, 8), nn.Linear(8, 3, bias=False)
+        with seeded(4):
+            self.lower, self.upper = nn.Linear(6, 8), nn.Linear(8, 3, bias=False)
         self.checkpoint = checkpoint
         self.kept = torch.zeros(())
 
@@ -199,46 +184,41 @@ def case_backwards_that_pass_no_output_are_averaged(rank, world_size):
     table = [(kept_loss, None), (kept_loss, False), (kept_loss, True), (only_the_kept_loss_twice, None)]
     table += [(only_the_kept_loss_twice, False), (gradient_penalty, None), (gradient_penalty, "linear")]
     for way, kind in table:
-        for options in ({}, {"find_unused_parameters": True}):
-            bare = nn.Sequential(nn.Linear(6, 3)) if kind == "linear" else Keeps(kind)
-            twin, ddp = twin_of(bare), DistributedDataParallel(bare, bucket_cap_mb=0.0001, **options)
-            for step in range(4):
-                for each in (ddp, twin):
-                    each.zero_grad()
-                way(ddp, bare, batch(rank, step).requires_grad_())
+        for options in ({}, UNUSED):
+            with seeded(3):
+                linear = nn.Sequential(nn.Linear(6, 3))
+            bare = linear if kind == "linear" else Keeps(kind)
+            twins = Twins(bare, **SMALL, **options)
+            for step in twins.steps(4):
+                way(twins.ddp, bare, batch(rank, step).requires_grad_())
                 if step == 2 and kind is None:  # no gradient is accumulated, nothing is exchanged: the ranks may differ
                     for _ in range(rank):
-                        torch.autograd.grad(ddp(batch(rank, 7)).sum(), list(ddp.parameters()))
+                        torch.autograd.grad(twins.ddp(batch(rank, 7)).sum(), list(twins.ddp.parameters()))
                 for r in range(world_size):
-                    way(twin, twin, batch(r, step).requires_grad_())
-                for p in twin.parameters():
+                    way(twins.twin, twins.twin, batch(r, step).requires_grad_())
+                for p in twins.twin.parameters():
                     p.grad /= world_size
-                assert_same_grads(ddp, twin)
-                assert_equal_across_ranks(ddp, lambda p: p.grad)
 
 
 def case_a_joint_backward_of_forwards_inside_and_outside_of_no_sync(rank, world_size):
     """In either order, whether or not the two share all parameters: as PyTorch's wrapper."""
     for use in ("a", "b", "ab"):
-        bare = TwoHeads()
-        peer = TorchDDP(twin_of(bare), find_unused_parameters=True)
-        twin, ddp = twin_of(bare), DistributedDataParallel(bare, bucket_cap_mb=0.0001, find_unused_parameters=True)
-        for step in range(4):
-            for model in (ddp, peer) if use == "a" else (ddp,):  # PyTorch's refuses other uses inside
-                model.zero_grad()
-                outside = model(batch(rank, step), "a")
-                with model.no_sync():
-                    inside = model(batch(rank, step + 5), use)
-                sum(o.pow(2).mean() for o in (outside, *(inside if isinstance(inside, tuple) else [inside]))).backward()
-            twin.zero_grad()
-            for r in range(world_size):
-                inside = twin(batch(r, step + 5), use)
-                outs = (twin(batch(r, step), "a"), *(inside if isinstance(inside, tuple) else [inside]))
-                (sum(o.pow(2).mean() for o in outs) / world_size).backward()
-            assert_same_grads(ddp, twin)
-            assert_equal_across_ranks(ddp, lambda p: p.grad)
-            if use == "a":
-                assert_same_grads(ddp, peer)
+        twins = Twins(TwoHeads(), **SMALL, **UNUSED)
+        peer = TorchDDP(twin_of(twins.twin), find_unused_parameters=True)
+
+        def both(model, r, step, use=use, twin=twins.twin):
+            outside = loss_by(model, r, step, "a")
+            if model is twin:
+                return outside + loss_by(model, r, step + 5, use)
+            with model.no_sync():
+                return outside + loss_by(model, r, step + 5, use)
+
+        for step in twins.steps(4):
+            twins.backward(both, step)
+            if use == "a":  # PyTorch's refuses other uses inside
+                peer.zero_grad()
+                both(peer, rank, step).backward()
+                assert_same_grads(twins.ddp, peer)
 
 
 def case_a_loss_kept_inside_no_sync_stays_local(rank, world_size):
@@ -282,63 +262,39 @@ def case_parameters_added_after_wrapping_are_found(rank, world_size):
 
 
 def case_two_forwards_one_backward(rank, world_size):
-    for kind in ({}, {"static_graph": True}, {"find_unused_parameters": True}):
-        bare = mlp()
-        twin, ddp = twin_of(bare), DistributedDataParallel(bare, bucket_cap_mb=0.0001, **kind)
-        for step in range(3):
-            for each in (ddp, twin):
-                each.zero_grad()
-            (local_loss(ddp, rank, step) + local_loss(ddp, rank, step + 7)).backward()
-            (mean_loss(twin, world_size, step) + mean_loss(twin, world_size, step + 7)).backward()
-            assert_same_grads(ddp, twin)
+    for kind in ({}, STATIC, UNUSED):
+        twins = Twins(mlp(), **SMALL, **kind)
+        for step in twins.steps(3):
+            twins.backward(lambda model, r, at: local_loss(model, r, at) + local_loss(model, r, at + 7), step)
 
 
 def case_two_forwards_then_two_backwards(rank, world_size):
-    bare = mlp()
-    twin, ddp = twin_of(bare), DistributedDataParallel(bare)
-    for step in range(3):
-        for each in (ddp, twin):
-            each.zero_grad()
-        first, second = local_loss(ddp, rank, step), local_loss(ddp, rank, step + 7)
+    twins = Twins(mlp())
+    for step in twins.steps(3):
+        first, second = local_loss(twins.ddp, rank, step), local_loss(twins.ddp, rank, step + 7)
         first.backward()
         second.backward()
-        (mean_loss(twin, world_size, step) + mean_loss(twin, world_size, step + 7)).backward()
-        assert_same_grads(ddp, twin)
+        (mean_loss(twins.twin, world_size, step) + mean_loss(twins.twin, world_size, step + 7)).backward()
 
 
 def case_losses_with_disjoint_parameters_backwarded_one_by_one(rank, world_size):
     for trunk in (False, True):
-        for options in ({}, {"find_unused_parameters": True}):
-            bare = TwoHeads(trunk)
-            twin, ddp = twin_of(bare), DistributedDataParallel(bare, bucket_cap_mb=0.0001, **options)
-            for step in range(3):
-                for each in (ddp, twin):
-                    each.zero_grad()
-                a, b = ddp(batch(rank, step))
+        for options in ({}, UNUSED):
+            twins = Twins(TwoHeads(trunk), **SMALL, **options)
+            for step in twins.steps(3):
+                a, b = twins.ddp(batch(rank, step))
                 a.pow(2).mean().backward(retain_graph=trunk)
                 b.pow(2).mean().backward()
                 for r in range(world_size):
-                    a, b = twin(batch(r, step))
-                    ((a.pow(2).mean() + b.pow(2).mean()) / world_size).backward()
-                assert_same_grads(ddp, twin)
-                assert_equal_across_ranks(ddp, lambda p: p.grad)
+                    (loss_by(twins.twin, r, step, "ab") / world_size).backward()
 
 
 def case_accumulation_over_synchronized_steps(rank, world_size):
     """No zero_grad at all: synchronized gradients add up, also those of parameters that a step does not use."""
-    for options in ({}, {"batched_grad_copy": True}, {"find_unused_parameters": True}):
-        bare = TwoHeads()
-        twin, ddp = twin_of(bare), DistributedDataParallel(bare, bucket_cap_mb=0.0001, **options)
-        uses = ["ab", "a", "b", "ab"] if options.get("find_unused_parameters") else ["ab"] * 4
-        for step, use in enumerate(uses):
-            outputs = ddp(batch(rank, step), use=use)
-            sum(o.pow(2).mean() for o in (outputs if isinstance(outputs, tuple) else [outputs])).backward()
-            for r in range(world_size):
-                outputs = twin(batch(r, step), use=use)
-                loss = sum(o.pow(2).mean() for o in (outputs if isinstance(outputs, tuple) else [outputs]))
-                (loss / world_size).backward()
-            assert_same_grads(ddp, twin)
-            assert_equal_across_ranks(ddp, lambda p: p.grad)
+    for options in ({}, BATCHED, UNUSED):
+        twins = Twins(TwoHeads(), **SMALL, **options)
+        for step in twins.steps(4, zero_grad=False):
+            twins.backward(loss_by, step, ("ab", "a", "b", "ab")[step] if options is UNUSED else "ab")
 
 
 # ---- what is done with gradients ------------------------------------------------------------------------------------
@@ -346,32 +302,28 @@ def case_accumulation_over_synchronized_steps(rank, world_size):
 
 def case_training_with_zero_grad_of_both_kinds_and_clipping(rank, world_size):
     for set_to_none in (True, False):
-        bare = mlp()
-        twin, ddp = twin_of(bare), DistributedDataParallel(bare, bucket_cap_mb=0.0001)
-        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (ddp, twin)]
+        twins = Twins(mlp(), **SMALL)
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in twins.both]
         for step in range(5):
-            norms = []
-            for model, optimizer in zip((ddp, twin), optimizers, strict=True):
+            for optimizer in optimizers:
                 optimizer.zero_grad(set_to_none=set_to_none)
-                (local_loss(ddp, rank, step) if model is ddp else mean_loss(twin, world_size, step)).backward()
-                norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+            twins.backward(local_loss, step)
+            norms = [nn.utils.clip_grad_norm_(model.parameters(), 0.05) for model in twins.both]
+            for optimizer in optimizers:
                 optimizer.step()
             torch.testing.assert_close(norms[0], norms[1])
-        for ours, theirs in zip(ddp.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
-        assert_equal_across_ranks(ddp)
+        twins.check_weights()
 
 
 def case_gradient_scaler(rank, world_size):
-    bare = mlp()
-    twin, ddp = twin_of(bare), DistributedDataParallel(bare)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ddp, twin)]
+    twins = Twins(mlp())
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in twins.both]
     scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2) for _ in range(2)]
     for step in range(5):
-        for model, optimizer, scaler in zip((ddp, twin), optimizers, scalers, strict=True):
+        for model, optimizer, scaler in zip(twins.both, optimizers, scalers, strict=True):
             optimizer.zero_grad()
-            loss = local_loss(ddp, rank, step) if model is ddp else mean_loss(twin, world_size, step)
-            if step == 3 and (model is twin or rank == 0):  # an overflow on one rank is one on all
+            loss = local_loss(model, rank, step) if model is twins.ddp else mean_loss(model, world_size, step)
+            if step == 3 and (model is twins.twin or rank == 0):  # an overflow on one rank is one on all
                 loss = loss * float("inf")
             scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
@@ -379,9 +331,7 @@ def case_gradient_scaler(rank, world_size):
             scaler.step(optimizer)
             scaler.update()
     assert scalers[0].get_scale() == scalers[1].get_scale()
-    for ours, theirs in zip(ddp.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
-    assert_equal_across_ranks(ddp)
+    twins.check_weights()
 
 
 def case_older_scripts_detach_gradients_in_place(rank, world_size):
@@ -396,20 +346,15 @@ def case_older_scripts_detach_gradients_in_place(rank, world_size):
 
 def case_the_user_replaces_gradients(rank, world_size):
     """By a new tensor, before and after backward, and by what an earlier backward had left."""
-    bare = mlp()
-    twin, ddp = twin_of(bare), DistributedDataParallel(bare)
-    for step in range(3):
-        for model in (ddp, twin):
-            model.zero_grad()
-            for p in model.parameters():
-                p.grad = torch.ones_like(p)
-            (local_loss(ddp, rank, step) if model is ddp else mean_loss(twin, world_size, step)).backward()
-        assert_same_grads(ddp, twin)
-        for model in (ddp, twin):
-            for p in model.parameters():
-                p.grad = p.grad.clone().mul_(2)
-            (local_loss(ddp, rank, step + 9) if model is ddp else mean_loss(twin, world_size, step + 9)).backward()
-        assert_same_grads(ddp, twin)
+    twins = Twins(mlp())
+    for step in twins.steps(3):
+        for p in (p for model in twins.both for p in model.parameters()):
+            p.grad = torch.ones_like(p)
+        twins.backward(local_loss, step)
+        twins.check()
+        for p in (p for model in twins.both for p in model.parameters()):
+            p.grad = p.grad.clone().mul_(2)
+        twins.backward(local_loss, step + 9)
 
 
 def case_gradients_are_given_other_memory(rank, world_size):
@@ -457,19 +402,17 @@ def case_gradients_are_given_other_memory(rank, world_size):
 def case_gradients_kept_by_the_user_do_not_change(rank, world_size):
     """Multi-task code takes p.grad of one loss, sets it to None, and adds it to that of the next."""
     for keep in (lambda g: g, Tensor.detach, lambda g: g.view(-1).view(g.shape), lambda g: torch.from_numpy(g.numpy())):
-        bare = mlp()
-        twin, ddp = twin_of(bare), DistributedDataParallel(bare)
-        for step in range(3):
-            for model in (ddp, twin):
-                kept = []
-                for task in range(2):
+        twins = Twins(mlp())
+        for step in twins.steps(3):
+            kept = []
+            for task in range(2):
+                for model in twins.both:
                     model.zero_grad(set_to_none=True)
-                    at = 10 * step + task
-                    (local_loss(ddp, rank, at) if model is ddp else mean_loss(twin, world_size, at)).backward()
-                    kept.append([keep(p.grad) for p in model.parameters()])
-                for p, first, second in zip(model.parameters(), *kept, strict=True):
-                    p.grad = first + 2 * second
-            assert_same_grads(ddp, twin)
+                twins.backward(local_loss, 10 * step + task)
+                kept.append([keep(p.grad) for model in twins.both for p in model.parameters()])
+            parameters = [p for model in twins.both for p in model.parameters()]
+            for p, first, second in zip(parameters, *kept, strict=True):
+                p.grad = first + 2 * second
 
 
 def case_buckets_keep_their_memory_when_nobody_else_holds_it(rank, world_size):
@@ -485,35 +428,23 @@ def case_buckets_keep_their_memory_when_nobody_else_holds_it(rank, world_size):
 
 def case_micro_batches_around_a_change_of_what_is_trained(rank, world_size):
     """A gradient of an unsynchronized backward is sent in the next pass, though another parameter was frozen in between."""
-    model = TwoHeads()
-    twin, ddp = twin_of(model), DistributedDataParallel(model, find_unused_parameters=True)
-    for step in range(4):
-        for each in (ddp, twin):
-            each.zero_grad()
-            for p in (each.module if each is ddp else each).trunk.parameters():
-                p.requires_grad_(True)
-        with ddp.no_sync():
-            ddp(batch(rank, step), "a").pow(2).mean().backward()
-        for each in (model, twin):
-            for p in each.trunk.parameters():
-                p.requires_grad_(False)
-                p.grad = None
-        ddp(batch(rank, step + 1), "b").pow(2).mean().backward()
-        for r in range(world_size):
-            (twin(batch(r, step), "a").pow(2).mean() / world_size).backward()
-            (twin(batch(r, step + 1), "b").pow(2).mean() / world_size).backward()
-        assert_same_grads(ddp, twin)
+    bare = TwoHeads()
+    twins = Twins(bare, **UNUSED)
+    for step in twins.steps(4):
+        bare.trunk.requires_grad_(True), twins.twin.trunk.requires_grad_(True)
+        with twins.ddp.no_sync():
+            twins.backward(loss_by, step, "a")
+        for each in (bare, twins.twin):
+            each.trunk.requires_grad_(False).zero_grad()
+        twins.backward(loss_by, step + 1, "b")
 
 
 def case_backward_for_some_parameters_only(rank, world_size):
-    ddp = DistributedDataParallel(mlp(), find_unused_parameters=True)
-    twin = twin_of(ddp.module)
-    for step in range(3):
-        for model in (ddp, twin):
-            model.zero_grad()
-            loss = local_loss(ddp, rank, step) if model is ddp else mean_loss(twin, world_size, step)
+    twins = Twins(mlp(), **UNUSED)
+    for step in twins.steps(3):
+        for model in twins.both:
+            loss = local_loss(model, rank, step) if model is twins.ddp else mean_loss(model, world_size, step)
             loss.backward(inputs=list(model.parameters())[:2])
-        assert_same_grads(ddp, twin)
 
 
 def case_backward_through_the_bare_module_stays_local_as_in_torch(rank, world_size):
@@ -555,7 +486,11 @@ def case_two_wrappers_of_one_module_alive(rank, world_size):
 
 def case_generator_and_discriminator(rank, world_size):
     """Two wrapped models in one graph, and one of them frozen by hand for half of the step."""
-    bare = [mlp(), nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1))]
+    with seeded(5):
+        bare = [
+            nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)),
+            nn.Sequential(nn.Linear(3, 6), nn.Linear(6, 1)),
+        ]
     twins = [twin_of(m) for m in bare]
     wrapped = [DistributedDataParallel(m) for m in bare]
 
@@ -583,35 +518,10 @@ def case_generator_and_discriminator(rank, world_size):
             assert_same_grads(a, b)
 
 
-NAMES = names_of_cases(globals())
-RESULTS = results_of_cases(__name__, 2, NAMES)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_on_two_ranks(name):
-    RESULTS(name)
-
-
-THREE_NAMES = [
-    "case_micro_batches_equal_one_large_batch",
-    "case_parameter_used_only_in_an_earlier_micro_batch_is_synchronized",
-    "case_earlier_micro_batch_on_one_rank_only",
-    "case_losses_with_disjoint_parameters_backwarded_one_by_one",
-    "case_accumulation_over_synchronized_steps",
-]
-THREE_RESULTS = results_of_cases(__name__, 3, THREE_NAMES)
-
-
-@pytest.mark.parametrize("name", THREE_NAMES)
-def test_on_three_ranks(name):
-    THREE_RESULTS(name)
-
-
-def broken_off(rank, world_size):
-    """An error in the middle of backward, on all ranks: before and after the first exchange was started."""
-    found = []
+def case_an_error_in_the_middle_of_backward_is_told_at_the_next_forward(rank, world_size):
+    """On all ranks: before and after the first exchange was started."""
     for steps_before in (0, 2):  # nothing is sent before the end of the first backward
-        ddp = DistributedDataParallel(mlp(), bucket_cap_mb=0.0001)
+        ddp = DistributedDataParallel(mlp(), **SMALL)
         for step in range(steps_before):
             ddp.zero_grad()
             local_loss(ddp, rank, step).backward()
@@ -623,21 +533,15 @@ def broken_off(rank, world_size):
         with pytest.raises(KeyError, match="own error"):
             local_loss(ddp, rank).backward()
         handle.remove()
-        try:
-            ddp.zero_grad()
-            local_loss(ddp, rank, 7).backward()
-        except RuntimeError as error:
-            found.append(str(error))
-        else:
-            twin = copy.deepcopy(ddp.module)
-            twin.zero_grad()
-            mean_loss(twin, world_size, 7).backward()
-            assert_same_grads(ddp, twin)
-            found.append("")
-    return found
+        ddp.zero_grad()
+        if steps_before:
+            with pytest.raises(RuntimeError, match=r"broken off.*Fix:"):
+                local_loss(ddp, rank, 7)
+            continue
+        twin = copy.deepcopy(ddp.module)  # nothing had been sent: training goes on
+        for loss in (local_loss(ddp, rank, 7), mean_loss(twin, world_size, 7)):
+            loss.backward()
+        assert_same_grads(ddp, twin)
 
 
-def test_an_error_in_the_middle_of_backward_is_said_at_the_next_forward():
-    for before, after in run_ranks(broken_off, 2):
-        assert before == ""  # nothing had been sent: training goes on
-        assert "broken off" in after and "Fix:" in after
+test_cases = as_tests(globals(), (2, 3), on="threads")
