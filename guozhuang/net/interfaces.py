@@ -52,6 +52,12 @@ def is_local_bridge(name: str) -> bool:
     return _LOCAL_BRIDGE.fullmatch(name) is not None
 
 
+def is_reachable(address: str) -> bool:
+    """Return whether other nodes may reach an address of this node: it is neither loopback nor link-local."""
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    return not (parsed.is_loopback or parsed.is_link_local or parsed.is_unspecified)
+
+
 def is_address(host: str) -> bool:
     """Return whether ``host`` is an IPv4 or IPv6 address and not a name."""
     try:

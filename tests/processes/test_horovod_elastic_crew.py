@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from guozhuang.compat.horovod.runner.doors import Doors
 from guozhuang.compat.horovod.runner.elastic.crew import LocalWorkers
 from guozhuang.compat.horovod.runner.elastic.discovery import DiscoveryError, HostDiscovery
-from guozhuang.compat.horovod.runner.elastic.doors import Doors
 from guozhuang.compat.horovod.runner.elastic.remote_crew import HostConfig, RemoteWorkers
 from guozhuang.launch.console.output import RankPlaces
 from guozhuang.launch.console.streams import NamedPipe

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guozhuang.compat.horovod.runner.elastic.assignment import choose, places
-from guozhuang.compat.horovod.runner.elastic.blacklist import Blacklist
+from guozhuang.compat.horovod.runner.elastic.assignment import Blacklist, choose, places
 from guozhuang.compat.horovod.runner.elastic.discovery import DiscoveryError, merged, parse
 from guozhuang.compat.horovod.runner.elastic.job import ElasticJob, ElasticLimits, Orders, Worker
 

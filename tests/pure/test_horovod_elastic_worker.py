@@ -16,7 +16,7 @@ from guozhuang.compat.horovod.common import elastic_variables
 from guozhuang.compat.horovod.common.exceptions import HorovodInternalError
 from guozhuang.compat.horovod.runner.elastic import worker
 from guozhuang.compat.horovod.runner.elastic.board import DriverBoard, HostUpdateResult, WorkerBoard
-from guozhuang.compat.horovod.runner.elastic.lost_peers import LostPeers
+from guozhuang.compat.horovod.runner.elastic.worker import LostPeers
 from guozhuang.errors import MismatchError, UsageError, WorldError
 from guozhuang.gradients.named import NegotiationError
 from guozhuang.net.meet import roll_call

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 from collections.abc import Mapping, Sequence
 
 from guozhuang.launch.hosts.frames import DoorsTried, NodeReady
+from guozhuang.net import interfaces
 
 _MAX_OFFERED = 16
 _LOOPBACK = "127.0.0.1"
@@ -26,7 +26,7 @@ def candidates(ready: Sequence[NodeReady], name: str, asked: str | None) -> list
         return [_LOOPBACK]
     own = [address for known in ready[0].addresses.values() for address in known]
     wanted = [str(ready[0].reached_at), *_resolved(name), *sorted(own, key=lambda address: ":" in address)]
-    usable = [each for each in dict.fromkeys(wanted) if each in own and _is_reachable(each)]
+    usable = [each for each in dict.fromkeys(wanted) if each in own and interfaces.is_reachable(each)]
     return usable[:_MAX_OFFERED]
 
 
@@ -64,8 +64,3 @@ def _resolved(name: str) -> list[str]:
         return [str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
     except OSError:
         return []
-
-
-def _is_reachable(address: str) -> bool:
-    parsed = ipaddress.ip_address(address.partition("%")[0])
-    return not (parsed.is_loopback or parsed.is_link_local or parsed.is_unspecified)

@@ -10,25 +10,21 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
-import ipaddress
-import secrets
 import socket
 import time
 from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 
+from guozhuang.compat.horovod.runner.doors import Doors
 from guozhuang.errors import WorldError, explain
-from guozhuang.net import interfaces
-from guozhuang.net.door import Door, NotOurDoorError, knock, passage_from
+from guozhuang.net.door import NotOurDoorError, knock, passage_from
 from guozhuang.net.store import connect, serve
 
-_SECRET_BYTES = 32
 _LOOPBACK = "127.0.0.1"
 _LIMIT_S = 60.0  # limit for the mailbox to be reached, and for each request to its store
 _KNOCK_S = 5.0
 _PAUSE_S = 0.5  # after no door has let this process in, before it tries all of them again
-_MAX_DOORS = 16
 # A pickle is cut into parts of this size: PyTorch's store takes no value of more than 8 MiB.
 _PART_BYTES = 4 << 20
 _FUNCTION = "function"
@@ -43,20 +39,16 @@ class Mailbox:
     """
 
     def __init__(self, function: bytes, nics: Sequence[str] | None) -> None:
-        self._secret = secrets.token_bytes(_SECRET_BYTES)
         self._store = serve(socket.create_server((_LOOPBACK, 0)), _LIMIT_S)
+        self._doors = Doors(self._store.port, nics)
+        self._secret = self._doors.secret
         _put(self._store, self._secret, _FUNCTION, function)
-        self._doors: list[Door] = []
-        for address in [_LOOPBACK, *([] if nics is None else _addresses(nics))]:
-            with contextlib.suppress(OSError):  # another door may do; if none does, the processes report it
-                family = socket.AF_INET6 if ":" in address else socket.AF_INET
-                listener = socket.create_server((address, 0), family=family)
-                self._doors.append(Door(listener, self._store.port, self._secret))
+        *self._outer, self._inner = self._doors.open()
 
     @property
     def variables(self) -> dict[str, str]:
         """The variables by which the processes find the mailbox, for their environment."""
-        doors = ",".join(f"{host}:{port}" for host, port in (door.address for door in self._doors))
+        doors = ",".join(f"{host}:{port}" for host, port in (self._inner, *self._outer))
         return {"GUOZHUANG_TASK": f"{self._secret.hex()}@{doors}"}
 
     def result(self, rank: int) -> bytes | None:
@@ -70,8 +62,7 @@ class Mailbox:
 
     def close(self) -> None:
         """Close the doors, so that no process can connect any more."""
-        for door in self._doors:
-            door.close()
+        self._doors.close()
 
 
 @contextlib.contextmanager
@@ -155,21 +146,3 @@ def _get(store: dist.Store, secret: bytes, key: str) -> bytes:
 
 def _signature(secret: bytes, key: str, data: bytes) -> str:
     return hmac.new(secret, key.encode() + b"\0" + data, hashlib.sha256).hexdigest()
-
-
-def _addresses(nics: Sequence[str]) -> list[str]:
-    """Return the addresses of this host that other hosts might reach; only those of ``nics`` if it names any."""
-    if nics:
-        return [interfaces.named(name).address for name in nics]
-    found = [
-        address
-        for name, known in interfaces.addresses().items()
-        for address in known
-        if not interfaces.is_local_bridge(name) and "%" not in address
-    ]
-    usable = [
-        each
-        for each in found
-        if not (ipaddress.ip_address(each).is_loopback or ipaddress.ip_address(each).is_link_local)
-    ]
-    return sorted(usable, key=lambda address: ":" in address)[: _MAX_DOORS - 1]

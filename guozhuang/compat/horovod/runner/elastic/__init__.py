@@ -1,9 +1,9 @@
 """Elastic runs: workers join and leave while the job runs, and the remaining workers continue to train.
 
-Read in this order: ``discovery`` (which hosts exist), ``blacklist``, ``assignment`` (which rank each slot gets), ``job`` (when
-a round begins, which workers are started and ended), ``board`` (the messages between driver and workers), ``crew`` and
-``remote_crew`` (the worker processes, which ``guozhuang.launch`` starts, watches and shows), ``driver`` (runs these parts),
-``worker`` and ``lost_peers`` (the worker's side).
+Read in this order: ``discovery`` (which hosts exist), ``assignment`` (which rank each slot gets), ``job`` (when a round
+begins, which workers are started and ended), ``board`` (the messages between driver and workers), ``crew`` and ``remote_crew``
+(the worker processes, which ``guozhuang.launch`` starts, watches and shows), ``driver`` (runs these parts), ``worker`` (the
+worker's side).
 
 [Note: rounds] A round is a set of workers, each with its rank. The driver announces the next round only when every living
 worker that shall be in it waits for it, so no rank connects to a process that does not exist. Lost workers are left out, and

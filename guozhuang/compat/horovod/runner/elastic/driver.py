@@ -19,12 +19,12 @@ from collections.abc import Mapping, Sequence
 from guozhuang.compat.horovod.common import elastic_variables
 from guozhuang.compat.horovod.common.extension import EXTENSION
 from guozhuang.compat.horovod.runner import static_run
+from guozhuang.compat.horovod.runner.doors import Doors
 from guozhuang.compat.horovod.runner.elastic import assignment
-from guozhuang.compat.horovod.runner.elastic.blacklist import Blacklist
+from guozhuang.compat.horovod.runner.elastic.assignment import Blacklist
 from guozhuang.compat.horovod.runner.elastic.board import DriverBoard, HostUpdateResult
 from guozhuang.compat.horovod.runner.elastic.crew import CANNOT_BE_STARTED, GRACE_S, LocalWorkers
 from guozhuang.compat.horovod.runner.elastic.discovery import DiscoveryError, HostDiscovery
-from guozhuang.compat.horovod.runner.elastic.doors import Doors
 from guozhuang.compat.horovod.runner.elastic.job import ElasticJob, ElasticLimits, Orders, Worker
 from guozhuang.compat.horovod.runner.elastic.remote_crew import HostConfig, RemoteWorkers
 from guozhuang.compat.horovod.runner.settings import ElasticSettings

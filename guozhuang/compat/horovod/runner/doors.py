@@ -1,8 +1,7 @@
-"""The doors of the driver's host, through which workers on other hosts reach its store. See [Note: bytes] in the package."""
+"""The doors of the host of ``horovodrun``, through which processes on other hosts reach a store of this process."""
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import secrets
 import socket
@@ -21,14 +20,14 @@ class Doors:
     """The doors of this host, one on each of its addresses, from the first ``open`` on.
 
     Args:
-        store_port: the port of the driver's store on loopback.
-        names: the network interfaces to use; empty: all.
+        store_port: the port of the store on loopback.
+        names: the network interfaces to use; empty: all; None: loopback only.
 
     Attributes:
         secret: the bytes that a connecting host must know to be let in.
     """
 
-    def __init__(self, store_port: int, names: Sequence[str]) -> None:
+    def __init__(self, store_port: int, names: Sequence[str] | None) -> None:
         self._store_port, self._names = store_port, names
         self._doors: list[Door] = []
         self.secret = secrets.token_bytes(_SECRET_BYTES)
@@ -59,14 +58,11 @@ class Doors:
 
     def _addresses(self) -> list[str]:
         known = interfaces.addresses()
-        if self._names:
+        if self._names is None:
+            found = []
+        elif self._names:
             found = [interfaces.named(name).address for name in self._names]
         else:
             found = [each for name, own in known.items() if not interfaces.is_local_bridge(name) for each in own]
-        usable = [each for each in dict.fromkeys(found) if _is_reachable(each)]
+        usable = [each for each in dict.fromkeys(found) if interfaces.is_reachable(each)]
         return sorted(usable, key=lambda address: ":" in address)[:_MAX_DOORS]
-
-
-def _is_reachable(address: str) -> bool:
-    parsed = ipaddress.ip_address(address.partition("%")[0])
-    return not (parsed.is_loopback or parsed.is_link_local or parsed.is_unspecified)
