@@ -271,18 +271,6 @@ def test_too_few_slots_end_the_job(tmp_path: Path) -> None:
         assert "after 2 s (--elastic-timeout) 1 slot can be used (found: 127.0.0.1:1), and 2" in running.printed
 
 
-@pytest.mark.slow
-def test_too_few_that_are_left_end_the_job(tmp_path: Path) -> None:
-    wanted = settings(tmp_path, "127.0.0.1:1\n127.0.0.2:1\n", *light(tmp_path), elastic_timeout_s=25.0)
-    with driver(tmp_path, wanted) as running:
-        until(running, lambda: "1 1 2 2" in running.printed)
-        (tmp_path / "end127.0.0.2").touch()
-        assert running.wait() == 1
-        printed = running.printed
-    assert "1 slot can be used (found: 127.0.0.1:1, 127.0.0.2:1; a worker failed on 127.0.0.2)" in printed
-    assert "after 25 s (--elastic-timeout)" in printed and "the newest round has lost rank 1 (host 127.0.0.2" in printed
-
-
 def test_a_worker_whose_slot_goes_is_told_so_and_no_failure(tmp_path: Path) -> None:
     wanted = settings(tmp_path, "127.0.0.1:2\n", *light(tmp_path), min_np=1)
     with driver(tmp_path, wanted) as running:

@@ -21,11 +21,10 @@ from guozhuang.compat.horovod.common.extension import EXTENSION
 from guozhuang.compat.horovod.runner import static_run
 from guozhuang.compat.horovod.runner.doors import Doors
 from guozhuang.compat.horovod.runner.elastic import assignment
-from guozhuang.compat.horovod.runner.elastic.assignment import Blacklist
 from guozhuang.compat.horovod.runner.elastic.board import DriverBoard, HostUpdateResult
 from guozhuang.compat.horovod.runner.elastic.crew import CANNOT_BE_STARTED, GRACE_S, LocalWorkers
 from guozhuang.compat.horovod.runner.elastic.discovery import DiscoveryError, HostDiscovery
-from guozhuang.compat.horovod.runner.elastic.job import ElasticJob, ElasticLimits, Orders, Worker
+from guozhuang.compat.horovod.runner.elastic.job import ElasticJob, Orders, Worker
 from guozhuang.compat.horovod.runner.elastic.remote_crew import HostConfig, RemoteWorkers
 from guozhuang.compat.horovod.runner.settings import ElasticSettings
 from guozhuang.errors import UsageError, explain
@@ -111,15 +110,7 @@ class ElasticDriver:
 
     def __init__(self, settings: ElasticSettings, signals: Sequence[int], ending: contextlib.ExitStack) -> None:
         self._settings, self._signals = settings, signals
-        limits = ElasticLimits(
-            num_proc=settings.num_proc,
-            min_np=settings.min_np,
-            max_np=settings.max_np,
-            elastic_timeout_s=settings.elastic_timeout_s,
-            start_timeout_s=settings.start_timeout_s,
-            reset_limit=settings.reset_limit,
-        )
-        self._job = ElasticJob(limits, Blacklist(settings.cooldown_range))
+        self._job = ElasticJob(settings)
         environment = elastic_variables.environment_of_workers(settings.env)
         if settings.network_interfaces:  # every host uses the interface of this name, as in a run that is not elastic
             chosen = interfaces.named(settings.network_interfaces[0])

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from guozhuang.compat.horovod.runner.elastic.assignment import Blacklist, HostSlot, choose
+from guozhuang.compat.horovod.runner.settings import ElasticSettings
 from guozhuang.launch.failures import how
 
 # A worker whose host was removed learns it from the next round; if it still runs so many seconds later it is ended.
@@ -78,18 +79,6 @@ class Worker:
         return f"{name} (host {self.slot.host}{process})"
 
 
-@dataclass(frozen=True)
-class ElasticLimits:
-    """The limits of a run; ``settings.ElasticSettings`` describes each field."""
-
-    num_proc: int
-    min_np: int
-    max_np: int | None
-    elastic_timeout_s: float
-    start_timeout_s: float
-    reset_limit: int | None
-
-
 @dataclass
 class Orders:
     """The actions of one turn, for the driver to carry out.
@@ -119,12 +108,11 @@ class ElasticJob:
     """The state of an elastic run, from which ``turn`` decides what happens next. See the module.
 
     Args:
-        limits: the numbers of workers and time-outs of the run.
-        blacklist: the hosts that get no workers because one failed there.
+        settings: the numbers of workers, time-outs and limits of the run; the rest is not looked at.
     """
 
-    def __init__(self, limits: ElasticLimits, blacklist: Blacklist) -> None:
-        self._limits, self._blacklist = limits, blacklist
+    def __init__(self, settings: ElasticSettings) -> None:
+        self._limits, self._blacklist = settings, Blacklist(settings.cooldown_range)
         self._hosts: dict[str, int] = {}
         self.workers: list[Worker] = []
         self.round = 0
