@@ -2,8 +2,9 @@
 
 [Note: how a payload travels] The sender offers size, dtype and tag; a small payload is sent with the offer. The receiver
 matches offers with receives, and compares sizes and dtypes before anything is written. Then it reads the small payload, or
-requests the large one, which the sender sends in chunks, from the tensor to the socket and from there to the other tensor: as
-much as the socket has room for, so a rank that reads nothing blocks only its own pair. A send ends when the receiver has all
+requests the large one. The sender copies that in chunks to slots of memory that both map, one message per chunk; the receiver
+copies each chunk to its tensor and returns the slot. The memory belongs to the pair and to one direction: it is made with the
+first large payload, and a rank that reads nothing blocks only its own pair. A send ends when the receiver has all
 of it, as the receiver may refuse it until then; so, as with gloo, a send waits for its receive.
 
 [Note: one thread owns the state] All state but the queue of new transfers belongs to one thread, which does everything
@@ -33,7 +34,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -45,12 +46,10 @@ from .arguments import Bytes
 from .engine import DOING_BYTES, DOING_OFFSET, STATE_OFFSET, RankState
 from .peers import ENDED, ended_events
 from .rendezvous import Peers
-from .transfers import Offer, Transfer, UnderWay
+from .segments import Segment
+from .transfers import Offer, Slots, Transfer, UnderWay
 
-_ASKED_BUFFER_BYTES: Final = 4 << 20  # requested of each socket; the kernel grants less if net.core.wmem_max is smaller
-_MOST_CHUNK_BYTES: Final = 1 << 20
-_FEWEST_CHUNK_BYTES: Final = 4 << 10
-_TOO_LARGE: Final = frozenset((errno.EMSGSIZE, errno.ENOBUFS, errno.ENOMEM))
+_SHORT_OF_MEMORY: Final = frozenset((errno.ENOBUFS, errno.ENOMEM))  # of the kernel, for a message; it is tried again
 _READS_PER_TURN: Final = 64  # from one peer, before other peers are read
 _LOOK_S: Final = 0.2  # between two checks, while transfers are unfinished, whether a rank's group broke
 _LONGEST_SLEEP_S: Final = 3600.0
@@ -82,18 +81,13 @@ class PointToPoint:
         self._failure: BaseException | None = None  # the error that ended the thread
         # The attributes below belong to the thread. See [Note: one thread owns the state].
         self._poller = select.poll()
-        self._header = bytearray(transfers.MESSAGE.size)
         self._under_way = UnderWay(self._rank, self._size)
         self._numbers = itertools.count(1)
         self._streams: list[deque[Transfer]] = [deque() for _ in pages]  # per receiver: sends with a requested payload
-        self._out: list[deque[bytes]] = [deque() for _ in pages]
-        self._chunk_bytes = _MOST_CHUNK_BYTES
-        for _, channel in self._channels():
-            channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _ASKED_BUFFER_BYTES)
-            room = channel.getsockopt(
-                socket.SOL_SOCKET, socket.SO_SNDBUF
-            )  # for three chunks: both sides copy at the same time
-            self._chunk_bytes = min(self._chunk_bytes, room * 3 // 10)
+        # Messages, and the memory that is shared with one.
+        self._out: list[deque[tuple[bytes, Segment | None]]] = [deque() for _ in pages]
+        self._sending: dict[int, Slots] = {}  # by receiver
+        self._receiving: dict[int, Slots] = {}  # by sender
         self._earliest_deadline = math.inf  # no transfer expires before it; may come from a transfer that has ended
         self._thread = threading.Thread(target=self._serve, name=f"guozhuang-p2p-{self._rank}", daemon=True)
         try:
@@ -132,12 +126,7 @@ class PointToPoint:
         return not self._thread.is_alive()
 
     def _begin(self, tensor: Tensor, peer: int | None, tag: int, timeout_s: float | None, *, is_send: bool) -> Transfer:
-        if peer is not None and (not 0 <= peer < self._size or peer == self._rank):
-            what = "a rank sends to another rank of the group" if is_send else "a rank receives from another rank"
-            raise UsageError(explain(what, value=peer, rank=self._rank, fix=f"name one of 0 to {self._size - 1}"))
-        if not isinstance(tag, int) or tag not in transfers.TAGS:
-            fix = "use a whole number from -2**63 to 2**63 - 1"
-            raise UsageError(explain("a tag is a 64-bit number", value=tag, rank=self._rank, fix=fix))
+        transfers.check(peer, tag, self._rank, self._size)
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         plain = Bytes().plain(tensor)
         transfer = Transfer(tensor, plain, self._rank, peer, tag, is_send=is_send, limit_s=limit_s)
@@ -152,8 +141,10 @@ class PointToPoint:
 
     def _broken(self) -> BaseException:
         """Return a fresh copy of the error of this rank's broken group; a shared one's traceback would keep tensors alive."""
-        fix = "look at its first error, and make a new group"
-        return copy.copy(self._why_broken()) or self._world_error("this group is broken", fix)
+        error = self._why_broken() or self._world_error(
+            "this group is broken", "look at its first error, and make a new group"
+        )
+        return copy.copy(error)
 
     def _world_error(self, what: str, fix: str) -> WorldError:
         return WorldError(explain(what, rank=self._rank, fix=fix))
@@ -184,6 +175,8 @@ class PointToPoint:
             self._wake_fd = -1
         for transfer in (*self._new, *self._under_way.all()):
             transfer.end(error)
+        for slots in (*self._sending.values(), *self._receiving.values()):
+            slots.segment.close()
 
     def _channels(self) -> Iterator[tuple[int, socket.socket]]:
         return ((peer, channel) for peer, channel in enumerate(self._peers.channels) if channel is not None)
@@ -227,9 +220,8 @@ class PointToPoint:
                 return
             transfer.number = next(self._numbers)
             self._under_way.sends[transfer.number] = transfer
-            payload = bytes(transfer.payload) if transfer.num_bytes <= transfers.ALONG_BYTES else b""
-            numbers = (transfer.number, transfer.tag, transfer.num_elements)
-            self._say(transfer.peer, transfers.pack(transfers.OFFER, *numbers, dtype=transfer.dtype, payload=payload))
+            numbers, payload = (transfer.number, transfer.tag, transfer.num_elements), transfer.small_payload()
+            self._say(transfer.peer, transfers.OFFER, *numbers, dtype=transfer.dtype, payload=payload)
         elif (offer := self._under_way.post(transfer)) is not None:
             self._match(transfer, offer)
         elif (lost := self._under_way.hopeless(transfer)) is not None:
@@ -239,54 +231,67 @@ class PointToPoint:
     def _match(self, receive: Transfer, offer: Offer) -> None:
         receive.sender = offer.source
         if (receive.dtype, receive.num_elements) != (offer.dtype, offer.num_elements):
-            self._say(
-                offer.source, transfers.pack(transfers.DIFFERS, offer.number, receive.num_elements, dtype=receive.dtype)
-            )
+            self._say(offer.source, transfers.DIFFERS, offer.number, receive.num_elements, dtype=receive.dtype)
             receive.end(receive.differs(offer.source, offer.dtype, offer.num_elements))
         elif offer.is_here:
-            if offer.payload:
-                receive.payload[:] = offer.payload
-            self._say(offer.source, transfers.pack(transfers.DONE, offer.number))
+            ctypes.memmove(receive.address, offer.payload, len(offer.payload))
+            self._say(offer.source, transfers.DONE, offer.number)
             receive.end()
         else:
             receive.number = offer.number
             self._under_way.receives[offer.source, offer.number] = receive
-            self._say(offer.source, transfers.pack(transfers.ASK, offer.number))
+            self._say(offer.source, transfers.ASK, offer.number)
 
     # Messages.
 
-    def _say(self, peer: int, message: bytes) -> None:
+    def _say(self, peer: int, *message: Any, memory: Segment | None = None, **more: Any) -> None:
+        """Queue a message, given by the arguments of ``transfers.pack``, and the memory that is shared with it."""
         if peer not in self._under_way.lost:
-            self._out[peer].append(message)
+            self._out[peer].append((transfers.pack(*message, **more), memory))
 
     def _flush(self, peer: int) -> None:
-        """Send a peer's queued data, as much as its socket takes: messages first, then a chunk of each stream in turn."""
-        channel, out, streams = self._peers.channels[peer], self._out[peer], self._streams[peer]
+        """Send a peer's queued messages, as many as its socket takes, and fill its free slots with payload."""
+        channel, out = self._peers.channels[peer], self._out[peer]
         if peer in self._under_way.lost or channel is None:
             return
         try:
-            while out:
-                channel.send(out[0], socket.MSG_NOSIGNAL)
+            while out or self._fill_slot(peer):
+                message, memory = out[0]
+                if memory is None:
+                    channel.send(message, socket.MSG_NOSIGNAL)
+                else:
+                    socket.send_fds(channel, [message], [memory.fd], socket.MSG_NOSIGNAL)
+                    memory.close_descriptor()
                 out.popleft()
-            while streams:
-                send = streams.popleft()
-                if send.is_completed():
-                    continue
-                streams.appendleft(send)
-                start, end = send.offset_bytes, min(send.offset_bytes + self._chunk_bytes, send.num_bytes)
-                header = transfers.pack(transfers.CHUNK, send.number, start)
-                channel.sendmsg((header, send.payload[start:end]), (), socket.MSG_NOSIGNAL)
-                send.offset_bytes = end
-                streams.rotate(-1) if end < send.num_bytes else streams.popleft()
         except OSError as error:
             if error.errno in ENDED:  # messages that the peer sent before its end are read first
                 out.clear()
-                streams.clear()
-            elif error.errno in _TOO_LARGE and not out and self._chunk_bytes > _FEWEST_CHUNK_BYTES:
-                self._chunk_bytes //= 2
-            elif not isinstance(error, BlockingIOError):
+                self._streams[peer].clear()
+            elif not isinstance(error, BlockingIOError) and error.errno not in _SHORT_OF_MEMORY:
                 raise
-        self._poller.modify(channel, select.POLLIN | (select.POLLOUT if out or streams else 0))
+        self._poller.modify(channel, select.POLLIN | (select.POLLOUT if out else 0))
+
+    def _fill_slot(self, peer: int) -> bool:
+        """Copy a chunk of the next stream to a free slot and queue its message; return whether a message was queued."""
+        streams, slots = self._streams[peer], self._sending.get(peer)
+        while streams and streams[0].is_completed():
+            streams.popleft()
+        if not streams or (slots is not None and slots.are_full):
+            return False
+        send = streams.popleft()
+        if slots is None:
+            try:
+                slots = self._sending[peer] = Slots.create(self._rank)
+            except (UsageError, WorldError) as error:
+                del self._under_way.sends[send.number]
+                self._say(peer, transfers.GIVEN_UP, send.number, 1)
+                send.end(error)
+                return True
+            self._say(peer, transfers.MEMORY, slots.segment.num_bytes, memory=slots.segment)
+        self._say(peer, transfers.CHUNK, send.number, *slots.fill(send))
+        if send.offset_bytes < send.num_bytes:
+            streams.append(send)  # streams take turns
+        return True
 
     def _read(self, peer: int, at_most: int = sys.maxsize) -> None:
         """Receive and process messages from a peer."""
@@ -294,37 +299,32 @@ class PointToPoint:
         assert channel is not None
         for _ in range(at_most):
             try:
-                num_bytes = channel.recv_into(self._header, 0, socket.MSG_PEEK)
-                if not num_bytes:
-                    self._lose(peer, f"rank {peer} (pid {self._peers.pids[peer]}) closed its end")
-                    return
-                kind, name, number, second, third = transfers.MESSAGE.unpack(self._header)
-                if kind == transfers.CHUNK:
-                    self._take_chunk(peer, channel, number, second)
-                else:
-                    message = channel.recv(transfers.MESSAGE.size + transfers.ALONG_BYTES)
-                    self._hear(
-                        peer,
-                        kind,
-                        name.rstrip(b"\0").decode(),
-                        number,
-                        second,
-                        third,
-                        message[transfers.MESSAGE.size :],
-                    )
+                message, fds, _, _ = socket.recv_fds(channel, transfers.LONGEST_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError:
                 return
             except ConnectionResetError:
                 continue  # the peer ended with unread messages; reported once, before the messages that it sent
+            if not message:
+                self._lose(peer, f"rank {peer} (pid {self._peers.pids[peer]}) closed its end")
+                return
+            self._hear(peer, fds, *transfers.unpack(message))
             if peer in self._under_way.lost:
                 return
 
-    def _hear(self, peer: int, kind: bytes, dtype: str, number: int, second: int, third: int, payload: bytes) -> None:
+    def _hear(
+        self, peer: int, fds: list[int], kind: bytes, dtype: str, number: int, second: int, third: int, payload: bytes
+    ) -> None:
         if kind == transfers.OFFER:
             offer = Offer(peer, number, second, dtype, third, payload)
             receive = self._under_way.offer(offer)
             if receive is not None:
                 self._match(receive, offer)
+        elif kind == transfers.MEMORY:
+            self._receiving[peer] = Slots.adopt(fds, number)
+        elif kind == transfers.CHUNK:
+            self._take_chunk(peer, number, second, third)
+        elif kind == transfers.TAKEN:
+            self._sending[peer].give_back(number)
         elif kind == transfers.GIVEN_UP and second:
             self._under_way.forget_offers(peer, unless=lambda offer: offer.number != number)
             if (receive := self._under_way.receives.pop((peer, number), None)) is not None:
@@ -339,19 +339,17 @@ class PointToPoint:
             else:
                 send.end(send.given_up(peer, self._peers.pids[peer]))
 
-    def _take_chunk(self, peer: int, channel: socket.socket, number: int, offset_bytes: int) -> None:
-        """Receive a chunk into its tensor; drop it if the receive was aborted."""
+    def _take_chunk(self, peer: int, number: int, slot: int, num_bytes: int) -> None:
+        """Copy a chunk to its tensor, unless the receive was aborted, and return the slot."""
         receive = self._under_way.receives.get((peer, number))
-        if receive is None:
-            channel.recv(1)  # drops the rest of the message too
-            return
-        assert offset_bytes == receive.offset_bytes, "a chunk is missing"
-        num_bytes = channel.recvmsg_into((self._header, receive.payload[offset_bytes:]))[0] - transfers.MESSAGE.size
-        receive.offset_bytes += num_bytes
-        if receive.offset_bytes == receive.num_bytes:
+        if receive is not None:
+            self._receiving[peer].empty(receive, slot, num_bytes)
+        self._say(peer, transfers.TAKEN, slot)
+        if receive is not None and receive.offset_bytes == receive.num_bytes:
             del self._under_way.receives[peer, number]
-            self._say(peer, transfers.pack(transfers.DONE, number))
+            self._say(peer, transfers.DONE, number)
             receive.end()
+        self._flush(peer)
 
     # Failures.
 
@@ -408,7 +406,7 @@ class PointToPoint:
             self._under_way.withdraw(transfer)
             other = None
         if other is not None:
-            self._say(other, transfers.pack(transfers.GIVEN_UP, transfer.number, int(transfer.is_send)))
+            self._say(other, transfers.GIVEN_UP, transfer.number, int(transfer.is_send))
             self._flush(other)
         transfer.end(error)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
+import os
 import struct
 import time
 from collections import deque
@@ -14,24 +16,96 @@ from typing import Final
 from torch import Tensor
 from typing_extensions import override
 
-from guozhuang.errors import MismatchError, PeerLost, WorldError, explain, rank_table
+from guozhuang.errors import MismatchError, PeerLost, UsageError, WorldError, explain, rank_table
 from guozhuang.groups.serial import PendingWork
+
+from .segments import Segment
 
 # Each message begins with its kind, the name of the dtype, and three numbers, whose meanings depend on the kind.
 MESSAGE: Final = struct.Struct("<4s20sqqq")
 OFFER: Final = b"OFFR"  # sender -> receiver: number of the send, tag, elements; a small payload follows
 ASK: Final = b"ASK "  # receiver -> sender: number; requests the payload
-CHUNK: Final = b"CHNK"  # sender -> receiver: number, offset in bytes; a part of the payload follows
+MEMORY: Final = b"MEMO"  # sender -> receiver: bytes; comes with the descriptor of the memory with the slots
+CHUNK: Final = b"CHNK"  # sender -> receiver: number, slot, bytes; the next part of the payload lies in that slot
+TAKEN: Final = b"TAKN"  # receiver -> sender: slot; it is free again
 DONE: Final = b"DONE"  # receiver -> sender: number; the receiver has the whole payload
 DIFFERS: Final = b"DIFF"  # receiver -> sender: number, elements that the receive expects
 GIVEN_UP: Final = b"GONE"  # sender -> receiver: number, 1; receiver -> sender: number, 0
 ALONG_BYTES: Final = 16 << 10  # a payload up to this size is sent with its offer
+LONGEST_BYTES: Final = MESSAGE.size + ALONG_BYTES  # of a message
 TAGS: Final = range(-(1 << 63), 1 << 63)  # a tag must fit into a message
+
+
+_SLOT_BYTES: Final = 1 << 20  # few messages for a large payload
+_NUM_SLOTS: Final = 3  # with fewer, both sides would wait for each other
 
 
 def pack(kind: bytes, number: int, *numbers: int, dtype: str = "", payload: bytes = b"") -> bytes:
     """Return the bytes of a message; numbers that a kind does not use are 0."""
     return MESSAGE.pack(kind, dtype.encode(), number, *(*numbers, 0, 0)[:2]) + payload
+
+
+def unpack(message: bytes) -> tuple[bytes, str, int, int, int, bytes]:
+    """Return kind, dtype, the three numbers and the small payload of a message."""
+    kind, name, number, second, third = MESSAGE.unpack_from(message)
+    return kind, name.rstrip(b"\0").decode(), number, second, third, message[MESSAGE.size :]
+
+
+def check(peer: int | None, tag: object, rank: int, size: int) -> None:
+    """Raise UsageError unless ``peer`` is None or another rank of the group, and ``tag`` fits into a message."""
+    if peer is not None and (not 0 <= peer < size or peer == rank):
+        what = "a rank sends to, and receives from, another rank of the group"
+        raise UsageError(explain(what, value=peer, rank=rank, fix=f"name one of 0 to {size - 1}"))
+    if not isinstance(tag, int) or tag not in TAGS:
+        fix = "use a whole number from -2**63 to 2**63 - 1"
+        raise UsageError(explain("a tag is a 64-bit number", value=tag, rank=rank, fix=fix))
+
+
+class Slots:
+    """Memory of a sender and a receiver, through which large payloads travel in one direction.
+
+    Args:
+        segment: the memory, which both map.
+    """
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        self._free = list(range(_NUM_SLOTS))
+
+    @classmethod
+    def create(cls, rank: int) -> Slots:
+        """Make the memory for sends of a rank; raise UsageError or WorldError if there is none."""
+        return cls(Segment.create(_NUM_SLOTS * _SLOT_BYTES, f"guozhuang-p2p-{rank}"))
+
+    @classmethod
+    def adopt(cls, fds: list[int], num_bytes: int) -> Slots:
+        """Map the memory that a message of kind ``MEMORY`` passes on."""
+        if not fds:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        segment = Segment.adopt(fds[0], num_bytes)
+        segment.close_descriptor()
+        return cls(segment)
+
+    @property
+    def are_full(self) -> bool:
+        """Whether no slot is free."""
+        return not self._free
+
+    def fill(self, send: Transfer) -> tuple[int, int]:
+        """Copy the next chunk of a send to a free slot; return the slot and the number of bytes."""
+        slot, num_bytes = self._free.pop(), min(_SLOT_BYTES, send.num_bytes - send.offset_bytes)
+        ctypes.memmove(self.segment.address + slot * _SLOT_BYTES, send.address + send.offset_bytes, num_bytes)
+        send.offset_bytes += num_bytes
+        return slot, num_bytes
+
+    def empty(self, receive: Transfer, slot: int, num_bytes: int) -> None:
+        """Copy a slot to the next bytes of a receive."""
+        ctypes.memmove(receive.address + receive.offset_bytes, self.segment.address + slot * _SLOT_BYTES, num_bytes)
+        receive.offset_bytes += num_bytes
+
+    def give_back(self, slot: int) -> None:
+        """Mark a slot as free."""
+        self._free.append(slot)
 
 
 class Transfer(PendingWork):
@@ -47,6 +121,7 @@ class Transfer(PendingWork):
         limit_s: the time-out from now on, in seconds.
 
     Attributes:
+        address: where the values lie in memory; valid until the transfer has ended.
         sender: the rank that sends; None for a receive from any rank that is not matched yet.
         what: the transfer in words, e.g. ``"send of 1024 float32 to rank 1 (tag 0)"``.
     """
@@ -71,9 +146,7 @@ class Transfer(PendingWork):
         self.number = 0  # the send's number on its rank; 0 in a receive that is not matched yet
         self.offset_bytes = 0  # how much of the payload has been sent or received
         self.num_bytes = plain.numel() * plain.element_size()
-        self.payload = memoryview(b"")
-        if self.num_bytes:
-            self.payload = memoryview((ctypes.c_ubyte * self.num_bytes).from_address(plain.data_ptr())).cast("B")
+        self.address = plain.data_ptr()
         self._tensor, self._plain = tensor, plain
 
     @property
@@ -87,6 +160,10 @@ class Transfer(PendingWork):
     def other(self) -> int | None:
         """Return the rank at the other end, if it is known."""
         return self.peer if self.peer is not None else self.sender
+
+    def small_payload(self) -> bytes:
+        """Return the values as bytes if they are sent with the offer; b"" if the receiver must request them."""
+        return ctypes.string_at(self.address, self.num_bytes) if self.num_bytes <= ALONG_BYTES else b""
 
     def source_rank(self) -> int:
         """Return the rank that sent; -1 while the transfer is not matched."""
@@ -113,7 +190,7 @@ class Transfer(PendingWork):
                 self._tensor.detach().copy_(self._plain)
             except Exception as refused:
                 error = refused
-        self._plain, self.payload = self._tensor, memoryview(b"")
+        self._plain = self._tensor
         super().end(error)
 
     @override
