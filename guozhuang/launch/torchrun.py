@@ -31,9 +31,9 @@ from guozhuang.launch.options import command, torchrun
 from guozhuang.launch.options.plan import Plan
 from guozhuang.launch.rank_files import RankFiles, Shown
 from guozhuang.launch.rendezvous.endpoint import open_for_torch
-from guozhuang.launch.rendezvous.stores import Kept
 from guozhuang.launch.request import Request, RunReport
 from guozhuang.launch.signals import SignalledError, Signals
+from guozhuang.net.meet import WorldStore
 
 _OUTPUT_S = 5.0
 # Settings by which the other nodes notice a lost node and restart within ten seconds instead of 45.
@@ -68,7 +68,7 @@ def _run(plan: Plan, request: Request) -> RunReport:
     run_name = os.urandom(8).hex()
     os.environ[guard.VARIABLE] = run_name
     crew, output = Crew(run_name, folder), Output(terminals=request.terminals, timestamps=plan.timestamps)
-    kept: Kept | None = None
+    kept: WorldStore | None = None
     limit_s: float | None = None
     try:
         is_torchruns = torchrun.keeps_torchs_logs(options)

@@ -29,22 +29,26 @@ _log = logging.getLogger("guozhuang")
 
 @dataclass(frozen=True)
 class WorldStore:
-    """The store of a world, and the doors and passages that this process keeps open for it.
+    """A store that several nodes share, and the doors and passages that this process keeps open for it.
 
     Attributes:
-        store: the store in which the ranks find each other.
+        store: the store in which ranks, or the agents of nodes, find each other.
         host: name or address by which this node reaches the node that keeps the store; None in a world of one.
         doors: the passage to the store, or the door that admits other nodes; to be closed with the store.
-        note: the ports for which rank 0 wrote a note into the shared folder; None if it wrote none.
+        note: the ports for which the keeper wrote a note into the shared folder; None if it wrote none.
+        port: with ``host``, the address of the store (or of its door) for other nodes; 0 if nobody needs it.
+        local: host and port at which processes of this node reach the store; ``("", 0)`` if none does.
     """
 
     store: dist.Store
     host: str | None = None
     doors: tuple[Door | Passage, ...] = ()
     note: PortSequence | None = None
+    port: int = 0
+    local: tuple[str, int] = ("", 0)
 
     def remove_note(self) -> None:
-        """Remove the note of rank 0. Every rank calls this when all ranks have joined."""
+        """Remove the note, because all ranks (or agents) have joined. The process that wrote it must call."""
         if self.note is not None:
             search.remove_note(self.note)
 
@@ -102,7 +106,7 @@ def open_store(
         listener = stores.listen(point)
         address = str(listener.getsockname()[0])
         if is_open and point.secret:
-            return _behind_a_door(listener, point.secret, address, timeout_s)
+            return keep_behind_door(listener, point.secret, address, timeout_s)
         store = stores.serve(listener, timeout_s)
         if not is_open and not is_one_node:
             store.set(_LOOPBACK_KEY, f"{address}:{point.port}")
@@ -126,15 +130,7 @@ def open_store(
 
 def _meet_at_a_sequence(point: PortSequence, rank: int, timeout_s: float, log_notices: bool) -> WorldStore:
     if rank == 0:
-        listener = search.listener_of(point)
-        address = listener.getsockname()[:2]
-        if address[1] != point.ports[0]:
-            _log.info(
-                "port %d is taken here: rank 0 listens on %s:%d, and the others find it", point.ports[0], *address
-            )
-        meeting = _behind_a_door(listener, point.secret, address[0], timeout_s)
-        is_noted = bool(point.note) and search.write_note(point, address)
-        return replace(meeting, note=point if is_noted else None)
+        return keep_at(point, timeout_s)
     started = time.monotonic()
     found = search.find(point, rank, timeout_s, log_notices=log_notices)
     where = f"{found.host}:{found.port}"
@@ -156,8 +152,32 @@ def _through(passage: Passage, host: str, rank: int, timeout_s: float, where: st
     return WorldStore(store, host, (passage,))
 
 
-def _behind_a_door(listener: socket.socket, secret: bytes, host: str, timeout_s: float) -> WorldStore:
-    """Start a store of this process on loopback, at a port that the system chooses, and the door in front of it."""
+def keep_at(point: PortSequence, timeout_s: float) -> WorldStore:
+    """Start a store of this process behind a door at the first free port of ``point``; write the note for the other nodes.
+
+    Raises:
+        UsageError: none of the ports can be bound.
+    """
+    listener = search.listener_of(point)
+    address = listener.getsockname()[:2]
+    if address[1] != point.ports[0]:
+        _log.info(
+            "port %d is taken here: the store is at %s:%d, where the other nodes find it", point.ports[0], *address
+        )
+    meeting = keep_behind_door(listener, point.secret, address[0], timeout_s)
+    return replace(meeting, note=point if point.note and search.write_note(point, address) else None)
+
+
+def keep_behind_door(listener: socket.socket, secret: bytes, host: str, timeout_s: float) -> WorldStore:
+    """Start a store of this process on loopback, at a port that the system chooses, and the door in front of it.
+
+    Args:
+        listener: a bound and listening socket that other nodes reach; the door owns it from now on.
+        secret: the secret that the door asks for.
+        host: the address of ``listener`` for other nodes.
+        timeout_s: limit of each of the store's operations, in seconds.
+    """
+    outer_port = int(listener.getsockname()[1])
     try:
         inner = socket.create_server((search.LOOPBACK, 0))
         port = inner.getsockname()[1]
@@ -165,7 +185,7 @@ def _behind_a_door(listener: socket.socket, secret: bytes, host: str, timeout_s:
     except BaseException:
         listener.close()
         raise
-    return WorldStore(store, host, (Door(listener, port, secret),))
+    return WorldStore(store, host, (Door(listener, port, secret),), port=outer_port, local=(search.LOOPBACK, port))
 
 
 def roll_call(store: dist.Store, rank: int, size: int, timeout_s: float, note: str = "") -> list[RankCard]:

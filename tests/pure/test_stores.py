@@ -15,7 +15,6 @@ import pytest
 import torch.distributed as dist
 
 from guozhuang.errors import UsageError, WorldError
-from guozhuang.launch.rendezvous import stores as elastic_stores
 from guozhuang.launch.rendezvous.fixed import FixedRendezvous, NodeShare
 from guozhuang.net import client, interfaces, search
 from guozhuang.net import meet as rendezvous
@@ -320,7 +319,7 @@ def test_the_note_of_an_agent_goes_when_all_have_met_or_it_ends(tmp_path: Path) 
     note = tmp_path / "home" / "meet-1"
     point = PortSequence(("127.0.0.1",), ports.sequence(key), ports.secret(b"", key), note=str(note))
     for ends in ("remove_note", "close"):
-        kept = elastic_stores.keep_at(socket.create_server(("127.0.0.1", 0)), point)
+        kept = rendezvous.keep_at(point, 5)
         assert note.exists()
         getattr(kept, ends)()
         assert not note.exists(), ends

@@ -15,7 +15,6 @@ from guozhuang.launch.rendezvous.fixed import FixedRendezvous
 from guozhuang.launch.rendezvous.signs import SILENCE_S
 from guozhuang.launch.rendezvous.stores import (
     LOOPBACK,
-    Kept,
     interface_address,
     is_ours,
     keep,
@@ -24,6 +23,7 @@ from guozhuang.launch.rendezvous.stores import (
     say_if_open,
 )
 from guozhuang.launch.request import Request
+from guozhuang.net.meet import WorldStore
 from guozhuang.net.search import is_loopback, resolve
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def open_fixed(plan: Plan, config: LaunchConfig, request: Request) -> FixedRende
         raise _cannot_be_opened(host, port, error) from error
 
 
-def open_for_torch(plan: Plan, config: LaunchConfig) -> Kept:
+def open_for_torch(plan: Plan, config: LaunchConfig) -> WorldStore:
     """Open or reach the c10d store for the rendezvous of torch elastic's own agents; its address is written to ``config``.
 
     Args:
@@ -90,13 +90,14 @@ def open_for_torch(plan: Plan, config: LaunchConfig) -> Kept:
         kept = _keep_or_reach(host, port, plan, is_keeper, float(config.rdzv_configs["timeout"]), is_sure=bool(said))
     except OSError as error:
         raise _cannot_be_opened(host, port, error) from error
-    config.rdzv_endpoint = f"[{kept.host}]:{kept.port}" if ":" in kept.host else f"{kept.host}:{kept.port}"
+    here, port = kept.local
+    config.rdzv_endpoint = f"[{here}]:{port}" if ":" in here else f"{here}:{port}"
     config.rdzv_configs["is_host"] = "false"
     config.local_addr = config.local_addr or _own_address(host)
     return kept
 
 
-def _keep_or_reach(host: str, port: int, plan: Plan, is_keeper: bool, timeout_s: float, is_sure: bool) -> Kept:
+def _keep_or_reach(host: str, port: int, plan: Plan, is_keeper: bool, timeout_s: float, is_sure: bool) -> WorldStore:
     interface, who = plan.elastic.interface, "the agent that keeps the store"
     if not is_keeper:
         return reach(meeting_address(host, interface), port, plan.secret, timeout_s, who)

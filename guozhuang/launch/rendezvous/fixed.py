@@ -14,11 +14,10 @@ from guozhuang.launch.console.say import say
 from guozhuang.launch.rendezvous.signs import SILENCE_S, OtherNodeError, Others
 from guozhuang.launch.rendezvous.stores import (
     LOOPBACK,
-    Kept,
+    STORE_S,
     find,
     interface_address,
     keep,
-    keep_at,
     keep_or_share,
     meeting_address,
     reach,
@@ -27,6 +26,7 @@ from guozhuang.launch.rendezvous.stores import (
 )
 from guozhuang.net import search
 from guozhuang.net.client import Client, PatientStore
+from guozhuang.net.meet import WorldStore, keep_at
 from guozhuang.net.meeting_point import PortSequence
 
 _AGENTS = "guozhuang agents"  # prefix of the agents' keys in the store; all other keys belong to the ranks
@@ -143,14 +143,14 @@ class FixedRendezvous:
         self._node_rank, self._num_nodes = node_rank, num_nodes
         self._run_id, self._timeout_s, self._secret = run_id, timeout_s, secret
         self._round, self._first_attempt = 0, attempt
-        self._kept: Kept | None = None
+        self._kept: WorldStore | None = None
         self._shared: PatientStore | None = None
         self._silence_s = silence_s
         # Before anything is started: a port that is taken is an error of the command line.
         if num_nodes == 1:
             self._kept = keep(LOOPBACK, port)
         elif node_rank == 0 and point is not None:
-            self._kept = keep_at(search.listener_of(point), point)
+            self._kept = keep_at(point, STORE_S)
         elif node_rank == 0:
             self._kept = keep_or_share(interface_address(host, interface), port, secret)
             say_if_open(self._kept, secret)
@@ -182,7 +182,7 @@ class FixedRendezvous:
                 self._forget(meeting)
         except dist.DistNetworkError as error:
             raise OtherNodeError(self._others.who_is_gone()) from error
-        return Attempt(self.attempt, self._node_rank, shares, self._kept.host, self._kept.port)
+        return Attempt(self.attempt, self._node_rank, shares, *self._kept.local)
 
     def _find_others(self) -> Others:
         """Connect to the store of node 0, and start to send heartbeats there."""
@@ -192,7 +192,7 @@ class FixedRendezvous:
             self._kept = reach(self._host, self._port, self._secret, self._timeout_s, _NODE_0)
         prefix, answers = f"{_AGENTS}/{self._run_id}/", Client(self._silence_s)
         self._shared = PatientStore(self._kept.store, prefix, answers, num_pollers=self._num_nodes)
-        where = "" if self._kept.told[0] == LOOPBACK else f" ({self._kept.told[0]}:{self._kept.told[1]})"
+        where = "" if self._kept.host == LOOPBACK else f" ({self._kept.host}:{self._kept.port})"
         others = Others(
             self._shared, self._node_rank, self._num_nodes, _NODE_0 + where, self._node_rank == 0, self._silence_s
         )
@@ -205,7 +205,7 @@ class FixedRendezvous:
             self._kept = keep(LOOPBACK, 0)
         # MASTER_ADDR is the usual name "localhost" if that name resolves to 127.0.0.1 alone.
         name = "localhost" if search.resolve("localhost") == [LOOPBACK] else LOOPBACK
-        return Attempt(self.attempt, 0, [share], name, self._kept.port)
+        return Attempt(self.attempt, 0, [share], name, self._kept.local[1])
 
     def _roll_call(self, meeting: PatientStore, share: NodeShare) -> list[NodeShare]:
         """Wait for every node, in short steps so that a signal can interrupt it; return the shares of all nodes."""

@@ -15,8 +15,6 @@ import datetime
 import errno
 import socket
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch.distributed as dist
 
@@ -25,35 +23,15 @@ from guozhuang.launch.console.say import say
 from guozhuang.net import client, interfaces, search
 from guozhuang.net import store as stores
 from guozhuang.net.client import PatientStore
-from guozhuang.net.door import Door, pass_through
+from guozhuang.net.door import pass_through
+from guozhuang.net.meet import WorldStore, keep_behind_door
 from guozhuang.net.meeting_point import PortSequence
 from guozhuang.net.search import is_loopback, resolve
 
 LOOPBACK = "127.0.0.1"
 _ANSWER_S = 10.0  # time for a program that accepted a connection to answer as a store
-_STORE_S = 300.0  # timeout of one operation of a connected store
+STORE_S = 300.0  # timeout of one operation of a connected store
 _FREE = "choose another port, or leave it out: on one node a free one is taken then"
-
-
-@dataclass
-class Kept:
-    """A store with its addresses, and the resources that must stay open while it is used.
-
-    Attributes:
-        store: the store itself, or a connection to it.
-        host: with ``port``, the address at which processes of this node reach it.
-        port: see ``host``.
-        told: host and port at which other nodes reach it.
-        close: closes the door or passage to it. The store itself ends with its last reference.
-        remove_note: must be called when all nodes have joined; removes the file that holds the address.
-    """
-
-    store: dist.Store
-    host: str
-    port: int
-    told: tuple[str, int]
-    close: Callable[[], None] = lambda: None
-    remove_note: Callable[[], None] = lambda: None
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -76,19 +54,18 @@ def listen(host: str, port: int) -> socket.socket:
         raise
 
 
-def keep(host: str, port: int, secret: bytes | None = None) -> Kept:
+def keep(host: str, port: int, secret: bytes | None = None) -> WorldStore:
     """Open a store at an address of this node, or, with a secret, on loopback behind a door at that address."""
     listener = listen(host, port)
-    told = (host, int(listener.getsockname()[1]))
-    if secret is None or is_loopback(host):  # other nodes cannot reach loopback, so a door would protect nothing
-        return Kept(stores.serve(listener, _STORE_S), _own(host), told[1], told)
-    inner = listen(LOOPBACK, 0)
-    inner_port = int(inner.getsockname()[1])
-    store = stores.serve(inner, _STORE_S)
-    return Kept(store, LOOPBACK, inner_port, told, Door(listener, inner_port, secret).close)
+    if secret is not None and not is_loopback(
+        host
+    ):  # a door before loopback, which no other node reaches, protects nothing
+        return keep_behind_door(listener, secret, host, STORE_S)
+    port = int(listener.getsockname()[1])
+    return WorldStore(stores.serve(listener, STORE_S), host, port=port, local=(_own(host), port))
 
 
-def keep_or_share(host: str, port: int, secret: bytes | None) -> Kept:
+def keep_or_share(host: str, port: int, secret: bytes | None) -> WorldStore:
     """Open a store, or share the one that this process already keeps at that port.
 
     With -H the process opens a store on loopback before it becomes the agent; other hosts reach that through a door.
@@ -97,44 +74,23 @@ def keep_or_share(host: str, port: int, secret: bytes | None) -> Kept:
         return keep(host, port, secret)
     except UsageError:
         try:
-            shared = stores.share(_own(host), port, _STORE_S)
+            shared = stores.share(_own(host), port, STORE_S)
         except RuntimeError:
             shared = None
         if shared is None:
             raise
-        return Kept(shared, _own(host), port, (host, port))
+        return WorldStore(shared, host, port=port, local=(_own(host), port))
 
 
-def keep_at(listener: socket.socket, point: PortSequence) -> Kept:
-    """Open a store on loopback, and a door to it at ``listener``, which is bound to one of the ports of ``point``."""
-    address = listener.getsockname()
-    inner = listen(LOOPBACK, 0)
-    inner_port = int(inner.getsockname()[1])
-    store = stores.serve(inner, _STORE_S)
-    door = Door(listener, inner_port, point.secret)
-    told = str(address[0]), int(address[1])
-    is_noted = bool(point.note) and search.write_note(point, told)
-
-    def remove_note() -> None:
-        if is_noted:
-            search.remove_note(point)
-
-    def close() -> None:
-        remove_note()
-        door.close()
-
-    return Kept(store, LOOPBACK, inner_port, told, close, remove_note)
-
-
-def find(point: PortSequence, node_rank: int, timeout_s: float) -> Kept:
+def find(point: PortSequence, node_rank: int, timeout_s: float) -> WorldStore:
     """Search the ports of ``point`` for the door of node 0, and connect to the store behind it.
 
     Raises:
         WorldError: no door was found within ``timeout_s`` seconds.
     """
     passage = search.passage_to_rank_0(point, node_rank, timeout_s)
-    store = _client(passage[0], passage[1], "the agent of node 0")
-    return Kept(store, passage[0], passage[1], (passage[0], passage[1]), passage.close)
+    store = _client(*passage, "the agent of node 0")
+    return WorldStore(store, passage.host, (passage,), port=passage.port, local=passage)
 
 
 def _own(host: str) -> str:
@@ -142,11 +98,11 @@ def _own(host: str) -> str:
     return {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
 
 
-def reach(host: str, port: int, secret: bytes | None, timeout_s: float, who: str) -> Kept:
+def reach(host: str, port: int, secret: bytes | None, timeout_s: float, who: str) -> WorldStore:
     """Connect to a store of another process; with a secret, through its door.
 
     Args:
-        host: with ``port``, the address of the store for other nodes (``Kept.told``).
+        host: with ``port``, the address of the store for other nodes (``WorldStore.host``).
         port: see ``host``.
         secret: the secret of the run; None without one.
         timeout_s: how long to wait until the store is open, in seconds.
@@ -157,10 +113,9 @@ def reach(host: str, port: int, secret: bytes | None, timeout_s: float, who: str
     """
     if secret is not None and stores.loopback_address(host) is None:
         passage = pass_through(host, port, secret, timeout_s)
-        store = _client(passage[0], passage[1], who)
-        return Kept(store, passage[0], passage[1], (host, port), passage.close)
+        return WorldStore(_client(*passage, who), host, (passage,), port=port, local=passage)
     _wait_for_listener(host, port, timeout_s, who)
-    return Kept(_client(host, port, who), host, port, (host, port))
+    return WorldStore(_client(host, port, who), host, port=port, local=(host, port))
 
 
 def _client(host: str, port: int, who: str) -> dist.Store:
@@ -174,7 +129,7 @@ def _client(host: str, port: int, who: str) -> dist.Store:
     except RuntimeError as error:
         what = f"what listens at {host}:{port} is not the store of {who}: {str(error).splitlines()[0]}"
         raise WorldError(explain(what, fix=fix)) from error
-    store.set_timeout(datetime.timedelta(seconds=_STORE_S))
+    store.set_timeout(datetime.timedelta(seconds=STORE_S))
     return store
 
 
@@ -238,12 +193,11 @@ def meeting_address(host: str, interface: str | None = None) -> str:
     return interface_address(host, interface) if is_name_of_this_node else host
 
 
-def say_if_open(kept: Kept, secret: bytes | None) -> None:
+def say_if_open(kept: WorldStore, secret: bytes | None) -> None:
     """Print the address of the store if it is open to other nodes without a secret."""
-    host, port = kept.told
-    if secret is None and not is_loopback(host):
+    if secret is None and kept.host is not None and not is_loopback(kept.host):
         what = "with the same GUOZHUANG_SECRET on all nodes it would ask for it"
-        say(f"the store is at {host}:{port}, open to whoever reaches that; {what}")
+        say(f"the store is at {kept.host}:{kept.port}, open to whoever reaches that; {what}")
 
 
 def is_ours(address: str) -> bool:
