@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from guozhuang.compat.horovod.runner import argument_names, arguments, elastic_run, launch, run, static_run, tuning
+from guozhuang.compat.horovod.runner import arguments, elastic_run, function_run, launch, run, static_run, tuning
 from guozhuang.compat.horovod.runner.elastic import driver
 from guozhuang.compat.horovod.runner.settings import ElasticSettings
 from guozhuang.errors import UsageError
@@ -282,7 +282,7 @@ def test_a_port_of_ssh_is_that_of_the_other_hosts(monkeypatch: pytest.MonkeyPatc
 def test_errors_of_the_function_speak_of_its_arguments() -> None:
     text = "-np asks for more than --min-np (a-np, --mpi-args=x) of -H: --ssh-identity-file or --mpi"
     said = "num_proc asks for more than min_num_proc (a-np, mpi_args=x) of hosts: ssh_identity_file or use_mpi"
-    assert argument_names.translated(text) == said
+    assert function_run.translated(text) == said
     for words, asked in (
         ("num_proc must be at least 1", {"num_proc": 0}),
         ("np is the former name of num_proc", {"num_proc": 1, "np": 2}),

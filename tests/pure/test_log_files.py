@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from guozhuang.launch.console.log_files import LogFile
+from guozhuang.launch.console.streams import LogFile
 
 
 def append(path: Path, text: str) -> None:

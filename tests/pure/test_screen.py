@@ -310,38 +310,3 @@ def test_lines_that_wait_for_the_whole_screen_are_bounded() -> None:
     assert len(paper.data) < 5_000_000 and paper.data.endswith(b"999" + b"x" * 9990 + b"\n")
     left_out = int(paper.data.partition(b"guozhuang run: ")[2].split()[0])
     assert left_out + paper.data.count(b"[1] ") == 10_000
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_plain_lines_are_drawn_the_same_but_faster(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """Against the general way, piece by piece; also what a bar, or a line of somebody else, finds after them."""
-    chance = random.Random(seed)
-    parts = [
-        b"one\n",
-        b"two\n",
-        b"\n",
-        b"rest",
-        b"\r50%",
-        b"  ",
-        b"\x1b[31mred",
-        b"\x1b[0m",
-        b"\x1b[1A",
-        b"\x1b[",
-        b"K\n",
-    ]
-    fast, slow = Paper(is_terminal=True), Paper(is_terminal=True)
-    general = Terminal(slow.write, lambda: (80, 24))
-    monkeypatch.setattr(general, "_plain_lines", lambda stream, data: data)
-    quick = Terminal(fast.write, lambda: (80, 24))
-    for _ in range(2000):
-        data = b"".join(chance.choices(parts, weights=[9, 9, 3, 2, 1, 1, 1, 1, 1, 1, 1], k=chance.randrange(9)))
-        for each in (quick, general):
-            each.live(1, M0, data)
-        if chance.random() < 0.2:
-            for each in (quick, general):
-                each.lines(M1, [b"hello"])
-        if chance.random() < 0.01:
-            for each in (quick, general):
-                each.end()
-        assert fast.data == slow.data
-        fast.data = slow.data = b""

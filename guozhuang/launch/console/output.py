@@ -34,10 +34,9 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from guozhuang.launch.console.log_files import LogFile
 from guozhuang.launch.console.say import WHO, say
 from guozhuang.launch.console.screen import mark
-from guozhuang.launch.console.streams import NamedPipe, OwnTerminal, Stream, Trace
+from guozhuang.launch.console.streams import LogFile, NamedPipe, OwnTerminal, Stream, Trace
 from guozhuang.launch.console.target import Target, is_same
 from guozhuang.watch.processes import pidfd_open
 

@@ -29,6 +29,9 @@ from guozhuang.launch.console.escapes import rows_up, without_escapes
 from guozhuang.launch.console.say import WHO, say
 from guozhuang.launch.console.screen import Lines, Screen, mark
 
+_MAX_FOLLOWED_BYTES = (
+    1 << 17
+)  # of a log file at most so many of the newest bytes are read; a report needs only the last lines
 _KEPT_LINES = 400  # number of last lines that are kept of each rank, for the report of a failure
 _READ_BYTES = 65536
 _KEPT_BYTES = 1 << 20  # number of last bytes that are kept of a stream until the place of its copy is known
@@ -287,3 +290,54 @@ class Stream:
             if self._trace.pid and self._trace.ended is None:
                 with contextlib.suppress(OSError):
                     os.kill(self._trace.pid, signal.SIGWINCH)  # it is not the rank's controlling terminal
+
+
+class LogFile:
+    """A reader of the lines that are added to a file, which need not exist yet.
+
+    Args:
+        path: the file.
+        skipped: a first line with this prefix is skipped, because rank.py and not the rank wrote it.
+        whole: whether lines that are already in the file count as new.
+    """
+
+    def __init__(self, path: str, skipped: bytes = b"", whole: bool = False) -> None:
+        self._path, self._skipped = path, skipped
+        self._file = -1
+        self._lines = Lines()
+        self._offset = 0
+        with contextlib.suppress(OSError):
+            self._offset = 0 if whole else os.stat(path).st_size
+
+    def read(self) -> list[str]:
+        """Return the whole lines that were added since the last call."""
+        try:
+            if self._file < 0:
+                self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            size = os.fstat(self._file).st_size
+            if size < self._offset:
+                self._offset = 0  # the file was truncated
+            if size == self._offset:
+                return []
+            if size - self._offset > _MAX_FOLLOWED_BYTES:
+                self._lines.rest()
+                self._offset = size - _MAX_FOLLOWED_BYTES
+            data = os.pread(self._file, size - self._offset, self._offset)
+        except OSError:
+            return []
+        self._offset += len(data)
+        return self._texts(self._lines.feed(data))
+
+    def finish(self) -> list[str]:
+        """Return the new lines, including an unfinished one, and close the file."""
+        lines = self.read() + self._texts(self._lines.rest())
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+        return lines
+
+    def _texts(self, lines: list[bytes]) -> list[str]:
+        if self._skipped and lines:
+            lines = lines[lines[0].startswith(self._skipped) :]
+            self._skipped = b""
+        return [without_escapes(line).decode(errors="replace") for line in lines]

@@ -115,7 +115,7 @@ class Terminal:
         if self._open not in (None, owner) and not self._is_fresh():
             self._erase_block()
         self._open = owner
-        data = self._plain_lines(stream, stream.cut + data)
+        data = stream.cut + data
         cut = _UNFINISHED.search(data)
         stream.cut = data[cut.start() :] if cut else b""
         for match in _PIECE.finditer(data, 0, cut.start() if cut else len(data)):
@@ -168,24 +168,6 @@ class Terminal:
             self._escape(piece)
         else:
             self._control(stream, piece, match[1], kind)
-
-    def _plain_lines(self, stream: _Stream, data: bytes) -> bytes:
-        """Write whole lines that overwrite nothing, several times as fast as ``_take``; return the remaining data."""
-        if self._held is not None or stream.colours or b"\r" in data or b"\x1b" in data:
-            return data
-        if not self._at_start or self._at < len(self._rows) - 1 or self._rows[-1].data:
-            return data
-        *lines, rest = data.split(b"\n")
-        if lines:
-            drawn = [stream.mark + line for line in lines]
-            self._out.append(b"\n".join(drawn) + b"\n")
-            self._rows[-1:] = [_Row(self._open, line[-_MAX_REPEATED:]) for line in drawn[-_MAX_ROWS:]]
-            self._rows.append(_Row())
-            self._at = len(self._rows) - 1
-            stream.grown += len(lines)
-            if stream.grown > stream.height:
-                stream.height = 1
-        return rest
 
     def _text(self, stream: _Stream, text: bytes) -> None:
         row = self._rows[self._at]

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import pickle
+import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from guozhuang.compat.horovod.runner import argument_names, arguments, elastic_run, launch, static_run
+from guozhuang.compat.horovod.runner import arguments, elastic_run, launch, static_run
 from guozhuang.compat.horovod.runner.mailbox import Mailbox
 from guozhuang.errors import UsageError, explain
 from guozhuang.launch.console.say import say
 
 _TASK = "guozhuang.compat.horovod.runner.task"
+# Options of `guozhuang run`, whose names differ from those of horovodrun, and options that `horovod.run` has by another name.
+_OTHER_NAMES = {
+    "--ssh-identity": "ssh_identity_file", "--copy-output": "output_filename", "--interface": "network_interfaces",
+    "--network-interfaces": "network_interfaces", "horovodrun": "horovod.run",
+}  # fmt: skip
 
 
 def call(function: Callable[[], Any], executable: str | None, **asked: Any) -> list[Any]:
@@ -34,14 +41,14 @@ def call(function: Callable[[], Any], executable: str | None, **asked: Any) -> l
     """
     found = arguments.parser().parse_args([])
     vars(found).update(asked, command=[executable or sys.executable, "-m", _TASK])
-    with argument_names.spoken():
+    with _naming_arguments():
         arguments.check(found)
         nics = _nics_for_the_mailbox(found)
     for note in launch.notes(found):
-        say(argument_names.translated(note), "horovod.run")
+        say(translated(note), "horovod.run")
     mailbox = Mailbox(_pickled(function), nics)
     try:
-        with launch.talking("horovod.run", found.verbose), argument_names.spoken():
+        with launch.talking("horovod.run", found.verbose), _naming_arguments():
             num_results = _run(found, mailbox)
         results = [mailbox.result(rank) for rank in range(num_results)]
     finally:
@@ -51,6 +58,23 @@ def call(function: Callable[[], Any], executable: str | None, **asked: Any) -> l
         what = f"all processes ended well, but there is no result of rank {', '.join(missing)}"
         raise RuntimeError(explain(what, fix="look at what they printed; a function must return, not exit"))
     return [pickle.loads(result) for result in results if result is not None]
+
+
+def translated(text: str) -> str:
+    """Return a text with each option of ``horovodrun`` replaced by the argument of ``horovod.run`` that sets it."""
+    actions = arguments.parser()._actions
+    names = {option: action.dest for action in actions for option in action.option_strings} | _OTHER_NAMES
+    anyone = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+    return re.sub(rf"(?<![\w-])({anyone})(?![\w-])", lambda found: names[found[1]], text)
+
+
+@contextlib.contextmanager
+def _naming_arguments() -> Iterator[None]:
+    """Translate a UsageError raised in the ``with`` block, so that it names arguments instead of options."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(translated(str(error))) from error
 
 
 def _run(found: argparse.Namespace, mailbox: Mailbox) -> int:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from guozhuang.compat.horovod.runner import arguments, elastic_run, static_run
+from guozhuang.compat.horovod.version import __version__
 from guozhuang.errors import UsageError, WorldError
 from guozhuang.launch.console.say import say
 
@@ -33,9 +34,7 @@ def run_commandline(argv: Sequence[str] | None = None) -> int:
     try:
         found = parse_args(argv)
         if found.check_build:
-            from guozhuang.compat.horovod.runner import check_build  # imported late: it imports the engine
-
-            print(check_build.table(), flush=True)
+            print(_features(), flush=True)
             return 0
         for note in notes(found):
             say(note, _WHO)
@@ -97,6 +96,32 @@ def notes(found: argparse.Namespace) -> list[str]:
     if found.nics and len(set(found.nics)) > 1:
         said.append(f"of the network interfaces the first is used for all: {found.nics[0]}")
     return said
+
+
+def _features() -> str:
+    """Return the table of ``--check-build``: which features are available, in Horovod's order, then Guozhuang's own."""
+    import torch
+
+    from guozhuang.compat.horovod.common import util  # imported late: it imports the engine
+
+    frameworks = {"TensorFlow": False, "PyTorch": True, "MXNet": False}
+    controllers = {"MPI": util.mpi_built(), "Gloo": util.gloo_built()}
+    operations = {
+        "NCCL": bool(util.nccl_built()),
+        "DDL": util.ddl_built(),
+        "CCL": util.ccl_built(),
+        "MPI": util.mpi_built(),
+        "Gloo": util.gloo_built(),
+        "shared memory, between processes of a host": sys.platform == "linux",
+    }
+    lines = [f"Horovod v{__version__}, by Guozhuang on PyTorch {torch.__version__}:"]
+    for title, rows in (
+        ("Available Frameworks", frameworks),
+        ("Available Controllers", controllers),
+        ("Available Tensor Operations", operations),
+    ):
+        lines += ["", f"{title}:", *(f"    [{'X' if there else ' '}] {name}" for name, there in rows.items())]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
