@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any, Final
@@ -27,6 +26,8 @@ _OPS: Final = MappingProxyType(
         dist.ReduceOp.AVG: Op.SUM,
     }
 )
+
+_COMBININGS: Final[dict[tuple[int, torch.dtype, int], Combining]] = {}  # by kind, dtype and number of ranks
 
 
 def one(tensors: Sequence[Tensor] | Tensor, what: str, rank: int) -> Tensor:
@@ -98,8 +99,10 @@ def root(rank_of_root: int, num_ranks: int, rank: int) -> int:
 
 def combining(reduce_op: Any, dtype: torch.dtype, num_ranks: int, rank: int) -> Combining:
     """Return how a torch ``ReduceOp`` combines elements of a dtype; refuse impossible combinations."""
-    kind = getattr(reduce_op, "op", reduce_op)
-    if (known := _combining(kind, dtype, num_ranks, rank)) is not None:
+    kind: Any = reduce_op.op if type(reduce_op) is dist.ReduceOp else reduce_op  # type: ignore[attr-defined]
+    key = kind.value, dtype, num_ranks  # an int: the hash of a kind is slow
+    if (known := _COMBININGS.get(key) or _combining(kind, dtype, num_ranks, rank)) is not None:
+        _COMBININGS[key] = known
         return known
     factor = reduce_op.factor  # the only other kind: premultiplied sum
     if isinstance(factor, Tensor):
@@ -110,7 +113,6 @@ def combining(reduce_op: Any, dtype: torch.dtype, num_ranks: int, rank: int) -> 
     return _check_scale(how, dtype, rank)
 
 
-@functools.cache
 def _combining(kind: Any, dtype: torch.dtype, num_ranks: int, rank: int) -> Combining | None:
     if kind not in _OPS:
         return None
@@ -122,7 +124,7 @@ def _combining(kind: Any, dtype: torch.dtype, num_ranks: int, rank: int) -> Comb
     if op in (Op.BAND, Op.BOR, Op.BXOR) and dtype.is_floating_point:
         refuse("bit-wise operations need integers or bool", what, rank)
     scale, name = (1.0 / num_ranks, "avg") if is_average else (1.0, op.name.lower())
-    return _check_scale(Combining(DTYPE_OF[dtype], op, scale, name), dtype, rank)
+    return _check_scale(Combining(int(DTYPE_OF[dtype]), int(op), scale, name), dtype, rank)  # an enum's hash is slow
 
 
 def _check_scale(how: Combining, dtype: torch.dtype, rank: int) -> Combining:

@@ -6,6 +6,7 @@ If a size is wrong on one rank only, that rank's description differs from all ot
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Final, NamedTuple, NoReturn
 
@@ -25,8 +26,13 @@ _NUM_KEPT_PLANS: Final = 1024
 
 
 class _ReductionPlan(NamedTuple):
-    """The parts of a reduction that are the same for every call with this size, dtype and operation."""
+    """The parts of a reduction that are the same for every call with this size, dtype and operation.
 
+    Attributes:
+        number: counts the plans of this rank; the key of their programs, because the plan itself is slow to hash.
+    """
+
+    number: int
     what: bytes
     how: Combining
     num_bytes: int
@@ -45,6 +51,7 @@ class Operations:
         self._link, self._crowded = link, crowded
         self._rank, self._size = link.rank, link.size
         self._plans: dict[tuple[object, ...], _ReductionPlan] = {}
+        self._numbers = itertools.count()
         # ``perform`` runs the methods below; ``refuse`` is called instead of them.
         self.perform, self.refuse = link.perform, link.refuse
 
@@ -57,11 +64,11 @@ class Operations:
         plan = self._plans.get(key) or self._plan(key, tensor, how, root, among)
         link, address = self._link, tensor.data_ptr()
         if plan.fits_one_shot:
-            program = link.remembered((key, address, link.turn), lambda: self._one_shot(plan, address, root))
+            program = link.remembered((plan.number, address, link.turn), lambda: self._one_shot(plan, address, root))
             link.begin(plan.what, program, terms)
             return
         places = link.meet(plan.what, terms, link.place_of(tensor))
-        link.go_on(link.remembered((key, address, places), lambda: self._large(plan, address, root, places)))
+        link.go_on(link.remembered((plan.number, address, places), lambda: self._large(plan, address, root, places)))
 
     def _plan(
         self, key: tuple[object, ...], tensor: Tensor, how: Combining, root: int | None, among: bytes
@@ -71,7 +78,7 @@ class Operations:
         name = "all_reduce" if root is None else f"reduce to rank {root}"
         what = cut(describe(name, [tensor.numel()], tensor.dtype, how) + among)
         num_bytes = tensor.numel() * tensor.itemsize
-        plan = self._plans[key] = _ReductionPlan(what, how, num_bytes, num_bytes <= ONE_SHOT_BYTES)
+        plan = self._plans[key] = _ReductionPlan(next(self._numbers), what, how, num_bytes, num_bytes <= ONE_SHOT_BYTES)
         return plan
 
     def _one_shot(self, plan: _ReductionPlan, address: int, root: int | None) -> Program:
