@@ -17,7 +17,8 @@ import pytest
 from guozhuang.compat.horovod.runner.doors import Doors
 from guozhuang.compat.horovod.runner.elastic.crew import LocalWorkers
 from guozhuang.compat.horovod.runner.elastic.discovery import DiscoveryError, HostDiscovery
-from guozhuang.compat.horovod.runner.elastic.remote_crew import HostConfig, RemoteWorkers
+from guozhuang.compat.horovod.runner.elastic.remote_crew import RemoteWorkers
+from guozhuang.compat.horovod.runner.elastic.remote_host import HostSettings
 from guozhuang.launch.console.output import RankPlaces
 from guozhuang.launch.console.streams import NamedPipe
 from guozhuang.launch.crew import state_of
@@ -95,8 +96,8 @@ def test_workers_of_another_host_wait_where_nobody_takes_what_they_print(
     events, num_bytes = Events(), 20_000_000
     pipe = NamedPipe(str(tmp_path / "pipe"))
     with socket.create_server(("127.0.0.1", 0)) as store, closing(Doors(store.getsockname()[1], [])) as doors:
-        config = HostConfig(doors.open(), doors.secret, node_identity(), 600.0, 60.0, {}, ssh.SshOptions())
-        with closing(RemoteWorkers("localhost", config, events)) as host:
+        settings = HostSettings("localhost", doors.open(), doors.secret.hex(), node_identity(), 600.0)
+        with closing(RemoteWorkers(settings, {}, ssh.SshOptions(), 60.0, events)) as host:
             script = f"head -c {num_bytes} /dev/zero; echo too >&2; exit 3"
             host.start(0, ["/bin/sh", "-c", script], 1, RankPlaces(pipe.path, pipe.path, {}))
             until(lambda: host.turn() or not host.reading)

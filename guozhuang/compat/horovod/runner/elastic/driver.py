@@ -25,7 +25,8 @@ from guozhuang.compat.horovod.runner.elastic.board import DriverBoard, HostUpdat
 from guozhuang.compat.horovod.runner.elastic.crew import CANNOT_BE_STARTED, GRACE_S, LocalWorkers
 from guozhuang.compat.horovod.runner.elastic.discovery import DiscoveryError, HostDiscovery
 from guozhuang.compat.horovod.runner.elastic.job import ElasticJob, Orders, Worker
-from guozhuang.compat.horovod.runner.elastic.remote_crew import HostConfig, RemoteWorkers
+from guozhuang.compat.horovod.runner.elastic.remote_crew import RemoteWorkers
+from guozhuang.compat.horovod.runner.elastic.remote_host import HostSettings
 from guozhuang.compat.horovod.runner.settings import ElasticSettings
 from guozhuang.errors import UsageError, explain
 from guozhuang.launch.console.output import Output
@@ -253,25 +254,17 @@ class ElasticDriver:
             return
         remote = self._remote.get(host)
         if remote is None or remote.is_lost:
-            remote = self._remote[host] = RemoteWorkers(host, self._host_config(), self)
+            remote = self._remote[host] = self._connected(host)
         remote.start(number, command, num_local, places)
 
-    def _host_config(self) -> HostConfig:
+    def _connected(self, host: str) -> RemoteWorkers:
         ssh.check_installed()
-        settings, environment = self._settings, self._environment
-        return HostConfig(
-            doors=self._doors.open(),
-            secret=self._doors.secret,
-            same=node_identity(),
-            timeout_s=settings.elastic_timeout_s,
-            start_timeout_s=settings.start_timeout_s,
-            environment={
-                **ssh.of_the_job(environment, EXTENSION),
-                **ssh.carried(environment, EXTENSION),
-                **settings.env,
-            },
-            ssh=ssh.SshOptions(settings.ssh_port, settings.ssh_identity_file),
-        )
+        wanted, environment = self._settings, self._environment
+        doors, secret = self._doors.open(), self._doors.secret.hex()
+        settings = HostSettings(host, doors, secret, node_identity(), wanted.elastic_timeout_s)
+        environment = {**ssh.of_the_job(environment, EXTENSION), **ssh.carried(environment, EXTENSION), **wanted.env}
+        options = ssh.SshOptions(wanted.ssh_port, wanted.ssh_identity_file)
+        return RemoteWorkers(settings, environment, options, wanted.start_timeout_s, self)
 
     def _end(self, worker: Worker, at_once: bool = False) -> None:
         if self._is_here(worker.slot.host):

@@ -11,7 +11,6 @@ import contextlib
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from guozhuang.compat.horovod.runner.elastic import remote_host as there
@@ -23,29 +22,6 @@ from guozhuang.launch.hosts.link import EndAgent, Link
 _PING_S = 2.0
 _PROGRAM = "guozhuang.compat.horovod.runner.elastic.remote_host"
 _KINDS = (there.HostReached, there.WorkerStarted, there.WorkerPrinted, there.WorkerEnded)
-
-
-@dataclass(frozen=True)
-class HostConfig:
-    """The settings that all remote hosts of a run share.
-
-    Attributes:
-        doors: address and port of each door of the driver's host.
-        secret: the secret of the run, which opens the doors.
-        same: the identity of the driver's host, by which a remote host sees that it is that very machine.
-        timeout_s: how long the driver may be silent before workers give up (--elastic-timeout).
-        start_timeout_s: limit in seconds for a host to be reached, and to reach the driver.
-        environment: variables that workers there get besides those of their host.
-        ssh: the options of ssh.
-    """
-
-    doors: Sequence[tuple[str, int]]
-    secret: bytes
-    same: str
-    timeout_s: float
-    start_timeout_s: float
-    environment: Mapping[str, str]
-    ssh: ssh.SshOptions
 
 
 class WorkerEvents(Protocol):
@@ -78,8 +54,10 @@ class RemoteWorkers:
     """The workers on another host. The connection is opened when the object is made.
 
     Args:
-        host: the name of the host, for ssh.
-        config: the settings that are sent to the host.
+        settings: the first message to the host, with its name for ssh.
+        environment: variables that workers there get besides those of their host.
+        options: the options of ssh.
+        start_timeout_s: limit in seconds for the host to be reached, and to reach the driver.
         events: called in ``turn``.
 
     Attributes:
@@ -87,16 +65,22 @@ class RemoteWorkers:
         address: the address by which the host reached this one; "" until it has.
     """
 
-    def __init__(self, host: str, config: HostConfig, events: WorkerEvents) -> None:
-        self._host, self._config, self._events = host, config, events
+    def __init__(
+        self,
+        settings: there.HostSettings,
+        environment: Mapping[str, str],
+        options: ssh.SshOptions,
+        start_timeout_s: float,
+        events: WorkerEvents,
+    ) -> None:
+        self._host, self._start_timeout_s, self._events = settings.host, start_timeout_s, events
         self.is_lost, self.address = False, ""
         self._pipes: dict[int, dict[str, _Pipe]] = {}
         self._codes: dict[int, int] = {}  # of workers that have ended, whose output may not be in the pipes yet
         self._is_over = False
         self._began = self._pinged = time.monotonic()
-        self._link = Link(host, 0, False, on_message=self._understand, kinds=_KINDS)
-        node = there.HostSettings(host, config.doors, config.secret.hex(), config.same, config.timeout_s)
-        self._link.connect(_PROGRAM, node, config.environment, {}, config.ssh, config.start_timeout_s, self._show)
+        self._link = Link(settings.host, 0, False, on_message=self._understand, kinds=_KINDS)
+        self._link.connect(_PROGRAM, settings, environment, {}, options, start_timeout_s, self._show)
 
     def start(self, worker: int, command: Sequence[str], num_local: int, places: RankPlaces) -> None:
         """Start a worker on the host, at once or as soon as the host is reached.
@@ -144,9 +128,9 @@ class RemoteWorkers:
             link.ping()
         for worker in [each for each in self._codes if not any(p.unsent for p in self._pipes[each].values())]:
             self._end(worker, self._codes.pop(worker))
-        if not self.address and now > self._began + self._config.start_timeout_s:
+        if not self.address and now > self._began + self._start_timeout_s:
             doing = "was reached, but did not come to the driver" if link.messages else "could not be reached"
-            self._lose(f"{doing} within {self._config.start_timeout_s:g} s (--start-timeout){hosts_failure.said(link)}")
+            self._lose(f"{doing} within {self._start_timeout_s:g} s (--start-timeout){hosts_failure.said(link)}")
         elif link.look():
             self._lose(hosts_failure.of(link).text)
 
