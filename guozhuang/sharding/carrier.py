@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -199,25 +200,39 @@ class Carrier(ABC):
 class Arrival:
     """The hook that a carrier registers on each parameter; autograd calls it when the gradient has been accumulated.
 
-    Copies and pickles of the model do not contain it: PyTorch leaves hooks of tensors out.
+    Copies and pickles of the model do not contain it: PyTorch leaves hooks of tensors out. It does not keep the carrier alive:
+    tensors hold their hooks where Python's garbage collector does not see them, so model and carrier would never be freed.
 
     Attributes:
-        carrier: the carrier.
         parameter: the parameter's index.
     """
 
     def __init__(self, carrier: Carrier, parameter: int) -> None:
-        self.carrier, self.parameter = carrier, parameter
+        self._carrier, self.parameter = weakref.ref(carrier), parameter
+
+    @property
+    def carrier(self) -> Carrier:
+        """The carrier, while it is alive."""
+        carrier = self._carrier()
+        assert carrier is not None
+        return carrier
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the carrier is alive."""
+        return self._carrier() is not None
 
     def __call__(self, parameter: Tensor) -> None:
         """Handle the gradient in ``parameter.grad``."""
-        self.carrier.arrived(self.parameter)
+        carrier = self._carrier()
+        if carrier is not None:
+            carrier.arrived(self.parameter)
 
 
 def arrival_of(parameter: Tensor) -> Arrival | None:
-    """Return the hook by which a carrier watches this parameter; None if it belongs to no carrier."""
+    """Return the hook by which a carrier watches this parameter; None if it belongs to no carrier that is alive."""
     hooks: dict[int, Any] | None = getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return next((hook for hook in (hooks or {}).values() if isinstance(hook, Arrival)), None)
+    return next((hook for hook in (hooks or {}).values() if isinstance(hook, Arrival) and hook.is_alive), None)
 
 
 def put_back(parameter: Tensor, place: Tensor, name: str, rank: int) -> None:

@@ -1,13 +1,17 @@
 """Training with the optimizer divided equals training in one process, whatever a script does around the step.
 
-Every case runs over gloo, where weights travel, and over shared memory, where they exist once; and there also as over gloo.
+Every case runs over shared memory, where the weights exist once, and where they travel: on ranks that are threads, over gloo,
+and over shared memory.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+import gc
 import io
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -33,10 +37,12 @@ from tests.processes.cases import (
     mlp,
     names_of_cases,
     run_cases,
+    seeded,
     twin_of,
 )
 from tests.processes.test_equivalence import TinyBert
 from tests.ranks import run_ranks
+from tests.threads.ranks import run_threads
 
 STEPS = 6
 Make = Callable[[Iterable[Any]], Optimizer]
@@ -317,9 +323,9 @@ def case_the_gradient_stays_the_ranks_own(rank: int, world_size: int) -> None:
 class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(3)
-        self.stem = nn.Linear(6, 8)
-        self.ways = nn.ModuleList([nn.Linear(8, 3) for _ in range(3)])
+        with seeded(3):
+            self.stem = nn.Linear(6, 8)
+            self.ways = nn.ModuleList([nn.Linear(8, 3) for _ in range(3)])
 
     def forward(self, x: Tensor, way: int = 0) -> Tensor:
         return self.ways[way](torch.tanh(self.stem(x)))
@@ -369,18 +375,18 @@ class Odd(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(5)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.shift = nn.Parameter(torch.tensor([0.5]))
-        self.nothing = nn.Parameter(torch.empty(0, 3))
-        self.first = nn.Linear(6, 6)
-        self.second = nn.Linear(6, 6, bias=False)
-        self.second.weight = self.first.weight
-        self.frozen = nn.Linear(6, 6)
-        self.frozen.requires_grad_(False)
-        self.fine = nn.Linear(6, 6, dtype=torch.float64)
-        self.conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
-        self.turned = nn.Parameter(torch.randn(6, 5).t())
+        with seeded(5):
+            self.scale = nn.Parameter(torch.tensor(1.5))
+            self.shift = nn.Parameter(torch.tensor([0.5]))
+            self.nothing = nn.Parameter(torch.empty(0, 3))
+            self.first = nn.Linear(6, 6)
+            self.second = nn.Linear(6, 6, bias=False)
+            self.second.weight = self.first.weight
+            self.frozen = nn.Linear(6, 6)
+            self.frozen.requires_grad_(False)
+            self.fine = nn.Linear(6, 6, dtype=torch.float64)
+            self.conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+            self.turned = nn.Parameter(torch.randn(6, 5).t())
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -414,8 +420,8 @@ def expected_of(both: Both) -> dict[str, Any]:
 
 
 def case_ranks_begin_equal_and_buffers_follow_rank_0(rank: int, world_size: int) -> None:
-    torch.manual_seed(rank)
-    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+    with seeded(rank):
+        model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
     model, optimizer = shard(model, adamw(model.parameters()), share_weights=not PLAIN_GATHER)
     assert_equal_across_ranks(model)
     for step in range(3):
@@ -432,8 +438,8 @@ def case_ranks_begin_equal_and_buffers_follow_rank_0(rank: int, world_size: int)
 
 
 def case_synchronized_batch_norm(rank: int, world_size: int) -> None:
-    torch.manual_seed(1)
-    bare = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    with seeded(1):
+        bare = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     twin = twin_of(bare)
     twin_optimizer = momentum(twin.parameters())
     model = nn.SyncBatchNorm.convert_sync_batchnorm(bare)
@@ -758,6 +764,15 @@ def case_gradients_that_are_kept_do_not_change(rank: int, world_size: int) -> No
         optimizer.zero_grad()
 
 
+def case_nothing_is_kept_of_a_model_that_is_dropped(rank: int, world_size: int) -> None:
+    both = Both()
+    both.step(0)
+    kept = weakref.ref(both.optimizer.carrier)
+    del both
+    gc.collect()
+    assert kept() is None
+
+
 def case_several_buckets_and_groups(rank: int, world_size: int) -> None:
     import guozhuang.sharding.optimizer as facade
     from guozhuang.sharding.parts import lay_out
@@ -777,6 +792,10 @@ def case_several_buckets_and_groups(rank: int, world_size: int) -> None:
 
 
 NAMES = names_of_cases(globals())
+ONLY_PROCESSES = (
+    "case_a_compiled_model_trains",
+    "case_bert_trains_as_under_torch_ddp",
+)  # the compiler, and late imports
 GROUPS = {"gloo": ("gloo", False), "shm": ("shm", False), "shm, weights on each rank": ("shm", True)}
 
 
@@ -788,26 +807,31 @@ def run_here(rank: int, world_size: int, plain_gather: bool) -> dict[str, str]:
     return run_cases(rank, world_size, __name__, NAMES)
 
 
-RESULTS: dict[tuple[str, int], list[dict[str, str]]] = {}
+@functools.cache
+def results(kind: str, num_ranks: int) -> list[dict[str, str]]:
+    backend, plain_gather = GROUPS[kind]
+    try:
+        return run_ranks(run_here, num_ranks, plain_gather, backend=backend, timeout_s=110, group_timeout_s=20)
+    except AssertionError as error:
+        return [dict.fromkeys(NAMES, str(error))]
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     ("kind", "num_ranks"),
     [
-        pytest.param("gloo", 2, marks=pytest.mark.slow),
-        pytest.param("gloo", 3, marks=pytest.mark.slow),
         ("shm", 2),
+        pytest.param("gloo", 3, marks=pytest.mark.slow),
         pytest.param("shm, weights on each rank", 3, marks=pytest.mark.slow),
     ],
 )
 def test_cases(kind: str, num_ranks: int, name: str) -> None:
-    if (kind, num_ranks) not in RESULTS:
-        backend, plain_gather = GROUPS[kind]
-        try:
-            results = run_ranks(run_here, num_ranks, plain_gather, backend=backend, timeout_s=110, group_timeout_s=20)
-        except AssertionError as error:
-            results = [dict.fromkeys(NAMES, str(error))]
-        RESULTS[kind, num_ranks] = results
-    found = {rank: failures[name] for rank, failures in enumerate(RESULTS[kind, num_ranks]) if name in failures}
+    found = {rank: failures[name] for rank, failures in enumerate(results(kind, num_ranks)) if name in failures}
     assert not found, "\n".join(f"---- rank {rank}:\n{text}" for rank, text in found.items())
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ONLY_PROCESSES])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_cases_on_threads(num_ranks: int, name: str) -> None:
+    run_threads(globals()[name], num_ranks)
+    gc.collect()  # parameters and carriers refer to each other, and some carriers hold threads
