@@ -792,10 +792,11 @@ def case_several_buckets_and_groups(rank: int, world_size: int) -> None:
 
 
 NAMES = names_of_cases(globals())
-ONLY_PROCESSES = (
+ONLY_PROCESSES = (  # the compiler, late imports and the garbage collector serve one thread at a time
     "case_a_compiled_model_trains",
     "case_bert_trains_as_under_torch_ddp",
-)  # the compiler, and late imports
+    "case_nothing_is_kept_of_a_model_that_is_dropped",
+)
 GROUPS = {"gloo": ("gloo", False), "shm": ("shm", False), "shm, weights on each rank": ("shm", True)}
 
 
