@@ -56,13 +56,14 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _compare(arguments: Sequence[str]) -> int:
+    from guozhuang import compat
     from guozhuang.lab import compare
 
     parser = argparse.ArgumentParser(
         prog="guozhuang compare", description="Train the same workload under several strategies, side by side."
     )
     compare.add_arguments(parser)
-    return compare.run(parser.parse_args(list(arguments)))
+    return compare.run(parser.parse_args(list(arguments)), compat.extension().python_path)
 
 
 def _check(arguments: Sequence[str]) -> int:

@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,7 +29,7 @@ from guozhuang.lab.results import (
     summarize_round,
     to_json,
 )
-from guozhuang.lab.runs import ended_by_signals, execute, new_folder
+from guozhuang.lab.runs import Runs, ended_by_signals, new_folder
 from guozhuang.lab.verdict import SETTLED, judge, settled, short
 from guozhuang.lab.worker import RunSpec
 from guozhuang.world.machine import usable_cores
@@ -38,8 +39,12 @@ __all__ = ["add_arguments", "run"]
 _TIMELINE_STEPS = 10
 
 
-def run(namespace: argparse.Namespace) -> int:
+def run(namespace: argparse.Namespace, python_path: Sequence[str] = ()) -> int:
     """Run the comparison that the command line asks for.
+
+    Args:
+        namespace: the parsed options.
+        python_path: the folders that ``guozhuang run`` adds to the ranks' PYTHONPATH, relative to this package.
 
     Returns:
         0; 1 if no strategy finished; 130 if interrupted. No process is left behind in any case.
@@ -51,7 +56,7 @@ def run(namespace: argparse.Namespace) -> int:
 
     from guozhuang.lab import report, table
 
-    started = time.monotonic()
+    started, imported = time.monotonic(), set(sys.modules)
     progress, printer = Console(stderr=True), Console()
     try:
         with ended_by_signals(), tempfile.TemporaryDirectory(prefix="guozhuang-") as scratch:
@@ -59,8 +64,12 @@ def run(namespace: argparse.Namespace) -> int:
             busy = busy_share()  # measured before the comparison itself computes anything
             num_runs = len(plan.names) * (plan.settings.num_rounds + (plan.timeline is not None))
             shutil.rmtree(plan.out / "logs", ignore_errors=True)  # logs of an earlier comparison
-            with Reporter(progress, num_runs) as reporter:
-                rows, notes = _measure(plan, reporter)
+            modules = [name for name in sys.modules if name not in imported]  # which the workload needed
+            with (
+                Runs(Path(scratch), plan.settings.threads_per_rank, modules, python_path) as runs,
+                Reporter(progress, num_runs) as reporter,
+            ):
+                rows, notes = _measure(plan, runs, reporter)
     except KeyboardInterrupt:
         progress.print("Interrupted: every process was ended, and nothing was written.")
         return 130
@@ -94,11 +103,11 @@ class _Found:
     notes: list[str] = field(default_factory=list)
 
 
-def _measure(plan: ComparisonPlan, reporter: Reporter) -> tuple[tuple[StrategyRow, ...], tuple[str, ...]]:
+def _measure(plan: ComparisonPlan, runs: Runs, reporter: Reporter) -> tuple[tuple[StrategyRow, ...], tuple[str, ...]]:
     """Execute all runs; return a row per strategy, and notes for the reader of the report."""
     found = _Found({name: [] for name in plan.names})
     for number in range(1, plan.settings.num_rounds + 1):
-        _round(plan, number, found, reporter)
+        _round(plan, number, found, runs, reporter)
         if plan.may_stop_early and FEWEST_ROUNDS <= number < plan.settings.num_rounds and _is_settled(plan, found):
             reporter.skip((plan.settings.num_rounds - number) * len(plan.names))
             found.notes.append(
@@ -107,7 +116,7 @@ def _measure(plan: ComparisonPlan, reporter: Reporter) -> tuple[tuple[StrategyRo
             )
             break
     if plan.timeline is not None:
-        _trace(plan, plan.timeline, found, reporter)
+        _trace(plan, plan.timeline, found, runs, reporter)
     return tuple(_row(plan, one, found) for one in plan.contenders), tuple(found.notes)
 
 
@@ -118,7 +127,7 @@ def _is_settled(plan: ComparisonPlan, found: _Found) -> bool:
     return settled(speeds, [one.name for one in plan.contenders if one.entry.trains])
 
 
-def _round(plan: ComparisonPlan, number: int, found: _Found, reporter: Reporter) -> None:
+def _round(plan: ComparisonPlan, number: int, found: _Found, runs: Runs, reporter: Reporter) -> None:
     """Run each strategy that has not failed once; in the first round, compare the weights they ended with."""
     first = (number - 1) % len(plan.names)  # rotates the order: each runs early, late and in between
     weights: dict[str, Path] = {}
@@ -129,7 +138,7 @@ def _round(plan: ComparisonPlan, number: int, found: _Found, reporter: Reporter)
             continue
         spec = _spec(plan, contender, "first" if number == 1 else "timing")
         reporter.begin(f"round {number}/{plan.settings.num_rounds}, {name}", spec.num_warmup_steps + spec.num_steps)
-        outcome = _execute(plan, spec, number, reporter)
+        outcome = _execute(plan, runs, spec, number, reporter)
         if isinstance(outcome, RunFailure):
             found.failures[name] = outcome
             reporter.end(f"failed: {short(outcome.cause)}")
@@ -145,7 +154,7 @@ def _round(plan: ComparisonPlan, number: int, found: _Found, reporter: Reporter)
         path.unlink()
 
 
-def _trace(plan: ComparisonPlan, path: Path, found: _Found, reporter: Reporter) -> None:
+def _trace(plan: ComparisonPlan, path: Path, found: _Found, runs: Runs, reporter: Reporter) -> None:
     """Run each strategy that has not failed once more, to record its timeline."""
     for contender in plan.contenders:
         name = contender.name
@@ -154,7 +163,7 @@ def _trace(plan: ComparisonPlan, path: Path, found: _Found, reporter: Reporter) 
             continue
         spec = _spec(plan, contender, "timeline")
         reporter.begin(f"timeline, {name}", spec.num_warmup_steps + spec.num_steps)
-        outcome = _execute(plan, spec, plan.settings.num_rounds + 1, reporter)
+        outcome = _execute(plan, runs, spec, plan.settings.num_rounds + 1, reporter)
         if isinstance(outcome, RunFailure):
             found.notes.append(f"There is no timeline of {name}: {short(outcome.cause)} (log: {outcome.log})")
             reporter.end(f"no timeline: {short(outcome.cause)}")
@@ -190,10 +199,10 @@ def _spec(plan: ComparisonPlan, contender: Contender, purpose: str) -> RunSpec:
 
 
 def _execute(
-    plan: ComparisonPlan, spec: RunSpec, number: int, reporter: Reporter
+    plan: ComparisonPlan, runs: Runs, spec: RunSpec, number: int, reporter: Reporter
 ) -> tuple[RankRecord, ...] | RunFailure:
     log = Path(spec.folder) / "log"
-    found = execute(spec, log, reporter.tick)
+    found = runs.execute(spec, log, reporter.tick)
     if isinstance(found, RunFailure):
         kept = plan.out / "logs" / f"{spec.name}-{'timeline' if spec.purpose == 'timeline' else f'round{number}'}.log"
         kept.parent.mkdir(exist_ok=True)

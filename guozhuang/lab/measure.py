@@ -159,8 +159,15 @@ def peak_memory_bytes() -> int | None:
 
 
 def pss_bytes() -> int | None:
-    """Return this process's proportional share of main memory (a page of n processes counts 1/n); None if unknown."""
-    return _kib_field(Path(path_of("smaps_rollup")), "Pss:")
+    """Return this process's proportional share of main memory (a page of n processes counts 1/n); None if unknown.
+
+    Its anonymous memory counts whole: it shares that only with the warm parent that it was forked from, if with any.
+    """
+    path = Path(path_of("smaps_rollup"))
+    share, anonymous, share_of_anonymous = (_kib_field(path, f"{key}:") for key in ("Pss", "Anonymous", "Pss_Anon"))
+    if share is None or anonymous is None or share_of_anonymous is None:
+        return share
+    return share - share_of_anonymous + anonymous
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:

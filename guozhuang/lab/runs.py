@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import signal
 import struct
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,8 +21,11 @@ import psutil
 from guozhuang import strategies
 from guozhuang.lab.results import RankRecord, RunFailure
 from guozhuang.lab.worker import RunSpec
+from guozhuang.launch.crew import Crew, entry
+from guozhuang.launch.request import with_folders
 from guozhuang.records import build, write_text
 
+_IMPORT_S = 120.0  # how long the warm parent may import
 _GRACE_S = 5.0  # time between asking processes to end and killing them
 _LOOK_S = 0.5  # time between two looks at a run: long, because looking takes time from the measured processes
 _CAUSE_CHARACTERS = 1500
@@ -45,49 +48,82 @@ def ended_by_signals() -> Iterator[None]:
             signal.signal(kind, handler)
 
 
-def execute(spec: RunSpec, log: Path, tick: Callable[[int], None]) -> tuple[RankRecord, ...] | RunFailure:
-    """Execute a run to its end.
+class Runs:
+    """Executes the runs of a comparison. Where it can, it forks their processes from a warm parent, see [Note: warm parent] in
+    launch/warm.py; the first run waits until that has imported everything, because imports would disturb its measurement.
 
     Args:
-        spec: the run; its folder exists and is empty.
-        log: the file for all output of the processes.
-        tick: called every half second with the number of steps that rank 0 has done.
-
-    Returns:
-        A record per rank (none for a timeline run), or the failure. No process of the run is left in any case.
+        folder: a folder that is removed with the comparison.
+        threads_per_rank: the value of OMP_NUM_THREADS, unless the environment sets it.
+        modules: the modules that the workload needs.
+        python_path: the folders that ``guozhuang run`` adds to the ranks' PYTHONPATH.
     """
-    folder = Path(spec.folder)
-    spec_file = folder / "spec.json"
-    (folder / "progress").write_bytes(bytes(8))
-    write_text(spec_file, json.dumps(asdict(spec)))
-    in_time = False
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            command(spec, spec_file), stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
-        )
+
+    def __init__(self, folder: Path, threads_per_rank: int, modules: Sequence[str], python_path: Sequence[str]) -> None:
+        self._folder, self._modules = folder, modules
+        self._environ = {"OMP_NUM_THREADS": str(threads_per_rank)} | os.environ
+        self._environ |= with_folders(os.environ.get("PYTHONPATH", ""), python_path)
+        self._crew: Crew | None = None
+
+    def __enter__(self) -> Runs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._crew is not None:
+            self._crew.close()
+
+    def execute(self, spec: RunSpec, log: Path, tick: Callable[[int], None]) -> tuple[RankRecord, ...] | RunFailure:
+        """Execute a run to its end.
+
+        Args:
+            spec: the run; its folder exists and is empty.
+            log: the file for all output of the processes.
+            tick: called every half second with the number of steps that rank 0 has done.
+
+        Returns:
+            A record per rank (none for a timeline run), or the failure. No process of the run is left in any case.
+        """
+        folder = Path(spec.folder)
+        spec_file = folder / "spec.json"
+        (folder / "progress").write_bytes(bytes(8))
+        write_text(spec_file, json.dumps(asdict(spec)))
+        crew = self._crew or self._open()
+        code = None
         try:
-            in_time = _watch(process, folder, spec.timeout_s, tick)
-            if not in_time:
+            crew.start(0, [*entry(), *command(spec, spec_file)], self._environ, str(log), str(log))
+            code = _watch(crew, folder, spec.timeout_s, tick)
+            if code is None:
                 _ask_for_stacks(folder)
         finally:
-            _end(process, spec_file)
-    if in_time and process.returncode == 0:
-        return _collect(spec)
-    cause = first_cause(folder, log, None if not in_time else process.returncode, spec.timeout_s)
-    _append_ranks(log, folder)
-    return RunFailure(cause, str(log), 0)
+            if code is None:
+                crew.send([0], signal.SIGTERM)
+                crew.wait(_GRACE_S)
+            crew.end_all(0.0)
+            crew.wait(0.0)
+        if code == 0:
+            return _collect(spec)
+        cause = first_cause(folder, log, code, spec.timeout_s)
+        _append_ranks(log, folder)
+        return RunFailure(cause, str(log), 0)
+
+    def _open(self) -> Crew:
+        self._crew = crew = Crew(os.urandom(8).hex(), str(self._folder))
+        modules = [*self._modules, "guozhuang.lab.worker", "guozhuang.launch.local_run"]
+        crew.warm_up([sys.executable, "-u", "-m", "guozhuang"], self._environ, modules, _IMPORT_S)
+        return crew
 
 
 def command(spec: RunSpec, spec_file: Path) -> list[str]:
     """Return the command line of a run: one process for a strategy of one process, else ranks under the launcher."""
+    python = [sys.executable, "-u"]
     worker = ["-m", "guozhuang.lab.worker", str(spec_file)]
     if strategies.get(spec.strategy).one_process:
-        return [sys.executable, *worker]
+        return [*python, *worker]
     # Ranks write to their own files, so that the launcher need not spend time on copying output.
     options = ["--nproc-per-node", str(spec.num_ranks), "--log-dir", str(Path(spec.folder) / _RANK_LOGS)]
     options += ["--strategy", spec.strategy, "--groups", str(spec.num_groups)]
     options += ["--backend", spec.backend] if spec.backend is not None else []
-    return [sys.executable, "-m", "guozhuang", "run", *options, *worker]
+    return [*python, "-m", "guozhuang", "run", *options, *worker]
 
 
 def first_cause(folder: Path, log: Path, code: int | None, timeout_s: float) -> str:
@@ -127,16 +163,15 @@ def _killed_by(number: int) -> str:
     return f"a rank was ended by signal {number}"
 
 
-def _watch(process: subprocess.Popen[bytes], folder: Path, timeout_s: float, tick: Callable[[int], None]) -> bool:
-    """Wait for the process to end, and call ``tick`` meanwhile; return False if the time limit passed first."""
+def _watch(crew: Crew, folder: Path, timeout_s: float, tick: Callable[[int], None]) -> int | None:
+    """Wait for the process to end, and call ``tick`` meanwhile; return its exit code, None if the time limit passed first."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        try:
-            process.wait(min(_LOOK_S, max(0.01, deadline - time.monotonic())))
-            return True
-        except subprocess.TimeoutExpired:
-            tick(struct.unpack("=q", (folder / "progress").read_bytes())[0])
-    return False
+        ended = crew.wait(min(_LOOK_S, max(0.01, deadline - time.monotonic())))
+        if ended:
+            return ended[0]
+        tick(struct.unpack("=q", (folder / "progress").read_bytes())[0])
+    return None
 
 
 def _ask_for_stacks(folder: Path) -> None:
@@ -151,20 +186,6 @@ def _append_ranks(log: Path, folder: Path) -> None:
     with log.open("ab") as out:
         for path in sorted((folder / _RANK_LOGS).glob("rank*.log")):
             out.write(f"\n{path.stem}:\n".encode() + path.read_bytes())
-
-
-def _end(process: subprocess.Popen[bytes], spec_file: Path) -> None:
-    """End the launcher, and kill every process with this run's spec in its command line: ranks have sessions of their own."""
-    if process.poll() is None:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_GRACE_S)
-    left = [p for p in psutil.process_iter(["cmdline"]) if str(spec_file) in (p.info["cmdline"] or ())]
-    for one in left:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            one.kill()
-    psutil.wait_procs([p for p in left if p.pid != process.pid], timeout=_GRACE_S)
-    process.wait(_GRACE_S)
 
 
 def _collect(spec: RunSpec) -> tuple[RankRecord, ...]:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from guozhuang.launch import guard
+from guozhuang.launch import guard, warm
 from guozhuang.launch.warm import ForkedRank, NotWarmError, WarmParent
 from guozhuang.watch.processes import pidfd_open, start_of, status
 
@@ -55,7 +55,8 @@ class Crew:
         self._guard = guard.Guard(run, folder)
         self._processes: dict[int, subprocess.Popen[bytes] | ForkedRank] = {}
         self._handles: dict[int, int] = {}  # pidfd -> rank
-        self.warm: WarmParent | None = None
+        self.warm: WarmParent | None = warm.inherited
+        self._is_of_launchers = False
         self._warm_words: Sequence[str] = ()  # the command of the ranks that the warm parent is for
         self._warm_at = float("inf")
         self._shared: set[tuple[str, str]] | None = None  # environment variables that all ranks have had
@@ -69,12 +70,14 @@ class Crew:
             rank: its number in the world.
             command: the program and its arguments, after the words of ``entry``.
             environ: its complete environment, but for the name of the run.
-            stdout, stderr: paths of files or pipes to write to; empty: the rank inherits the stream of this process.
+            stdout, stderr: paths of files or pipes to write to, which may be the same; empty: the rank inherits the stream of
+                this process.
         """
         environ = {**environ, guard.VARIABLE: self.run}
         self._shared = set(environ.items()) if self._shared is None else self._shared & environ.items()
         with contextlib.ExitStack() as stack:
-            out, err = (stack.enter_context(open(path, "wb")) if path else None for path in (stdout, stderr))
+            out = stack.enter_context(open(stdout, "wb")) if stdout else None
+            err = out if stdout == stderr else stack.enter_context(open(stderr, "wb")) if stderr else None
             files = [0, out.fileno() if out else 1, err.fileno() if err else 2]
             process: subprocess.Popen[bytes] | ForkedRank | None = self._fork(rank, command, environ, files)
             if process is None:
@@ -91,13 +94,29 @@ class Crew:
         Args:
             words: the command of a rank, without the words of ``entry``.
         """
-        if not self._warm_words:
+        if self.warm is None and not self._warm_words:
             self._warm_words, self._warm_at = words, time.monotonic() + WARM_AFTER_S
+
+    def warm_up(self, words: Sequence[str], environ: Mapping[str, str], modules: Sequence[str], limit_s: float) -> None:
+        """Start a warm parent that forks launchers, whose ranks are forks too, and wait until it is ready.
+
+        Args:
+            words: the command of a launcher, without the words of ``entry``.
+            environ: the environment of launchers and their ranks, as far as it is known.
+            modules: further modules to import.
+            limit_s: how long to wait; if it is not ready by then, launchers are started by ``exec``.
+        """
+        self._is_of_launchers = True
+        try:
+            self.warm = WarmParent.start(words, {**environ, guard.VARIABLE: self.run}, modules)
+            self.warm.wait(limit_s)
+        except (NotWarmError, OSError) as error:
+            _log.debug("there is no warm parent: %s", error)
 
     def _start_warm_parent(self) -> None:
         words, self._warm_at = self._warm_words, float("inf")
         try:
-            self.warm = WarmParent(words, dict(self._shared or ()))
+            self.warm = WarmParent.start(words, dict(self._shared or ()))
         except (NotWarmError, OSError) as error:
             _log.debug("there is no warm parent: %s", error)
 
@@ -111,7 +130,7 @@ class Crew:
         try:
             if list(command[: len(ours) - 1]) != ours[:-1]:
                 raise NotWarmError("another program is put before its command")
-            forked = self.warm.fork(command[len(ours) :], environ, command[len(ours) - 1], files)
+            forked = self.warm.fork(command[len(ours) :], environ, command[len(ours) - 1], files, self._is_of_launchers)
         except NotWarmError as error:
             _log.debug("rank %d is not forked from the warm parent: %s", rank, error)
             return None

@@ -14,13 +14,15 @@ warm parent does that once; then it forks a rank at each request. A forked rank 
 3. No thread survives a fork. The warm parent therefore has one thread and runs no parallel region of OpenMP. The threads that
    OpenBLAS starts when numpy is imported end at the first fork, and start again when they are needed; so the warm parent
    forks once before it counts its threads, and ends if there is more than one, or if an import has initialized CUDA.
-4. What differs: the command line that ``ps`` shows; a variable such as OMP_NUM_THREADS that a script sets before it imports
+4. A launcher that is forked by a warm parent gets a warm parent of its own, forked from it before it does anything else. So
+   the launcher's ranks are forks too, and its children. That is how ``guozhuang compare`` starts its runs.
+5. What differs: the command line that ``ps`` shows; a variable such as OMP_NUM_THREADS that a script sets before it imports
    torch comes too late; and ranks share the memory of what was imported.
 
     python -u warm.py SOCKET COMMAND ...
 
-COMMAND is that of the ranks: ``-m MODULE ARGUMENTS`` or ``SCRIPT ARGUMENTS``. The warm parent ends when the agent's end of the
-socket is closed.
+COMMAND is that of the ranks: ``-m MODULE ARGUMENTS`` or ``SCRIPT ARGUMENTS``. Standard input holds a list of further modules to
+import, as JSON. The warm parent ends when the agent's end of the socket is closed.
 """
 
 from __future__ import annotations
@@ -29,11 +31,13 @@ import builtins
 import contextlib
 import ctypes
 import gc
+import importlib
 import importlib.machinery
 import io
 import json
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -54,6 +58,10 @@ _READY = b"ready"
 _PR_SET_CHILD_SUBREAPER = 36
 
 
+# The warm parent of this process, if a warm parent forked this process as a launcher.
+inherited: WarmParent | None = None
+
+
 class NotWarmError(Exception):
     """Raised where a rank must be started by ``exec``; the text is the reason."""
 
@@ -72,70 +80,116 @@ class ForkedRank:
             self._code = os.waitstatus_to_exitcode(status) if pid else None
         return self._code
 
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> None:
+        """Wait for its end."""
+        if self._code is None:
+            os.waitpid(self.pid, 0)
+
 
 class WarmParent:
-    """The agent's handle of its warm parent, which starts to import in the background.
+    """The agent's handle of its warm parent.
 
     Args:
-        words: the command of a rank (``[sys.executable, "-u", ...]``).
-        environ: the environment variables that all ranks share.
-
-    Raises:
-        NotWarmError: no rank with this command can be forked.
+        process: the warm parent, a child of this process.
+        channel: the socket to it.
+        environ: the environment variables that it was loaded with.
     """
 
-    def __init__(self, words: Sequence[str], environ: Mapping[str, str]) -> None:
-        arguments = arguments_of(words)
-        self._environ = dict(environ)
+    def __init__(
+        self, process: subprocess.Popen[bytes] | ForkedRank, channel: socket.socket, environ: Mapping[str, str]
+    ) -> None:
+        self._process, self._channel, self._environ = process, channel, environ
         self._is_ready = False
-        self._channel, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
+
+    @classmethod
+    def start(cls, words: Sequence[str], environ: Mapping[str, str], modules: Sequence[str] = ()) -> WarmParent:
+        """Start a warm parent, which imports in the background.
+
+        Args:
+            words: the command of a rank (``[sys.executable, "-u", ...]``).
+            environ: the environment variables that all ranks share.
+            modules: names of modules to import besides torch and this package; those that cannot be imported are left out.
+
+        Raises:
+            NotWarmError: no rank with this command can be forked.
+        """
+        arguments = arguments_of(words)
+        channel, theirs = socket.socketpair()
+        with theirs, tempfile.TemporaryFile() as file:
+            file.write(json.dumps(list(modules)).encode())
+            file.seek(0)
+            process = subprocess.Popen(
                 [sys.executable, "-u", __file__, str(theirs.fileno()), *arguments],
-                env=self._environ, pass_fds=[theirs.fileno()], start_new_session=True,
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                env=dict(environ), pass_fds=[theirs.fileno()], start_new_session=True,
+                stdin=file, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )  # fmt: skip
+        return cls(process, channel, dict(environ))
 
     @property
     def pid(self) -> int:
         """The process id of the warm parent."""
         return self._process.pid
 
+    def wait(self, limit_s: float) -> None:
+        """Wait until the warm parent is ready, at most ``limit_s`` seconds.
+
+        Raises:
+            NotWarmError: it is not.
+        """
+        if not self._is_ready:
+            self._check(limit_s)
+
     def fork(
-        self, words: Sequence[str], environ: Mapping[str, str], log_folder: str, files: Sequence[int]
+        self,
+        words: Sequence[str],
+        environ: Mapping[str, str],
+        log_folder: str,
+        files: Sequence[int],
+        is_launcher: bool = False,
     ) -> ForkedRank:
-        """Start a rank.
+        """Start a rank, or a launcher.
 
         Args:
             words: its command.
             environ: its complete environment.
             log_folder: as the argument of ``rank.begin``.
             files: descriptors of its standard input, output and error.
+            is_launcher: whether it gets a warm parent of its own.
 
         Raises:
             NotWarmError: the rank must be started by ``exec``; no process of it is left.
         """
         arguments = arguments_of(words)
         check_variables(self._environ, environ)
-        if not self._is_ready:
-            self._check()
+        self.wait(0.0)
         try:
-            request = {"arguments": arguments, "words": list(words), "environ": dict(environ), "cwd": os.getcwd()}
-            return self._ask(json.dumps(request | {"agent": os.getpid(), "log_folder": log_folder}), files)
+            request: dict[str, Any] = {
+                "arguments": arguments,
+                "words": list(words),
+                "environ": dict(environ),
+                "cwd": os.getcwd(),
+            }
+            request |= {"agent": os.getpid(), "log_folder": log_folder, "is_launcher": is_launcher}
+            return self._ask(json.dumps(request), files)
         except OSError as error:
             self.close()
             raise NotWarmError(f"the warm parent did not fork: {error}") from error
 
-    def _check(self) -> None:
+    def _check(self, limit_s: float) -> None:
         """Read the warm parent's message that it is ready.
 
         Raises:
             NotWarmError: it is not.
         """
         try:
-            self._channel.setblocking(False)
+            self._channel.settimeout(limit_s)
             said = self._channel.recv(4096)
-        except BlockingIOError:
+        except (BlockingIOError, TimeoutError):
             raise NotWarmError("the warm parent is still importing") from None
         except OSError as error:
             raise NotWarmError(f"the warm parent has ended: {error}") from error
@@ -192,7 +246,8 @@ def check_variables(loaded_with: Mapping[str, str], environ: Mapping[str, str]) 
         NotWarmError: a variable that is read on loading differs.
     """
     for name in sorted(loaded_with.keys() | environ.keys()):
-        if name.startswith(READ_ON_LOADING) and loaded_with.get(name) != environ.get(name):
+        is_read = name.startswith(READ_ON_LOADING) and not name.startswith("TORCH_NCCL_")
+        if is_read and loaded_with.get(name) != environ.get(name):
             raise NotWarmError(f"the warm parent was started with another {name}, which is read on loading only")
 
 
@@ -210,8 +265,13 @@ def _reaper_of_orphans() -> Iterator[None]:
 # Functions that run in the warm parent.
 
 
-def _serve(channel: socket.socket) -> dict[str, Any]:
-    """Fork a rank at each request. Return in each rank, with its request; the warm parent itself ends here."""
+def _serve(channel: socket.socket, loaded_with: Mapping[str, str]) -> dict[str, Any]:
+    """Fork a rank at each request. Return in each rank, with its request; the warm parent itself ends here.
+
+    Args:
+        channel: the socket to the agent.
+        loaded_with: the environment variables at the start of this program.
+    """
     while True:
         try:
             message, files, _, _ = socket.recv_fds(channel, 16, 5)
@@ -225,9 +285,10 @@ def _serve(channel: socket.socket) -> dict[str, Any]:
                 os._exit(0)
             try:
                 channel.close()
-                return _begin(files)
+                request = _begin(files)
             except BaseException:
                 os._exit(1)  # the agent notices that the socket of its request is closed
+            return _with_warm_parent(request, loaded_with) if request["is_launcher"] else request
         os.waitpid(between, 0)
         for file in files:
             os.close(file)
@@ -256,6 +317,22 @@ def _begin(files: Sequence[int]) -> dict[str, Any]:
         if not agent.recv(16):
             os._exit(1)
     return request
+
+
+def _with_warm_parent(launcher: dict[str, Any], loaded_with: Mapping[str, str]) -> dict[str, Any]:
+    """Fork the warm parent of this launcher. Return in the launcher and, later, in each of its ranks, with their request."""
+    from guozhuang.launch import warm  # the module that the launcher will import; this one is ``__main__``
+
+    channel, theirs = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        channel.close()
+        os.setsid()
+        theirs.send(_READY)
+        return _serve(theirs, loaded_with)
+    theirs.close()
+    warm.inherited = warm.WarmParent(warm.ForkedRank(pid), channel, loaded_with)
+    return launcher
 
 
 def _run(request: Mapping[str, Any]) -> None:
@@ -310,8 +387,8 @@ def _open_stream(descriptor: int, name: str) -> io.TextIOWrapper:
     return stream  # type: ignore[no-any-return]
 
 
-def _import() -> str:
-    """Import what ranks need; return why no rank can be forked afterwards, empty if it can."""
+def _import(modules: Sequence[str]) -> str:
+    """Import what ranks need, and these modules; return why no rank can be forked afterwards, empty if it can."""
     try:
         import torch
 
@@ -319,6 +396,9 @@ def _import() -> str:
         from guozhuang.watch.processes import path_of
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+    for name in modules:
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)  # the first optimizer imports 800 modules
     between = os.fork()
     if between == 0:
@@ -332,15 +412,15 @@ def _import() -> str:
 
 def main(arguments: Sequence[str]) -> dict[str, Any]:
     """Import, tell the agent, and serve its requests; return in each forked rank, with its request."""
-    channel, words = socket.socket(fileno=int(arguments[0])), arguments[1:]
+    channel, words, loaded_with = socket.socket(fileno=int(arguments[0])), arguments[1:], dict(os.environ)
     _find_modules_as(words)
-    why_not = _import()
+    why_not = _import(json.load(sys.stdin))
     channel.send(why_not.encode() or _READY)
     if why_not:
         sys.exit(1)
     gc.collect()
     gc.freeze()  # a collection in a rank would copy all pages of these objects
-    return _serve(channel)
+    return _serve(channel, loaded_with)
 
 
 if __name__ == "__main__":

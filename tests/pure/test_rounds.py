@@ -10,6 +10,7 @@ import pytest
 
 from guozhuang.lab import compare
 from guozhuang.lab.results import RankRecord, Results, RunFailure, from_json
+from guozhuang.lab.runs import Runs
 from guozhuang.lab.worker import RunSpec
 from tests.pure.made_up import record
 
@@ -17,11 +18,11 @@ Play = Callable[[RunSpec], tuple[RankRecord, ...] | RunFailure]
 
 
 def _run(monkeypatch: pytest.MonkeyPatch, out: Path, play: Play, *arguments: str) -> tuple[int, Results]:
-    def execute(spec: RunSpec, log: Path, tick: Callable[[int], None]) -> tuple[RankRecord, ...] | RunFailure:
+    def execute(_: Runs, spec: RunSpec, log: Path, tick: Callable[[int], None]) -> tuple[RankRecord, ...] | RunFailure:
         log.write_text(f"the log of {spec.strategy}")
         return play(spec)
 
-    monkeypatch.setattr(compare, "execute", execute)
+    monkeypatch.setattr(Runs, "execute", execute)
     monkeypatch.setattr(compare, "busy_share", lambda: 0.9)
     parser = argparse.ArgumentParser()
     compare.add_arguments(parser)
