@@ -27,9 +27,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("distributed", "data_parallel", "sharding", "parallel"),
     ("strategies", "checkpoint"),
     ("workloads",),
-    ("lab",),
     ("launch",),
-    ("check",),  # starts ranks as `guozhuang run` does
+    ("lab", "check"),  # start ranks as `guozhuang run` does
     ("compat",),
     ("cli",),  # tells the launcher what compat adds to a run
     ("__init__", "__main__"),  # nothing stands on these

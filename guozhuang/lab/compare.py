@@ -64,7 +64,9 @@ def run(namespace: argparse.Namespace, python_path: Sequence[str] = ()) -> int:
             busy = busy_share()  # measured before the comparison itself computes anything
             num_runs = len(plan.names) * (plan.settings.num_rounds + (plan.timeline is not None))
             shutil.rmtree(plan.out / "logs", ignore_errors=True)  # logs of an earlier comparison
-            modules = [name for name in sys.modules if name not in imported]  # which the workload needed
+            modules = [  # which the workload needed
+                name for name in sys.modules if name not in imported and not name.startswith("torch.")
+            ]
             with (
                 Runs(Path(scratch), plan.settings.threads_per_rank, modules, python_path) as runs,
                 Reporter(progress, num_runs) as reporter,

@@ -22,7 +22,7 @@ from guozhuang import strategies
 from guozhuang.lab.results import RankRecord, RunFailure
 from guozhuang.lab.worker import RunSpec
 from guozhuang.launch.crew import Crew, entry
-from guozhuang.launch.request import with_folders
+from guozhuang.launch.request import environment_of_launchers
 from guozhuang.records import build, write_text
 
 _IMPORT_S = 120.0  # how long the warm parent may import
@@ -54,15 +54,14 @@ class Runs:
 
     Args:
         folder: a folder that is removed with the comparison.
-        threads_per_rank: the value of OMP_NUM_THREADS, unless the environment sets it.
+        threads_per_rank: compute threads of a rank.
         modules: the modules that the workload needs.
         python_path: the folders that ``guozhuang run`` adds to the ranks' PYTHONPATH.
     """
 
     def __init__(self, folder: Path, threads_per_rank: int, modules: Sequence[str], python_path: Sequence[str]) -> None:
         self._folder, self._modules = folder, modules
-        self._environ = {"OMP_NUM_THREADS": str(threads_per_rank)} | os.environ
-        self._environ |= with_folders(os.environ.get("PYTHONPATH", ""), python_path)
+        self._environ = environment_of_launchers(threads_per_rank, python_path)
         self._crew: Crew | None = None
 
     def __enter__(self) -> Runs:

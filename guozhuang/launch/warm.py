@@ -141,8 +141,19 @@ class WarmParent:
         Raises:
             NotWarmError: it is not.
         """
-        if not self._is_ready:
-            self._check(limit_s)
+        if self._is_ready:
+            return
+        try:
+            self._channel.settimeout(limit_s)
+            said = self._channel.recv(4096)
+        except (BlockingIOError, TimeoutError):
+            raise NotWarmError("the warm parent is still importing") from None
+        except OSError as error:
+            raise NotWarmError(f"the warm parent has ended: {error}") from error
+        self._channel.settimeout(_LIMIT_S)
+        if said != _READY:
+            raise NotWarmError(f"the warm parent has ended: {said.decode(errors='replace') or 'it was killed'}")
+        self._is_ready = True
 
     def fork(
         self,
@@ -168,35 +179,12 @@ class WarmParent:
         check_variables(self._environ, environ)
         self.wait(0.0)
         try:
-            request: dict[str, Any] = {
-                "arguments": arguments,
-                "words": list(words),
-                "environ": dict(environ),
-                "cwd": os.getcwd(),
-            }
-            request |= {"agent": os.getpid(), "log_folder": log_folder, "is_launcher": is_launcher}
-            return self._ask(json.dumps(request), files)
+            request = {"arguments": arguments, "words": list(words), "environ": dict(environ), "cwd": os.getcwd()}
+            more = {"agent": os.getpid(), "log_folder": log_folder, "is_launcher": is_launcher}
+            return self._ask(json.dumps(request | more), files)
         except OSError as error:
             self.close()
             raise NotWarmError(f"the warm parent did not fork: {error}") from error
-
-    def _check(self, limit_s: float) -> None:
-        """Read the warm parent's message that it is ready.
-
-        Raises:
-            NotWarmError: it is not.
-        """
-        try:
-            self._channel.settimeout(limit_s)
-            said = self._channel.recv(4096)
-        except (BlockingIOError, TimeoutError):
-            raise NotWarmError("the warm parent is still importing") from None
-        except OSError as error:
-            raise NotWarmError(f"the warm parent has ended: {error}") from error
-        self._channel.settimeout(_LIMIT_S)
-        if said != _READY:
-            raise NotWarmError(f"the warm parent has ended: {said.decode(errors='replace') or 'it was killed'}")
-        self._is_ready = True
 
     def _ask(self, request: str, files: Sequence[int]) -> ForkedRank:
         ours, theirs = socket.socketpair()

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from guozhuang import compat
 from guozhuang.errors import UsageError
 from guozhuang.lab import compare
 from guozhuang.lab.results import from_json
@@ -166,7 +167,7 @@ def test_all_three_are_rows_of_a_comparison(tmp_path: Path) -> None:
     names = ["single", "sharded", "sharded-gradients", "sharded-weights"]
     told = ["--workload", "tests.processes.tiny_workload:make", "--out", str(tmp_path), "--rounds", "1", "--steps", "4"]
     more = ["--warmup-steps", "2", "--timeout", "60", "--strategies", ",".join(names)]
-    assert compare.run(parser.parse_args([*told, *more])) == 0
+    assert compare.run(parser.parse_args([*told, *more]), compat.extension().python_path) == 0
     results = from_json((tmp_path / "results.json").read_text())
     single = results.row("single")
     assert single is not None

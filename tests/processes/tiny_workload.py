@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,7 +36,8 @@ def make(options: Mapping[str, str]) -> Workload:
 
     def evaluate(model: nn.Module) -> dict[str, float]:
         with torch.no_grad():
-            return {"accuracy": (model(inputs).argmax(1) == classes).float().mean().item()}
+            accuracy = (model(inputs).argmax(1) == classes).float().mean().item()
+        return {"accuracy": accuracy, "forked": float(b"warm.py" in Path("/proc/self/cmdline").read_bytes())}
 
     return Workload(
         name="tiny",
