@@ -127,15 +127,25 @@ def connect(host: str, port: int, timeout_s: float) -> dist.TCPStore:
 
 
 def reach(
-    point: MeetingPoint, rank: int, timeout_s: float, where: str, *, log_notices: bool = True, is_up: bool = False
+    point: MeetingPoint,
+    rank: int | None,
+    timeout_s: float,
+    where: str,
+    *,
+    who: str = "rank 0's store",
+    fix: str = "",
+    log_notices: bool = True,
+    is_up: bool = False,
 ) -> tuple[dist.TCPStore, str]:
-    """Connect to the store that rank 0 or the launcher keeps.
+    """Connect to the store that rank 0, the launcher or an agent keeps.
 
     Args:
         point: the address of the store.
         rank: of this process, for log and errors.
         timeout_s: how long to wait for the store, in seconds; then the limit of each of its operations.
         where: the address as log and errors show it.
+        who: what log and errors call the store.
+        fix: the remedy, for errors; "" for the remedies of MASTER_ADDR and MASTER_PORT.
         log_notices: whether to log notices when the connection takes long.
         is_up: a program is known to listen at the address, so no trial connection is made first.
 
@@ -151,7 +161,7 @@ def reach(
     def try_it() -> tuple[dist.TCPStore, str]:
         host = connect_host(point)
         if not is_up:
-            wait_for_listener(host, point.port, deadline, over, seen)
+            _wait_for_listener(host, point.port, deadline, over, seen)
         seen[0] = None
         store = connect(host, point.port, max(deadline - time.monotonic(), 1.0))
         store.set_timeout(datetime.timedelta(seconds=timeout_s))
@@ -159,56 +169,35 @@ def reach(
 
     def still() -> str:
         why = client.why_no_connection(seen[0]) if seen[0] else "what listens there does not answer"
-        return f"rank {rank} waits for rank 0's store at {where}: {why}" if log_notices else ""
+        me = "this process" if rank is None else f"rank {rank}"
+        return f"{me} waits for {who} at {where}: {why}" if log_notices else ""
 
     try:
         return client.attempt(timeout_s + 1.0, try_it, still)
     except client.OverdueError as error:
         if seen[0] is None:
             what = f"what listens at {where} is no store of PyTorch: it did not answer within {timeout_s:g} s"
-            raise WorldError(explain(what, rank=rank, fix="choose another MASTER_PORT")) from None
-        raise _not_reached(where, timeout_s, seen[0], rank) from error
-    except (NoListenerError, RuntimeError) as error:
-        raise _not_reached(where, timeout_s, seen[0] or error, rank) from error
+            raise WorldError(explain(what, rank=rank, fix=fix or "choose another MASTER_PORT")) from None
+        cause: Exception = error
+    except (OSError, RuntimeError) as error:
+        cause = error
     finally:
         over.set()
-
-
-def _not_reached(where: str, timeout_s: float, why: Exception, rank: int) -> WorldError:
-    fix = "check that rank 0 runs, that both variables are the same on every rank, and that no firewall stands between"
-    if isinstance(why, socket.gaierror):
-        fix = "set MASTER_ADDR to an address or to a name that every node knows (DNS or /etc/hosts)"
-    text = client.why_no_connection(why) if isinstance(why, OSError) else str(why)
-    return WorldError(
-        explain(f"could not reach rank 0's store at {where} within {timeout_s:g} s: {text}", rank=rank, fix=fix)
+    why = seen[0] or cause
+    usual = (
+        "check that rank 0 runs, that both variables are the same on every rank, and that no firewall stands between"
     )
+    if isinstance(why, socket.gaierror):
+        usual = "set MASTER_ADDR to an address or to a name that every node knows (DNS or /etc/hosts)"
+    text = client.why_no_connection(why) if isinstance(why, OSError) else str(why).partition("\n")[0]
+    what = f"could not reach {who} at {where} within {timeout_s:g} s: {text}"
+    raise WorldError(explain(what, rank=rank, fix=fix or usual)) from cause
 
 
-class NoListenerError(Exception):
-    """No connection was accepted in time; the text says what happened at the last try."""
-
-
-def wait_for_listener(
-    host: str,
-    port: int,
-    deadline: float,
-    over: threading.Event | None = None,
-    seen: list[OSError | None] | None = None,
+def _wait_for_listener(
+    host: str, port: int, deadline: float, over: threading.Event, seen: list[OSError | None]
 ) -> None:
-    """Try until a connection is accepted. The loop is in Python, so that a signal can end it.
-
-    Args:
-        host: name or address.
-        port: the TCP port.
-        deadline: a time of ``time.monotonic``.
-        over: ends the wait early when it is set.
-        seen: a list whose first element is set to the error of the last try.
-
-    Raises:
-        NoListenerError: no connection was accepted before the deadline.
-    """
-    seen = [None] if seen is None else seen
-    last: OSError | None = None
+    """Try until a connection is accepted; ``seen[0]`` is the error of the last try, which is raised at the deadline."""
     for left_s in client.tries(deadline, over):
         try:
             with socket.create_connection((host, port), timeout=max(0.1, min(_ONE_TRY_S, left_s))) as found:
@@ -217,6 +206,6 @@ def wait_for_listener(
                     return
                 raise ConnectionRefusedError
         except OSError as error:
-            seen[0] = last = error
-    assert last is not None
-    raise NoListenerError(client.why_no_connection(last)) from last
+            seen[0] = error
+    assert seen[0] is not None
+    raise seen[0]

@@ -108,7 +108,7 @@ def _keep_or_reach(host: str, port: int, plan: Plan, is_keeper: bool, timeout_s:
         if is_sure:
             raise
         # Another agent of this node may keep the store at this port.
-        return reach(address, port, plan.secret, 5.0, "the agent that keeps the port, or another program,")
+        return reach(address, port, plan.secret, 5.0, "the agent that keeps the port")
     say_if_open(kept, plan.secret)
     return kept
 

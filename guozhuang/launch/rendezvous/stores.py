@@ -14,18 +14,17 @@ from __future__ import annotations
 import datetime
 import errno
 import socket
-import time
 
 import torch.distributed as dist
 
 from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.launch.console.say import say
-from guozhuang.net import client, interfaces, search
+from guozhuang.net import interfaces, search
 from guozhuang.net import store as stores
 from guozhuang.net.client import PatientStore
 from guozhuang.net.door import pass_through
 from guozhuang.net.meet import WorldStore, keep_behind_door
-from guozhuang.net.meeting_point import PortSequence
+from guozhuang.net.meeting_point import MeetingPoint, PortSequence
 from guozhuang.net.search import is_loopback, resolve
 
 LOOPBACK = "127.0.0.1"
@@ -57,9 +56,7 @@ def listen(host: str, port: int) -> socket.socket:
 def keep(host: str, port: int, secret: bytes | None = None) -> WorldStore:
     """Open a store at an address of this node, or, with a secret, on loopback behind a door at that address."""
     listener = listen(host, port)
-    if secret is not None and not is_loopback(
-        host
-    ):  # a door before loopback, which no other node reaches, protects nothing
+    if secret is not None and not is_loopback(host):  # no other node reaches loopback: a door would protect nothing
         return keep_behind_door(listener, secret, host, STORE_S)
     port = int(listener.getsockname()[1])
     return WorldStore(stores.serve(listener, STORE_S), host, port=port, local=(_own(host), port))
@@ -89,7 +86,7 @@ def find(point: PortSequence, node_rank: int, timeout_s: float) -> WorldStore:
         WorldError: no door was found within ``timeout_s`` seconds.
     """
     passage = search.passage_to_rank_0(point, node_rank, timeout_s)
-    store = _client(*passage, "the agent of node 0")
+    store = _connect(*passage, _ANSWER_S, "the agent of node 0", is_up=True)
     return WorldStore(store, passage.host, (passage,), port=passage.port, local=passage)
 
 
@@ -113,34 +110,17 @@ def reach(host: str, port: int, secret: bytes | None, timeout_s: float, who: str
     """
     if secret is not None and stores.loopback_address(host) is None:
         passage = pass_through(host, port, secret, timeout_s)
-        return WorldStore(_client(*passage, who), host, (passage,), port=port, local=passage)
-    _wait_for_listener(host, port, timeout_s, who)
-    return WorldStore(_client(host, port, who), host, port=port, local=(host, port))
+        return WorldStore(_connect(*passage, _ANSWER_S, who, is_up=True), host, (passage,), port=port, local=passage)
+    return WorldStore(_connect(host, port, timeout_s, who, is_up=False), host, port=port, local=(host, port))
 
 
-def _client(host: str, port: int, who: str) -> dist.Store:
-    """Connect to a store; raise WorldError if the program that listens there does not answer like a store."""
-    fix = "check the address and the port, that no other program has it, and that both or none have GUOZHUANG_SECRET"
-    try:
-        store = client.attempt(_ANSWER_S + 1.0, lambda: stores.connect(host, port, _ANSWER_S))
-    except client.OverdueError:
-        what = f"what listens at {host}:{port} does not answer as the store of {who} would, within {_ANSWER_S:g} s"
-        raise WorldError(explain(what, fix=fix)) from None
-    except RuntimeError as error:
-        what = f"what listens at {host}:{port} is not the store of {who}: {str(error).splitlines()[0]}"
-        raise WorldError(explain(what, fix=fix)) from error
+def _connect(host: str, port: int, timeout_s: float, who: str, *, is_up: bool) -> dist.Store:
+    fix = "check that `guozhuang run` was started there, the address, the port, and that both or none have GUOZHUANG_SECRET"
+    where = f"{host}:{port}"
+    point = MeetingPoint(host, port)
+    store, _ = stores.reach(point, None, timeout_s, where, who=f"the store of {who}", fix=fix, is_up=is_up)
     store.set_timeout(datetime.timedelta(seconds=STORE_S))
     return store
-
-
-def _wait_for_listener(host: str, port: int, timeout_s: float, who: str) -> None:
-    """Wait until a process listens there; in Python, so that a signal can interrupt it, unlike torch's own wait."""
-    try:
-        stores.wait_for_listener(host, port, time.monotonic() + timeout_s)
-    except stores.NoListenerError as error:
-        what = f"{who} was not reached at {host}:{port} within {timeout_s:g} s: {error}"
-        fix = "check that `guozhuang run` was started there, the address, the port, and firewalls between"
-        raise WorldError(explain(what, fix=fix)) from error
 
 
 def wait_for(store: PatientStore, key: str, timeout_s: float, who: str) -> str:
