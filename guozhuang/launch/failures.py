@@ -7,11 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from guozhuang.launch import tracebacks
-from guozhuang.watch.report import EXIT_CODE
 
 _LAST_LINES = 12  # number of last lines that are shown of the rank that failed first
 _LEAVING_LINES = 3  # number of lines that a rank may print between its traceback and its end
-_HANG = "(--hang-timeout "  # marks a line of the report on a hang; the next line names the rank that held up the others
 _OUT_OF_MEMORY = "if nobody sent it, the machine ran out of memory"
 
 
@@ -26,6 +24,7 @@ class Failure:
         ended: when its process ended, in seconds of any clock that is the same for all ranks.
         lines: the last lines it printed; empty where its output was not read.
         times: when each of ``lines`` was read, by the clock of ``ended`` (0.0: not known); or empty.
+        hang: the line that names the ranks that hung, if ``--hang-timeout`` ended this rank; else "".
     """
 
     rank: int
@@ -34,6 +33,7 @@ class Failure:
     ended: float
     lines: Sequence[str] = ()
     times: Sequence[float] = ()
+    hang: str = ""
 
     @property
     def traceback(self) -> Sequence[str]:
@@ -90,13 +90,6 @@ class Failure:
         """Return when it failed: when it began to print its traceback, which can be long before its end."""
         found = tracebacks.last(self.lines) if self.traceback and self.times else None
         return min(self.times[found[0]] or self.ended, self.ended) if found else self.ended
-
-    @property
-    def hang(self) -> str:
-        """Return the line that names the rank that hung, if ``--hang-timeout`` ended this rank; else ""."""
-        lines = list(self.lines)
-        at = next((i for i in reversed(range(len(lines))) if _HANG in lines[i]), None)
-        return "" if self.exitcode != EXIT_CODE or at is None else next(iter(lines[at + 1 : at + 2]), "")
 
     @property
     def is_reaction(self) -> bool:

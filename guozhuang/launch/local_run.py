@@ -21,7 +21,7 @@ from guozhuang.launch.failures import Failure, describe, exit_code, first, headl
 from guozhuang.launch.job import Job, Outcome, Over, Replace, Send
 from guozhuang.launch.options import command, torchrun
 from guozhuang.launch.options.plan import Plan
-from guozhuang.launch.rank_files import RankFiles, Shown
+from guozhuang.launch.rank_files import RankFiles, Shown, hang_in
 from guozhuang.launch.rendezvous.endpoint import open_fixed
 from guozhuang.launch.rendezvous.fixed import Attempt, FixedRendezvous, NodeShare
 from guozhuang.launch.request import Request, RunReport
@@ -59,6 +59,7 @@ class LocalRun:
         self._rendezvous: FixedRendezvous | None = None
         self._attempt: Attempt | None = None
         self._pids: dict[int, int] = {}
+        self._error_files: dict[int, str] = {}
         self._signals = Signals(str(versions.field(self._config, "signals_to_handle") or ""))
         shutdown_s = versions.field(self._config, "shutdown_timeout")
         self._job = Job(
@@ -168,6 +169,7 @@ class LocalRun:
             [*entry(log_folder), *words], local_rank, versions.field(self._config, "numa_options")
         )
         rank = int(environ["RANK"])
+        self._error_files[rank] = environ.get("TORCHELASTIC_ERROR_FILE", "")
         pid = self._crew.start(rank, whole, os.environ | environ, *places)
         self._pids[rank] = pid
         self._output.watch({rank: pid})
@@ -323,7 +325,8 @@ class LocalRun:
             seen = list(trace.lines)
             ended = time.monotonic() if trace.ended is None else trace.ended
             lines = [tracebacks.plain(line) for _, line in seen]
-            found[rank] = Failure(rank, code, self._pids[rank], ended, lines, [when for when, _ in seen])
+            times, hang = [when for when, _ in seen], hang_in(self._error_files.get(rank, ""))
+            found[rank] = Failure(rank, code, self._pids[rank], ended, lines, times, hang)
         return found
 
     def _record(self, outcome: Outcome) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -122,6 +123,15 @@ def open_copies(folder: str, is_first: bool) -> None:
     for name in ("stdout", "stderr"):
         with open(os.path.join(folder, name), "wb" if is_first else "ab"):
             pass
+
+
+def hang_in(error_file: str) -> str:
+    """Return the line that names the ranks that hung, from the error file of a rank that ``--hang-timeout`` ended; else ""."""
+    try:
+        with open(error_file) as file:
+            return str(json.load(file).get("hang", ""))
+    except (OSError, ValueError, AttributeError):
+        return ""  # there is no file, or another program has written it
 
 
 def copies_of(folder: str, rank: int, size: int) -> str:

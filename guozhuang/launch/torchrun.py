@@ -29,7 +29,7 @@ from guozhuang.launch.crew import Crew, entry
 from guozhuang.launch.failures import Failure, describe, exit_code, first
 from guozhuang.launch.options import command, torchrun
 from guozhuang.launch.options.plan import Plan
-from guozhuang.launch.rank_files import RankFiles, Shown
+from guozhuang.launch.rank_files import RankFiles, Shown, hang_in
 from guozhuang.launch.rendezvous.endpoint import open_for_torch
 from guozhuang.launch.request import Request, RunReport
 from guozhuang.launch.signals import SignalledError, Signals
@@ -125,7 +125,7 @@ def _failure(rank: int, found: Any, output: Output) -> Failure:
     lines = [tracebacks.plain(line) for _, line in seen]
     # Torch gives the time of the failure by the wall clock; it is converted to the monotonic clock of the lines.
     ended = time.monotonic() - (time.time() - float(found.timestamp))
-    return Failure(rank, found.exitcode, found.pid, ended, lines, [when for when, _ in seen])
+    return Failure(rank, found.exitcode, found.pid, ended, lines, [when for when, _ in seen], hang_in(found.error_file))
 
 
 @contextlib.contextmanager

@@ -54,7 +54,7 @@ from guozhuang.watch.stacks import (
     stacks_text,
     started_collectives,
 )
-from guozhuang.watch.watcher import Watcher, WatcherStatus, look_at_neighbours, read_reports
+from guozhuang.watch.watcher import Report, Watcher, WatcherStatus, look_at_neighbours, read_reports
 
 # How often the main thread is sampled: more samples make it likelier to see that a thread in a loop moves.
 _LOOKS_PER_BEAT = 4
@@ -73,6 +73,7 @@ def start(
     keeps_store: bool = False,
     behind_door: bool = False,
     interval_s: float | None = None,
+    error_file: str = "",
 ) -> Heartbeat | None:
     """Start to publish heartbeats and to watch the other ranks. Every rank must call, after the group was made.
 
@@ -90,6 +91,7 @@ def start(
         behind_door: the store is behind a ``Door``; the same on every rank.
         interval_s: between two beats; None: 1 s, more above 500 ranks (50 behind a door). All other limits are multiples of
             it. The same on every rank.
+        error_file: the file by which the agent that started this rank learns why it ended; "" without one.
 
     Returns:
         The heartbeat, to be ended by its ``stop``; None if none was started.
@@ -109,6 +111,7 @@ def start(
     own = prefixed.clone()  # See [Note: two threads].
     own.set_timeout(timedelta(seconds=limits.lost_s))
     running = Heartbeat(own, rank, size, hang_timeout_s, limits, keeps_store)
+    running.error_file = error_file
     running.start()
     return running
 
@@ -129,7 +132,7 @@ class Heartbeat:
         self, store: dist.Store, rank: int, size: int, hang_timeout_s: float | None, limits: Limits, keeps_store: bool
     ) -> None:
         self.rank, self.size, self._limits, self._hang_timeout_s = rank, size, limits, hang_timeout_s
-        self._store, self._keeps_store = store, keeps_store
+        self._store, self._keeps_store, self.error_file = store, keeps_store, ""
         self._stopped, self._wake = threading.Event(), threading.Event()
         self._clock = AwakeClock(2 * limits.interval_s)
         # The node's identity is hashed to 12 digits, because it is in every beat.
@@ -299,9 +302,9 @@ class Heartbeat:
         if self._closing:
             return
         if status is not None and status.report > self._last_report and self._watch is None:
-            for number, text, ends in read_reports(self._store, self._last_report):
-                self._last_report = number
-                self._log_report(text, ends)
+            for published in read_reports(self._store, self._last_report):
+                self._last_report = published.number
+                self._log_report(published)
         if self._watch is None:
             self._take_over_if_due()
         if self._watch is not None:
@@ -311,7 +314,7 @@ class Heartbeat:
                 _log.warning("[rank %d] %s", self.rank, line)
             if report is not None:
                 self._last_report = report.number
-                self._log_report(report.full, report.ends)
+                self._log_report(report)
 
     def _read_status(self) -> None:
         if self._status is None and not self._store.check(["status"]):
@@ -405,13 +408,13 @@ class Heartbeat:
 
     # ---- what the user sees
 
-    def _log_report(self, text: str, ends: bool) -> None:
-        text = f"[rank {self.rank}] {text}"
-        if ends:
+    def _log_report(self, report: Report) -> None:
+        text = f"[rank {self.rank}] {report.full}"
+        if report.ends:
             self._is_ending = True
             # Ranks read the report once per interval; the rank that keeps the store, and the watcher, end last.
             keeps = self._keeps_store or self._watch is not None
-            end(text, 2.5 * self._limits.interval_s + (_LONGER_S if keeps else 0.0))
+            end(text, 2.5 * self._limits.interval_s + (_LONGER_S if keeps else 0.0), report.hang, self.error_file)
         elif text not in self._texts:  # a new watcher publishes again what the one before it reported
             self._texts.add(text)
             _log.error("%s", text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import re
@@ -41,7 +42,7 @@ def hang(judge: Judge, lost: Mapping[int, str], now_s: float) -> str:
     live = {r: b for r, b in beats.items() if b.left is None and r not in lost}
     idle_s = min(beat.idle_s + judge.age_s(rank, now_s) for rank, beat in live.items())
     text = f"hang: no rank has started a collective for {idle_s:.0f} s (--hang-timeout {judge.hang_timeout_s:g})"
-    return f"{text}\n{_held_up_by(live, beats, lost, judge, now_s)}"
+    return f"{text}\n{held_up_by(judge, lost, now_s)}"
 
 
 def trouble(judge: Judge, troubled: Mapping[int, str], lost: Mapping[int, str], now_s: float) -> str:
@@ -49,15 +50,15 @@ def trouble(judge: Judge, troubled: Mapping[int, str], lost: Mapping[int, str], 
     alike = {rank: re.sub(r"\d+", "0", text) for rank, text in troubled.items()}
     lines = [f"a collective failed on {ranks_text(ranks)}: {troubled[ranks[0]]}" for ranks, _ in merged(alike)]
     more = [f"and {len(lines) - _MAX_NAMED} lines more like these"] if len(lines) > _MAX_NAMED else []
-    beats = judge.beats()
-    live = {r: b for r, b in beats.items() if b.left is None and r not in lost}
-    why = [] if lost or not live else [_held_up_by(live, beats, lost, judge, now_s)]
+    is_live = any(beat.left is None and rank not in lost for rank, beat in judge.beats().items())
+    why = [] if lost or not is_live else [held_up_by(judge, lost, now_s)]
     return "\n".join([*lines[:_MAX_NAMED], *more, *why])
 
 
-def _held_up_by(
-    live: Mapping[int, Beat], beats: Mapping[int, Beat], lost: Mapping[int, str], judge: Judge, now_s: float
-) -> str:
+def held_up_by(judge: Judge, lost: Mapping[int, str], now_s: float) -> str:
+    """Return the line that names the ranks for which the others wait; at least one rank must be live."""
+    beats = judge.beats()
+    live = {r: b for r, b in beats.items() if b.left is None and r not in lost}
     if lost:
         return f"held up by {ranks_text(sorted(lost))}, lost"
     silent = [rank for rank in judge.silent(now_s) if rank in live]
@@ -154,11 +155,13 @@ def failures(failed: Mapping[int, str]) -> str:
     return "\n".join(f"{ranks_text(ranks)} ended with {text}" for ranks, text in merged(failed))
 
 
-def end(text: str, wait_s: float) -> NoReturn:
+def end(text: str, wait_s: float, hang: str = "", error_file: str = "") -> NoReturn:
     """Write ``text`` once, to the log if one was set up, else to stderr; then end the process with ``EXIT_CODE``.
 
     Args:
         text: the report.
+        hang: the line of ``held_up_by``; "" where the cause is no hang.
+        error_file: the file by which torch elastic's agents and ours learn why this rank ended; "" without one.
         wait_s: the process lives for at least so many seconds more, so that other ranks can read the report too.
     """
     until_s = time.monotonic() + wait_s
@@ -166,9 +169,16 @@ def end(text: str, wait_s: float) -> NoReturn:
     if not _within(_SAY_S, lambda: _log.critical("%s", text) if _log.hasHandlers() else _write(text)):
         _within(_SAY_S, lambda: _write(text))
     _within(_SAY_S, _flush)
+    if error_file:
+        _within(_SAY_S, lambda: _write_error_file(error_file, text, hang))
     time.sleep(max(until_s - time.monotonic(), 0.0))
     _end_children()
     os._exit(EXIT_CODE)
+
+
+def _write_error_file(path: str, text: str, hang: str) -> None:
+    with contextlib.suppress(OSError), open(path, "w") as file:
+        json.dump({"message": text, "timestamp": int(time.time()), "hang": hang}, file)
 
 
 def _within(limit_s: float, do: Callable[[], None]) -> bool:

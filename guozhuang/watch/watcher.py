@@ -84,12 +84,14 @@ class Report:
         short: the text that every rank logs.
         stacks: the stacks of all ranks, which the watcher alone logs.
         ends: every rank must end.
+        hang: the line that names the ranks for which the others wait, if the world hangs.
     """
 
     number: int
     short: str
     stacks: str
     ends: bool
+    hang: str = ""
 
     @property
     def full(self) -> str:
@@ -117,7 +119,7 @@ class Watcher:
         self._reported_failed: set[int] = set()
         self._reported_troubled: set[int] = set()
         self._gathering: _Gathering | None = None
-        self._reports: list[tuple[int, str, bool]] = []
+        self._reports: list[tuple[int, str, bool, str]] = []
 
     @property
     def limits(self) -> Limits:
@@ -195,7 +197,9 @@ class Watcher:
             texts.last_line(hangs, judge.hang_timeout_s) if hangs or new else "",
         ]
         missing = sorted({*late, *lost})
-        return Report(gathering.number, "\n".join(filter(None, parts)), texts.stacks(given, missing), hangs)
+        held_up_by = texts.held_up_by(judge, lost, clock_s) if hangs else ""
+        short = "\n".join(filter(None, parts))
+        return Report(gathering.number, short, texts.stacks(given, missing), hangs, held_up_by)
 
     def _publish(self, clock_s: float, report: Report | None) -> None:
         beats = self._judge.beats()
@@ -204,7 +208,10 @@ class Watcher:
             asked |= dict.fromkeys([rank for rank, beat in beats.items() if beat.left is None][:_MAX_ASKED])
         suspects = [(rank, beats[rank].node, beats[rank].pid, beats[rank].start) for rank in asked]
         if report is not None:
-            self._reports = [*self._reports[1 - _KEPT_REPORTS :], (report.number, report.short, report.ends)]
+            self._reports = [
+                *self._reports[1 - _KEPT_REPORTS :],
+                (report.number, report.short, report.ends, report.hang),
+            ]
             self._store.set("report", json.dumps(self._reports))
         request = self._gathering.number if self._gathering is not None else 0
         number = report.number if report is not None else self.status.report
@@ -228,6 +235,7 @@ def _text(data: bytes) -> str:
     return data.decode(errors="replace")
 
 
-def read_reports(store: dist.Store, after: int) -> list[tuple[int, str, bool]]:
-    """Return the reports with numbers above ``after``: number, text, and whether every rank must end."""
-    return [(number, text, ends) for number, text, ends in json.loads(store.get("report")) if number > after]
+def read_reports(store: dist.Store, after: int) -> list[Report]:
+    """Return the reports with numbers above ``after``, without stacks."""
+    found = [Report(number, text, "", ends, hang) for number, text, ends, hang in json.loads(store.get("report"))]
+    return [report for report in found if report.number > after]

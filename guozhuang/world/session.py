@@ -228,7 +228,13 @@ def _start_heartbeat(
     point = identity.meeting_point
     keeps = world.rank == 0 and not (isinstance(point, MeetingPoint) and point.is_kept_by_launcher)
     _session.heartbeat = heartbeat.start(
-        store, world.rank, world.size, hang_timeout, keeps_store=keeps, behind_door=behind_door
+        store,
+        world.rank,
+        world.size,
+        hang_timeout,
+        keeps_store=keeps,
+        behind_door=behind_door,
+        error_file=os.environ.get("TORCHELASTIC_ERROR_FILE", ""),
     )
 
 

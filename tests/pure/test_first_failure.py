@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from guozhuang.launch import tracebacks
 from guozhuang.launch.failures import Failure, describe, exit_code, first
+from guozhuang.launch.rank_files import hang_in
 
 LOST = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:52617. This is typically caused by a crash."
 
@@ -176,15 +180,14 @@ def test_the_mark_of_torch_is_taken_away() -> None:
     assert tracebacks.plain("rank 1: hello") == "rank 1: hello"
 
 
-def test_a_hang_is_told_by_who_held_the_ranks_up() -> None:
-    report = [
-        "[rank 2] hang: no rank has started a collective for 6 s (--hang-timeout 5)",
-        "held up by rank 1: 5 collectives of the default group started, others 6",
-        "every rank that can read this ends itself with exit code 75",
-    ]
-    failures = {0: failed(0, -signal.SIGTERM, 9.0), 2: failed(2, 75, 8.0, report)}
+def test_a_hang_is_told_by_who_held_the_ranks_up(tmp_path: Path) -> None:
+    held_up_by = "held up by rank 1: 5 collectives of the default group started, others 6"
+    (tmp_path / "error.json").write_text(json.dumps({"message": "...", "timestamp": 1, "hang": held_up_by}))
+    hung = dataclasses.replace(failed(2, 75, 8.0), hang=hang_in(str(tmp_path / "error.json")))
+    failures = {0: failed(0, -signal.SIGTERM, 9.0), 2: hung}
     text = describe(failures, "h").splitlines()
     assert text[0] == "the ranks hung, held up by rank 1: 5 collectives of the default group started, others 6"
     assert text[1] == "  rank 2 ended itself first: exit code 75 (process 4711 on host h)"
     assert describe({2: failed(2, 75, 8.0, ["no space left"])}, "h").startswith("rank 2 failed first: exit code 75 (")
-    assert describe({2: failed(2, 3, 8.0, report)}, "h").startswith("rank 2 failed first: exit code 3 (")
+    (tmp_path / "other.json").write_text('["of another program"]')
+    assert [hang_in(str(tmp_path / name)) for name in ("other.json", "none.json")] == ["", ""]
