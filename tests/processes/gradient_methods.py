@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from guozhuang.exchange import AllReduce
 from guozhuang.exchange.adasum import Adasum
@@ -21,6 +24,7 @@ from guozhuang.exchange.compressed import Compressed
 from guozhuang.exchange.hierarchical import Hierarchical
 from guozhuang.exchange.powersgd import PowerSGD
 from guozhuang.exchange.warmup import Warmup
+from guozhuang.gradients.buckets import Bucket
 
 _NODES = {1: "a", 2: "ab", 3: "abb", 4: "aabb", 8: "aaabbbbc"}
 
@@ -33,6 +37,7 @@ class Method:
         make: a new one, for so many ranks.
         says: whether NaN in a gradient is said in the log; an exact exchange hands it on, and the loss shows it.
         refuses: dtypes of parameters that are refused with a UsageError.
+        loss: the greatest loss after 60 steps of a task, as a multiple of that of plain averaging; None if not compared.
         of_shapes: the bytes that a rank sends for a bucket of a matrix of 64 x 48 and a vector of 7, where ``traffic`` does
             not see the shapes that they depend on.
     """
@@ -40,15 +45,25 @@ class Method:
     make: Callable[[int], GradientExchange[Any]]
     says: bool = True
     refuses: Sequence[torch.dtype] = ()
+    loss: float | None = 1.3
     of_shapes: Callable[[int], int] | None = None
+
+
+@dataclass(frozen=True)
+class Restless(MinMax8):
+    """Takes another time on every rank and for every bucket."""
+
+    def encode(self, rows: Tensor, codes: Tensor, random_bits: torch.Generator) -> None:
+        time.sleep(random.Random(time.monotonic_ns()).random() * 0.005)
+        super().encode(rows, codes, random_bits)
 
 
 def nodes_of(size: int) -> tuple[str, ...]:
     return tuple(_NODES[size])
 
 
-def coded(*arguments: Any, **options: Any) -> Method:
-    return Method(lambda size: Compressed(*arguments, **options))
+def coded(*arguments: Any, loss: float | None = 1.3, **options: Any) -> Method:
+    return Method(lambda size: Compressed(*arguments, **options), loss=loss)
 
 
 def power_bytes(size: int) -> int:
@@ -68,19 +83,23 @@ METHODS: dict[str, Method] = {
     "bf16": Method(lambda size: Cast(torch.bfloat16, AllReduce()), says=False),
     "minmax8": coded(MinMax8()),
     "minmax8-feedback": coded(MinMax8(), error_feedback=True),
+    "restless": coded(Restless()),
     "linear4": coded(Dithering(bits=4), error_feedback=True),
-    "natural4": coded(Dithering(bits=4, partition="natural")),
-    "onebit": coded(OneBit(), error_feedback=True),
-    "topk": coded(TopK(0.1), error_feedback=True),
-    "topk-momentum": coded(TopK(0.1), error_feedback=True, momentum=0.9),
-    "randomk": coded(RandomK(0.1), error_feedback=True),
+    "natural4": coded(Dithering(bits=4, partition="natural"), loss=None),
+    "onebit": coded(OneBit(), error_feedback=True, loss=None),
+    "topk": coded(TopK(0.1), error_feedback=True, loss=None),
+    "topk-momentum": coded(TopK(0.1), error_feedback=True, momentum=0.9, loss=None),
+    "randomk": coded(RandomK(0.1), error_feedback=True, loss=None),
     "powersgd": Method(lambda size: PowerSGD(rank=2), of_shapes=power_bytes),
     "warmup": Method(lambda size: Warmup(1, AllReduce(), Compressed(MinMax8(), error_feedback=True))),
-    "adasum": Method(lambda size: Adasum(), of_shapes=adasum_bytes),
+    "adasum": Method(lambda size: Adasum(), loss=None, of_shapes=adasum_bytes),
     "hierarchical": Method(
         lambda size: Hierarchical(AllReduce(), Compressed(MinMax8(), error_feedback=True), nodes_of(size))
     ),
     "hierarchical-powersgd": Method(lambda size: Hierarchical(AllReduce(), PowerSGD(rank=2), nodes_of(size))),
+    "hierarchical-restless": Method(
+        lambda size: Hierarchical(AllReduce(), Warmup(1, AllReduce(), Compressed(Restless())), nodes_of(size))
+    ),
 }
 
 
@@ -95,3 +114,27 @@ def forget_groups() -> None:
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not world and group.size() == world.size():
             dist.destroy_process_group(group)
+
+
+def gradient(name: str, shape: Sequence[int], rank: int, step: int) -> Tensor:
+    seed = sum(map(ord, name)) * 1000 + rank * 100 + step
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * (1 + rank)
+
+
+def buckets_of(shapes: list[list[tuple[int, ...]]]) -> list[Bucket]:
+    made = []
+    for index, members in enumerate(shapes):
+        names = [f"p{index}.{i}" for i in range(len(members))]
+        made.append(Bucket(index, index == len(shapes) - 1, names, [nn.Parameter(torch.zeros(s)) for s in members]))
+    return made
+
+
+def fill(buckets: Sequence[Bucket], rank: int, step: int) -> None:
+    for bucket in buckets:
+        for name, view in zip(bucket.names, bucket.views, strict=True):
+            view.copy_(gradient(name, view.shape, rank, step))
+
+
+def exchange_all(exchange: GradientExchange[Any], buckets: Sequence[Bucket], state: Any, step: int) -> None:
+    for work in [exchange.start(bucket, state, step) for bucket in buckets]:
+        work.wait()

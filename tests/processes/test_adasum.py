@@ -17,7 +17,8 @@ from guozhuang.errors import UsageError
 from guozhuang.exchange.adasum import Adasum
 from guozhuang.gradients.buckets import Bucket
 from tests.processes.cases import assert_equal_across_ranks, batch, mlp, names_of_cases, results_of_cases, sent_in
-from tests.processes.test_compressed import SHAPES, buckets_of, exchange_all, fill
+from tests.processes.gradient_methods import buckets_of, exchange_all, fill
+from tests.processes.test_compressed import SHAPES
 from tests.pure.test_adasum import adasum
 from tests.ranks import run_ranks
 

@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
-import random
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,45 +12,20 @@ from torch import Tensor, nn
 
 from guozhuang import DistributedDataParallel
 from guozhuang.errors import UsageError
-from guozhuang.exchange.adasum import Adasum
-from guozhuang.exchange.base import GradientExchange
 from guozhuang.exchange.codecs.base import Codec
 from guozhuang.exchange.codecs.dithering import Dithering
 from guozhuang.exchange.codecs.onebit import OneBit
 from guozhuang.exchange.codecs.quantize8 import MinMax8
-from guozhuang.exchange.codecs.topk import RandomK, TopK
+from guozhuang.exchange.codecs.topk import TopK
 from guozhuang.exchange.compressed import Compressed
-from guozhuang.exchange.powersgd import PowerSGD
 from guozhuang.gradients.buckets import Bucket
-from tests.processes.cases import OwnMessages, as_tests, batch, said, seeded
+from tests.processes.cases import as_tests, said, seeded
+from tests.processes.gradient_methods import buckets_of, exchange_all, fill
 from tests.pure.test_codecs import bagua_uint8
 from tests.ranks import RankError, run_ranks
+from tests.threads.ranks import run_threads
 
 SHAPES = [[(1,)], [(3, 5), (2,)], [(100, 100), (7,), (33, 3)]]
-
-
-def gradient(name: str, shape: Sequence[int], rank: int, step: int) -> Tensor:
-    seed = sum(map(ord, name)) * 1000 + rank * 100 + step
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * (1 + rank)
-
-
-def buckets_of(shapes: list[list[tuple[int, ...]]]) -> list[Bucket]:
-    made = []
-    for index, members in enumerate(shapes):
-        names = [f"p{index}.{i}" for i in range(len(members))]
-        made.append(Bucket(index, index == len(shapes) - 1, names, [nn.Parameter(torch.zeros(s)) for s in members]))
-    return made
-
-
-def fill(buckets: Sequence[Bucket], rank: int, step: int) -> None:
-    for bucket in buckets:
-        for name, view in zip(bucket.names, bucket.views, strict=True):
-            view.copy_(gradient(name, view.shape, rank, step))
-
-
-def exchange_all(exchange: GradientExchange[Any], buckets: Sequence[Bucket], state: Any, step: int) -> None:
-    for work in [exchange.start(bucket, state, step) for bucket in buckets]:
-        work.wait()
 
 
 def bytegrad(parts: list[Tensor]) -> Tensor:
@@ -89,19 +58,6 @@ def case_minmax8_is_bytegrad(rank: int, size: int) -> None:
             assert torch.equal(bucket.flat, bytegrad(parts)), (bucket.index, step)
 
 
-def case_all_ranks_hold_the_same_bits(rank: int, size: int) -> None:
-    buckets = buckets_of(SHAPES)
-    exchange = Compressed(Dithering(), error_feedback=True)
-    state = exchange.prepare(buckets, dist.group.WORLD)
-    fill(buckets, rank, 0)
-    exchange_all(exchange, buckets, state, 0)
-    for bucket in buckets:
-        lowest, highest = bucket.flat.clone(), bucket.flat.clone()
-        dist.all_reduce(lowest, dist.ReduceOp.MIN)
-        dist.all_reduce(highest, dist.ReduceOp.MAX)
-        assert torch.equal(lowest, highest)
-
-
 def case_feedback_loses_nothing(rank: int, size: int) -> None:
     """The sum of all results, and what is still held back, is the sum of all means."""
     buckets, num_steps = buckets_of(SHAPES), 6
@@ -124,40 +80,6 @@ def case_feedback_loses_nothing(rank: int, size: int) -> None:
         dist.all_reduce(sent)
         held = sent / size + torch.cat([saved["means"][name] for name in bucket.names])
         torch.testing.assert_close(total + held, mean, rtol=1e-4, atol=1e-5)
-
-
-def case_state_goes_on_exactly_in_other_buckets(rank: int, size: int) -> None:
-    flat_shapes = [[shape for members in SHAPES for shape in members]]
-    names = [name for bucket in buckets_of(SHAPES) for name in bucket.names]
-
-    def run(exchange: Compressed, reloads: bool) -> list[Tensor]:
-        buckets = buckets_of(SHAPES)
-        state = exchange.prepare(buckets, dist.group.WORLD)
-        for step in range(3):
-            fill(buckets, rank, step)
-            exchange_all(exchange, buckets, state, step)
-        [together] = buckets_of(flat_shapes)
-        together.names = tuple(names)
-        if reloads:
-            saved = copy.deepcopy(exchange.state_dict(state))
-            state = exchange.prepare([together], dist.group.WORLD)
-            exchange.load_state_dict(state, saved)
-        else:
-            state = exchange.prepare([together], dist.group.WORLD, state)
-        results = []
-        for step in range(3, 5):
-            fill([together], rank, step)
-            exchange_all(exchange, [together], state, step)
-            results.append(together.flat.clone())
-        return results
-
-    for exchange in (
-        Compressed(Dithering(block=8), error_feedback=True),
-        Compressed(RandomK(0.2), error_feedback=True, momentum=0.9),
-        Compressed(TopK(0.1), momentum=0.9, nesterov=True),
-    ):
-        for ours, theirs in zip(run(exchange, True), run(exchange, False), strict=True):
-            assert torch.equal(ours, theirs), exchange
 
 
 class Corrected:
@@ -282,14 +204,11 @@ def case_what_is_not_finite_is_said_and_reaches_all(rank: int, size: int) -> Non
     fill(buckets, rank, 0)
     exchange_all(exchange, buckets, state, 0)
     before = exchange.state_dict(state)["sent"]["p0.1"]
-    handler = OwnMessages()
-    seen = handler.texts
-    logging.getLogger("guozhuang").addHandler(handler)
     fill(buckets, rank, 1)
     if rank == size - 1:
         buckets[0].views[1][7] = float("inf")
-    exchange_all(exchange, buckets, state, 1)
-    logging.getLogger("guozhuang").removeHandler(handler)
+    with said() as seen:
+        exchange_all(exchange, buckets, state, 1)
     assert buckets[0].flat.isnan().all()
     if rank == size - 1:
         assert "'p0.1'" in seen[0] and "NaN or infinity" in seen[0] and f"rank {rank}" in seen[0], seen
@@ -333,19 +252,6 @@ def case_feedback_that_overflowed_is_forgotten(rank: int, size: int) -> None:
         assert bucket.flat.isfinite().all() and torch.equal(lowest, highest), codec
         if rank == size - 1 and isinstance(codec, MinMax8 | TopK):
             assert any("of 'p0." in text and "overflowed" in text for text in seen), seen
-
-
-def case_a_bucket_without_elements(rank: int, size: int) -> None:
-    for exchange in (
-        Compressed(MinMax8(), error_feedback=True),
-        Compressed(TopK(3), momentum=0.9),
-        Adasum(),
-        PowerSGD(),
-    ):
-        bucket = Bucket(0, True, ["none"], [nn.Parameter(torch.zeros(0, 3))])
-        state = exchange.prepare([bucket], dist.group.WORLD)
-        exchange.start(bucket, state, 0).wait()
-        exchange.load_state_dict(state, exchange.state_dict(state))
 
 
 class OtherOrder(nn.Module):
@@ -396,142 +302,11 @@ def case_resume_is_exact_where_layers_are_used_in_another_order(rank: int, size:
     train(other, range(1))
 
 
-@dataclass(frozen=True)
-class Restless(MinMax8):
-    """Takes another time on every rank and for every bucket."""
-
-    def encode(self, rows: Tensor, codes: Tensor, random_bits: torch.Generator) -> None:
-        time.sleep(random.Random(time.monotonic_ns()).random() * 0.01)
-        super().encode(rows, codes, random_bits)
+test_cases = as_tests(globals(), (2, 3, 4), on="threads")
 
 
-def case_the_order_in_which_buckets_end_does_not_matter(rank: int, size: int) -> None:
-    shapes = [[(11 + i,)] for i in range(9)]
-    exchange, buckets = Compressed(Restless()), buckets_of(shapes)
-    state = exchange.prepare(buckets, dist.group.WORLD)
-    for step in range(3):
-        fill(buckets, rank, step)
-        works = [exchange.start(bucket, state, step) for bucket in buckets]
-        dist.all_reduce(torch.ones(3))  # of the main thread, in the group that was handed over
-        order = list(range(len(works)))
-        random.Random(rank).shuffle(order)
-        for i in order:
-            works[i].wait()
-        for bucket in buckets:
-            parts = []
-            for other in range(size):
-                twin = buckets_of(shapes)[bucket.index]
-                fill([twin], other, step)
-                parts.append(twin.flat.clone())
-            assert torch.equal(bucket.flat, bytegrad(parts))
-
-
-def case_integers_are_refused(rank: int, size: int) -> None:
-    bucket = Bucket(0, True, ["counts"], [torch.zeros(3, dtype=torch.int64)])
-    with pytest.raises(UsageError, match="int64"):
-        Compressed(MinMax8()).prepare([bucket], dist.group.WORLD)
-
-
-def case_every_dtype_travels(rank: int, size: int) -> None:
-    for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.complex64):
-        bucket = Bucket(0, True, ["p"], [torch.zeros(40, dtype=dtype)])
-        exchange = Compressed(MinMax8())
-        state = exchange.prepare([bucket], dist.group.WORLD)
-        bucket.flat.copy_(torch.linspace(-1, 1, 40) * (rank + 1))
-        exchange.start(bucket, state, 0).wait()
-        mean = torch.linspace(-1, 1, 40) * sum(range(1, size + 1)) / size
-        torch.testing.assert_close(bucket.flat.to(torch.complex128).real.float(), mean, rtol=0.02, atol=0.02 * size)
-
-
-def case_ddp_trains_with_it(rank: int, size: int) -> None:
-    with seeded(0):
-        model = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 1))
-    plain = DistributedDataParallel(copy.deepcopy(model))
-    coded = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.0003)
-    coded.use_exchange(Compressed(Dithering(), error_feedback=True))
-    losses = {}
-    for name, ddp in {"plain": plain, "coded": coded}.items():
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-        for step in range(60):
-            x = torch.randn(16, 10, generator=torch.Generator().manual_seed(step * size + rank))
-            loss = (ddp(x) - x.sum(1, keepdim=True)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        losses[name] = float(loss)
-    assert losses["coded"] < 1.3 * losses["plain"] + 0.05, losses
-    assert coded.exchange_state_dict()["step"] == 60
-    assert sorted(coded.exchange_state_dict()["exchange"]["sent"]) == sorted(n for n, _ in model.named_parameters())
-
-
-def coded(model: nn.Module, **options: Any) -> DistributedDataParallel:
-    ddp = DistributedDataParallel(model, **options)
-    ddp.use_exchange(Compressed(MinMax8()))
-    return ddp
-
-
-def near(ours: nn.Module, theirs: nn.Module) -> None:
-    greatest = max(float(q.grad.abs().max()) for q in theirs.parameters() if q.grad is not None)  # of any bucket
-    for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        assert p.grad is not None and q.grad is not None
-        assert float((p.grad - q.grad).abs().max()) <= 0.03 * greatest, name
-
-
-def case_accumulation_and_uneven_inputs(rank: int, size: int) -> None:
-    with seeded(0):
-        bare = nn.Linear(8, 8)
-    ours, theirs = coded(copy.deepcopy(bare)), DistributedDataParallel(copy.deepcopy(bare))
-    for ddp in (ours, theirs):
-        with ddp.no_sync():
-            ddp(batch(rank, 0, width=8)).square().mean().backward()
-        ddp(batch(rank, 1, width=8)).square().mean().backward()
-    near(ours, theirs)
-    for ddp in (ours, theirs):
-        with ddp.join():
-            for step in range(2 + rank):
-                ddp.zero_grad()
-                ddp(batch(rank, step, width=8)).square().mean().backward()
-    if rank == size - 1:
-        near(ours, theirs)
-
-
-class Parts(nn.Module):
-    """Two dtypes, one number, and a part that only rank 0 uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide = nn.Linear(8, 8, dtype=torch.float64)
-        self.narrow = nn.Linear(8, 8)
-        self.scale = nn.Parameter(torch.tensor(2.0))
-        self.sometimes = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor, all_of_it: bool) -> Tensor:
-        y = self.narrow(x) * self.scale + self.wide(x.double()).float()
-        return self.sometimes(y) if all_of_it else y
-
-
-def case_dtypes_a_number_and_unused_parameters(rank: int, size: int) -> None:
-    with seeded(0):
-        bare = Parts()
-    ours = coded(copy.deepcopy(bare), find_unused_parameters=True)
-    theirs = DistributedDataParallel(copy.deepcopy(bare), find_unused_parameters=True)
-    for ddp in (ours, theirs):
-        for step in range(2):
-            ddp.zero_grad()
-            ddp(batch(rank, step, width=8), rank == 0).square().mean().backward()
-    near(ours, theirs)
-
-
-test_cases = as_tests(globals(), (2, 3))
-
-
-@pytest.mark.parametrize("size", [1, 4])
-def test_momentum_of_all_is_that_of_sgd(size: int) -> None:
-    run_ranks(case_momentum_of_all_is_that_of_sgd, size)
-
-
-def test_momentum_correction_is_the_formula() -> None:
-    run_ranks(case_momentum_correction_is_the_formula, 4)
+def test_momentum_of_one_rank_is_that_of_sgd() -> None:
+    run_threads(case_momentum_of_all_is_that_of_sgd, 1)
 
 
 def test_momentum_that_makes_no_sense_is_refused() -> None:

@@ -21,8 +21,7 @@ from guozhuang.exchange.base import GradientExchange
 from guozhuang.lab.measure import tcp_sent_bytes
 from guozhuang.world import versions
 from tests.processes.cases import names_of_cases, results_of_cases
-from tests.processes.gradient_methods import METHODS, forget_groups
-from tests.processes.test_compressed import buckets_of, exchange_all, fill
+from tests.processes.gradient_methods import METHODS, buckets_of, exchange_all, fill, forget_groups
 
 SHAPES: list[list[tuple[int, ...]]] = [[(64, 48), (7,)]]
 NUM_ELEMENTS = 64 * 48 + 7

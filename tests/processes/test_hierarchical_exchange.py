@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
-import random
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -12,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from guozhuang import DistributedDataParallel
 from guozhuang.errors import UsageError
 from guozhuang.exchange import AllReduce
 from guozhuang.exchange.base import GradientExchange
@@ -27,9 +24,11 @@ from guozhuang.exchange.node_groups import num_groups
 from guozhuang.exchange.powersgd import PowerSGD
 from guozhuang.exchange.warmup import Warmup
 from guozhuang.groups.hierarchical.nodes import Nodes
-from tests.processes.cases import OwnMessages, as_tests, assert_equal_across_ranks, seeded
-from tests.processes.test_compressed import Restless, buckets_of, bytegrad, exchange_all, fill, gradient
+from tests.processes.cases import as_tests
+from tests.processes.gradient_methods import buckets_of, exchange_all, fill, gradient
+from tests.processes.test_compressed import bytegrad
 from tests.processes.test_powersgd import Paper
+from tests.threads.twins import members
 
 # By number of ranks; the first one is enough for what does not depend on who is where.
 LAYOUTS = {3: ("abb", "aaa", "abc"), 4: ("aabb", "abba", "aaab"), 5: ("aabbb",)}
@@ -39,10 +38,6 @@ FEEDBACK = Compressed(Dithering(block=8), error_feedback=True)
 
 def ours(layout: str, outer: GradientExchange[Any], inner: GradientExchange[Any] | None = None) -> Hierarchical:
     return Hierarchical(inner or AllReduce(), outer, tuple(layout))
-
-
-def members(layout: str) -> list[list[int]]:
-    return [[rank for rank, node in enumerate(layout) if node == each] for each in dict.fromkeys(layout)]
 
 
 def is_even(layout: str) -> bool:
@@ -154,39 +149,6 @@ def case_feedback_loses_nothing(rank: int, size: int) -> None:
             torch.testing.assert_close(total + held / len(first), wanted, rtol=1e-4, atol=1e-4, msg=layout)
 
 
-def case_state_goes_on_exactly_also_in_other_buckets(rank: int, size: int) -> None:
-    names = [name for bucket in buckets_of(SHAPES) for name in bucket.names]
-    tiny: list[list[tuple[int, ...]]] = [[(1,)]]  # of which some ranks have no part
-
-    def run(layout: str, shapes: list[list[tuple[int, ...]]], reloads: bool, together: bool) -> list[Tensor]:
-        exchange, buckets = ours(layout, Warmup(1, AllReduce(), FEEDBACK)), buckets_of(shapes)
-        state = exchange.prepare(buckets, dist.group.WORLD)
-        for step in range(3):
-            fill(buckets, rank, step)
-            exchange_all(exchange, buckets, state, step)
-        before = state
-        if together:
-            buckets = buckets_of([[shape for each in shapes for shape in each]])
-            buckets[0].names = tuple(names)
-        if reloads:
-            saved = copy.deepcopy(exchange.state_dict(state))
-            state = exchange.prepare(buckets, dist.group.WORLD)
-            exchange.load_state_dict(state, saved)
-        elif together:
-            state = exchange.prepare(buckets, dist.group.WORLD, before)
-        results = []
-        for step in range(3, 5):
-            fill(buckets, rank, step)
-            exchange_all(exchange, buckets, state, step)
-            results += [bucket.flat.clone() for bucket in buckets]
-        return results
-
-    for layout in (each for each in LAYOUTS[size] if 1 < len(set(each)) < size):
-        for shapes, together in ((SHAPES, False), (SHAPES, True), (tiny, False)):
-            pair = [run(layout, shapes, reloads, together) for reloads in (True, False)]
-            assert all(torch.equal(a, b) for a, b in zip(*pair, strict=True)), (layout, together)
-
-
 def case_whole_parameters_go_through_the_first_rank_of_a_node(rank: int, size: int) -> None:
     layout, power = LAYOUTS[size][0], PowerSGD(rank=2)
     exchange, buckets = ours(layout, power), buckets_of([[(40, 30), (7,)]])
@@ -215,87 +177,6 @@ def case_whole_parameters_go_through_the_first_rank_of_a_node(rank: int, size: i
     assert torch.equal(*results)
 
 
-def case_the_order_in_which_buckets_end_does_not_matter(rank: int, size: int) -> None:
-    layout, shapes = LAYOUTS[size][0], [[(11 + i,)] for i in range(9)]
-    exchange, buckets = ours(layout, Compressed(Restless())), buckets_of(shapes)
-    state = exchange.prepare(buckets, dist.group.WORLD)
-    for step in range(2):
-        fill(buckets, rank, step)
-        works = [exchange.start(bucket, state, step) for bucket in buckets]
-        dist.all_reduce(torch.ones(3))  # of the main thread, in the group that was handed over
-        order = list(range(len(works)))
-        random.Random(rank).shuffle(order)
-        for i in order:
-            works[i].wait()
-            assert works[i].is_completed()
-        for bucket in buckets:
-            mean = sum(flat_of(shapes, bucket.index, each, step) for each in range(size)) / size
-            torch.testing.assert_close(bucket.flat, mean, rtol=0, atol=0.05 * size)
-            assert_same_bits(bucket.flat)
-
-
-def case_what_is_not_finite_is_said_by_the_rank_that_has_it(rank: int, size: int) -> None:
-    buckets = buckets_of([[(6,), (50,)]])
-    exchange = ours(LAYOUTS[size][0], FEEDBACK)
-    state = exchange.prepare(buckets, dist.group.WORLD)
-    handler = OwnMessages()
-    seen = handler.texts
-    logging.getLogger("guozhuang").addHandler(handler)
-    fill(buckets, rank, 0)
-    if rank == size - 1:
-        buckets[0].views[1][49] = float("nan")
-    exchange_all(exchange, buckets, state, 0)
-    logging.getLogger("guozhuang").removeHandler(handler)
-    assert buckets[0].views[1][49].isnan()
-    assert_same_bits(buckets[0].flat.isnan().float())
-    if rank == size - 1:
-        assert any("'p0.1'" in text and f"rank {rank}" in text for text in seen), seen
-    fill(buckets, rank, 1)
-    exchange_all(exchange, buckets, state, 1)
-    assert buckets[0].flat.isfinite().all()
-
-
-def case_other_dtypes(rank: int, size: int) -> None:
-    for layout in LAYOUTS[size]:
-        for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.complex64):
-            [bucket] = buckets_of([[(41,)]])
-            bucket.parameters = tuple(p.detach().to(dtype) for p in bucket.parameters)
-            bucket.renew()
-            for outer in (AllReduce(), Compressed(MinMax8())):
-                exchange = ours(layout, outer)
-                state = exchange.prepare([bucket], dist.group.WORLD)
-                bucket.flat.copy_(torch.linspace(-1, 1, 41) * (rank + 1) * exchange.input_scale(size))
-                exchange.start(bucket, state, 0).wait()
-                mean = torch.linspace(-1, 1, 41) * sum(range(1, size + 1)) / size
-                found = bucket.flat.to(torch.complex128).real.float()
-                torch.testing.assert_close(found, mean, rtol=0.02, atol=0.02 * size, msg=f"{layout} {dtype} {outer}")
-
-
-def case_ddp_trains_with_it(rank: int, size: int) -> None:
-    with seeded(0):
-        model = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 1))
-    losses = {}
-    for name, exchange in {
-        "plain": AllReduce(),
-        "coded": ours(LAYOUTS[size][0], Warmup(3, AllReduce(), FEEDBACK)),
-        "power": ours(LAYOUTS[size][0], PowerSGD(rank=2)),
-    }.items():
-        ddp = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.0003)
-        ddp.use_exchange(exchange)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-        for step in range(40):
-            x = torch.randn(16, 10, generator=torch.Generator().manual_seed(step * size + rank))
-            loss = (ddp(x) - x.sum(1, keepdim=True)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert_equal_across_ranks(ddp)
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        losses[name] = float(total) / size
-    assert max(losses.values()) < 1.3 * losses["plain"] + 0.05, losses
-
-
 def case_pytorch_warns_of_nothing_that_is_called(rank: int, size: int) -> None:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")  # also in the lanes' threads
@@ -316,10 +197,6 @@ def case_no_rank_is_in_more_groups_than_another(rank: int, size: int) -> None:
 
 
 def case_wrong_uses_are_refused(rank: int, size: int) -> None:
-    with pytest.raises(UsageError, match="plainly inside a node"):
-        Hierarchical(Compressed(MinMax8()), AllReduce())
-    with pytest.raises(UsageError, match="exchange of gradients"):
-        Hierarchical(AllReduce(), MinMax8())  # type: ignore[arg-type]
     buckets = buckets_of(SHAPES)
     with pytest.raises(UsageError, match=f"each of the {size} ranks"):
         ours("ab" * size, AllReduce()).prepare(buckets, dist.group.WORLD)
@@ -354,7 +231,7 @@ def case_part_of_the_world(rank: int, size: int) -> None:
         torch.testing.assert_close(bucket.flat, mean, rtol=0, atol=0.05 * size)
 
 
-test_cases = as_tests(globals(), (4,), slow=sorted(LAYOUTS.keys() - {4}))
+test_cases = as_tests(globals(), (4,), slow=sorted(LAYOUTS.keys() - {4}), on="threads")
 
 
 @pytest.mark.parametrize("layout", [layout for each in LAYOUTS.values() for layout in each])

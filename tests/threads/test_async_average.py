@@ -187,7 +187,7 @@ def case_nobody_needs_the_others_to_train(rank: int, size: int) -> None:
     ddp, optimizer = wrapped(AsyncModelAverage(interval_ms=2))
     train(ddp, optimizer, rank, range(60 + 7 * rank))
     ddp.eval()
-    assert float(loss_of(ddp, rank, 0)) < 0.6 * float(loss_of(mlp(), rank, 0)), "the number of rounds is chance"
+    assert loss_of(ddp, rank, 0).item() < 0.6 * loss_of(mlp(), rank, 0).item(), "the number of rounds is chance"
     assert_equal_across_ranks(ddp.module)
 
 

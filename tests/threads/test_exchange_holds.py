@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,8 +19,10 @@ from torch import Tensor, nn
 
 from guozhuang import DistributedDataParallel
 from guozhuang.errors import UsageError
-from tests.processes.cases import OwnMessages, assert_equal_across_ranks, grads, names_of_cases
-from tests.processes.gradient_methods import METHODS, Method
+from guozhuang.exchange.hierarchical import Hierarchical
+from guozhuang.gradients.buckets import Bucket
+from tests.processes.cases import OwnMessages, assert_equal_across_ranks, grads, names_of_cases, seeded
+from tests.processes.gradient_methods import METHODS, Method, buckets_of, exchange_all, fill
 from tests.threads.ranks import run_threads
 
 SHAPES = {"first": (12, 10), "second": (7,), "third": (30, 20), "number": ()}
@@ -39,7 +42,8 @@ class Given(nn.Module):
         # In the order of the parameters, so that the buckets are laid out as they were at first.
         total = torch.zeros((), dtype=torch.float64)
         for name, parameter in self.named_parameters():
-            total = total + (parameter * given[name]).double().sum()
+            if name in given:
+                total = total + (parameter * given[name]).double().sum()
         return total
 
 
@@ -203,6 +207,113 @@ def case_resume_is_exact(method: Method, rank: int, size: int) -> None:
     again = wrapped(method, size, Given(SHAPES))
     again.load_exchange_state_dict(saved)
     assert_equal(go_on(ours), go_on(again))
+
+
+def case_unused_parameters(method: Method, rank: int, size: int) -> None:
+    """What a rank does not use counts as zeros."""
+    ours, theirs = (wrapped(method, size, Given(SHAPES), find_unused_parameters=True) for _ in range(2))
+    for step in range(3):
+        values = given(ours, rank, step)
+        unused = {"second", "number"} if rank else set()
+        found = backward(ours, {name: value for name, value in values.items() if name not in unused})
+        wanted = backward(theirs, {name: value * (name not in unused) for name, value in values.items()})
+        near(found, wanted, not method.says)
+        for ddp in (ours, theirs):
+            ddp.zero_grad()
+
+
+SIZES: list[list[tuple[int, ...]]] = [[(1,)], [(3, 5), (2,)], [(100, 100), (7,), (33, 3)]]
+
+
+def case_state_goes_on_exactly_in_other_buckets(method: Method, rank: int, size: int) -> None:
+    """Whether the layout changes in training or at a checkpoint; and with buckets of which some ranks have no part."""
+    names = [name for bucket in buckets_of(SIZES) for name in bucket.names]
+
+    def run(shapes: list[list[tuple[int, ...]]], reloads: bool, together: bool) -> list[Tensor]:
+        exchange, buckets = method.make(size), buckets_of(shapes)
+        state = exchange.prepare(buckets, dist.group.WORLD)
+        for step in range(3):
+            fill(buckets, rank, step)
+            exchange_all(exchange, buckets, state, step)
+        if together:
+            [only] = buckets = buckets_of([[shape for each in shapes for shape in each]])
+            only.names = tuple(names)
+        if reloads:
+            saved = copy.deepcopy(exchange.state_dict(state))
+            state = exchange.prepare(buckets, dist.group.WORLD)
+            exchange.load_state_dict(state, saved)
+        elif together:
+            state = exchange.prepare(buckets, dist.group.WORLD, state)
+        results = []
+        for step in range(3, 5):
+            fill(buckets, rank, step)
+            exchange_all(exchange, buckets, state, step)
+            results += [bucket.flat.clone() for bucket in buckets]
+        return results
+
+    for shapes, together in ((SIZES, False), (SIZES, True), (SIZES[:1], False)):
+        pair = [run(shapes, reloads, together) for reloads in (True, False)]
+        assert all(torch.equal(a, b) for a, b in zip(*pair, strict=True)), together
+
+
+def case_the_order_in_which_buckets_end_does_not_matter(method: Method, rank: int, size: int) -> None:
+    shapes: list[list[tuple[int, ...]]] = [[(11 + i,)] for i in range(9)]
+    results = []
+    for shuffles in (False, True):
+        exchange, buckets = method.make(size), buckets_of(shapes)
+        state = exchange.prepare(buckets, dist.group.WORLD)
+        for step in range(2):
+            fill(buckets, rank, step)
+            works = [exchange.start(bucket, state, step) for bucket in buckets]
+            dist.all_reduce(torch.ones(3))  # of the main thread, in the group that was handed over
+            if shuffles:
+                random.Random(rank).shuffle(works)
+            for work in works:
+                work.wait()
+                assert work.is_completed()
+        results.append([bucket.flat for bucket in buckets])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def case_a_bucket_without_elements(method: Method, rank: int, size: int) -> None:
+    exchange, bucket = method.make(size), Bucket(0, True, ["none"], [nn.Parameter(torch.zeros(0, 3))])
+    state = exchange.prepare([bucket], dist.group.WORLD)
+    exchange.start(bucket, state, 0).wait()
+    exchange.load_state_dict(state, exchange.state_dict(state))
+
+
+def case_what_does_not_fit_is_refused(method: Method, rank: int, size: int) -> None:
+    exchange, buckets = method.make(size), buckets_of([[(9,)]])
+    state = exchange.prepare(buckets, dist.group.WORLD)
+    with pytest.raises(UsageError, match=r"the checkpoint holds|keeps no state|no state of"):
+        exchange.load_state_dict(state, {"of": {"another": torch.zeros(1)}})
+    if method.says and not isinstance(exchange, Hierarchical):  # of a node only the first rank may have to refuse
+        with pytest.raises(UsageError, match="int64"):
+            exchange.prepare([Bucket(0, True, ["counts"], [torch.zeros(3, dtype=torch.int64)])], dist.group.WORLD)
+
+
+def case_it_trains_about_as_well_as_plain_averaging(method: Method, rank: int, size: int) -> None:
+    if method.loss is None:
+        return
+    with seeded(0):
+        model = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 1))
+    losses = []
+    for exchange in (None, method.make(size)):
+        ddp = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.0003)
+        if exchange is not None:
+            ddp.use_exchange(exchange)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+        for step in range(60):
+            x = torch.randn(16, 10, generator=torch.Generator().manual_seed(step * size + rank))
+            loss = (ddp(x) - x.sum(1, keepdim=True)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        total = loss.detach()
+        dist.all_reduce(total)
+        losses.append(float(total) / size)
+    assert losses[1] < method.loss * losses[0] + 0.05, losses
+    assert ddp.exchange_state_dict()["step"] == 60
 
 
 PROPERTIES: dict[str, Callable[[Method, int, int], None]] = {
