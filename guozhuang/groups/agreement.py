@@ -7,18 +7,16 @@ and when the limit passes the error names the ranks that are missing.
 from __future__ import annotations
 
 import contextlib
-import datetime
+import functools
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
 
 import torch.distributed as dist
 from torch.distributed import Store
 
-from ..errors import MismatchError, WorldError, explain, rank_table
-
-_LOOK_S: Final = 1.0
+from ..errors import MismatchError, explain, rank_table
+from . import roll_call
 
 
 def agree(
@@ -27,7 +25,7 @@ def agree(
     lines: Sequence[str],
     timeout_s: float,
     fix: str,
-    look: Callable[[], object] | None = None,
+    look: Callable[[], object] = lambda: None,
 ) -> None:
     """Raise on every rank unless ``lines`` is the same on all ranks of the group. Every rank must call it.
 
@@ -37,7 +35,7 @@ def agree(
         lines: this rank's description, one item per line.
         timeout_s: seconds to wait for the other ranks.
         fix: advice for the user about a difference.
-        look: called about every second while ranks are missing; it raises if the missing ranks have ended.
+        look: called every 0.2 s while ranks are missing; it raises if the missing ranks have ended.
 
     Raises:
         MismatchError: ranks differ; the text has a table with each rank's version of the first line that differs.
@@ -52,13 +50,14 @@ def agree(
     turn = store.add(f"guozhuang/agree/turns/{rank}", 1)
     prefix = f"guozhuang/agree/{turn}"
     digest = hashlib.sha256("\n".join([what, *lines]).encode()).hexdigest()
-    store.set(f"{prefix}/digest/{rank}", digest)
-    digests = _collect(store, f"{prefix}/digest", size, rank, what, timeout_s, look)
+    meet = functools.partial(roll_call.call, look=look, purpose=f"to compare {what}")
+    digests = meet(store, f"{prefix}/digest", rank, size, digest, timeout_s)
     _forget(store, turn - 2, rank)
     if len(set(digests)) == 1:
         return
-    store.set(f"{prefix}/text/{rank}", "\n".join([what, *lines]))
-    texts = [text.split("\n") for text in _collect(store, f"{prefix}/text", size, rank, what, timeout_s, look)]
+    texts = [
+        text.split("\n") for text in meet(store, f"{prefix}/text", rank, size, "\n".join([what, *lines]), timeout_s)
+    ]
     raise MismatchError(_difference(what, texts, rank, fix))
 
 
@@ -140,54 +139,6 @@ class StepNotices(StoreNotices):
         store, rank = store_of(group), group.rank()
         turn = store.add(f"guozhuang/{topic}/turns/{rank}", 1)
         super().__init__(dist.PrefixStore(f"guozhuang/{topic}/{turn}", store), rank, group.size())
-
-
-def _collect(
-    store: Store,
-    prefix: str,
-    size: int,
-    rank: int,
-    what: str,
-    timeout_s: float,
-    look: Callable[[], object] | None,
-) -> list[str]:
-    keys = [f"{prefix}/{r}" for r in range(size)]
-    deadline = time.monotonic() + timeout_s
-    if look is not None:
-        _look_until(store, keys, deadline, look)
-    try:
-        store.wait(keys, datetime.timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
-    except (dist.DistStoreError, RuntimeError) as error:
-        try:
-            missing = [r for r, key in enumerate(keys) if not store.check([key])]
-        except (dist.DistStoreError, RuntimeError):
-            raise WorldError(
-                explain(f"the store went away while ranks compared {what}", rank=rank, fix="look at rank 0's own error")
-            ) from error
-        raise WorldError(
-            explain(
-                f"ranks {missing} did not come within {timeout_s:g} s to compare {what}",
-                rank=rank,
-                fix="look at their own errors; every rank must reach this point",
-            )
-        ) from error
-    return [store.get(key).decode() for key in keys]
-
-
-def _look_until(store: Store, keys: list[str], deadline: float, look: Callable[[], object]) -> None:
-    """Wait until all keys exist, the deadline passes, or the store is gone; call ``look`` about every second."""
-    pause_s, next_look = 0.0005, time.monotonic() + _LOOK_S
-    while (now := time.monotonic()) < deadline:
-        try:
-            if store.check(keys):
-                return
-        except RuntimeError:  # DistNetworkError
-            return
-        if now >= next_look:
-            look()
-            next_look = now + _LOOK_S
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.02)
 
 
 def _difference(what: str, texts: Sequence[list[str]], rank: int, fix: str) -> str:

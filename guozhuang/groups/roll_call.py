@@ -16,11 +16,12 @@ from typing import Final, NoReturn
 import torch.distributed as dist
 
 from guozhuang.errors import PeerLost, WorldError, explain
+from guozhuang.net.client import look_s
 from guozhuang.watch.processes import Process
 
 _FAILED: Final = "failed: "
 _LOOK_S: Final = 0.2  # between two checks of the missing ranks
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.02
+_FIRST_PAUSE_S: Final = 0.0005
 _FIX: Final = "look at that rank's own error"
 
 
@@ -32,6 +33,8 @@ def call(
     card: str,
     timeout_s: float,
     ended: Callable[[int], int | None] = lambda _: None,
+    look: Callable[[], object] = lambda: None,
+    purpose: str = "to make the group",
 ) -> list[str]:
     """Write this rank's card and return the cards of all ranks. Every rank must call it.
 
@@ -43,6 +46,8 @@ def call(
         card: this rank's text.
         timeout_s: limit for the whole call, in seconds.
         ended: returns the pid of a rank whose process is known to have ended; else None.
+        look: called every 0.2 s while ranks are missing; it raises if they have ended.
+        purpose: what the ranks meet for, for errors: "to compare the parameters of the model".
 
     Raises:
         PeerLost: a rank ended before it wrote its card.
@@ -51,24 +56,26 @@ def call(
     keys = [f"{topic}/{peer}" for peer in range(size)]
     try:
         store.set(keys[rank], card)
-        deadline, look, pause_s = time.monotonic() + timeout_s, time.monotonic() + _LOOK_S, _FIRST_PAUSE_S
+        began, next_look_s, pause_s = time.monotonic(), _LOOK_S, _FIRST_PAUSE_S
+        missing = list(range(size))
         while not store.check(keys):
-            now = time.monotonic()
-            if now >= min(look, deadline):
-                look = now + _LOOK_S
-                missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
-                _look_after(store, keys, rank, missing, ended)
-                if missing and now >= deadline:
-                    what = f"ranks {missing} did not come within {timeout_s:g} s to make the group"
+            waited_s = time.monotonic() - began
+            if waited_s >= min(next_look_s, timeout_s):
+                next_look_s = waited_s + _LOOK_S
+                missing = _look_after(store, keys, rank, missing, ended)
+                if missing:
+                    look()
+                if missing and waited_s >= timeout_s:
+                    what = f"ranks {missing} did not come within {timeout_s:g} s {purpose}"
                     fix = "look at their own errors; every rank must reach this point"
                     raise WorldError(explain(what, rank=rank, fix=fix))
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, look_s(waited_s))
         return [_well(store.get(key).decode(), peer, rank) for peer, key in enumerate(keys)]
-    except (PeerLost, WorldError):
-        raise
-    except RuntimeError as error:  # DistStoreError, DistNetworkError
-        text = explain("the store went away while ranks met", rank=rank, fix="look at rank 0's own error")
+    except RuntimeError as error:
+        if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
+            raise  # an error of a rank, not of the store
+        text = explain(f"the store went away while ranks met {purpose}", rank=rank, fix="look at rank 0's own error")
         raise WorldError(text) from error
 
 
@@ -91,14 +98,15 @@ def process_of(store: dist.Store, topic: str, rank: int) -> Process | None:
 
 def _look_after(
     store: dist.Store, keys: list[str], rank: int, missing: list[int], ended: Callable[[int], int | None]
-) -> None:
-    """Raise if a missing rank has ended, or a rank has written a card that reports a failure."""
-    for peer in missing:  # checked first: other ranks may have failed because of it
+) -> list[int]:
+    """Return the ranks that are still missing; raise if one has ended, or if one that came reports a failure."""
+    left = [peer for peer in missing if not store.check([keys[peer]])]
+    for peer in left:  # checked first: other ranks may have failed because of it
         if (pid := ended(peer)) is not None:
             _lost(peer, pid, rank)
-    for peer, key in enumerate(keys):
-        if peer not in missing:
-            _well(store.get(key).decode(), peer, rank)
+    for peer in set(missing) - set(left):
+        _well(store.get(keys[peer]).decode(), peer, rank)
+    return left
 
 
 def _well(card: str, peer: int, rank: int) -> str:

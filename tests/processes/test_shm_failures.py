@@ -122,76 +122,71 @@ def aborts(rank: int, n: int) -> object:
     return None
 
 
-def test_a_rank_that_aborts() -> None:
-    run_shm_ranks(aborts, 3)
-
-
-def test_a_rank_that_left() -> None:
-    run_shm_ranks(leaves, 3)
-
-
-def sizes(rank: int, n: int) -> None:
-    dist.all_reduce(torch.ones(10 + (rank == 1)))
-
-
-def large_sizes(rank: int, n: int) -> None:
-    dist.all_reduce(torch.ones(LARGE if rank else 10))
-
-
-def dtypes(rank: int, n: int) -> None:
-    dist.all_reduce(torch.ones(10, dtype=torch.float64 if rank == 1 else torch.float32))
-
-
-def ops(rank: int, n: int) -> None:
-    dist.all_reduce(torch.ones(10), op=dist.ReduceOp.MAX if rank == 1 else dist.ReduceOp.SUM)
-
-
 def order(rank: int, n: int) -> None:
     calls: list[Callable[[], object]] = [lambda: dist.all_reduce(torch.ones(10)), dist.barrier]
     for call in calls if rank == 1 else calls[::-1]:
         call()
 
 
-def kinds(rank: int, n: int) -> None:
-    if rank == 1:
-        dist.broadcast(torch.ones(100_000), 0)
-    else:
-        dist.all_reduce(torch.ones(100_000))
+def some_more_than(n: int, rank: int) -> list[int]:
+    return [2 if rank == 1 else 1, *[1] * (n - 1)]
 
 
-def roots_differ(rank: int, n: int) -> None:
-    dist.broadcast(torch.ones(10), rank % 2)
+# What rank 1 calls differs from what the others call; the words stand in the table of the error.
+DIFFERENT: dict[str, tuple[Callable[[int, int], object], list[str]]] = {
+    "sizes": (
+        lambda rank, n: dist.all_reduce(torch.ones(10 + (rank == 1))),
+        ["all_reduce of 10 float32, sum", "all_reduce of 11 float32, sum"],
+    ),
+    "large_sizes": (
+        lambda rank, n: dist.all_reduce(torch.ones(LARGE if rank else 10)),
+        ["all_reduce of 10 float32", f"all_reduce of {LARGE} float32"],
+    ),
+    "dtypes": (
+        lambda rank, n: dist.all_reduce(torch.ones(10, dtype=torch.float64 if rank == 1 else torch.float32)),
+        ["10 float32", "10 float64"],
+    ),
+    "ops": (
+        lambda rank, n: dist.all_reduce(torch.ones(10), op=dist.ReduceOp.MAX if rank == 1 else dist.ReduceOp.SUM),
+        ["sum", "max"],
+    ),
+    "order": (order, ["barrier", "all_reduce of 10"]),
+    "kinds": (
+        lambda rank, n: dist.broadcast(torch.ones(100_000), 0) if rank == 1 else dist.all_reduce(torch.ones(100_000)),
+        ["broadcast from rank 0 of 100000", "all_reduce of 100000"],
+    ),
+    "roots": (lambda rank, n: dist.broadcast(torch.ones(10), rank % 2), ["from rank 0", "from rank 1"]),
+    "one_rank_sparse": (
+        lambda rank, n: dist.all_reduce(torch.ones(3).to_sparse() if rank == 1 else torch.ones(3)),
+        ["sparse", "all_reduce of 3 float32"],
+    ),
+    "outputs": (
+        lambda rank, n: dist.all_gather([torch.zeros(4) for _ in range(n)], torch.zeros(4 + (rank == 1))),
+        ["all_gather of 3 x 4 float32", "but this rank gives 5"],
+    ),
+    "list": (
+        lambda rank, n: dist.scatter(torch.zeros(4), [torch.zeros(5)] * n if rank == 1 else None, 1),
+        ["scatter from rank 1", "but the root gives [5, 5, 5]"],
+    ),
+    "splits": (
+        lambda rank, n: dist.all_to_all_single(
+            torch.zeros(n + (rank == 1)), torch.zeros(n), some_more_than(n, rank), [1] * n
+        ),
+        ["gives", "takes"],
+    ),
+    "coalesced_sizes": (
+        lambda rank, n: dist.all_reduce_coalesced([torch.ones(k) for k in ([5, 3] if rank == 1 else [3, 5])]),
+        ["[3, 5]", "[5, 3]"],
+    ),
+}
+SLOW = ("large_sizes", "ops", "kinds", "list", "coalesced_sizes")
 
 
-def one_rank_sparse(rank: int, n: int) -> None:
-    dist.all_reduce(torch.ones(3).to_sparse() if rank == 1 else torch.ones(3))
-
-
-def wrong_outputs(rank: int, n: int) -> None:
-    dist.all_gather([torch.zeros(4) for _ in range(n)], torch.zeros(4 + (rank == 1)))
-
-
-def wrong_list(rank: int, n: int) -> None:
-    dist.scatter(torch.zeros(4), [torch.zeros(5)] * n if rank == 1 else None, 1)
-
-
-def wrong_splits(rank: int, n: int) -> None:
-    given, taken = [1] * n, [1] * n
-    if rank == 1:
-        taken[0] = 2
-    dist.all_to_all_single(torch.zeros(sum(taken)), torch.zeros(n), taken, given)
-
-
-def coalesced_sizes(rank: int, n: int) -> None:
-    sizes = [5, 3] if rank == 1 else [3, 5]
-    dist.all_reduce_coalesced([torch.ones(size) for size in sizes])
-
-
-def asks_for_something_else(rank: int, n: int, case: Callable[[int, int], None]) -> tuple[str, float]:
+def asks_for_something_else(rank: int, n: int, case: str) -> tuple[str, float]:
     dist.barrier()
     started = time.monotonic()
     with pytest.raises(MismatchError) as caught:
-        case(rank, n)
+        DIFFERENT[case][0](rank, n)
     assert isinstance(caught.value, ValueError) and isinstance(caught.value, RuntimeError)
     seconds = time.monotonic() - started
     with pytest.raises(MismatchError):
@@ -200,28 +195,11 @@ def asks_for_something_else(rank: int, n: int, case: Callable[[int, int], None])
 
 
 @pytest.mark.parametrize(
-    ("case", "words"),
-    [
-        (sizes, ["all_reduce of 10 float32, sum", "all_reduce of 11 float32, sum"]),
-        pytest.param(
-            large_sizes, ["all_reduce of 10 float32", f"all_reduce of {LARGE} float32"], marks=pytest.mark.slow
-        ),
-        (dtypes, ["10 float32", "10 float64"]),
-        pytest.param(ops, ["sum", "max"], marks=pytest.mark.slow),
-        (order, ["barrier", "all_reduce of 10"]),
-        pytest.param(kinds, ["broadcast from rank 0 of 100000", "all_reduce of 100000"], marks=pytest.mark.slow),
-        (roots_differ, ["from rank 0", "from rank 1"]),
-        (one_rank_sparse, ["sparse", "all_reduce of 3 float32"]),
-        (wrong_outputs, ["all_gather of 3 x 4 float32", "but this rank gives 5"]),
-        pytest.param(wrong_list, ["scatter from rank 1", "but the root gives [5, 5, 5]"], marks=pytest.mark.slow),
-        (wrong_splits, ["gives", "takes"]),
-        pytest.param(coalesced_sizes, ["[3, 5]", "[5, 3]"], marks=pytest.mark.slow),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
+    "case", [pytest.param(each, marks=pytest.mark.slow) if each in SLOW else each for each in DIFFERENT]
 )
-def test_mismatches_raise_on_every_rank_with_a_table(case, words) -> None:
+def test_mismatches_raise_on_every_rank_with_a_table(case: str) -> None:
     for text, seconds in run_shm_ranks(asks_for_something_else, 3, case):
-        assert all(word in text for word in words), text
+        assert all(word in text for word in DIFFERENT[case][1]), text
         assert seconds < SOON_S
 
 
@@ -234,56 +212,46 @@ def same_mistake_everywhere(rank: int, n: int) -> None:
     assert tensor.tolist() == [n, n]
 
 
-def test_the_same_mistake_on_all_ranks() -> None:
-    run_shm_ranks(same_mistake_everywhere, 2)
-
-
-def unknown_dtype(rank: int, n: int, is_wrong: bool) -> None:
-    dist.all_reduce(torch.ones(10, dtype=torch.uint16 if is_wrong else torch.float32))
-
-
-def short_list(rank: int, n: int, is_wrong: bool) -> None:
-    dist.all_gather([torch.zeros(3) for _ in range(n - is_wrong)], torch.zeros(3))
-
-
-def short_list_started(rank: int, n: int, is_wrong: bool) -> None:
-    dist.all_reduce(torch.ones(LARGE), async_op=True)
-    dist.all_gather([torch.zeros(3) for _ in range(n - is_wrong)], torch.zeros(3), async_op=True).wait()
-
-
-def uneven_rows(rank: int, n: int, is_wrong: bool) -> None:
-    dist.reduce_scatter_tensor(torch.zeros(2), torch.zeros(2 * n + is_wrong))
-
-
-def expanded(rank: int, n: int, is_wrong: bool) -> None:
-    """Also after tensors of the same call that are well."""
-    tensor = torch.ones(1).expand(6) if is_wrong else torch.ones(6)
+def coalesced(tensors: list[torch.Tensor | None]) -> None:
     options = dist.AllreduceCoalescedOptions()
     options.asyncOp = False
-    dist.group.WORLD.allreduce_coalesced([torch.ones(LARGE), tensor], options)
+    dist.group.WORLD.allreduce_coalesced(tensors, options)
 
 
-def expanded_output(rank: int, n: int, is_wrong: bool) -> None:
-    """The root of a broadcast may have one: it is read only."""
-    dist.broadcast(torch.ones(2, 1).expand(2, 6) if is_wrong or not rank else torch.ones(2, 6), 0)
+def short_list(n: int, is_wrong: bool, asynchronous: bool = False) -> None:
+    if asynchronous:
+        dist.all_reduce(torch.ones(LARGE), async_op=True)
+    work = dist.all_gather([torch.zeros(3) for _ in range(n - is_wrong)], torch.zeros(3), async_op=asynchronous)
+    if work is not None:
+        work.wait()
 
 
-def no_tensor(rank: int, n: int, is_wrong: bool) -> None:
-    """The check itself fails: what goes wrong is no UsageError."""
-    options = dist.AllreduceCoalescedOptions()
-    options.asyncOp = False
-    dist.group.WORLD.allreduce_coalesced([torch.ones(3), None if is_wrong else torch.ones(3)], options)
+# Rank, number of ranks, and whether this rank's arguments are wrong.
+REFUSED: dict[str, Callable[[int, int, bool], object]] = {
+    "unknown_dtype": lambda rank, n, is_wrong: dist.all_reduce(
+        torch.ones(10, dtype=torch.uint16 if is_wrong else torch.float32)
+    ),
+    "short_list": lambda rank, n, is_wrong: short_list(n, is_wrong),
+    "short_list_started": lambda rank, n, is_wrong: short_list(n, is_wrong, asynchronous=True),
+    "uneven_rows": lambda rank, n, is_wrong: dist.reduce_scatter_tensor(torch.zeros(2), torch.zeros(2 * n + is_wrong)),
+    # Also after tensors of the same call that are well.
+    "expanded": lambda rank, n, is_wrong: coalesced(
+        [torch.ones(LARGE), torch.ones(1).expand(6) if is_wrong else torch.ones(6)]
+    ),
+    # The root of a broadcast may have one: it is read only.
+    "expanded_output": lambda rank, n, is_wrong: dist.broadcast(
+        torch.ones(2, 1).expand(2, 6) if is_wrong or not rank else torch.ones(2, 6), 0
+    ),
+    # The check itself fails: what goes wrong is no UsageError.
+    "no_tensor": lambda rank, n, is_wrong: coalesced([torch.ones(3), None if is_wrong else torch.ones(3)]),
+    "nothing_at_all": lambda rank, n, is_wrong: coalesced([] if is_wrong else [torch.ones(3)]),
+}
 
 
-def nothing_at_all(rank: int, n: int, is_wrong: bool) -> None:
-    options = dist.AllreduceCoalescedOptions()
-    options.asyncOp = False
-    dist.group.WORLD.allreduce_coalesced([] if is_wrong else [torch.ones(3)], options)
-
-
-def refuses_on_one_rank(rank: int, n: int, case: Callable[[int, int, bool], None]) -> tuple[str, str]:
-    kind = AttributeError if case is no_tensor else UsageError
-    if case is not expanded_output:
+def refuses_on_one_rank(rank: int, n: int, name: str) -> tuple[str, str]:
+    case = REFUSED[name]
+    kind = AttributeError if name == "no_tensor" else UsageError
+    if name != "expanded_output":
         with pytest.raises(kind):
             case(rank, n, True)  # on all ranks alike: the group goes on
     dist.barrier()
@@ -296,12 +264,8 @@ def refuses_on_one_rank(rank: int, n: int, case: Callable[[int, int, bool], None
     return str(caught.value), str(later.value)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [unknown_dtype, short_list, short_list_started, uneven_rows, expanded, expanded_output, no_tensor, nothing_at_all],
-    ids=lambda c: c.__name__,
-)
-def test_arguments_refused_on_one_rank_raise_on_every_rank(case) -> None:
+@pytest.mark.parametrize("case", REFUSED)
+def test_arguments_refused_on_one_rank_raise_on_every_rank(case: str) -> None:
     results = run_shm_ranks(refuses_on_one_rank, 3, case)
     for rank, (text, later) in enumerate(results):
         assert rank == 1 or "refused on this rank" in text, text
@@ -365,10 +329,6 @@ def destroys_under_way(rank: int, n: int) -> None:
         time.sleep(3.0)
 
 
-def test_own_destruction_is_not_a_lost_peer() -> None:
-    run_shm_ranks(destroys_under_way, 2)
-
-
 def waits(rank: int, n: int) -> None:
     dist.barrier()
     if rank == 1:
@@ -395,10 +355,6 @@ def waits(rank: int, n: int) -> None:
         assert time.monotonic() - started < 1.4
 
 
-def test_shorter_waits() -> None:
-    run_shm_ranks(waits, 2)
-
-
 def errors_reach_works(rank: int, n: int) -> None:
     dist.barrier()
     num = 10 + rank
@@ -411,10 +367,6 @@ def errors_reach_works(rank: int, n: int) -> None:
             work.get_future().wait()
 
 
-def test_errors_reach_works_and_futures() -> None:
-    run_shm_ranks(errors_reach_works, 2)
-
-
 def does_not_come(rank: int, n: int) -> None:
     if rank != 1:
         with pytest.raises(RuntimeError, match=r"ranks \[1\] did not come"):
@@ -423,8 +375,20 @@ def does_not_come(rank: int, n: int) -> None:
         time.sleep(2)  # it lives, and does not come
 
 
-def test_a_group_that_a_rank_does_not_make() -> None:
-    run_shm_ranks(does_not_come, 3)
+@pytest.mark.parametrize(
+    ("case", "num_ranks"),
+    [
+        (aborts, 3),
+        (leaves, 3),
+        (same_mistake_everywhere, 2),
+        (destroys_under_way, 2),
+        (waits, 2),
+        (errors_reach_works, 2),
+        (does_not_come, 3),
+    ],
+)
+def test_ranks_that_end_refuse_or_wait(case: Callable[..., object], num_ranks: int) -> None:
+    run_shm_ranks(case, num_ranks)
 
 
 SCRIPT = """

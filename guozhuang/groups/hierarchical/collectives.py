@@ -24,7 +24,6 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from guozhuang.groups.gloo import Crossing
 from guozhuang.groups.hierarchical.nodes import Nodes, part_of, pieces_of
-from guozhuang.groups.hierarchical.tensors import Pool, begin_of
 
 #: Bytes of one lane in one piece. Long enough that latency does not matter, short enough that the steps that overlap with
 #: nothing (the first piece before the link, the last one after it) do not matter either.
@@ -215,6 +214,32 @@ class Collectives:
         assert self._lane is not None
         self._settle()
         return self._lane.group
+
+
+class Pool:
+    """Reusable buffers of one size.
+
+    Args:
+        empty: allocates ``num_elements`` of a dtype.
+        buffer_bytes: the size of each buffer.
+    """
+
+    def __init__(self, empty: Callable[[int, torch.dtype], Tensor], buffer_bytes: int) -> None:
+        self._empty, self._buffer_bytes = empty, buffer_bytes
+        self._free: list[Tensor] = []
+
+    def take(self) -> Tensor:
+        """Return a buffer, as bytes."""
+        return self._free.pop() if self._free else self._empty(self._buffer_bytes, torch.uint8)
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Return a buffer to the pool."""
+        self._free.append(buffer)
+
+
+def begin_of(buffer: Tensor, num_elements: int, dtype: torch.dtype) -> Tensor:
+    """Return the first bytes of a buffer as elements."""
+    return buffer[: num_elements * dtype.itemsize].view(dtype)
 
 
 class _LanePiece:
