@@ -14,12 +14,12 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from guozhuang import DistributedDataParallel, SyncBatchNorm
 from guozhuang.errors import UnusedParameterError, WorldError
 from tests.processes.cases import (
+    as_tests,
     assert_equal_across_ranks,
     assert_same_grads,
     batch,
     grads,
-    names_of_cases,
-    results_of_cases,
+    seeded,
     twin_of,
 )
 from tests.ranks import RankError, run_ranks
@@ -32,9 +32,9 @@ class Branches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(3)
-        self.trunk = nn.Linear(6, 6)
-        self.branches = nn.ModuleList(nn.Linear(6, 3) for _ in range(4))
+        with seeded(3):
+            self.trunk = nn.Linear(6, 6)
+            self.branches = nn.ModuleList(nn.Linear(6, 3) for _ in range(4))
 
     def forward(self, x: Tensor, use: str = "0123", trunk: bool = True) -> Tensor:
         h = self.trunk(x) if trunk else x
@@ -125,10 +125,10 @@ def case_sparse_gradients_unused_here_or_everywhere(rank, world_size):
     class Words(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            torch.manual_seed(3)
-            self.words = nn.Embedding(7, 4, sparse=True)
-            self.kinds = nn.Embedding(5, 4, sparse=True)
-            self.out = nn.Linear(4, 2)
+            with seeded(3):
+                self.words = nn.Embedding(7, 4, sparse=True)
+                self.kinds = nn.Embedding(5, 4, sparse=True)
+                self.out = nn.Linear(4, 2)
 
         def forward(self, use: str, index: Tensor) -> Tensor:
             h = torch.zeros(len(index), 4)
@@ -287,13 +287,7 @@ def case_frozen_with_gradients_of_micro_batches(rank, world_size):
             model.branches[0].requires_grad_(True)
 
 
-NAMES = names_of_cases(globals())
-RESULTS = results_of_cases(__name__, 2, NAMES)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_on_two_ranks(name):
-    RESULTS(name)
+test_cases = as_tests(globals(), (2,), on="threads")
 
 
 # ---- errors that end ranks ------------------------------------------------------------------------------------------
