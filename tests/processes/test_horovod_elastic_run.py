@@ -33,7 +33,8 @@ folder = sys.argv[1]
 torch.set_num_threads(1)
 if os.environ["HOROVOD_HOSTNAME"] == "127.0.0.9":  # it is lost while the others are still in hvd.init()
     from guozhuang.compat.horovod.common import basics
-    basics._told = lambda *arguments: os.kill(os.getpid(), 9)
+    assert callable(basics._places)
+    basics._places = lambda *arguments: os.kill(os.getpid(), 9)
 hvd.init()
 torch.manual_seed(0)
 model = torch.nn.Linear(2, 1)
