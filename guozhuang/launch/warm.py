@@ -381,7 +381,7 @@ def _import(modules: Sequence[str]) -> str:
         import torch
 
         import guozhuang.launch.rank  # noqa: F401
-        from guozhuang.watch.processes import path_of
+        from guozhuang.watch.processes import open_descriptors, path_of
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     for name in modules:
@@ -395,7 +395,8 @@ def _import(modules: Sequence[str]) -> str:
     num_threads = len(os.listdir(path_of("task")))
     if num_threads != 1:
         return f"{num_threads} threads run after the imports"
-    return "CUDA is initialized after the imports" if torch.cuda.is_initialized() else ""
+    uses_driver = any(target.startswith("/dev/nvidia") for target in open_descriptors().values())
+    return "CUDA is initialized after the imports" if uses_driver or torch.cuda.is_initialized() else ""
 
 
 def main(arguments: Sequence[str]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import pytest
 from guozhuang.launch import crew as crews
 from guozhuang.launch import guard
 from guozhuang.launch.crew import Crew, entry
-from guozhuang.launch.warm import ForkedRank
+from guozhuang.launch.warm import ForkedRank, NotWarmError, WarmParent
 from tests import launching
 
 FACTS = """
@@ -214,6 +214,20 @@ def test_a_rank_outlives_the_warm_parent_and_others_start_without_it(tmp_path: P
             assert ended(ranks, False, "ends_code.py")[0] == 7
         finally:
             ranks.crew.close()
+
+
+def test_no_rank_is_forked_where_an_import_leaves_a_thread(tmp_path: Path) -> None:
+    (tmp_path / "starts_a_thread.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()"
+    )
+    (tmp_path / "train.py").touch()
+    words = [sys.executable, "-u", str(tmp_path / "train.py")]
+    parent = WarmParent.start(words, os.environ, ["no_such_module", "starts_a_thread"])
+    try:
+        with pytest.raises(NotWarmError, match="2 threads run after the imports"):
+            parent.wait(60)
+    finally:
+        parent.close()
 
 
 def test_a_killed_agent_leaves_neither_the_warm_parent_nor_a_forked_rank(tmp_path: Path, folder: Path) -> None:
