@@ -24,14 +24,14 @@ OPTIONS = st.sampled_from(
 def test_words_like_options_of_ours_reach_the_script() -> None:
     behind = ["--max", "3", "--n", "-n", "-np", "7", "--nproc-per-node=4", "-H", "--help", "--", "-x", "--rdzv", "-m"]
     found = command_line.read(parser(), ["-np", "2", "train.py", *behind])
-    assert (found.nproc_per_node, found.training_script, found.training_script_args) == ("2", "train.py", behind)
+    assert (found.num_ranks, found.training_script, found.training_script_args) == ("2", "train.py", behind)
     assert (found.hosts, found.module) == (None, False)
 
 
 @pytest.mark.parametrize("script", ["train.py", "my script.py", "-", "-odd.py", "--odd"])
 def test_two_dashes_end_the_options(script: str) -> None:
     found = command_line.read(parser(), ["-np", "2", "--", script, "-np", "3"])
-    assert (found.nproc_per_node, found.training_script, found.training_script_args) == ("2", script, ["-np", "3"])
+    assert (found.num_ranks, found.training_script, found.training_script_args) == ("2", script, ["-np", "3"])
 
 
 @settings(deadline=None)
