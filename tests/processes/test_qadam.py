@@ -443,15 +443,7 @@ def case_half_precision_and_channels_last(rank: int, size: int) -> None:
             torch.testing.assert_close(m, wanted, rtol=0.03, atol=1e-3 if dtype == torch.bfloat16 else 1e-6)
 
 
-test_cases = as_tests(globals(), (2,), slow=(3,))
-MORE = (case_every_step_is_the_formula, case_uneven_inputs, case_the_warmup_is_adam_bit_for_bit)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [4, 8])
-@pytest.mark.parametrize("case", MORE)
-def test_more_ranks(case: Callable[..., None], size: int) -> None:
-    run_ranks(case, size)
+test_cases = as_tests(globals(), (2,), slow=(3, 4, 8), on="threads")
 
 
 def test_other_optimizers_are_refused() -> None:
