@@ -265,9 +265,9 @@ def test_an_answer_cannot_be_played_back(echo: Echo) -> None:
 
 
 @contextmanager
-def stranger(answer: bytes | None, *, stay: bool = True) -> Iterator[tuple[str, int]]:
+def stranger(answer: bytes | None, *, stay: bool = True, port: int = 0) -> Iterator[tuple[str, int]]:
     """Somebody else's service: says ``answer`` to each who comes (None: nothing), and stays or ends the connection."""
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = socket.create_server(("127.0.0.1", port))
     kept = []
 
     def serve() -> None:

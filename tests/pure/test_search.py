@@ -20,6 +20,7 @@ from guozhuang.net import client, interfaces, search
 from guozhuang.net import meeting_point as ports
 from guozhuang.net.door import Door, passage_from
 from guozhuang.net.meeting_point import PortSequence
+from tests.pure import test_door
 
 OTHER_JOB = ports.secret(b"", ["another"])
 
@@ -43,28 +44,8 @@ def rank_0(point: PortSequence, secret: bytes | None = None) -> Iterator[tuple[i
             door.close()
 
 
-@contextlib.contextmanager
-def stranger(port: int, answer: bytes = b"") -> Iterator[None]:
-    """Accepts everybody, and is silent or talks nonsense."""
-    listener = socket.create_server(("127.0.0.1", port))
-    kept: list[socket.socket] = []
-
-    def serve() -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                kept.append(listener.accept()[0])
-                kept[-1].sendall(answer)
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        yield
-    finally:
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
-        thread.join(5)
-        for each in kept:
-            each.close()
+def stranger(port: int, answer: bytes | None = None) -> contextlib.AbstractContextManager[tuple[str, int]]:
+    return test_door.stranger(answer, port=port)
 
 
 def test_the_first_port_is_taken_where_it_is_free(point: PortSequence) -> None:
