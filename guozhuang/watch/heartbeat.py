@@ -42,18 +42,10 @@ import torch.distributed as dist
 
 from guozhuang.errors import UsageError, explain
 from guozhuang.net.store import innermost
+from guozhuang.watch import stacks
 from guozhuang.watch.judge import AwakeClock, Beat, Judge, Limits
 from guozhuang.watch.processes import GONE, SEE_EACH_OTHER, node_identity, state_of, this_process
 from guozhuang.watch.report import EXIT_CODE, end
-from guozhuang.watch.stacks import (
-    OWN_THREADS,
-    MainThread,
-    error_text,
-    is_of_a_collective,
-    place_of_error,
-    stacks_text,
-    started_collectives,
-)
 from guozhuang.watch.watcher import Report, Watcher, WatcherStatus, look_at_neighbours, read_reports
 
 # How often the main thread is sampled: more samples make it likelier to see that a thread in a loop moves.
@@ -138,7 +130,7 @@ class Heartbeat:
         # The node's identity is hashed to 12 digits, because it is in every beat.
         self._me = this_process(hashlib.sha256(node_identity(SEE_EACH_OTHER).encode()).hexdigest()[:12])
         # Written by the guard, read by the thread that talks to the store.
-        self._main = MainThread(0.0)
+        self._main = stacks.MainThread(0.0)
         self._collectives, self._idle_since_s = (0, -1), 0.0
         # Written by the thread that talks to the store, read by the guard.
         self._num_answers = 0
@@ -154,8 +146,8 @@ class Heartbeat:
         # Written by the main thread: the exception from a collective because of which it leaves.
         self._error: BaseException | None = None
         self._is_cause_reported = threading.Event()
-        self._guarding = threading.Thread(target=self._guard, name=f"{OWN_THREADS} guard", daemon=True)
-        self._line = threading.Thread(target=self._use_store, name=f"{OWN_THREADS} store", daemon=True)
+        self._guarding = threading.Thread(target=self._guard, name=f"{stacks.OWN_THREADS} guard", daemon=True)
+        self._line = threading.Thread(target=self._use_store, name=f"{stacks.OWN_THREADS} store", daemon=True)
 
     def start(self) -> None:
         """Start both threads. Returns at once."""
@@ -179,7 +171,7 @@ class Heartbeat:
         error = error if error is not None else sys.exception()
         if isinstance(error, SystemExit) and error.code in (None, 0):
             error = None
-        if isinstance(error, Exception) and is_of_a_collective(error):
+        if isinstance(error, Exception) and stacks.is_of_a_collective(error):
             self._error = error
             self._wake.set()
             self._wait_for_report()
@@ -242,12 +234,12 @@ class Heartbeat:
                 what = f"{self._cut_off(since_answer_s)}\nIt has been standing at {self._main.place.text} for "
                 what += f"{still_s:.0f} s (--hang-timeout {limit_s:g}), and ends itself with exit code {EXIT_CODE}."
                 self._is_ending = True
-                end(f"{what}\n{stacks_text()}", 0.0)
+                end(f"{what}\n{stacks.stacks_text()}", 0.0)
 
     def _look(self) -> None:
         clock_s = self._clock()
         self._main.look(clock_s)
-        started = started_collectives()
+        started = stacks.started_collectives()
         if started is None or started != self._collectives:  # a rank without a group waits for no other rank
             self._idle_since_s = clock_s
         self._collectives = started if started is not None else self._collectives
@@ -271,7 +263,7 @@ class Heartbeat:
         return f"[rank {self.rank}] {what}. No heartbeat reaches another rank any more. The stacks of this rank:"
 
     def _stacks(self) -> str:
-        return stacks_text() if self._error is None else error_text(self._error)
+        return stacks.stacks_text() if self._error is None else stacks.error_text(self._error)
 
     # ---- the thread that talks to the store
 
@@ -359,7 +351,7 @@ class Heartbeat:
 
     def _beat(self) -> None:
         clock_s, error = self._clock(), self._error
-        place = self._main.place if error is None else place_of_error(error)
+        place = self._main.place if error is None else stacks.place_of_error(error)
         self._count += 1
         beat = Beat(
             count=self._count,
