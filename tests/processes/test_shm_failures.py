@@ -292,10 +292,13 @@ def no_descriptors(group: dist.ProcessGroup) -> None:
 def fails_within(rank: int, n: int, prepare: Callable[[dist.ProcessGroup], None]) -> tuple[list[type], str]:
     group = dist.group.WORLD
     dist.barrier()
-    tensor = group.empty(1_000_000).fill_(1.0)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     if rank == 1:
+        tensor = group.empty(1_000_000).fill_(1.0)
         prepare(group)
+    dist.barrier()
+    if rank == 0:  # only now: else the slower rank may have taken the descriptor before
+        tensor = group.empty(1_000_000).fill_(1.0)
     kinds, last = [], ""
     started = time.monotonic()
     for _ in range(2):
