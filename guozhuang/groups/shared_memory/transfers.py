@@ -37,6 +37,7 @@ TAGS: Final = range(-(1 << 63), 1 << 63)  # a tag must fit into a message
 
 
 _SLOT_BYTES: Final = 1 << 20  # few messages for a large payload
+_FEWEST_CHUNK_BYTES: Final = 256 << 10
 _NUM_SLOTS: Final = 3  # with fewer, both sides would wait for each other
 
 
@@ -93,7 +94,7 @@ class Slots:
 
     def fill(self, send: Transfer) -> tuple[int, int]:
         """Copy the next chunk of a send to a free slot; return the slot and the number of bytes."""
-        slot, num_bytes = self._free.pop(), min(_SLOT_BYTES, send.num_bytes - send.offset_bytes)
+        slot, num_bytes = self._free.pop(), min(send.chunk_bytes, send.num_bytes - send.offset_bytes)
         ctypes.memmove(self.segment.address + slot * _SLOT_BYTES, send.address + send.offset_bytes, num_bytes)
         send.offset_bytes += num_bytes
         return slot, num_bytes
@@ -146,6 +147,8 @@ class Transfer(PendingWork):
         self.number = 0  # the send's number on its rank; 0 in a receive that is not matched yet
         self.offset_bytes = 0  # how much of the payload has been sent or received
         self.num_bytes = plain.numel() * plain.element_size()
+        # Several chunks, so that both sides copy at the same time; few, as each costs a message.
+        self.chunk_bytes = min(max(self.num_bytes // 4, _FEWEST_CHUNK_BYTES), _SLOT_BYTES)
         self.address = plain.data_ptr()
         self._tensor, self._plain = tensor, plain
 
