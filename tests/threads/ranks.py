@@ -18,6 +18,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import datetime
+import gc
 import queue
 import sys
 import threading
@@ -254,10 +255,16 @@ def _ranks_are_threads() -> Iterator[None]:
         start(thread)
 
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    # torch.get_rng_state() allocates while it holds the generator's mutex. A collection there that frees a tensor gives up the
+    # interpreter's lock, and another thread that asks for the state takes it and waits for the mutex: neither goes on.
+    collects = gc.isenabled()
+    gc.disable()
     try:
         with mock.patch.object(c10d, "_world", _Worlds()), mock.patch.object(threading.Thread, "start", start_in_rank):
             yield
     finally:
+        if collects:
+            gc.enable()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
         sys.excepthook = hook
 
