@@ -263,6 +263,7 @@ def _ranks_are_threads() -> Iterator[None]:
         with mock.patch.object(c10d, "_world", _Worlds()), mock.patch.object(threading.Thread, "start", start_in_rank):
             yield
     finally:
+        gc.collect(0)  # what the ranks left is young; the threads of exchanges end with it
         if collects:
             gc.enable()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
