@@ -160,6 +160,7 @@ def test_who_did_not_come_is_named() -> None:
 def one_is_killed(rank: int, size: int) -> tuple[float, str]:
     exchange, weights = AsyncModelAverage(interval_ms=1), initial()
     state = exchange.prepare(list(weights.items()), dist.group.WORLD)
+    dist.barrier()  # all have connected
     push(exchange, state, weights, rank, range(3))
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
