@@ -192,3 +192,14 @@ def _names() -> set[str]:
 
 def _plain(address: str) -> str:
     return str(ipaddress.ip_address(address.partition("%")[0]))
+
+
+def listen_at(address: str, port: int = 0, backlog: int | None = None) -> socket.socket:
+    """Return a socket that listens at an address of this node, of IPv4 or IPv6; ``port`` 0: any free port.
+
+    Raises:
+        OSError: the address is not one of this node, or the port is taken or not open to this user.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    where = socket.getaddrinfo(address, port, family, socket.SOCK_STREAM)[0][4]  # with the zone of a link-local address
+    return socket.create_server(where, family=family, backlog=backlog)

@@ -70,11 +70,10 @@ def listener_of(point: PortSequence) -> socket.socket:
         UsageError: none of the ports can be bound; the text names them.
     """
     address = LOOPBACK if point.is_one_node else own_address(point.hosts, point.others)
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     why: OSError | None = None
     for port in point.ports:
         try:
-            return socket.create_server((address, port), family=family)
+            return interfaces.listen_at(address, port)
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise

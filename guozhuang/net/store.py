@@ -19,7 +19,7 @@ import time
 import torch.distributed as dist
 
 from guozhuang.errors import UsageError, WorldError, explain
-from guozhuang.net import client, search
+from guozhuang.net import client, interfaces, search
 from guozhuang.net.meeting_point import MeetingPoint
 
 _BACKLOG = 2048
@@ -61,9 +61,8 @@ def listen(point: MeetingPoint) -> socket.socket:
         UsageError: the port is taken, or this user may not open it.
     """
     address = listening_address(point)
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        return socket.create_server((address, point.port), family=family, backlog=_BACKLOG)
+        return interfaces.listen_at(address, point.port, _BACKLOG)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             fix = "choose another MASTER_PORT, or start with `guozhuang run`, which finds a free one"

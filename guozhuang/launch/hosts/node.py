@@ -135,8 +135,7 @@ class Node:
         refused = {}
         for host in candidates:
             try:
-                family = socket.AF_INET6 if ":" in host else socket.AF_INET
-                outer = socket.create_server(socket.getaddrinfo(host, port, family)[0][4], family=family)
+                outer = interfaces.listen_at(host, port)
             except OSError as error:
                 refused[host] = error.strerror or str(error)
                 continue

@@ -40,9 +40,8 @@ def listen(host: str, port: int) -> socket.socket:
         UsageError: the port is taken, or this user may not open it.
         OSError: the address does not belong to this node.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=2048)
+        return interfaces.listen_at(host, port, 2048)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             what = f"port {port} is taken by another process of this machine ({host}:{port})"

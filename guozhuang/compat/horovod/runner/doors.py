@@ -1,18 +1,20 @@
-"""The doors of the host of ``horovodrun``, through which processes on other hosts reach a store of this process."""
+"""The doors of the host of ``horovodrun``: processes on other hosts reach a store of its process through them."""
 
 from __future__ import annotations
 
 import logging
 import secrets
-import socket
+import time
 from collections.abc import Sequence
 
 from guozhuang.net import interfaces
-from guozhuang.net.door import Door
+from guozhuang.net.door import Door, NotOurDoorError, Passage, knock, passage_from
 
 _SECRET_BYTES = 32
 _MAX_DOORS = 16
 _LOOPBACK = "127.0.0.1"
+_KNOCK_S = 5.0
+_PAUSE_S = 0.5  # after no door has let this process in, before it tries all of them again
 _log = logging.getLogger("guozhuang")
 
 
@@ -40,10 +42,8 @@ class Doors:
         """
         if not self._doors:
             for address in [*self._addresses(), _LOOPBACK]:
-                family = socket.AF_INET6 if ":" in address else socket.AF_INET
                 try:
-                    where = socket.getaddrinfo(address, 0, family, socket.SOCK_STREAM)[0][4]
-                    listener = socket.create_server(where, family=family)
+                    listener = interfaces.listen_at(address)
                 except OSError as error:
                     _log.info("no door on %s: %s", address, error)
                     continue
@@ -66,3 +66,27 @@ class Doors:
             found = [each for name, own in known.items() if not interfaces.is_local_bridge(name) for each in own]
         usable = [each for each in dict.fromkeys(found) if interfaces.is_reachable(each)]
         return sorted(usable, key=lambda address: ":" in address)[:_MAX_DOORS]
+
+
+def enter(doors: Sequence[tuple[str, int]], secret: bytes, limit_s: float = 0.0) -> tuple[Passage, str]:
+    """Return a passage through the first door that lets this process in, and the address of that door.
+
+    Args:
+        doors: address and port of each door, in the order in which to try them.
+        secret: the secret of the run.
+        limit_s: for how many seconds to try all of them again.
+
+    Raises:
+        NotOurDoorError: no door let this process in; the text gives the reason for each.
+    """
+    deadline = time.monotonic() + limit_s
+    while True:
+        refused = []
+        for host, port in doors:
+            try:
+                return passage_from(knock(host, port, secret, _KNOCK_S), host, port, secret), host
+            except (OSError, NotOurDoorError) as error:
+                refused.append(f"{host} port {port}: {error}")
+        if time.monotonic() >= deadline:
+            raise NotOurDoorError("; ".join(refused))
+        time.sleep(_PAUSE_S)

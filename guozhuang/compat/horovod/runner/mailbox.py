@@ -11,20 +11,17 @@ import contextlib
 import hashlib
 import hmac
 import socket
-import time
 from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 
-from guozhuang.compat.horovod.runner.doors import Doors
+from guozhuang.compat.horovod.runner.doors import Doors, enter
 from guozhuang.errors import WorldError, explain
-from guozhuang.net.door import NotOurDoorError, knock, passage_from
+from guozhuang.net.door import NotOurDoorError
 from guozhuang.net.store import connect, serve
 
 _LOOPBACK = "127.0.0.1"
 _LIMIT_S = 60.0  # limit for the mailbox to be reached, and for each request to its store
-_KNOCK_S = 5.0
-_PAUSE_S = 0.5  # after no door has let this process in, before it tries all of them again
 # A pickle is cut into parts of this size: PyTorch's store takes no value of more than 8 MiB.
 _PART_BYTES = 4 << 20
 _FUNCTION = "function"
@@ -76,31 +73,16 @@ def visit(secret: bytes, doors: Sequence[tuple[str, int]]) -> Iterator[Visitor]:
     Raises:
         WorldError: no door let the process in.
     """
-    host, port, first = _entered(secret, doors)
-    passage = passage_from(first, host, port, secret)
+    try:
+        passage, _ = enter(doors, secret, _LIMIT_S)
+    except NotOurDoorError as error:
+        what = f"the host that called horovod.run cannot be reached: {error}"
+        fix = "choose a network that leads there by network_interfaces, or check its firewall"
+        raise WorldError(explain(what, fix=fix)) from None
     try:
         yield Visitor(connect(*passage, timeout_s=_LIMIT_S), secret)
     finally:
         passage.close()
-
-
-def _entered(secret: bytes, doors: Sequence[tuple[str, int]]) -> tuple[str, int, socket.socket]:
-    """Return host and port of the first door that lets this process in, and the connection through it."""
-    deadline = time.monotonic() + _LIMIT_S
-    while True:
-        refused = []
-        for host, port in doors:
-            try:
-                return host, port, knock(host, port, secret, _KNOCK_S)
-            except (OSError, NotOurDoorError) as error:
-                refused.append(f"{host} port {port}: {error}")
-        if time.monotonic() >= deadline:
-            break
-        time.sleep(_PAUSE_S)
-    what = f"the host that called horovod.run cannot be reached: {'; '.join(refused)}"
-    raise WorldError(
-        explain(what, fix="choose a network that leads there by network_interfaces, or check its firewall")
-    )
 
 
 class Visitor:

@@ -24,14 +24,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from guozhuang.compat.horovod.common import elastic_variables
+from guozhuang.compat.horovod.runner.doors import enter
 from guozhuang.compat.horovod.runner.elastic.crew import CANNOT_BE_STARTED, LocalWorkers
-from guozhuang.errors import WorldError, explain
+from guozhuang.errors import explain
 from guozhuang.launch.console.streams import NamedPipe
 from guozhuang.launch.hosts.link import NodeRefused, decode, encode
-from guozhuang.net.door import NotOurDoorError, Passage, knock, passage_from
+from guozhuang.net.door import NotOurDoorError
 from guozhuang.watch.processes import node_identity
 
-_KNOCK_S = 5.0
 _TURN_S = 0.05
 _CHUNK_BYTES = 1 << 16
 
@@ -103,26 +103,6 @@ class WorkerEnded:
 
     worker: int
     code: int
-
-
-def come_through(doors: Sequence[tuple[str, int]], secret: bytes) -> tuple[Passage, str]:
-    """Connect to the driver's host; return the passage to its store, and the address by which it was reached.
-
-    Args:
-        doors: address and port of each door, in the order in which to try them.
-        secret: the secret of the run.
-
-    Raises:
-        WorldError: no door lets this host in; the text gives the reason for each.
-    """
-    why = []
-    for host, port in doors:
-        try:
-            return passage_from(knock(host, port, secret, _KNOCK_S), host, port, secret), host
-        except (OSError, NotOurDoorError) as error:
-            why.append(f"{host} port {port}: {error}")
-    fix = "open the firewall between them, or name the network by --network-interfaces"
-    raise WorldError(explain(f"the driver's host cannot be reached from here ({'; '.join(why)})", fix=fix))
 
 
 class WorkerHost:
@@ -215,9 +195,10 @@ def main(arguments: Sequence[str]) -> int:
     if config.same == node_identity():
         doors.sort(key=lambda door: door[0] != "127.0.0.1")
     try:
-        passage, address = come_through(doors, bytes.fromhex(config.secret))
-    except WorldError as error:
-        here.say(NodeRefused(str(error)))
+        passage, address = enter(doors, bytes.fromhex(config.secret))
+    except NotOurDoorError as error:
+        fix = "open the firewall between them, or name the network by --network-interfaces"
+        here.say(NodeRefused(explain(f"the driver's host cannot be reached from here ({error})", fix=fix)))
         return 1
     folder = tempfile.mkdtemp(prefix="guozhuang-run-")
     environment = elastic_variables.environment_of_workers({})
