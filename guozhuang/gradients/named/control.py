@@ -73,6 +73,9 @@ class ChannelGroups:
             if isinstance(self.device, PythonGroup):
                 self.cpu = self.device
         cpu = {"cpu"} if isinstance(group, SharedMemoryGroup) else set()
+        # What all messages but long ones fit into; kept, because a round takes little longer than to make it anew.
+        self._given = torch.zeros(_BLOCK, dtype=torch.uint8)
+        self._taken = torch.zeros(size, _BLOCK, dtype=torch.uint8)
         self.averages = frozenset(cpu | ({"cuda"} if cpu or "nccl" in kinds else set()))
 
     def exchange(self, message: bytes) -> list[bytes]:
@@ -80,10 +83,11 @@ class ChannelGroups:
         if self._size == 1:
             return [message]
         data = len(message).to_bytes(_LENGTH, "little") + message
-        found = self._gathered(data[:_BLOCK], _BLOCK)
+        found = self._gathered(data[:_BLOCK], self._given, self._taken)
         ends = [_LENGTH + int.from_bytes(each[:_LENGTH], "little") for each in found]
         if (longest := max(ends)) > _BLOCK:
-            rest = self._gathered(data[_BLOCK:], longest - _BLOCK)
+            given = torch.zeros(longest - _BLOCK, dtype=torch.uint8)
+            rest = self._gathered(data[_BLOCK:], given, given.new_empty(self._size, len(given)))
             found = [begin + end for begin, end in zip(found, rest, strict=True)]
         return [each[_LENGTH:end] for each, end in zip(found, ends, strict=True)]
 
@@ -100,10 +104,9 @@ class ChannelGroups:
         self._closes, self._aborts = [], []
         self._control = self.cpu = self.device = None  # gloo's connections end with the last reference
 
-    def _gathered(self, data: bytes, num_bytes: int) -> list[bytes]:
-        """Return the data of all ranks, filled up with zeros to a number of bytes."""
-        given = torch.frombuffer(bytearray(data.ljust(num_bytes, b"\0")), dtype=torch.uint8)
-        taken = given.new_empty(self._size, num_bytes)
+    def _gathered(self, data: bytes, given: torch.Tensor, taken: torch.Tensor) -> list[bytes]:
+        """Return the data of all ranks, each followed by any bytes up to the length of ``given``, by way of these buffers."""
+        given.numpy().data[: len(data)] = data
         collectives.all_gather(taken.view(-1), given, self._control)
         return [each.tobytes() for each in taken.numpy()]
 

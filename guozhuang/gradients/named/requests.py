@@ -86,7 +86,7 @@ class Message(NamedTuple):
 
     def encoded(self) -> bytes:
         """Return the message as bytes."""
-        return json.dumps(self, separators=(",", ":"), default=_plain).encode()
+        return _ENCODER.encode(self).encode()
 
     @classmethod
     def decoded(cls, data: bytes) -> Message:
@@ -99,6 +99,9 @@ class Message(NamedTuple):
 def _plain(value: Kind | torch.dtype) -> str:
     """Return the text that stands in a message for a value that JSON does not have."""
     return value.value if isinstance(value, Kind) else str(value).removeprefix("torch.")
+
+
+_ENCODER: Final = json.JSONEncoder(separators=(",", ":"), default=_plain)
 
 
 def _request(*fields: Any) -> NamedRequest:

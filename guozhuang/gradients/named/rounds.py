@@ -131,12 +131,13 @@ class Rounds:
     def _answer(self, name: str, requests: dict[int, NamedRequest]) -> Response:
         number = self._numbers.get(name)
         known = None if number is None else self._known[number]
-        response = Response(name, requests, None)
-        if known is None or known.requests != requests:
-            response = response._replace(error=difference(name, requests, self._ranks))
-        if self.joined and response.error is None:
-            response = response._replace(error=joined_difference(response.request.kind, name, self.joined, self._ranks))
-        if self._uses_numbers and response.error is None:
+        is_known = known is not None and known.requests == requests
+        error = None if is_known else difference(name, requests, self._ranks)
+        if self.joined and error is None:
+            kind = next(iter(requests.values())).kind
+            error = joined_difference(kind, name, self.joined, self._ranks)
+        response = Response(name, requests, error)
+        if self._uses_numbers and error is None:
             if number is None:
                 number = self._numbers[name] = next(self._unused)
             self._known.pop(number, None)  # a number that is set anew is the most recently used one
