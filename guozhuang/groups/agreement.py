@@ -84,7 +84,7 @@ def _forget(store: Store, turn: int, rank: int) -> None:
 
 
 class StoreNotices:
-    """StoreNotices that ranks leave in a store for each other when a step has failed.
+    """Notices that ranks leave in a store for each other when a step has failed.
 
     Args:
         store: a store used for this purpose only.

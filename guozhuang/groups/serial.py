@@ -127,9 +127,13 @@ class PendingWork(CallWork):
         """Call ``callback`` once the call has ended, with or without an error: on the thread that ends it, or now."""
         with self._guard:
             if not self._completed:
-                self._callbacks.append(callback)
+                self._callbacks.append(self._at_end(callback))
                 return
         callback()
+
+    def _at_end(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Return what the thread that ends the call calls for a callback."""
+        return callback
 
     def end(self, error: BaseException | None = None) -> None:
         """Mark the call as ended and wake the waiting threads, which raise ``error`` if it is given. Later calls do nothing."""
@@ -294,11 +298,8 @@ def _work(jobs: queue.SimpleQueue[_Entry], what: str) -> None:
     failed: BaseException | None = None
     waiting: list[_Entry] = []
     while True:
-        if not waiting:
+        while not waiting or not jobs.empty():
             heapq.heappush(waiting, jobs.get())
-        with contextlib.suppress(queue.Empty):
-            while True:
-                heapq.heappush(waiting, jobs.get_nowait())
         work = heapq.heappop(waiting)[2]
         if work is None:
             return

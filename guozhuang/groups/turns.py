@@ -80,14 +80,9 @@ class QueuedWork(SerialWork):
         return super().wait(timeout)
 
     @override
-    def when_done(self, callback: Callable[[], None]) -> None:
+    def _at_end(self, callback: Callable[[], None]) -> Callable[[], None]:
         finishers = self._turns.finishers
-        is_nested = finishers.is_current
-        with self._guard:
-            if not self._completed:
-                self._callbacks.append(lambda: finishers.complete(callback, is_nested))
-                return
-        callback()
+        return functools.partial(finishers.complete, callback, finishers.is_current)
 
     @override
     def _late(self, limit_s: float) -> WorldError:
