@@ -144,7 +144,7 @@ class StepReducer:
 
     def _start_next(self) -> None:
         bucket = self.buckets[self._now.next]
-        if self._may_send_early:
+        if self._sends_early:
             self._now.sums[self._now.next] = _bit_sum(bucket.flat)
         self._start(bucket)
         self._now.next += 1
