@@ -8,7 +8,8 @@ checkpoint saves the state alone.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -40,6 +41,28 @@ class Done:
     def is_completed(self) -> bool:
         """Return True, because there is nothing to wait for."""
         return True
+
+
+@dataclass(frozen=True)
+class Then:
+    """A started exchange whose result still has to be computed from what it received; ``wait`` does so.
+
+    Attributes:
+        work: the exchange.
+        then: called once, after ``work`` has ended without an error.
+    """
+
+    work: Work
+    then: Callable[[], object]
+
+    def wait(self) -> None:
+        """Wait for the exchange, then call ``then``."""
+        self.work.wait()
+        self.then()
+
+    def is_completed(self) -> bool:
+        """Return whether the exchange has ended; ``then`` may still have to be called."""
+        return self.work.is_completed()
 
 
 class GradientExchange(ABC, Generic[State]):

@@ -19,23 +19,7 @@ from typing_extensions import override
 
 from ..gradients.buckets import Bucket
 from .around import AroundGradients
-from .base import GradientExchange, Work
-
-
-@dataclass(frozen=True)
-class _Decoding:
-    """Wraps the work of the inner exchange; ``wait`` also casts the result back into the bucket."""
-
-    work: Work
-    wire: Bucket
-    bucket: Bucket
-
-    def is_completed(self) -> bool:
-        return self.work.is_completed()
-
-    def wait(self) -> None:
-        self.work.wait()
-        self.bucket.flat.copy_(self.wire.flat)
+from .base import GradientExchange, Then, Work
 
 
 @dataclass
@@ -82,7 +66,7 @@ class Cast(AroundGradients[CastState]):
     def start(self, bucket: Bucket, state: CastState, step: int) -> Work:
         wire = state.wires[bucket.index]
         wire.flat.copy_(bucket.flat)
-        return _Decoding(self.inner.start(wire, state.inner, step), wire, bucket)
+        return Then(self.inner.start(wire, state.inner, step), lambda: bucket.flat.copy_(wire.flat))
 
     @override
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> int | None:

@@ -260,17 +260,15 @@ class Compressed(GradientExchange[CompressedState]):
         device, length = bucket.flat.device, -(-num_numbers(bucket) // size)
         num_bytes = _HEADER_BYTES + self.codec.row_bytes(length)
 
-        def numbers(rows: int) -> Tensor:
-            return torch.zeros(rows, length, device=device)
-
         def codes(rows: int) -> Tensor:
             return torch.zeros(rows, num_bytes, dtype=torch.uint8, device=device)
 
         cut = bucket.flat.dtype in (torch.float32, torch.complex64) and num_numbers(bucket) == size * length
         masks = self.momentum and self.masks_momentum and isinstance(self.codec, Sparsifier)
-        rows, scratch = None if cut else numbers(size), numbers(size) if masks else None
-        random = torch.Generator(device)
-        return _BucketMemory(rows, scratch, codes(size), codes(size), numbers(1), codes(1), random)
+        rows = None if cut else torch.zeros(size, length, device=device)
+        scratch = torch.zeros(size, length, device=device) if masks else None
+        mean, random = torch.zeros(1, length, device=device), torch.Generator(device)
+        return _BucketMemory(rows, scratch, codes(size), codes(size), mean, codes(1), random)
 
     @override
     def start(self, bucket: Bucket, state: CompressedState, step: int) -> Work:
@@ -366,10 +364,9 @@ class Compressed(GradientExchange[CompressedState]):
         names = [name for each in kept for name in each.forget_not_finite(index)]
         if names:
             codes[:, :_HEADER_BYTES].view(torch.float32)[:, 0] = math.nan
-            what = (
-                f"step {step}: what is kept of the gradient of {some_of(list(dict.fromkeys(names)))} overflowed float32"
-            )
-            what += " and is forgotten; all gradients of its bucket become NaN on all ranks"
+            who = some_of(list(dict.fromkeys(names)))
+            what = f"step {step}: what is kept of the gradient of {who} overflowed float32 and is forgotten; "
+            what += "all gradients of its bucket become NaN on all ranks"
             _log.warning("%s", explain(what, rank=rank, fix="look for gradients that are far too large"))
         return bool(names)
 

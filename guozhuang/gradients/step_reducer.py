@@ -13,7 +13,7 @@ A parameter without a gradient holds its bucket back until the end of the backwa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,6 +102,19 @@ class StepReducer:
     def buckets(self) -> list[Bucket]:
         """The buckets, in the order in which they are exchanged."""
         return self._placement.buckets
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of steps, and the method's state of this rank. Every rank must call."""
+        return {"step": self.step, "exchange": self.exchange.state_dict(self.state)}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Continue from the state that :meth:`state_dict` returned on this rank. Every rank must call.
+
+        Raises:
+            UsageError: it was saved with another method, or for other parameters.
+        """
+        self.exchange.load_state_dict(self.state, saved["exchange"])
+        self.step = int(saved["step"])
 
     # ---- while backward runs --------------------------------------------------------------------------------------------
 

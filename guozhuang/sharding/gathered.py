@@ -91,6 +91,9 @@ class GatheredCarrier(Carrier):
         self._block_means = [
             means[b.bucket][b.start - start : b.end - start] for b, start in zip(self.blocks, starts, strict=True)
         ]
+        self._blocks_of: list[list[int]] = [[] for _ in self.layout.buckets]
+        for i, block in enumerate(self.blocks):
+            self._blocks_of[block.bucket].append(i)
 
     @override
     def _on_gradient(self, index: int) -> None:
@@ -109,7 +112,7 @@ class GatheredCarrier(Carrier):
         """Set the blocks' gradients bucket by bucket, and send a bucket's new weights while the next bucket is stepped."""
         for bucket in self.layout.buckets:
             self._reducer.wait(bucket.index)
-            indices = [i for i, block in enumerate(self.blocks) if block.bucket == bucket.index]
+            indices = self._blocks_of[bucket.index]
             for i in indices:
                 self.weights[i].grad = None if self._held[i] <= self._unused else self._block_means[i]
             yield indices

@@ -281,7 +281,7 @@ class ShardedOptimizer(Optimizer):
         Every rank must call; each saves its own.
         """
         used = self.carrier.exchanging
-        return {} if used is None else {"step": used.step, "exchange": used.exchange.state_dict(used.state)}
+        return {} if used is None else used.state_dict()
 
     def load_exchange_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue from the state that :meth:`exchange_state_dict` returned on this rank. Every rank must call.
@@ -295,8 +295,7 @@ class ShardedOptimizer(Optimizer):
             fix = "give shard() the exchange that it was saved with"
             raise UsageError(explain(what, rank=self.group.rank(), fix=fix))
         if used is not None:
-            used.exchange.load_state_dict(used.state, saved["exchange"])
-            used.step = int(saved["step"])
+            used.load_state_dict(saved)
 
     # ---- the two views -----------------------------------------------------------------------------------------------------
 

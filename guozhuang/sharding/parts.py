@@ -163,6 +163,13 @@ class Layout:
             found.append((rank, Piece(parameter, low - offset, high - offset, index, low)))
         return tuple(found)
 
+    def pieces_in(self, bucket: FlatBucket, low: int, high: int) -> Iterator[Piece]:
+        """Yield the pieces of parameters in the elements ``low`` to ``high`` of a bucket, in element order."""
+        for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True):
+            first, last = max(offset, low), min(offset + self.members[parameter].num_elements, high)
+            if first < last:
+                yield Piece(parameter, first - offset, last - offset, bucket.index, first)
+
     def describe(self) -> list[str]:
         """Return one line per bucket, by which ranks compare their layouts."""
         return [
@@ -175,7 +182,7 @@ class Layout:
         for start, end in self._runs(bucket, *bucket.slice_of(rank), separate):
             for low in range(start, end, self.block_elements):
                 high = min(low + self.block_elements, end)
-                pieces = tuple(self._pieces_in(bucket, low, high))
+                pieces = tuple(self.pieces_in(bucket, low, high))
                 if pieces:
                     yield Block(bucket.group, bucket.index, low, high, pieces)
 
@@ -194,12 +201,6 @@ class Layout:
             begin = high
         if begin < end:
             yield begin, end
-
-    def _pieces_in(self, bucket: FlatBucket, low: int, high: int) -> Iterator[Piece]:
-        for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True):
-            first, last = max(offset, low), min(offset + self.members[parameter].num_elements, high)
-            if first < last:
-                yield Piece(parameter, first - offset, last - offset, bucket.index, first)
 
 
 def aligned(num_elements: int) -> int:

@@ -7,7 +7,7 @@ gradients, because it overwrites a bucket with its result, and ``p.grad`` must s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..exchange.around import AroundGradients
-from ..exchange.base import GradientExchange, Work
+from ..exchange.base import GradientExchange, Then, Work
 from ..gradients.buckets import Bucket
 from ..groups.allocation import zeros_for
 from ..world.versions import reduce_scatter_single
@@ -32,28 +32,15 @@ class Parts:
         group: the ranks.
         means: this rank's part of each bucket's mean, by bucket index; 1-dimensional, valid once the bucket was waited for.
         copies: the buckets that ``KeepPart`` hands to its inner exchange.
+        kept: for each bucket, the pieces of ``copies`` that belong to this rank, and the places of ``means`` where they go.
         inner: the state of the inner exchange.
     """
 
     group: dist.ProcessGroup
     means: list[Tensor]
     copies: Sequence[Bucket] = ()
+    kept: Sequence[tuple[list[Tensor], list[Tensor]]] = ()
     inner: Any = None
-
-
-@dataclass(frozen=True)
-class _Then:
-    """A work after which something else has to be done once."""
-
-    work: Work
-    then: Callable[[], object]
-
-    def is_completed(self) -> bool:
-        return self.work.is_completed()
-
-    def wait(self) -> None:
-        self.work.wait()
-        self.then()
 
 
 def _parts(buckets: Sequence[Bucket], group: dist.ProcessGroup) -> list[Tensor]:
@@ -78,7 +65,7 @@ class Scatter(GradientExchange[Parts]):
     def start(self, bucket: Bucket, state: Parts, step: int) -> Work:
         mean = state.means[bucket.index]
         work = reduce_scatter_single(mean, bucket.flat, group=state.group, async_op=True)
-        return _Then(work, lambda: mean.mul_(1.0 / state.group.size()))
+        return Then(work, lambda: mean.mul_(1.0 / state.group.size()))
 
     @override
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> int:
@@ -114,7 +101,15 @@ class KeepPart(AroundGradients[Parts]):
     def prepare(self, buckets: Sequence[Bucket], group: dist.ProcessGroup, before: Parts | None = None) -> Parts:
         allocate = zeros_for(group)
         copies = [Bucket(b.index, b.is_last, b.names, b.parameters, allocate=allocate) for b in buckets]
-        return Parts(group, _parts(buckets, group), copies, self.inner.prepare(copies, group))
+        means, kept = _parts(buckets, group), []
+        for flat_bucket, copy, mean in zip(self.layout.buckets, copies, means, strict=True):
+            low, high = flat_bucket.slice_of(group.rank())
+            pieces = list(self.layout.pieces_in(flat_bucket, low, high))
+            members = zip(flat_bucket.parameters, copy.views, copy.parameters, strict=True)
+            results = {index: in_memory_order(view, parameter) for index, view, parameter in members}
+            places = [mean[p.offset - low : p.offset - low + p.end - p.start] for p in pieces]
+            kept.append(([results[p.parameter][p.start : p.end] for p in pieces], places))
+        return Parts(group, means, copies, kept, self.inner.prepare(copies, group))
 
     @override
     def start(self, bucket: Bucket, state: Parts, step: int) -> Work:
@@ -124,14 +119,9 @@ class KeepPart(AroundGradients[Parts]):
             scale = self.inner.input_scale(state.group.size())
             if scale != 1.0:
                 copy.flat.mul_(scale)
-        return _Then(self.inner.start(copy, state.inner, step), lambda: self._keep(copy, state))
+        return Then(self.inner.start(copy, state.inner, step), lambda: _keep(*state.kept[bucket.index]))
 
-    def _keep(self, copy: Bucket, state: Parts) -> None:
-        """Copy this rank's part out of the result."""
-        flat_bucket, rank = self.layout.buckets[copy.index], state.group.rank()
-        start, _ = flat_bucket.slice_of(rank)
-        for index, view, parameter in zip(flat_bucket.parameters, copy.views, copy.parameters, strict=True):
-            for owner, piece in self.layout.pieces_of(index):
-                if owner == rank:
-                    part = in_memory_order(view, parameter)[piece.start : piece.end]
-                    state.means[copy.index][piece.offset - start : piece.offset - start + part.numel()].copy_(part)
+
+def _keep(pieces: list[Tensor], places: list[Tensor]) -> None:
+    if pieces:  # a rank may own nothing of a small bucket but padding
+        torch._foreach_copy_(places, pieces)
