@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import signal
 import struct
@@ -106,7 +105,7 @@ class Runs:
         return RunFailure(cause, str(log), 0)
 
     def _open(self) -> Crew:
-        self._crew = crew = Crew(os.urandom(8).hex(), str(self._folder))
+        self._crew = crew = Crew(str(self._folder))
         modules = [*self._modules, "guozhuang.lab.worker", "guozhuang.launch.local_run"]
         crew.warm_up([sys.executable, "-u", "-m", "guozhuang"], self._environ, modules, _IMPORT_S)
         return crew

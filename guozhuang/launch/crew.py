@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import select
 import signal
 import subprocess
@@ -42,17 +43,17 @@ class Crew:
     """The rank processes of one node. The thread that starts them must outlive them; see [Note: no orphans].
 
     Args:
-        run: the name of the run, which all its processes have in the environment.
         folder: the run's temporary folder, which the guard removes if this process is killed.
 
     Attributes:
+        run: the name of the run, which all its processes have in the environment.
         warm: the warm parent, once it is started (``keep_warm``); it may have ended.
     """
 
-    def __init__(self, run: str, folder: str) -> None:
-        self.run = run
+    def __init__(self, folder: str) -> None:
+        self.run = secrets.token_hex(8)
         self.sessions: dict[int, int] = {}  # process id of each rank ever started -> its start time
-        self._guard = guard.Guard(run, folder)
+        self._guard = guard.Guard(self.run, folder)
         self._processes: dict[int, subprocess.Popen[bytes] | ForkedRank] = {}
         self._handles: dict[int, int] = {}  # pidfd -> rank
         self.warm: WarmParent | None = warm.inherited

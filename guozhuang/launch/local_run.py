@@ -48,9 +48,8 @@ class LocalRun:
         self._plan, self._request = plan, request
         self._folder = tempfile.mkdtemp(prefix="guozhuang-run-")
         self._config, self._words, is_torchruns = self._read(plan)
-        name = os.urandom(8).hex()
-        os.environ[guard.VARIABLE] = name
-        self._crew = Crew(name, self._folder)
+        self._crew = Crew(self._folder)
+        os.environ[guard.VARIABLE] = self._crew.run
         self._output = Output(terminals=request.terminals, timestamps=plan.timestamps)
         self._files = RankFiles(self._folder, self._output, self._shown(), bool(request.attempt))
         self._has_torchruns_logs = is_torchruns

@@ -65,9 +65,8 @@ def run(plan: Plan, request: Request) -> RunReport:
 
 def _run(plan: Plan, request: Request) -> RunReport:
     options, folder = plan.elastic, tempfile.mkdtemp(prefix="guozhuang-run-")
-    run_name = os.urandom(8).hex()
-    os.environ[guard.VARIABLE] = run_name
-    crew, output = Crew(run_name, folder), Output(terminals=request.terminals, timestamps=plan.timestamps)
+    crew, output = Crew(folder), Output(terminals=request.terminals, timestamps=plan.timestamps)
+    os.environ[guard.VARIABLE] = crew.run
     kept: WorldStore | None = None
     limit_s: float | None = None
     try:

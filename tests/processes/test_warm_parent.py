@@ -108,7 +108,7 @@ def both(folder: Path) -> Iterator[tuple[Ranks, Ranks]]:
         before, descriptor = os.dup(0), os.open(folder / "input", os.O_RDONLY)
         os.dup2(descriptor, 0)
         os.close(descriptor)
-        ranks = [Ranks(Crew(os.urandom(8).hex(), str(folder / "none")), folder / "output") for _ in range(2)]
+        ranks = [Ranks(Crew(str(folder / "none")), folder / "output") for _ in range(2)]
         try:
             warm(ranks[1])
             yield ranks[0], ranks[1]
@@ -200,7 +200,7 @@ def test_a_variable_that_is_read_on_loading_is_obeyed(both: tuple[Ranks, Ranks],
 
 def test_a_rank_outlives_the_warm_parent_and_others_start_without_it(tmp_path: Path, folder: Path) -> None:
     (folder / "waits.py").write_text("import sys, time\ntime.sleep(1.0)\nsys.exit(5)")
-    ranks = Ranks(Crew(os.urandom(8).hex(), str(folder / "none")), tmp_path)
+    ranks = Ranks(Crew(str(folder / "none")), tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(crews, "WARM_AFTER_S", 0.0)
         patch.chdir(folder)
@@ -236,7 +236,7 @@ def test_a_killed_agent_leaves_neither_the_warm_parent_nor_a_forked_rank(tmp_pat
     program.write_text(
         "import sys, time\nfrom pathlib import Path\nfrom guozhuang.launch import crew as crews\n"
         "from tests.processes.test_warm_parent import Crew, Ranks, warm\ncrews.WARM_AFTER_S = 0.0\n"
-        f"ranks = Ranks(Crew('{os.urandom(8).hex()}', {str(tmp_path / 'none')!r}), Path({str(tmp_path)!r}))\n"
+        f"ranks = Ranks(Crew({str(tmp_path / 'none')!r}), Path({str(tmp_path)!r}))\n"
         "warm(ranks)\npid = ranks.start('sleeps.py')\nassert ranks.is_forked\n"
         "print(pid, ranks.crew.warm.pid, flush=True)\ntime.sleep(600)\n"
     )

@@ -36,7 +36,7 @@ from guozhuang.launch.request import Extension, Request
 from guozhuang.launch.servers import VARIABLE as SERVERS
 from guozhuang.launch.servers import Servers
 from guozhuang.net import interfaces
-from guozhuang.net.door import Door, NotOurDoorError, WrongSecretError, knock, pass_through
+from guozhuang.net.door import Door, NotOurDoorError, knock, pass_through
 from guozhuang.net.store import serve
 from guozhuang.watch.processes import node_identity
 
@@ -105,7 +105,7 @@ class Node:
         try:
             with knock(*self._door, self._secret, _KNOCK_S):
                 return True
-        except (OSError, NotOurDoorError, WrongSecretError):
+        except (OSError, NotOurDoorError):
             return False
 
     def _meet(self, stack: contextlib.ExitStack) -> int:
@@ -172,7 +172,7 @@ def _knock(doors: Sequence[tuple[str, int]], secret: bytes) -> frames.DoorsTried
                 reasons[number] = ""
         except TimeoutError:
             pass
-        except (OSError, NotOurDoorError, WrongSecretError) as error:
+        except (OSError, NotOurDoorError) as error:
             reasons[number] = str(error)
 
     threads = [threading.Thread(target=try_one, args=(n, *door), daemon=True) for n, door in enumerate(doors)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -30,7 +29,7 @@ class LocalWorkers:
 
     def __init__(self, folder: str, store: tuple[str, int], timeout_s: float, environment: Mapping[str, str]) -> None:
         self._store, self._timeout_s, self._environment = store, timeout_s, environment
-        self._crew = Crew(secrets.token_hex(8), folder)
+        self._crew = Crew(folder)
         self._jobs: dict[int, Job] = {}  # by worker; each decides when its worker gets which signal
         self._pids: dict[int, int] = {}
 

@@ -7,6 +7,7 @@ orphans"), and talks to other hosts. It never waits for the reader of the output
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import select
 import shutil
@@ -123,7 +124,8 @@ class ElasticDriver:
         self._board = DriverBoard(serve(listener, _STORE_S))
         self._doors = Doors(store[1], settings.network_interfaces)
         self._remote: dict[str, RemoteWorkers] = {}
-        self._is_local: dict[str, bool] = {}
+        # A port of ssh that the user gave is meant for remote hosts, so it is ignored here.
+        self._is_here = functools.cache(ssh.is_here)
         self._next_beat = 0.0
         self._begun: set[str] = set()  # the folders of --output-filename that this run has written to
         self._folder = tempfile.mkdtemp(prefix="guozhuang-run-")
@@ -271,12 +273,6 @@ class ElasticDriver:
             self._workers.end(worker.number, at_once)
         elif worker.slot.host in self._remote:
             self._remote[worker.slot.host].end(worker.number, at_once)
-
-    def _is_here(self, host: str) -> bool:
-        """Return whether a host is this machine. A port of ssh that the user gave is ignored: it is meant for remote hosts."""
-        if host not in self._is_local:
-            self._is_local[host] = ssh.is_here(host)
-        return self._is_local[host]
 
     def _name(self, worker: Worker) -> str:
         return f"{worker.slot.host}#{worker.slot.index}"
