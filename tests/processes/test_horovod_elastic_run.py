@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 
-from guozhuang.compat.horovod.runner.settings import ElasticSettings
+from guozhuang.compat.horovod.runner.elastic.settings import ElasticSettings
 from tests.forking import fork_server
 
 pytestmark = [pytest.mark.waits, pytest.mark.timeout(150)]

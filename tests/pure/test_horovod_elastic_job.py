@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from guozhuang.compat.horovod.runner.elastic.assignment import Blacklist, choose, places
 from guozhuang.compat.horovod.runner.elastic.discovery import DiscoveryError, merged, parse
 from guozhuang.compat.horovod.runner.elastic.job import ElasticJob, Orders, Worker
-from guozhuang.compat.horovod.runner.settings import ElasticSettings
+from guozhuang.compat.horovod.runner.elastic.settings import ElasticSettings
 
 HOSTS = st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 4), max_size=5)
 

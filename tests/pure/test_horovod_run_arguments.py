@@ -6,16 +6,13 @@ import contextlib
 import inspect
 import os
 import re
-import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from guozhuang.compat.horovod.runner import arguments, elastic_run, function_run, launch, run, static_run, tuning
-from guozhuang.compat.horovod.runner.elastic import driver
-from guozhuang.compat.horovod.runner.settings import ElasticSettings
+from guozhuang.compat.horovod.runner import arguments, function_run, launch, run, static_run, tuning
+from guozhuang.compat.horovod.runner.elastic.settings import ElasticSettings, settings_of
 from guozhuang.errors import UsageError
 from guozhuang.launch.hosts import run as hosts_run
 from guozhuang.launch.hosts import ssh
@@ -250,7 +247,7 @@ def test_one_horovodrun_starts_all_processes(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(UsageError, match="srun started `horovodrun` 2 times on this node"):
         words("-np 4")
     with pytest.raises(UsageError, match="srun started `horovodrun` 2 times on this node"):
-        elastic_run.settings_of(arguments.parse(["-np", "4", "--min-np", "2", *PROGRAM]))
+        settings_of(arguments.parse(["-np", "4", "--min-np", "2", *PROGRAM]))
     with pytest.raises(UsageError, match=r"srun started `horovod\.run` 2 times on this node"):
         run(print, num_proc=4)
 
@@ -273,10 +270,6 @@ def test_a_port_of_ssh_is_that_of_the_other_hosts(monkeypatch: pytest.MonkeyPatc
     line = "-np 3 -H localhost:1,127.0.0.1:1,192.0.2.9:1 -p 2222"
     assert static_run.run(arguments.parse([*line.split(), "true"]), lambda text: None) == 0
     assert started == [[True, True, False]]
-    elastic: Any = types.SimpleNamespace(_is_local={}, _ssh=ssh.SshOptions(2222))
-    assert [
-        driver.ElasticDriver._is_here(elastic, name) for name in ("localhost", "127.0.0.1", "192.0.2.9")
-    ] == started[0]
 
 
 def test_errors_of_the_function_speak_of_its_arguments() -> None:
@@ -341,7 +334,7 @@ def test_the_driver_of_elastic_runs_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     )
     found = arguments.parse([*line.split(), *PROGRAM])
     assert arguments.is_elastic(found)
-    assert elastic_run.settings_of(found, {"MORE": "1"}) == ElasticSettings(
+    assert settings_of(found, {"MORE": "1"}) == ElasticSettings(
         command=tuple(PROGRAM), num_proc=3, min_np=2, max_np=4, slots_per_host=2, host_discovery_script="./find", hosts=None,
         elastic_timeout_s=30.0, reset_limit=5, cooldown_range=(1, 9), ssh_port=22, ssh_identity_file=__file__,
         env={"PYTHONUNBUFFERED": "1", "HOROVOD_START_TIMEOUT": "11", "HOROVOD_CYCLE_TIME": "2.0", "MORE": "1"},
@@ -349,9 +342,9 @@ def test_the_driver_of_elastic_runs_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     )  # fmt: skip
     monkeypatch.setenv("HOROVOD_ELASTIC_TIMEOUT", "77")
     found = arguments.parse(["--min-np", "2", "-H", "a:1,b", "--slots-per-host", "3", *PROGRAM])
-    told = elastic_run.settings_of(found)
+    told = settings_of(found)
     assert (told.num_proc, told.min_np, told.hosts, told.elastic_timeout_s) == (2, 2, [("a", 1), ("b", 3)], 77.0)
-    assert elastic_run.settings_of(arguments.parse(["-np", "2", "--min-np", "1", *PROGRAM])).hosts == [("localhost", 2)]
+    assert settings_of(arguments.parse(["-np", "2", "--min-np", "1", *PROGRAM])).hosts == [("localhost", 2)]
 
 
 def test_the_text_of_a_failure_names_the_process() -> None:

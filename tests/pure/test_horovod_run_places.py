@@ -15,7 +15,7 @@ import setuptools
 
 from guozhuang.compat.horovod.common import extension
 from guozhuang.compat.horovod.common.extension import EXTENSION, OF_HOROVODRUN
-from guozhuang.compat.horovod.runner import mailbox
+from guozhuang.compat.horovod.runner import doors, task
 from guozhuang.errors import UsageError, WorldError
 from guozhuang.launch import agent
 from guozhuang.launch.console.output import RankPlaces
@@ -172,8 +172,8 @@ def test_a_busy_host_of_horovod_run_is_tried_again(
     monkeypatch: pytest.MonkeyPatch, answers: tuple[bool, ...], is_in: bool
 ) -> None:
     """A second visit, with the result, must not fail because the host did not answer for a moment."""
-    tried, box = [], mailbox.Mailbox(b"function", None)
-    knock = mailbox.knock
+    tried, box = [], task.Mailbox(b"function", None)
+    knock = doors.knock
 
     def sometimes(host: str, port: int, secret: bytes, timeout_s: float) -> socket.socket:
         tried.append((host, port))
@@ -181,19 +181,19 @@ def test_a_busy_host_of_horovod_run_is_tried_again(
             raise TimeoutError("timed out")
         return knock(host, port, secret, timeout_s)
 
-    monkeypatch.setattr(mailbox, "knock", sometimes)
-    monkeypatch.setattr(mailbox, "_PAUSE_S", 0.01)
-    monkeypatch.setattr(mailbox, "_LIMIT_S", 20.0 if is_in else 0.1)
+    monkeypatch.setattr(doors, "knock", sometimes)
+    monkeypatch.setattr(doors, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(task, "_LIMIT_S", 20.0 if is_in else 0.1)
     secret, _, door = box.variables["GUOZHUANG_TASK"].partition("@")
     host, _, port = door.rpartition(":")
     where = bytes.fromhex(secret), [(host, int(port))]
     try:
         if is_in:
-            with mailbox.visit(*where) as visitor:
-                visitor.leave(3, b"result")
+            with task.visit(*where) as store:
+                task._put(store, where[0], task._result_of(3), b"result")
             assert box.result(3) == b"result" and box.result(0) is None and len(tried) == 2
         else:
-            with pytest.raises(WorldError, match=r"cannot be reached: .* timed out"), mailbox.visit(*where):
+            with pytest.raises(WorldError, match=r"cannot be reached: .* timed out"), task.visit(*where):
                 pass
             assert len(tried) > 2
     finally:

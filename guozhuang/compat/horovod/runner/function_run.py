@@ -11,8 +11,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from guozhuang.compat.horovod.runner import arguments, elastic_run, launch, static_run
-from guozhuang.compat.horovod.runner.mailbox import Mailbox
+from guozhuang.compat.horovod.runner import arguments, launch, static_run
+from guozhuang.compat.horovod.runner.task import Mailbox
 from guozhuang.errors import UsageError, explain
 from guozhuang.launch.console.say import say
 
@@ -80,10 +80,7 @@ def _naming_arguments() -> Iterator[None]:
 def _run(found: argparse.Namespace, mailbox: Mailbox) -> int:
     """Run the processes to their end; return the number of results to expect."""
     failures: list[str] = []
-    if arguments.is_elastic(found):
-        code = elastic_run.run(found, mailbox.variables)
-    else:
-        code = static_run.run(found, failures.append, mailbox.variables)
+    code = launch.run_job(found, failures.append, mailbox.variables)
     if code == 128 + signal.SIGINT and not failures:  # Ctrl-C ended this process; a rank ended by SIGINT is in failures
         raise KeyboardInterrupt
     if failures or code != 0:

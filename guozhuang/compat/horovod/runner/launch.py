@@ -10,9 +10,9 @@ import argparse
 import contextlib
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from guozhuang.compat.horovod.runner import arguments, elastic_run, static_run
+from guozhuang.compat.horovod.runner import arguments, static_run
 from guozhuang.compat.horovod.version import __version__
 from guozhuang.errors import UsageError, WorldError
 from guozhuang.launch.console.say import say
@@ -39,10 +39,8 @@ def run_commandline(argv: Sequence[str] | None = None) -> int:
         for note in notes(found):
             say(note, _WHO)
         with talking(_WHO, found.verbose):
-            if arguments.is_elastic(found):
-                return elastic_run.run(found)
             failures: list[str] = []
-            code = static_run.run(found, failures.append)
+            code = run_job(found, failures.append)
         for failure in failures:
             say(failure, _WHO)
         return 1 if failures else code
@@ -52,6 +50,19 @@ def run_commandline(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         say("interrupted", _WHO)
         return 130
+
+
+def run_job(found: argparse.Namespace, failed: Callable[[str], None], more: Mapping[str, str] | None = None) -> int:
+    """Run an elastic job, or one with a fixed number of processes, to its end; see ``static_run.run`` for the arguments.
+
+    ``failed`` is not called for an elastic job, whose driver names the first worker that failed itself.
+    """
+    if not arguments.is_elastic(found):
+        return static_run.run(found, failed, more)
+    from guozhuang.compat.horovod.runner.elastic.driver import run_elastic  # imported late: few runs are elastic
+    from guozhuang.compat.horovod.runner.elastic.settings import settings_of
+
+    return run_elastic(settings_of(found, more))
 
 
 @contextlib.contextmanager

@@ -1,18 +1,119 @@
-"""The program of each process of ``horovod.run``: fetches the function, calls it, and sends back its result.
+"""``horovod.run``'s function on its way to the processes, the program that calls it there, and the results on their way back.
 
-The launcher starts it as ``python -m guozhuang.compat.horovod.runner.task``.
+The launcher has a ``Mailbox``, and starts each process as ``python -m guozhuang.compat.horovod.runner.task``.
+
+[Note: pickles] Unpickling can run any code, so only pickles of this run are read. The mailbox is a store on loopback of the
+launcher's host, behind doors (``guozhuang.net.door``) that let in only processes that know the secret of the run. Other users
+of that host could reach the store directly, so each pickle is also signed with the secret.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import hmac
 import os
 import pickle
+import socket
 import sys
+from collections.abc import Iterator, Sequence
+
+import torch.distributed as dist
 
 from guozhuang.compat.horovod.common import variables as horovod_variables
-from guozhuang.compat.horovod.common.basics import state
-from guozhuang.compat.horovod.runner import mailbox
-from guozhuang.errors import UsageError, explain
+from guozhuang.compat.horovod.common.state import state
+from guozhuang.compat.horovod.runner.doors import Doors, enter
+from guozhuang.errors import UsageError, WorldError, explain
+from guozhuang.net.door import NotOurDoorError
+from guozhuang.net.store import connect, serve
+
+_LOOPBACK = "127.0.0.1"
+_LIMIT_S = 60.0  # limit for the mailbox to be reached, and for each request to its store
+# A pickle is cut into parts of this size: PyTorch's store takes no value of more than 8 MiB.
+_PART_BYTES = 4 << 20
+_FUNCTION = "function"
+
+
+class Mailbox:
+    """The launcher's side of the mailbox. ``close`` ends it.
+
+    Args:
+        function: the pickled function, for every process.
+        nics: the network interfaces on which to open doors for other hosts; None: no doors; empty: on all interfaces.
+    """
+
+    def __init__(self, function: bytes, nics: Sequence[str] | None) -> None:
+        self._store = serve(socket.create_server((_LOOPBACK, 0)), _LIMIT_S)
+        self._doors = Doors(self._store.port, nics)
+        self._secret = self._doors.secret
+        _put(self._store, self._secret, _FUNCTION, function)
+        *self._outer, self._inner = self._doors.open()
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The variables by which the processes find the mailbox, for their environment."""
+        doors = ",".join(f"{host}:{port}" for host, port in (self._inner, *self._outer))
+        return {"GUOZHUANG_TASK": f"{self._secret.hex()}@{doors}"}
+
+    def result(self, rank: int) -> bytes | None:
+        """Return the pickled result of a rank; None if it left none.
+
+        Raises:
+            WorldError: the signature is wrong, so another process has written or changed it.
+        """
+        key = _result_of(rank)
+        return _get(self._store, self._secret, key) if self._store.check([key]) else None
+
+    def close(self) -> None:
+        """Close the doors, so that no process can connect any more."""
+        self._doors.close()
+
+
+def _result_of(rank: int) -> str:
+    return f"result of rank {rank}"
+
+
+def _put(store: dist.Store, secret: bytes, key: str, data: bytes) -> None:
+    parts = [data[at : at + _PART_BYTES] for at in range(0, len(data), _PART_BYTES)]
+    signature = _signature(secret, key, data)
+    for number, part in enumerate(parts):
+        # The key has the signature: a rank may leave two results, in two elastic rounds, and their parts must not mix.
+        store.set(f"{key}/{signature}/{number}", part)  # type: ignore[arg-type]  # the store takes bytes too
+    store.set(key, f"{len(parts)} {signature}")
+    store.get(key)  # a set returns before the store has it; the answer to this get comes after all of them
+
+
+def _get(store: dist.Store, secret: bytes, key: str) -> bytes:
+    count, _, signature = store.get(key).decode().partition(" ")
+    data = b"".join(store.get(f"{key}/{signature}/{number}") for number in range(int(count)))
+    if not hmac.compare_digest(signature, _signature(secret, key, data)):
+        raise WorldError(explain(f"the {key} is not what its sender signed, so it was not read"))
+    return data
+
+
+def _signature(secret: bytes, key: str, data: bytes) -> str:
+    return hmac.new(secret, key.encode() + b"\0" + data, hashlib.sha256).hexdigest()
+
+
+@contextlib.contextmanager
+def visit(secret: bytes, doors: Sequence[tuple[str, int]]) -> Iterator[dist.Store]:
+    """Connect to the mailbox from one of the processes. A busy host may answer late, so it tries again for a minute.
+
+    Args:
+        secret: the secret of the run.
+        doors: address and port of each door; the first that lets the process in is used.
+
+    Raises:
+        WorldError: no door let the process in.
+    """
+    try:
+        passage, _ = enter(doors, secret, _LIMIT_S)
+    except NotOurDoorError as error:
+        what = f"the host that called horovod.run cannot be reached: {error}"
+        fix = "choose a network that leads there by network_interfaces, or check its firewall"
+        raise WorldError(explain(what, fix=fix)) from None
+    with contextlib.closing(passage):
+        yield connect(*passage, timeout_s=_LIMIT_S)
 
 
 def main() -> None:
@@ -20,13 +121,13 @@ def main() -> None:
     import cloudpickle
 
     secret, doors = _requested()
-    with mailbox.visit(secret, doors) as visitor:
-        path, function = pickle.loads(visitor.function())
+    with visit(secret, doors) as store:
+        path, function = pickle.loads(_get(store, secret, _FUNCTION))
     # The caller's path is added, so that modules beside its script can be imported.
     sys.path += [entry for entry in path if entry not in sys.path]
     result = cloudpickle.dumps(cloudpickle.loads(function)())
-    with mailbox.visit(secret, doors) as visitor:
-        visitor.leave(_rank(), result)
+    with visit(secret, doors) as store:
+        _put(store, secret, _result_of(_rank()), result)
 
 
 def _requested() -> tuple[bytes, list[tuple[str, int]]]:

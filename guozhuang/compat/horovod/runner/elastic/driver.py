@@ -28,7 +28,7 @@ from guozhuang.compat.horovod.runner.elastic.discovery import DiscoveryError, Ho
 from guozhuang.compat.horovod.runner.elastic.job import ElasticJob, Orders, Worker
 from guozhuang.compat.horovod.runner.elastic.remote_crew import RemoteWorkers
 from guozhuang.compat.horovod.runner.elastic.remote_host import HostSettings
-from guozhuang.compat.horovod.runner.settings import ElasticSettings
+from guozhuang.compat.horovod.runner.elastic.settings import ElasticSettings
 from guozhuang.errors import UsageError, explain
 from guozhuang.launch.console.output import Output
 from guozhuang.launch.failures import exit_code, how
@@ -57,17 +57,22 @@ def run_elastic(settings: ElasticSettings) -> int:
     standard error. Call it in the main thread if signals are to end the workers in an orderly way.
 
     Args:
-        settings: the program, and the number of workers.
+        settings: the program, and the number of workers; ``arguments.check`` has checked the numbers.
 
     Returns:
         0 if a worker ended with 0 (from then on no worker is replaced) and all have ended; 1 if the job failed, after
         naming the first worker that failed; 128 + its number if a signal ended the driver.
 
     Raises:
-        UsageError: the settings contradict each other, or the discovery script does not work; nothing was started then. Or a
-            host is to be reached over ssh, and there is no ssh here.
+        UsageError: the folder of ``output_filename`` cannot be made, or the discovery script does not work; nothing was started
+            then. Or a host is to be reached over ssh, and there is no ssh here.
     """
-    _check(settings)
+    if settings.output_filename is not None:
+        try:
+            os.makedirs(settings.output_filename, exist_ok=True)
+        except OSError as error:
+            what = f"--output-filename names a folder that cannot be made: {error.strerror}"
+            raise UsageError(explain(what, value=settings.output_filename, fix="give another path")) from error
     discovery = HostDiscovery(settings.host_discovery_script, settings.slots_per_host or 1, settings.hosts or ())
     try:
         discovery.find()
@@ -79,26 +84,6 @@ def run_elastic(settings: ElasticSettings) -> int:
     signals.note()
     with signals, contextlib.closing(discovery), contextlib.ExitStack() as ending:
         return ElasticDriver(settings, signals.noted, ending).run(discovery)
-
-
-def _check(settings: ElasticSettings) -> None:
-    least, most, first = settings.min_np, settings.max_np, settings.num_proc
-    if least < 1 or first < least or (most is not None and most < first):
-        what = "the numbers of processes must fit: 1 <= --min-np <= -np <= --max-np"
-        raise UsageError(explain(what, value=f"{least}, {first}, {most}", fix="change one of them"))
-    if settings.host_discovery_script is None and not settings.hosts:
-        fix = "give --host-discovery-script SCRIPT, or -H host:slots,..."
-        raise UsageError(explain("an elastic run has neither hosts nor a script that finds them", fix=fix))
-    cooldown = settings.cooldown_range
-    if cooldown is not None and not 0 < cooldown[0] <= cooldown[1]:
-        what = "--blacklist-cooldown-range is the least and the most seconds that a host is left alone"
-        raise UsageError(explain(what, value=list(cooldown), fix="give two numbers above 0, the smaller one first"))
-    if settings.output_filename is not None:
-        try:
-            os.makedirs(settings.output_filename, exist_ok=True)
-        except OSError as error:
-            what = f"--output-filename names a folder that cannot be made: {error.strerror}"
-            raise UsageError(explain(what, value=settings.output_filename, fix="give another path")) from error
 
 
 class ElasticDriver:

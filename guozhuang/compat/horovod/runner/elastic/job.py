@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from guozhuang.compat.horovod.runner.elastic.assignment import Blacklist, HostSlot, choose
-from guozhuang.compat.horovod.runner.settings import ElasticSettings
+from guozhuang.compat.horovod.runner.elastic.settings import ElasticSettings
 from guozhuang.launch.failures import how
 
 # A worker whose host was removed learns it from the next round; if it still runs so many seconds later it is ended.
