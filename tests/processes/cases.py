@@ -84,19 +84,27 @@ def on_two_and_three_ranks(
 
 
 def as_tests(
-    namespace: Mapping[str, Any], sizes: Sequence[int], slow: Sequence[int] = (), on: str = "processes"
+    namespace: Mapping[str, Any],
+    sizes: Sequence[int],
+    slow: Sequence[int] = (),
+    on: str = "processes",
+    in_processes: Sequence[Callable[..., None]] = (),
 ) -> Callable[..., None]:
-    """A test of each case of a module, ``case_*``, for each number of ranks; on "threads" where no case needs processes."""
+    """A test of each case of a module, ``case_*``, for each number of ranks.
+
+    ``on="threads"``: in threads, but for those cases that change what a process has once, such as the filters of warnings.
+    """
     names, module = names_of_cases(namespace), namespace["__name__"]
-    results = {size: results_of_cases(module, size, names) for size in (*sizes, *slow)}
+    forked = names if on == "processes" else [case.__name__ for case in in_processes]
+    results = {size: results_of_cases(module, size, forked) for size in (*sizes, *slow)}
 
     @pytest.mark.parametrize("size", [*sizes, *(pytest.param(size, marks=pytest.mark.slow) for size in slow)])
     @pytest.mark.parametrize("name", names)
     def test_cases(name: str, size: int) -> None:
-        if on == "threads":
-            run_threads(namespace[name], size)
-        else:
+        if name in forked:
             results[size](name)
+        else:
+            run_threads(namespace[name], size)
 
     return test_cases
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import datetime
 import gc
 import io
 import pickle
@@ -634,7 +635,7 @@ def test_a_world_of_one():
 
 
 def differs(rank, world_size, kind):
-    bare, options = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), {}
+    store, bare, options = store_of(dist.group.WORLD), nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), {}
     if kind == "layout":
         bare.append(nn.Conv2d(2, 3, 3))
     if rank == 1:
@@ -659,9 +660,12 @@ def differs(rank, world_size, kind):
         elif kind == "cap":
             options = {"bucket_cap_mb": 3}
         elif kind == "absent":
-            time.sleep(2.5)
+            store.wait(["gave up/0", "gave up/2"], datetime.timedelta(seconds=20))
             raise KeyError("the user's own error")
-    DistributedDataParallel(bare, **options)
+    try:
+        DistributedDataParallel(bare, **options)
+    finally:
+        store.set(f"gave up/{rank}", "")
 
 
 @pytest.mark.parametrize(

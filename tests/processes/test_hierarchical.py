@@ -16,6 +16,7 @@ from torch import Tensor
 
 from guozhuang.errors import PeerLost, UsageError, WorldError
 from guozhuang.groups import roll_call
+from guozhuang.groups.agreement import store_of
 from guozhuang.groups.hierarchical import HierarchicalGroup
 from guozhuang.groups.hierarchical.collectives import PART_BYTES
 from guozhuang.watch.processes import Process, this_process
@@ -273,6 +274,7 @@ def test_there_is_an_identity_for_every_rank() -> None:
 
 def loses(rank: int, world_size: int, layout: str, victim: int, how: str, timeout_s: float) -> dict[str, Any]:
     group = make(layout, timeout_s=timeout_s)
+    store, noticed = store_of(dist.group.WORLD), [f"noticed/{r}" for r in range(world_size) if r != victim]
     tensor = torch.ones(4 * PART)
     dist.all_reduce(tensor, group=group)
     dist.barrier(group=group)
@@ -282,7 +284,7 @@ def loses(rank: int, world_size: int, layout: str, victim: int, how: str, timeou
         time.sleep(0.2)
         if how == "leave":
             dist.destroy_process_group(group)
-            time.sleep(3)  # alive all the time
+            store.wait(noticed, datetime.timedelta(seconds=20))  # alive all the time
             return {}
         os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
     start = time.monotonic()
@@ -297,8 +299,9 @@ def loses(rank: int, world_size: int, layout: str, victim: int, how: str, timeou
     start = time.monotonic()
     group.shutdown()
     first = errors[0]
+    store.set(f"noticed/{rank}", "")
     if how == "stop" and rank == min(set(range(world_size)) - {victim}):
-        time.sleep(1)
+        store.wait(noticed, datetime.timedelta(seconds=20))
         os.kill(pids[victim], signal.SIGKILL)
     return {
         "took_s": took_s,

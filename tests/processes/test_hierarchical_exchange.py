@@ -231,7 +231,13 @@ def case_part_of_the_world(rank: int, size: int) -> None:
         torch.testing.assert_close(bucket.flat, mean, rtol=0, atol=0.05 * size)
 
 
-test_cases = as_tests(globals(), (4,), slow=sorted(LAYOUTS.keys() - {4}), on="threads")
+test_cases = as_tests(
+    globals(),
+    (4,),
+    slow=sorted(LAYOUTS.keys() - {4}),
+    on="threads",
+    in_processes=[case_pytorch_warns_of_nothing_that_is_called],
+)
 
 
 @pytest.mark.parametrize("layout", [layout for each in LAYOUTS.values() for layout in each])

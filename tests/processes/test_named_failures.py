@@ -19,6 +19,7 @@ from guozhuang.gradients.named import NamedChannel, NamedEngine, NegotiationErro
 from guozhuang.gradients.named import engine as engines
 from guozhuang.gradients.named.control import ChannelGroups
 from guozhuang.gradients.named.execution import Executor
+from guozhuang.groups.agreement import store_of
 from guozhuang.groups.gloo import Crossing
 from tests.processes.negotiating import an_engine, full, reduced, reducing, run_engines, together
 from tests.processes.shm_ranks import held, run_shm_ranks
@@ -262,12 +263,14 @@ def stalls_for_ever(rank: int, n: int) -> None:
     assert dist.group.WORLD is not None
     engine = NamedEngine(dist.group.WORLD, Settings(stall_check=False, stall_stop_s=0.7))
     reduced(engine.world, "x", full(1.0))
+    store = store_of(dist.group.WORLD)
     if rank == 1:
-        time.sleep(3.0)
+        store.wait(["failed/0", "failed/2"], datetime.timedelta(seconds=20))
         with pytest.raises(NegotiationError, match=r"rank \d"):
             reduced(engine.world, "y", full(1.0))
     else:
         assert fails(engine, "missing: rank 1 for allreduce.y", reducing(engine.world, "y", full(1.0))) < 3.0
+        store.set(f"failed/{rank}", "")
     engine.close()
     assert not [thread.name for thread in threading.enumerate() if "negotiated" in thread.name]
 

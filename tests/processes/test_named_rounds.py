@@ -1,13 +1,16 @@
 """What negotiation costs, counted: rounds, full rounds, collectives, copies; and what is written about it."""
 
+import datetime
 import time
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from guozhuang.gradients.named import Knobs, NamedEngine, Settings, collectives
+from guozhuang.groups.agreement import store_of
 from tests.processes.negotiating import an_engine, full, in_place, reducing, run_engines, together
 
 
@@ -37,7 +40,7 @@ class Counted:
 
 
 def steady_state(engine: NamedEngine) -> None:
-    channel, counted = engine.world, Counted()
+    channel, counted, store = engine.world, Counted(), store_of(dist.group.WORLD)
     names = [f"layer.{i}" for i in range(8)]
     together(channel, "begin")
     fewest = 100
@@ -62,8 +65,9 @@ def steady_state(engine: NamedEngine) -> None:
         assert not handle.done()
         time.sleep(0.3)
         assert channel.num_rounds <= rounds + 1
+        store.set("waited", "")
     else:
-        time.sleep(0.5)
+        store.wait(["waited"], datetime.timedelta(seconds=20))
         handle = reducing(channel, names[0], full(1.0, 100))
     handle.wait()
     assert channel.num_rounds == rounds + 1 and channel.num_full_rounds == full_rounds

@@ -206,7 +206,7 @@ def case_onebit_adam_trains(rank: int, size: int) -> None:
             loss = (ddp(x) - x[:, :3].sin()).square().mean()
             loss.backward()
             optimizer.step()
-        losses[name] = float(loss)
+        losses[name] = loss.item()
         assert_equal_across_ranks(ddp)
     assert losses["onebit"] < 1.5 * losses["plain"] + 0.02, losses
 
@@ -400,7 +400,7 @@ def case_schedulers_hooks_and_closures_stay(rank: int, size: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         for _ in range(4):
-            losses.append(float(optimizer.step(closure)))
+            losses.append(optimizer.step(closure).item())
             schedule.step()
     assert losses[3] < losses[0] and seen == ["hook"] * 4
     assert optimizer.param_groups[0]["lr"] == 0.1 / 16
@@ -443,7 +443,9 @@ def case_half_precision_and_channels_last(rank: int, size: int) -> None:
             torch.testing.assert_close(m, wanted, rtol=0.03, atol=1e-3 if dtype == torch.bfloat16 else 1e-6)
 
 
-test_cases = as_tests(globals(), (2,), slow=(3, 4, 8), on="threads")
+test_cases = as_tests(
+    globals(), (2,), slow=(3, 4, 8), on="threads", in_processes=[case_schedulers_hooks_and_closures_stay]
+)
 
 
 def test_other_optimizers_are_refused() -> None:

@@ -792,7 +792,7 @@ def case_several_buckets_and_groups(rank: int, world_size: int) -> None:
 
 
 NAMES = names_of_cases(globals())
-ONLY_PROCESSES = (  # the compiler, late imports, the garbage collector and filters of warnings serve one thread at a time
+ONLY_PROCESSES = (  # the compiler, late imports, the garbage collector, filters of warnings and what is replaced in a module
     "case_a_compiled_model_trains",
     "case_a_grad_scaler_skips_together",
     "case_bert_trains_as_under_torch_ddp",
@@ -800,6 +800,7 @@ ONLY_PROCESSES = (  # the compiler, late imports, the garbage collector and filt
     "case_groups_are_added_and_parameters_unfrozen_in_mid_training",
     "case_nothing_is_kept_of_a_model_that_is_dropped",
     "case_schedules_made_before_and_after",
+    "case_several_buckets_and_groups",
 )
 GROUPS = {"gloo": ("gloo", False), "shm": ("shm", False), "shm, weights on each rank": ("shm", True)}
 

@@ -16,12 +16,14 @@ import torch
 import torch.distributed as dist
 
 from guozhuang.errors import MismatchError, PeerLost, UsageError, WorldError
+from guozhuang.groups.agreement import store_of
 from tests.processes.shm_ranks import run_shm_ranks
 from tests.ranks import RankError, free_port
 
 LARGE = 3_000_000
 # Long enough for a busy machine; what is tested is that nobody waits for the time-out.
 SOON_S = 1.0 + 2.0
+LONG = datetime.timedelta(seconds=20)  # by then every rank has done what another one waits for
 
 
 def reduces_until_it_fails(num: int, asynchronous: bool) -> tuple[PeerLost, float]:
@@ -321,6 +323,8 @@ def test_a_rank_that_fails_within_an_operation_breaks_the_group_for_all(prepare)
 
 def destroys_under_way(rank: int, n: int) -> None:
     """This rank's own end is no other rank's loss."""
+    store = store_of(dist.group.WORLD)
+    dist.barrier()
     if rank == 0:
         work = dist.all_reduce(torch.ones(10), async_op=True)
         time.sleep(0.1)
@@ -328,14 +332,16 @@ def destroys_under_way(rank: int, n: int) -> None:
         with pytest.raises(WorldError, match="destroyed") as caught:
             work.wait()
         assert type(caught.value) is WorldError
+        store.set("aborted", "")
     else:
-        time.sleep(3.0)
+        store.wait(["aborted"], LONG)
 
 
 def waits(rank: int, n: int) -> None:
+    store = store_of(dist.group.WORLD)
     dist.barrier()
     if rank == 1:
-        time.sleep(1.5)
+        store.wait(["looked"], LONG)
     tensor = torch.ones(10)
     work = dist.all_reduce(tensor, async_op=True)
     if rank == 0:
@@ -343,11 +349,12 @@ def waits(rank: int, n: int) -> None:
             work.wait(datetime.timedelta(seconds=0.2))
         assert not isinstance(caught.value, PeerLost), "nobody is lost"
         assert not work.is_completed()
+        store.set("looked", "")
     work.wait()  # nothing is broken by looking too early
     assert tensor.tolist() == [n] * 10
     # A call's own time-out, shorter than the group's.
     if rank == 1:
-        time.sleep(1.5)
+        store.wait(["gave up"], LONG)
         dist.barrier()  # rank 0 had come to this one, and has given up since
         with pytest.raises(PeerLost, match="gave up"):
             dist.barrier()
@@ -355,7 +362,8 @@ def waits(rank: int, n: int) -> None:
         started = time.monotonic()
         with pytest.raises(PeerLost, match="rank 1"):
             dist.barrier(timeout=datetime.timedelta(seconds=0.5))
-        assert time.monotonic() - started < 1.4
+        assert time.monotonic() - started < 0.5 + SOON_S
+        store.set("gave up", "")
 
 
 def errors_reach_works(rank: int, n: int) -> None:
@@ -371,11 +379,13 @@ def errors_reach_works(rank: int, n: int) -> None:
 
 
 def does_not_come(rank: int, n: int) -> None:
+    store = store_of(dist.group.WORLD)
     if rank != 1:
         with pytest.raises(RuntimeError, match=r"ranks \[1\] did not come"):
             dist.new_group(backend="shm", timeout=datetime.timedelta(seconds=1))
+        store.set(f"gave up/{rank}", "")
     else:
-        time.sleep(2)  # it lives, and does not come
+        store.wait(["gave up/0", "gave up/2"], LONG)  # it lives, and does not come
 
 
 @pytest.mark.parametrize(

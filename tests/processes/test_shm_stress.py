@@ -133,6 +133,7 @@ def until_someone_dies(
     rank: int, world_size: int, victim: int, delay_s: float, folder: str, seed: int
 ) -> dict[str, Any]:
     group: Any = dist.group.WORLD
+    dist.barrier()  # all have met
     before = open_things()
     choose = random.Random(seed)
     if rank == victim:

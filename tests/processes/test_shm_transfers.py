@@ -17,9 +17,11 @@ import torch.distributed as dist
 
 from guozhuang.errors import MismatchError, PeerLost, UsageError, WorldError
 from guozhuang.groups.shared_memory.engine import STATE_OFFSET, RankState
+from guozhuang.groups.shared_memory.point_to_point import PointToPoint
 from guozhuang.groups.shared_memory.transfers import Transfer
 from tests.processes.shm_peers import (
     SOON_S,
+    a_store,
     barrier,
     group,
     run,
@@ -159,17 +161,36 @@ def too_late(rank: int, size: int) -> None:
         barrier(size)
 
 
+def stop_at_the_first_chunk(p2p: PointToPoint) -> None:
+    """Let this process be stopped when it has taken the first part of a payload."""
+    take = p2p._take_chunk
+
+    def take_and_stop(*arguments: Any) -> None:
+        p2p._take_chunk = take  # type: ignore[method-assign]
+        take(*arguments)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    p2p._take_chunk = take_and_stop  # type: ignore[method-assign]
+
+
+def wait_until_stopped(pid: int) -> None:
+    deadline = time.monotonic() + 20
+    while state_of(pid) != "T":
+        assert time.monotonic() < deadline, "it was not stopped"
+        time.sleep(0.005)
+
+
 def stopped(rank: int, size: int) -> None:
     """Rank 1 is stopped in the middle of a large payload; later sends to others get through, and it can go on."""
     with group(rank, size, timeout_s=2.0) as (peers, _, p2p):
-        large = torch.zeros(100_000_000)  # takes some 50 ms at the least
+        large = torch.zeros(20_000_000)
         if rank == 1:
+            stop_at_the_first_chunk(p2p)
             with pytest.raises(PeerLost):
                 p2p.recv(large, 0, 0).wait()
         if rank == 0:
             transfer = p2p.send(large, 1, 0)
-            time.sleep(0.005)
-            os.kill(peers.pids[1], signal.SIGSTOP)
+            wait_until_stopped(peers.pids[1])
             try:
                 with pytest.raises(PeerLost, match="rank 1 did not come"):
                     transfer.wait()
@@ -194,8 +215,7 @@ def dies(rank: int, size: int) -> float:
             os.kill(os.getpid(), signal.SIGSTOP)
         into = torch.zeros_like(large)
         if rank == 0:
-            while state_of(peers.pids[1]) != "T":
-                time.sleep(0.005)
+            wait_until_stopped(peers.pids[1])
             waiting = [p2p.recv(into, 1, 1), p2p.recv(into, 1, 2), p2p.send(large, 1, 3), p2p.recv(into, None, 4)]
             time.sleep(0.1)  # the beginning arrives
             os.kill(peers.pids[1], signal.SIGKILL)
@@ -240,9 +260,11 @@ def dies_having_sent_all(rank: int, size: int) -> None:
     with group(rank, size) as (peers, _, p2p):
         tensor = torch.full((60_000,), float(rank))
         if rank == 1:
-            p2p.send(tensor, 0, 0)
+            sending = p2p.send(tensor, 0, 0)
             barrier(size)
-            time.sleep(0.5)
+            while sending.offset_bytes < sending.num_bytes or p2p._out[0]:
+                time.sleep(0.005)
+            time.sleep(0.1)  # the last message is on its way
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == 0:
             read = p2p._read
@@ -277,9 +299,11 @@ def leaves(rank: int, size: int) -> None:
     with group(rank, size) as (peers, _, p2p):
         if rank:
             barrier(size)
-            time.sleep(0.3 * rank)
+            if rank > 1:
+                a_store().wait([f"left/{rank - 1}"], timedelta(seconds=20))
             p2p.send(torch.full((4,), float(rank)), 0, 0).wait()
             word(peers.segments[rank].address + STATE_OFFSET).value = RankState.LEFT
+            a_store().set(f"left/{rank}", "")
         else:
             directed = p2p.recv(torch.empty(4), 1, 8)
             barrier(size)
@@ -383,14 +407,14 @@ def falls_over(rank: int, size: int) -> None:
 def one_is_stopped(rank: int, size: int) -> None:
     """Rank 1 is stopped in the middle of a payload of rank 0; rank 0 sends to rank 2 all the same."""
     with group(rank, size, timeout_s=2.0) as (peers, _, p2p):
-        large = torch.zeros(100_000_000)  # takes some 50 ms at the least
+        large = torch.zeros(20_000_000)
         if rank == 1:
+            stop_at_the_first_chunk(p2p)
             with pytest.raises(PeerLost):
                 p2p.recv(large, 0, 0).wait()
         elif rank == 0:
             transfer = p2p.send(large, 1, 0)
-            time.sleep(0.005)
-            os.kill(peers.pids[1], signal.SIGSTOP)
+            wait_until_stopped(peers.pids[1])
             try:
                 p2p.send(large[:2_000_000], 2, 0).wait()
                 assert not transfer.is_completed()

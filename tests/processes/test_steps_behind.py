@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from guozhuang.errors import MismatchError, UsageError, WorldError
+from guozhuang.groups.agreement import store_of
 from guozhuang.weights import steps
 from guozhuang.weights.steps import StepsBehind
 from tests.processes.cases import names_of_cases, on_two_and_three_ranks
@@ -190,9 +191,12 @@ def loses_the_store(rank: int, size: int) -> None:
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=15))  # rank 0 holds the store
     ddp, optimizer = wrapped()
     train(ddp, optimizer, rank, range(1))
+    store = store_of(dist.group.WORLD)
     if rank == 0:
-        time.sleep(0.3)
+        store.wait(["trained"], datetime.timedelta(seconds=15))
+        time.sleep(0.3)  # most often rank 1 waits by then; if not, it finds no store
         os._exit(1)
+    store.set("trained", "")
     ddp.eval()
 
 

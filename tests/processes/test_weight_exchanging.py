@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+import datetime
 import pickle
-import time
 from collections.abc import Callable
 
 import pytest
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from guozhuang import DistributedDataParallel
 from guozhuang.errors import MismatchError, UsageError, WorldError
 from guozhuang.exchange.allreduce import AllReduce
+from guozhuang.groups.agreement import store_of
 from guozhuang.weights.around import AroundSteps
 from tests.processes.cases import names_of_cases, on_two_and_three_ranks, seeded
 from tests.processes.mean_of_two import (
@@ -339,10 +340,14 @@ test_on_two_ranks, test_on_three_ranks, test_the_rest_on_three_ranks = on_two_an
 def evaluate_alone(rank: int, size: int) -> None:
     ddp, optimizer = wrapped()
     train(ddp, optimizer, rank, range(1))
+    store = store_of(dist.group.WORLD)
     if rank == 0:
-        ddp.eval()
+        try:
+            ddp.eval()
+        finally:
+            store.set("gave up", "")
     else:
-        time.sleep(3)
+        store.wait(["gave up"], datetime.timedelta(seconds=20))
 
 
 def test_who_evaluates_alone_is_told_whom_it_waited_for() -> None:

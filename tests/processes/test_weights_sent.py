@@ -208,6 +208,7 @@ def test_who_does_not_come_to_agree_is_named() -> None:
 def closes_with_a_round_under_way(rank: int, size: int) -> int:
     exchange, weights = AsyncModelAverage(interval_ms=0 if rank == 0 else 1e7), initial()
     state = exchange.prepare(list(weights.items()), dist.group.WORLD)
+    dist.barrier()  # all have connected
     push(exchange, state, weights, rank, [0])
     num_rounds = state.num_rounds
     exchange.close(state)

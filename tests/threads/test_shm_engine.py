@@ -298,12 +298,18 @@ def test_a_socket_tells_of_the_end_too(kind: socket.SocketKind) -> None:
 def test_an_interrupt_in_the_main_thread_breaks_the_rank() -> None:
     assert threading.current_thread() is threading.main_thread()
     with ranks(2) as world:
-        timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
+
+        def interrupt() -> None:
+            while not world.engines[1].arrived_of(0):
+                time.sleep(0.005)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        thread = threading.Thread(target=interrupt, daemon=True)
+        thread.start()
         begin = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             meet(world.engines[0])
-        timer.join()
+        thread.join()
         assert time.monotonic() - begin < 2
         assert world.engines[0].state_of(0) == RankState.BROKEN
         assert meet(world.engines[1], deadline_s=0.2) == OK, "the rank had arrived at this barrier"
