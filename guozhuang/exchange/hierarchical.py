@@ -41,7 +41,7 @@ from .around import AroundGradients
 from .base import Done, GradientExchange, Work, check_saved
 from .cast import Cast
 from .compressed import Compressed
-from .node_groups import NodeGroups, find_nodes, make_groups, make_up_for, num_groups
+from .node_groups import NodeGroups, find_nodes, make_groups, on_leaders
 from .numbers import in_float32, is_finite, numbers, where_not_finite
 from .parts import Part, cut, cut_values, uncut, whole_values
 from .warmup import Warmup
@@ -156,15 +156,20 @@ class Hierarchical(AroundGradients[HierarchicalState], inner="outer"):
                 state.parts[bucket.index] = cut(bucket, nodes.local_rank, len(nodes.here), wire_dtype)
             else:
                 state.parts[bucket.index] = uncut(bucket, state.groups.leads, wire_dtype)
-        num_before = num_groups()
-        if state.scheme == "parts" or state.groups.leads:
-            crossing = [p.part for p in state.parts.values() if p.part is not None]
-            state.outer = self.outer.prepare(crossing, state.groups.across, was)
-        if kept:
-            self.outer.load_state_dict(state.outer, cut_values(kept, state.parts.values()))
-        if state.scheme == "leaders" and buckets:
-            make_up_for(state.groups, num_groups() - num_before, buckets[0].flat.device)
+        if state.scheme == "parts":
+            self._prepare_outer(state, was)
+            if kept:
+                self.outer.load_state_dict(state.outer, cut_values(kept, state.parts.values()))
+        elif buckets:
+            on_leaders(state.groups, lambda: self._prepare_outer(state, was), buckets[0].flat.device, [])
+        elif state.groups.leads:
+            self._prepare_outer(state, was)
         return state
+
+    def _prepare_outer(self, state: HierarchicalState, was: Any) -> None:
+        assert state.groups is not None
+        crossing = [held.part for held in state.parts.values() if held.part is not None]
+        state.outer = self.outer.prepare(crossing, state.groups.across, was)
 
     def _wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self.inner.wire_dtype(dtype) if isinstance(self.inner, Cast) else dtype

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..errors import UsageError, explain
+from ..errors import UsageError, WorldError, explain
 from ..groups.hierarchical.nodes import Nodes
 from ..groups.subgroups import subgroup
 from ..watch.processes import SHARE_MEMORY, node_identity
@@ -77,25 +78,43 @@ def num_groups() -> int:
     return len(dist.distributed_c10d._world.pg_names)
 
 
-def make_up_for(groups: NodeGroups, made: int, device: torch.device) -> list[dist.ProcessGroup]:
-    """Make groups of this rank alone until it has made as many as the first rank of its node. Every rank must call.
+def on_leaders(
+    groups: NodeGroups, act: Callable[[], object], device: torch.device, made: list[dist.ProcessGroup]
+) -> None:
+    """Call ``act`` on the first rank of each node, which may make groups or raise. Every rank must call.
 
     [Note: equally many groups] PyTorch names a group after its ranks and the number of groups of the process. If a program
     makes a group on ranks that are in different numbers of groups, they wait for each other for ever. This package names its
     groups otherwise ([Note: names of groups] in groups/subgroups.py), but they count too. So every rank must be in equally many
-    groups, even if an exchange makes some groups on some ranks only.
+    groups, even if an exchange makes some groups on some ranks only: the other ranks make as many groups of themselves alone.
 
     Args:
         groups: the groups of this rank.
-        made: how many groups this rank has made.
-        device: the device on which the numbers are compared.
+        act: called on the first rank of each node only.
+        device: the device on which the ranks of a node tell each other what happened.
+        made: the groups that this call makes on ranks that do not lead are appended to it.
 
-    Returns:
-        The groups that this call made.
+    Raises:
+        Exception: the error of ``act``, on the rank that leads.
+        UsageError: on the other ranks of its node, if ``act`` raised a UsageError.
+        WorldError: on the other ranks of its node, if ``act`` raised another error.
     """
-    wanted = torch.tensor([made], device=device)
-    dist.broadcast(wanted, group_src=0, group=groups.inside)
-    return groups_alone(groups, int(wanted) - made)
+    before, failed = num_groups(), None
+    if groups.leads:
+        try:
+            act()
+        except Exception as error:  # raised below, once the ranks of the node know it
+            failed = error
+    outcome: list[Any] = [num_groups() - before, type(failed).__name__, isinstance(failed, UsageError), str(failed)]
+    dist.broadcast_object_list(outcome, group_src=0, group=groups.inside, device=device)
+    num_made, kind, is_users, text = outcome
+    if not groups.leads:
+        made.extend(groups_alone(groups, num_made))
+    if failed is not None:
+        raise failed
+    if kind != type(None).__name__:
+        what = f"rank {groups.nodes.here[0]}, which leads the ranks of this node, raised {kind}: {text}"
+        raise (UsageError if is_users else WorldError)(explain(what, rank=groups.nodes.rank))
 
 
 def groups_alone(groups: NodeGroups, num: int) -> list[dist.ProcessGroup]:

@@ -42,7 +42,7 @@ from .allreduce import AllReduce
 from .around import AroundWeights
 from .base import Done, GradientExchange, Work, check_saved
 from .hierarchical import is_plain
-from .node_groups import NodeGroups, find_nodes, groups_alone, inside_of, make_groups, make_up_for, num_groups
+from .node_groups import NodeGroups, find_nodes, groups_alone, inside_of, make_groups, num_groups, on_leaders
 from .warmup import after_warmups
 from .weight_lane import as_real
 from .weights import WeightExchange
@@ -254,10 +254,12 @@ class WeightHierarchical(AroundWeights[WeightHierarchicalState], inner="outer"):
         if groups is None:
             state.outer = self.outer.prepare(parameters, group)
             return state
-        before = num_groups()
-        if groups.leads:
+
+        def prepare() -> None:
             state.outer = self.outer.prepare(parameters, groups.across)
-        state.made = [groups.inside, groups.across, *make_up_for(groups, num_groups() - before, flags.device)]
+
+        state.made = [groups.inside, groups.across]
+        on_leaders(groups, prepare, flags.device, state.made)
         return state
 
     # ---- a step
@@ -331,12 +333,11 @@ class WeightHierarchical(AroundWeights[WeightHierarchicalState], inner="outer"):
         if state.groups is None:
             self.outer.load_state_dict(state.outer, saved["outer"])
             return
-        before = num_groups()
-        try:
-            if state.acts:
-                self.outer.load_state_dict(state.outer, saved["outer"])
-        finally:  # also after an error: the other ranks of the node wait in make_up_for()
-            state.made += make_up_for(state.groups, num_groups() - before, state.flags.device)
+
+        def load() -> None:
+            self.outer.load_state_dict(state.outer, saved["outer"])
+
+        on_leaders(state.groups, load, state.flags.device, state.made)
 
     @override
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> float | None:

@@ -23,6 +23,7 @@ from guozhuang.exchange.hierarchical import Hierarchical
 from guozhuang.exchange.node_groups import num_groups
 from guozhuang.exchange.powersgd import PowerSGD
 from guozhuang.exchange.warmup import Warmup
+from guozhuang.gradients.buckets import Bucket
 from guozhuang.groups.hierarchical.nodes import Nodes
 from tests.processes.cases import as_tests
 from tests.processes.gradient_methods import buckets_of, exchange_all, fill, gradient
@@ -207,6 +208,16 @@ def case_wrong_uses_are_refused(rank: int, size: int) -> None:
     saved = exchange.state_dict(state)
     with pytest.raises(UsageError, match="on other nodes"):
         exchange.load_state_dict(state, {**saved, "nodes": [[0], list(range(1, size)), []]})
+
+
+def case_gradients_that_outer_refuses_are_refused_on_every_rank(rank: int, size: int) -> None:
+    """Also on ranks that do not exchange between nodes, and on which ``outer`` therefore sees no gradients."""
+    for layout in LAYOUTS[size]:
+        bucket = Bucket(0, True, ["steps"], [torch.zeros(6, dtype=torch.int64)])
+        if layout != "a" * size:
+            with pytest.raises(UsageError, match="floating-point gradients, not torch"):
+                ours(layout, FEEDBACK).prepare([bucket], dist.group.WORLD)
+            assert_same_bits(torch.tensor([num_groups()]))
 
 
 def case_nodes_are_found_by_the_ranks(rank: int, size: int) -> None:

@@ -554,12 +554,22 @@ def node_case_a_leader_that_cannot_load_holds_up_nobody(rank: int, size: int) ->
     state = exchange.prepare(named(mlp()), dist.group.WORLD)
     saved = exchange.state_dict(state)
     saved["outer"] = {"of": "another method"}
-    if state.acts:
-        with pytest.raises(UsageError):
-            exchange.load_state_dict(state, saved)
-    else:
+    with pytest.raises(UsageError):  # on the other ranks of its node too
         exchange.load_state_dict(state, saved)
     exchange.end(state)
+
+
+class RefusesToBegin(LocalSGD):
+    """An exchange that cannot begin, on ranks that exchange between nodes."""
+
+    def prepare(self, parameters: Any, group: dist.ProcessGroup) -> Any:
+        raise UsageError("these weights cannot be exchanged")
+
+
+def node_case_weights_that_outer_refuses_are_refused_on_every_rank(rank: int, size: int) -> None:
+    for layout in NODES[size]:
+        with pytest.raises(UsageError, match="these weights cannot be exchanged"):
+            ours(layout, RefusesToBegin(2)).prepare(named(mlp()), dist.group.WORLD)
 
 
 def node_case_nodes_are_found_by_the_ranks_and_wrong_ones_refused(rank: int, size: int) -> None:
