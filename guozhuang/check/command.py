@@ -23,7 +23,8 @@ from guozhuang.check.worker import DEFAULT_TIMEOUT_S, longest_s, printed_result,
 from guozhuang.errors import UsageError, explain
 from guozhuang.launch.hosts import options as hosts
 from guozhuang.launch.hosts import placement, ssh
-from guozhuang.world import session, slurm
+from guozhuang.world import slurm
+from guozhuang.world.discovery import discover
 
 _START_S = 30.0  # time for processes to start
 _GRACE_S = 20.0  # time for the launcher to end its processes
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.np is not None and options.np < 1:
         raise UsageError(explain("-np must be at least 1", value=options.np, fix="give the number of ranks"))
     over_ssh = hosts.is_asked_for(options)
-    identity = session.identity()
+    identity = discover()
     if identity.launcher != "alone":
         given = {"-np": options.np is not None, "-H": over_ssh, "--interface": options.interface is not None}
         asked = [name for name, is_given in given.items() if is_given]

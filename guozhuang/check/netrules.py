@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from guozhuang.check.noderules import Problem, of_nodes
 from guozhuang.check.results import CheckResults, Facts, Finding, Network, NetworkInterface
-from guozhuang.net.interfaces import is_local_bridge
-from guozhuang.net.search import is_loopback
+from guozhuang.net.interfaces import is_local_bridge, is_loopback
 from guozhuang.units import listed
 
 

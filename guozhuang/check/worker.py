@@ -30,10 +30,11 @@ from guozhuang.check.steps import ENDED_S, CheckState, Steps, read, steps_limit_
 from guozhuang.check.verdict import judge
 from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.net.client import OverdueError, PatientStore, attempt, look_s
+from guozhuang.net.interfaces import is_loopback
 from guozhuang.net.meet import WorldStore
-from guozhuang.net.search import is_loopback
 from guozhuang.records import build
 from guozhuang.world import session
+from guozhuang.world.discovery import discover
 from guozhuang.world.identity import Identity
 
 DEFAULT_TIMEOUT_S = 20.0
@@ -106,7 +107,7 @@ def take_part(timeout_s: float, show: Callable[[CheckResults], int]) -> int:
     Raises:
         UsageError: the environment cannot work.
     """
-    identity = session.identity()
+    identity = discover()
     worker = CheckRank(identity, timeout_s)
     try:
         with _quiet_stdout():

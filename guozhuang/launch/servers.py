@@ -21,7 +21,7 @@ from guozhuang.errors import WorldError, explain
 from guozhuang.launch.crew import entry
 from guozhuang.launch.failures import how
 from guozhuang.launch.rendezvous.fixed import Attempt
-from guozhuang.net import search
+from guozhuang.net import interfaces
 from guozhuang.net.meeting_point import MeetingPoint
 from guozhuang.net.store import listen, serve
 
@@ -134,8 +134,8 @@ class ServersOfANode:
         begin, count = sum(counts[: attempt.node]), sum(counts)
         self._is_alone = len(counts) == 1
         if self._is_alone:
-            listener = listen(MeetingPoint(search.LOOPBACK, 0, is_loopback_meant=True))
-            address = f"{search.LOOPBACK}:{listener.getsockname()[1]}"
+            listener = listen(MeetingPoint(interfaces.LOOPBACK, 0, is_loopback_meant=True))
+            address = f"{interfaces.LOOPBACK}:{listener.getsockname()[1]}"
             self._store = serve(listener, _STORE_S)
         else:
             # The store of the agents: it is new or emptied in each attempt.

@@ -367,6 +367,11 @@ def within(
         raise WorldError(explain(f"{what} has not answered for {limit_s:g} s", rank=rank, fix=fix)) from None
 
 
+def who(rank: int | None) -> str:
+    """Return what log lines call a process that waits: "rank 3"; "this process" where its rank is not known."""
+    return f"rank {rank}" if rank is not None else "this process"
+
+
 def why_no_connection(error: OSError) -> str:
     """Return a text that says why a connection to a host failed."""
     if isinstance(error, socket.gaierror):

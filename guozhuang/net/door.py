@@ -180,7 +180,7 @@ def pass_through(
         return None
 
     def still() -> str:
-        return f"{_me(rank)} waits for the door at {host}:{port}: {why}" if log_notices else ""
+        return f"{client.who(rank)} waits for the door at {host}:{port}: {why}" if log_notices else ""
 
     try:
         first = client.attempt(timeout_s + 1.0, connect, still)
@@ -304,10 +304,6 @@ def _receive(connection: socket.socket, num_bytes: int, deadline: float) -> byte
         if time.monotonic() > deadline:
             raise TimeoutError
     return data
-
-
-def _me(rank: int | None) -> str:
-    return f"rank {rank}" if rank is not None else "this process"
 
 
 def _proof(secret: bytes, word: bytes, doors: bytes, knockers: bytes, port_bytes: bytes = b"") -> bytes:

@@ -6,11 +6,12 @@ the first interface it finds; across nodes both may then wait for a peer that ca
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import logging
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from guozhuang.errors import UsageError, WorldError, explain
@@ -21,6 +22,9 @@ GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _LOCAL_BRIDGE = re.compile(r"docker\d+|virbr\d+|lxcbr\d+|lxdbr\d+|podman\d+|cni-podman\d+|br-[0-9a-f]{12}")
 # Any port will do: connecting a datagram socket sends nothing, it only makes the kernel choose a route.
 _ANY_PORT = 9
+LOOPBACK = "127.0.0.1"
+# Addresses reserved for documentation; used only to look up the kernel's default route, nothing is sent.
+_SOMEWHERE = ("198.51.100.1", "2001:db8::1")
 _log = logging.getLogger("guozhuang")
 
 
@@ -203,3 +207,62 @@ def listen_at(address: str, port: int = 0, backlog: int | None = None) -> socket
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     where = socket.getaddrinfo(address, port, family, socket.SOCK_STREAM)[0][4]  # with the zone of a link-local address
     return socket.create_server(where, family=family, backlog=backlog)
+
+
+def own_address(hints: Sequence[str], others: Sequence[str]) -> str:
+    """Return the address by which other nodes reach this node; loopback only if no other address is found.
+
+    Args:
+        hints: names and addresses by which other nodes may know this node.
+        others: names of some of the other nodes.
+
+    Bridges to containers and virtual machines are left out: other nodes cannot reach them, and many nodes have the same one.
+    """
+    mine, inner = _own_addresses()
+    for hint in hints:
+        known = [each for each in resolve(hint) if not is_loopback(each) and each not in inner]
+        found = next((each for each in known if each in mine), None)
+        if found is not None:
+            return found
+        if known:
+            break  # an address of another node, or a translated one: later hints are less likely, and may match by chance
+    # A name can mean loopback on its own node alone (Debian's 127.0.1.1): take the address of the route to the other nodes.
+    for other in (*others, *hints):
+        with contextlib.suppress(WorldError):
+            address = own_address_towards(other)
+            if not is_loopback(address) and address not in inner:
+                return address
+    if any(is_address(hint) and is_loopback(hint) for hint in hints):
+        return LOOPBACK  # the other ranks look there: all "nodes" are on this machine
+    return _outward_address(mine)
+
+
+def resolve(host: str) -> list[str]:
+    """Return the addresses that a name resolves to on this node, IPv4 first; empty if it cannot be resolved."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return sorted(dict.fromkeys(str(info[4][0]) for info in found), key=lambda a: ":" in a)
+
+
+def _own_addresses() -> tuple[set[str], set[str]]:
+    """Return the addresses of this node that other nodes may reach, and those of bridges within this node."""
+    mine: set[str] = set()
+    inner: set[str] = set()
+    for name, known in addresses().items():
+        (inner if is_local_bridge(name) else mine).update(known)
+    return mine, inner
+
+
+def _outward_address(mine: set[str]) -> str:
+    """Return the source address of the default route; without a route the first non-loopback address, IPv4 before IPv6."""
+    for somewhere in _SOMEWHERE:
+        with contextlib.suppress(WorldError):
+            return own_address_towards(somewhere)
+    return min(filter(is_reachable, mine), key=lambda each: (":" in each, each), default=LOOPBACK)
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether only processes of the same node can reach the address."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback

@@ -137,7 +137,7 @@ def _meet_at_a_sequence(point: PortSequence, rank: int, timeout_s: float, log_no
     left_s = max(timeout_s - (time.monotonic() - started), 1.0)
     if point.is_one_node:
         found.connection.close()
-        there = MeetingPoint(search.LOOPBACK, found.store_port)
+        there = MeetingPoint(interfaces.LOOPBACK, found.store_port)
         return WorldStore(stores.reach(there, rank, left_s, where, is_up=True)[0], found.host)
     passage = passage_from(found.connection, found.host, found.port, point.secret)
     return _through(passage, found.host, rank, left_s, where)
@@ -179,13 +179,13 @@ def keep_behind_door(listener: socket.socket, secret: bytes, host: str, timeout_
     """
     outer_port = int(listener.getsockname()[1])
     try:
-        inner = socket.create_server((search.LOOPBACK, 0))
+        inner = socket.create_server((interfaces.LOOPBACK, 0))
         port = inner.getsockname()[1]
         store = stores.serve(inner, timeout_s)
     except BaseException:
         listener.close()
         raise
-    return WorldStore(store, host, (Door(listener, port, secret),), port=outer_port, local=(search.LOOPBACK, port))
+    return WorldStore(store, host, (Door(listener, port, secret),), port=outer_port, local=(interfaces.LOOPBACK, port))
 
 
 def roll_call(store: dist.Store, rank: int, size: int, timeout_s: float, note: str = "") -> list[RankCard]:
@@ -290,7 +290,7 @@ def _address(store: dist.Store) -> str:
     store = stores.innermost(store)
     if not isinstance(store, dist.TCPStore) or store.host == "localhost":
         return ""
-    if interfaces.is_address(store.host) and search.is_loopback(store.host):
+    if interfaces.is_address(store.host) and interfaces.is_loopback(store.host):
         return ""
     return f" at {store.host}:{store.port}"
 

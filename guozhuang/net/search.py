@@ -18,7 +18,6 @@ import contextlib
 import errno
 import hashlib
 import hmac
-import ipaddress
 import json
 import logging
 import os
@@ -40,9 +39,6 @@ from guozhuang.net.meeting_point import PortSequence
 # The time limit of a knock grows per round: a silent foreign program must not cost much, a busy rank 0 may need a moment.
 _FIRST_KNOCK_S, _LONGEST_KNOCK_S = 1.0, 5.0
 _STALE_NOTE_S = 24 * 3600.0
-LOOPBACK = "127.0.0.1"
-# Addresses reserved for documentation; used only to look up the kernel's default route, nothing is sent.
-_SOMEWHERE = ("198.51.100.1", "2001:db8::1")
 _log = logging.getLogger("guozhuang")
 
 
@@ -69,7 +65,7 @@ def listener_of(point: PortSequence) -> socket.socket:
     Raises:
         UsageError: none of the ports can be bound; the text names them.
     """
-    address = LOOPBACK if point.is_one_node else own_address(point.hosts, point.others)
+    address = interfaces.LOOPBACK if point.is_one_node else interfaces.own_address(point.hosts, point.others)
     why: OSError | None = None
     for port in point.ports:
         try:
@@ -81,34 +77,6 @@ def listener_of(point: PortSequence) -> socket.socket:
     tried = ", ".join(map(str, point.ports))
     what = f"rank 0 could listen on none of the ports {tried} of {address} that its launcher's numbers lead to: {why}"
     raise UsageError(explain(what, rank=0, fix="end what holds them, or export MASTER_PORT with a port that is free"))
-
-
-def own_address(hints: Sequence[str], others: Sequence[str]) -> str:
-    """Return the address by which other nodes reach this node; loopback only if no other address is found.
-
-    Args:
-        hints: names and addresses by which other nodes may know this node.
-        others: names of some of the other nodes.
-
-    Bridges to containers and virtual machines are left out: other nodes cannot reach them, and many nodes have the same one.
-    """
-    mine, inner = _own_addresses()
-    for hint in hints:
-        known = [each for each in resolve(hint) if not is_loopback(each) and each not in inner]
-        found = next((each for each in known if each in mine), None)
-        if found is not None:
-            return found
-        if known:
-            break  # an address of another node, or a translated one: later hints are less likely, and may match by chance
-    # A name can mean loopback on its own node alone (Debian's 127.0.1.1): take the address of the route to the other nodes.
-    for other in (*others, *hints):
-        with contextlib.suppress(WorldError):
-            address = interfaces.own_address_towards(other)
-            if not is_loopback(address) and address not in inner:
-                return address
-    if any(interfaces.is_address(hint) and is_loopback(hint) for hint in hints):
-        return LOOPBACK  # the other ranks look there: all "nodes" are on this machine
-    return _outward_address(mine)
 
 
 def find(point: PortSequence, rank: int, timeout_s: float, *, log_notices: bool = True) -> OpenDoor:
@@ -213,7 +181,7 @@ class _Search:
 
     def _knock_at_all(self, host: str, ports: Sequence[int]) -> None:
         if not host:  # computed in this thread, because looking up names can take long
-            host = own_address(self.point.hosts, self.point.others)
+            host = interfaces.own_address(self.point.hosts, self.point.others)
             if host in self.point.hosts:
                 return
         limit_s = _FIRST_KNOCK_S
@@ -305,37 +273,3 @@ def _remove_stale(folder: Path) -> None:
 
 def _proof_of_note(secret: bytes, host: str, port: int) -> str:
     return hmac.new(secret, f"note {host} {port}".encode(), hashlib.sha256).hexdigest()
-
-
-def resolve(host: str) -> list[str]:
-    """Return the addresses that a name resolves to on this node, IPv4 first; empty if it cannot be resolved."""
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return []
-    return sorted(dict.fromkeys(str(info[4][0]) for info in found), key=lambda a: ":" in a)
-
-
-def _own_addresses() -> tuple[set[str], set[str]]:
-    """Return the addresses of this node that other nodes may reach, and those of bridges within this node."""
-    mine: set[str] = set()
-    inner: set[str] = set()
-    for name, known in interfaces.addresses().items():
-        (inner if interfaces.is_local_bridge(name) else mine).update(known)
-    return mine, inner
-
-
-def _outward_address(mine: set[str]) -> str:
-    """Return the source address of the default route; without a route the first non-loopback address, IPv4 before IPv6."""
-    for somewhere in _SOMEWHERE:
-        with contextlib.suppress(WorldError):
-            return interfaces.own_address_towards(somewhere)
-    usable = [
-        each for each in mine if not (is_loopback(each) or ipaddress.ip_address(each.partition("%")[0]).is_link_local)
-    ]
-    return min(usable, key=lambda a: (":" in a, a), default=LOOPBACK)
-
-
-def is_loopback(address: str) -> bool:
-    """Return whether only processes of the same node can reach the address."""
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback

@@ -19,7 +19,7 @@ import time
 import torch.distributed as dist
 
 from guozhuang.errors import UsageError, WorldError, explain
-from guozhuang.net import client, interfaces, search
+from guozhuang.net import client, interfaces
 from guozhuang.net.meeting_point import MeetingPoint
 
 _BACKLOG = 2048
@@ -29,17 +29,17 @@ _log = logging.getLogger("guozhuang")
 
 def loopback_address(host: str) -> str | None:
     """Return the loopback address that ``host`` resolves to, IPv4 first; None if it has another address or none."""
-    found = search.resolve(host)
-    return found[0] if found and all(map(search.is_loopback, found)) else None
+    found = interfaces.resolve(host)
+    return found[0] if found and all(map(interfaces.is_loopback, found)) else None
 
 
 def listening_address(point: MeetingPoint) -> str:
     """Return the address of rank 0's node at which the store (or its door) listens. See [Note: where rank 0 listens]."""
     loopback = loopback_address(point.host)
     if loopback is not None:
-        return loopback if point.is_loopback_meant else search.own_address([], [])
-    address = search.own_address([point.host], [])
-    if address not in search.resolve(point.host):
+        return loopback if point.is_loopback_meant else interfaces.own_address([], [])
+    address = interfaces.own_address([point.host], [])
+    if address not in interfaces.resolve(point.host):
         _log.warning(
             "MASTER_ADDR=%s is no address of this node (%s): rank 0 listens at %s:%d, and MASTER_ADDR must lead there",
             *(point.host, socket.gethostname(), address, point.port),
@@ -51,7 +51,7 @@ def connect_host(point: MeetingPoint) -> str:
     """Return the host by which this node reaches the socket of ``listen``: ``point.host``, unless that means loopback here."""
     if point.is_loopback_meant or loopback_address(point.host) is None:
         return point.host
-    return search.own_address([], [])
+    return interfaces.own_address([], [])
 
 
 def listen(point: MeetingPoint) -> socket.socket:
@@ -90,7 +90,7 @@ def serve(listener: socket.socket, timeout_s: float, *, is_shared: bool = False)
     """
     host, port = listener.getsockname()[:2]
     return dist.TCPStore(
-        {"0.0.0.0": search.LOOPBACK, "::": "::1"}.get(host, host),
+        {"0.0.0.0": interfaces.LOOPBACK, "::": "::1"}.get(host, host),
         port,
         None,
         True,
@@ -168,8 +168,7 @@ def reach(
 
     def still() -> str:
         why = client.why_no_connection(seen[0]) if seen[0] else "what listens there does not answer"
-        me = "this process" if rank is None else f"rank {rank}"
-        return f"{me} waits for {who} at {where}: {why}" if log_notices else ""
+        return f"{client.who(rank)} waits for {who} at {where}: {why}" if log_notices else ""
 
     try:
         return client.attempt(timeout_s + 1.0, try_it, still)

@@ -34,6 +34,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -46,7 +47,7 @@ from guozhuang.watch import stacks
 from guozhuang.watch.judge import AwakeClock, Beat, Judge, Limits
 from guozhuang.watch.processes import GONE, SEE_EACH_OTHER, node_identity, state_of, this_process
 from guozhuang.watch.report import EXIT_CODE, end
-from guozhuang.watch.watcher import Report, Watcher, WatcherStatus, look_at_neighbours, read_reports
+from guozhuang.watch.watcher import Report, Watcher, WatcherStatus, look_at_neighbours, read_reports, use_store
 
 # How often the main thread is sampled: more samples make it likelier to see that a thread in a loop moves.
 _LOOKS_PER_BEAT = 4
@@ -102,8 +103,7 @@ def start(
     prefixed: Any = dist.PrefixStore("heartbeat", store)
     own = prefixed.clone()  # See [Note: two threads].
     own.set_timeout(timedelta(seconds=limits.lost_s))
-    running = Heartbeat(own, rank, size, hang_timeout_s, limits, keeps_store)
-    running.error_file = error_file
+    running = Heartbeat(own, rank, size, hang_timeout_s, limits, keeps_store, error_file)
     running.start()
     return running
 
@@ -118,13 +118,21 @@ class Heartbeat:
         hang_timeout_s: see ``start``.
         limits: the same on every rank.
         keeps_store: see ``start``.
+        error_file: see ``start``.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, hang_timeout_s: float | None, limits: Limits, keeps_store: bool
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        hang_timeout_s: float | None,
+        limits: Limits,
+        keeps_store: bool,
+        error_file: str = "",
     ) -> None:
         self.rank, self.size, self._limits, self._hang_timeout_s = rank, size, limits, hang_timeout_s
-        self._store, self._keeps_store, self.error_file = store, keeps_store, ""
+        self._store, self._keeps_store, self._error_file = store, keeps_store, error_file
         self._stopped, self._wake = threading.Event(), threading.Event()
         self._clock = AwakeClock(2 * limits.interval_s)
         # The node's identity is hashed to 12 digits, because it is in every beat.
@@ -146,8 +154,8 @@ class Heartbeat:
         # Written by the main thread: the exception from a collective because of which it leaves.
         self._error: BaseException | None = None
         self._is_cause_reported = threading.Event()
-        self._guarding = threading.Thread(target=self._guard, name=f"{stacks.OWN_THREADS} guard", daemon=True)
-        self._line = threading.Thread(target=self._use_store, name=f"{stacks.OWN_THREADS} store", daemon=True)
+        self._guarding = self._thread("guard", self._guard)
+        self._line = self._thread("store", self._use_store)
 
     def start(self) -> None:
         """Start both threads. Returns at once."""
@@ -195,25 +203,26 @@ class Heartbeat:
             if time.monotonic() - began_s > limits.report_wait_s + (limits.gather_s if is_gathered else 0.0):
                 return
 
+    def _thread(self, name: str, work: Callable[[], None]) -> threading.Thread:
+        """Return a thread for ``work``; an exception in it, a bug of the heartbeat, ends the heartbeat and not the training."""
+
+        def run() -> None:
+            try:
+                work()
+            except Exception:
+                self._closing = True
+                self._wake.set()
+                _log.exception(
+                    "[rank %d] the heartbeat of this rank has ended by an error of its own. The training continues, but "
+                    "the other ranks will report this rank as silent. Please report this error, with these lines",
+                    self.rank,
+                )
+
+        return threading.Thread(target=run, name=f"{stacks.OWN_THREADS} {name}", daemon=True)
+
     # ---- the guard
 
     def _guard(self) -> None:
-        try:
-            self._keep_guard()
-        except Exception:
-            self._fail()
-
-    def _fail(self) -> None:
-        """Log the exception being handled, a bug of the heartbeat, and end the heartbeat. The training continues."""
-        self._closing = True
-        self._wake.set()
-        _log.exception(
-            "[rank %d] the heartbeat of this rank has ended by an error of its own. The training continues, but the other "
-            "ranks will report this rank as silent. Please report this error, with these lines",
-            self.rank,
-        )
-
-    def _keep_guard(self) -> None:
         since_answer_s, num_answers, clock_s = 0.0, 0, 0.0
         while not self._stopped.wait(self._limits.interval_s / _LOOKS_PER_BEAT):
             before_s, clock_s = clock_s, self._clock.tick()
@@ -280,8 +289,6 @@ class Heartbeat:
         except RuntimeError as error:  # DistNetworkError, DistStoreError
             # Torch's client does not reconnect, and writes a page to stderr for each further call: make none.
             self._trouble = str(error).splitlines()[0] if str(error) else type(error).__name__
-        except Exception:
-            self._fail()
 
     def _round(self) -> None:
         self._read_status()
@@ -385,18 +392,9 @@ class Heartbeat:
         if self._keeps_store:
             # Wait until no rank uses the store: a call to a store that is gone makes torch write a page to stderr.
             deadline_s = time.monotonic() + 1.25 * self._limits.interval_s
-            while time.monotonic() < deadline_s and self._others_use_store():
+            others = set(range(self.size)).difference(before.lost, {self.rank})
+            while time.monotonic() < deadline_s and use_store(self._store, others):
                 time.sleep(0.02)
-
-    def _others_use_store(self) -> bool:
-        gone = {self.rank, *(self._status.lost if self._status is not None else ())}
-        keys = [f"beat/{rank}" for rank in range(self.size) if rank not in gone]
-        if not keys:
-            return False
-        if not all(self._store.check([key]) for key in keys):
-            return True
-        beats = [Beat.from_bytes(data) for data in self._store.multi_get(keys)]
-        return any(beat.left is None and not beat.released_store for beat in beats)
 
     # ---- what the user sees
 
@@ -406,7 +404,7 @@ class Heartbeat:
             self._is_ending = True
             # Ranks read the report once per interval; the rank that keeps the store, and the watcher, end last.
             keeps = self._keeps_store or self._watch is not None
-            end(text, 2.5 * self._limits.interval_s + (_LONGER_S if keeps else 0.0), report.hang, self.error_file)
+            end(text, 2.5 * self._limits.interval_s + (_LONGER_S if keeps else 0.0), report.hang, self._error_file)
         elif text not in self._texts:  # a new watcher publishes again what the one before it reported
             self._texts.add(text)
             _log.error("%s", text)

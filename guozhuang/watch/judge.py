@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import asdict, dataclass, field
 
 from guozhuang.watch.processes import GONE, STOPPED
@@ -196,6 +196,10 @@ class Judge:
         """Return the last beat of each rank that has sent one."""
         return {rank: known.beat for rank, known in enumerate(self._known) if known.beat is not None}
 
+    def live(self, lost: Container[int]) -> dict[int, Beat]:
+        """Return the last beats of the ranks that have neither left nor are among ``lost``."""
+        return {rank: beat for rank, beat in self.beats().items() if beat.left is None and rank not in lost}
+
     def age_s(self, rank: int, now_s: float) -> float:
         """Return the seconds since the last new beat of ``rank``."""
         return now_s - self._known[rank].changed_s
@@ -270,7 +274,7 @@ class Judge:
         limit_s, lost = self.hang_timeout_s, self.lost(now_s)
         if limit_s is None or set(self.without_beat()) - lost.keys():
             return False
-        live = {r: b for r, b in self.beats().items() if b.left is None and r not in lost}
+        live = self.live(lost)
         if not live or any(beat.idle_s + self.age_s(rank, now_s) < limit_s for rank, beat in live.items()):
             return False
         return any(beat.still_s + self.age_s(rank, now_s) >= limit_s for rank, beat in live.items())

@@ -36,29 +36,31 @@ def losses(lost: Mapping[int, str], size: int) -> str:
     return "\n".join([f"{noun}:", *(f"  {line}" for line in [*lines[:_MAX_NAMED], *more])])
 
 
-def hang(judge: Judge, lost: Mapping[int, str], now_s: float) -> str:
-    """Describe a hang: for how long, and which rank holds the others up."""
-    beats = judge.beats()
-    live = {r: b for r, b in beats.items() if b.left is None and r not in lost}
-    idle_s = min(beat.idle_s + judge.age_s(rank, now_s) for rank, beat in live.items())
+def hang(judge: Judge, lost: Mapping[int, str], now_s: float, held_up: str) -> str:
+    """Describe a hang: for how long, and which rank holds the others up (``held_up``, the line of ``held_up_by``)."""
+    idle_s = min(beat.idle_s + judge.age_s(rank, now_s) for rank, beat in judge.live(lost).items())
     text = f"hang: no rank has started a collective for {idle_s:.0f} s (--hang-timeout {judge.hang_timeout_s:g})"
-    return f"{text}\n{held_up_by(judge, lost, now_s)}"
+    return f"{text}\n{held_up}"
 
 
-def trouble(judge: Judge, troubled: Mapping[int, str], lost: Mapping[int, str], now_s: float) -> str:
-    """Describe exceptions raised by collectives, and which ranks held up the others; texts equal up to numbers share a line."""
+def trouble(troubled: Mapping[int, str], held_up: str) -> str:
+    """Describe exceptions raised by collectives; texts equal up to numbers share a line.
+
+    Args:
+        troubled: the text of the exception, by rank.
+        held_up: the line of ``held_up_by``; "" where a lost rank explains the exceptions.
+    """
     alike = {rank: re.sub(r"\d+", "0", text) for rank, text in troubled.items()}
     lines = [f"a collective failed on {ranks_text(ranks)}: {troubled[ranks[0]]}" for ranks, _ in merged(alike)]
     more = [f"and {len(lines) - _MAX_NAMED} lines more like these"] if len(lines) > _MAX_NAMED else []
-    is_live = any(beat.left is None and rank not in lost for rank, beat in judge.beats().items())
-    why = [] if lost or not is_live else [held_up_by(judge, lost, now_s)]
-    return "\n".join([*lines[:_MAX_NAMED], *more, *why])
+    return "\n".join(filter(None, [*lines[:_MAX_NAMED], *more, held_up]))
 
 
 def held_up_by(judge: Judge, lost: Mapping[int, str], now_s: float) -> str:
-    """Return the line that names the ranks for which the others wait; at least one rank must be live."""
-    beats = judge.beats()
-    live = {r: b for r, b in beats.items() if b.left is None and r not in lost}
+    """Return the line that names the ranks for which the others wait; "" if no rank is live."""
+    beats, live = judge.beats(), judge.live(lost)
+    if not live:
+        return ""
     if lost:
         return f"held up by {ranks_text(sorted(lost))}, lost"
     silent = [rank for rank in judge.silent(now_s) if rank in live]

@@ -7,7 +7,7 @@ Keys of the store, all overwritten and never appended to: ``beat/R`` and ``stack
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch.distributed as dist
@@ -189,17 +189,18 @@ class Watcher:
         )
         self._reported_lost |= new.keys()
         self._reported_troubled |= troubled.keys()
+        # A lost rank explains why a collective failed; without one the report names the ranks that held up the others.
+        held_up = texts.held_up_by(judge, lost, clock_s) if hangs or (troubled and not lost) else ""
         parts = [
-            texts.hang(judge, lost, clock_s) if hangs else "",
+            texts.hang(judge, lost, clock_s, held_up) if hangs else "",
             texts.losses(lost if hangs else new, self._size),
-            texts.trouble(judge, troubled, lost, clock_s) if troubled and not hangs else "",
+            texts.trouble(troubled, held_up) if troubled and not hangs else "",
             texts.table(judge, lost, clock_s),
             texts.last_line(hangs, judge.hang_timeout_s) if hangs or new else "",
         ]
         missing = sorted({*late, *lost})
-        held_up_by = texts.held_up_by(judge, lost, clock_s) if hangs else ""
         short = "\n".join(filter(None, parts))
-        return Report(gathering.number, short, texts.stacks(given, missing), hangs, held_up_by)
+        return Report(gathering.number, short, texts.stacks(given, missing), hangs, held_up if hangs else "")
 
     def _publish(self, clock_s: float, report: Report | None) -> None:
         beats = self._judge.beats()
@@ -239,3 +240,12 @@ def read_reports(store: dist.Store, after: int) -> list[Report]:
     """Return the reports with numbers above ``after``, without stacks."""
     found = [Report(number, text, "", ends, hang) for number, text, ends, hang in json.loads(store.get("report"))]
     return [report for report in found if report.number > after]
+
+
+def use_store(store: dist.Store, ranks: Collection[int]) -> bool:
+    """Return whether any of these ranks may still send requests to the store, by their last beats."""
+    keys = [f"beat/{rank}" for rank in ranks]
+    if not all(store.check([key]) for key in keys):
+        return True
+    beats = [Beat.from_bytes(data) for data in store.multi_get(keys)] if keys else []
+    return any(beat.left is None and not beat.released_store for beat in beats)

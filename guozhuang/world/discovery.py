@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 
 from guozhuang.errors import UsageError, explain
@@ -18,8 +19,8 @@ LAUNCHERS: tuple[Callable[[Mapping[str, str]], Identity | None], ...] = (
 )
 
 
-def discover(environ: Mapping[str, str]) -> Identity:
-    """Return the identity of the process that has this environment. Changes nothing.
+def discover(environ: Mapping[str, str] | None = None) -> Identity:
+    """Return the identity of the process that has this environment (None: of this one). Changes nothing, waits for nobody.
 
     RANK is set for this very purpose, so it takes precedence over the variables that a scheduler sets in every process. Reads
     nothing but ``environ``, except under Hydra, where only the command line of its helper distinguishes one run from another.
@@ -27,6 +28,7 @@ def discover(environ: Mapping[str, str]) -> Identity:
     Raises:
         UsageError: the environment is half set, or contradicts itself.
     """
+    environ = os.environ if environ is None else environ
     if "RANK" not in environ:
         for read in LAUNCHERS:
             identity = read(environ)

@@ -43,14 +43,12 @@ from guozhuang.world.versions import default_store
 # Modules about launchers and meeting are imported inside the functions that need them, to keep ``import guozhuang`` cheap.
 if TYPE_CHECKING:
     from guozhuang.net.meet import WorldStore
+    from guozhuang.watch.heartbeat import Heartbeat
 
 DEFAULT_TIMEOUT_S = 600.0
 # See [Note: leaving].
 _LEAVE_AFTER_ERROR_S = 5.0
 _LAST_WORK_S = 0.02
-if TYPE_CHECKING:
-    from guozhuang.watch.heartbeat import Heartbeat
-
 _log = logging.getLogger("guozhuang")
 
 
@@ -125,7 +123,7 @@ def init(
     from guozhuang.world import slurm
     from guozhuang.world.discovery import discover
 
-    identity = discover(os.environ)
+    identity = discover()
     hang_timeout = requested_hang_timeout()
     # Before any wait, so that impossible arguments raise at once. The device's index is chosen after the roll call.
     note = devices_seen(backend, device)
@@ -166,17 +164,6 @@ def init(
     world = _enter(identity, chosen_device, chosen_backend, timeout_s, made_group=True, asked=(backend, device))
     _start_heartbeat(store, world, identity, hang_timeout, behind_door=bool(meeting.doors))
     return world
-
-
-def identity() -> Identity:
-    """Return the identity of this process as its launcher gives it, before the ranks have met.
-
-    Raises:
-        UsageError: the environment is half set, or contradicts itself.
-    """
-    from guozhuang.world.discovery import discover
-
-    return discover(os.environ)
 
 
 def current() -> World | None:
@@ -335,7 +322,7 @@ def _adopt(backend: str | None, device: str | torch.device | None, timeout_s: fl
     given = Identity("environment", rank, size)
     # A group made by hand needs no environment, so errors in a half set one are ignored.
     with contextlib.suppress(UsageError):
-        identity = discover(os.environ)
+        identity = discover()
         given = identity if (identity.rank, identity.size) == (rank, size) else given
     store = default_store()
     if size > 1:

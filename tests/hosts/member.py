@@ -39,7 +39,7 @@ def nonsense(listener: socket.socket, kept: list[socket.socket]) -> None:
 def main(case: str, arguments: list[str]) -> None:
     inherited = set(listening())  # Hydra leaves sockets of its own open in the ranks
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    identity = discover(os.environ)
+    identity = discover()
     point = identity.meeting_point
     kept: list[socket.socket] = []
     if case == "late" and identity.rank == int(arguments[0]):

@@ -21,6 +21,7 @@ from guozhuang.check.results import CheckResults, from_json, to_json
 from guozhuang.check.verdict import judge
 from guozhuang.errors import UsageError, WorldError
 from guozhuang.world import session
+from guozhuang.world.discovery import discover
 from guozhuang.world.identity import Identity
 from tests.ranks import RankError, run_ranks
 
@@ -226,8 +227,8 @@ def test_a_rank_killed_under_torchrun_is_told_before_the_launcher_ends_the_other
 def stopped_store(number: int, size: int) -> str:
     """Rank 0 keeps the store and is stopped; rank 1 asks."""
     steps._ANSWER_S = 0.5
-    store, meeting = session.meet(session.identity(), 10.0)
-    mine = steps.store_of(meeting, store, session.identity())
+    store, meeting = session.meet(discover(), 10.0)
+    mine = steps.store_of(meeting, store, discover())
     if number == 0:
         steps.write(mine, "pid", os.getpid())
         steps.read(mine, "over", 20.0)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from guozhuang import world
 from guozhuang.errors import UsageError, WorldError
 from guozhuang.world import session
+from guozhuang.world.discovery import discover
 from tests.ranks import RankError, free_port, run_ranks
 
 pytestmark = pytest.mark.waits
@@ -524,7 +525,7 @@ def test_an_address_of_ipv6_may_stand_in_brackets() -> None:
 def store_stops_answering(rank: int, world_size: int) -> tuple[str, float]:
     """Rank 0 keeps the store, and is stopped once rank 1 has come to it; a child wakes it again after a while."""
     if rank == 0:
-        store, _ = session.meet(session.identity(), 20)
+        store, _ = session.meet(discover(), 20)
         while not store.check(["claim/1"]):
             time.sleep(0.01)
         waker = os.fork()

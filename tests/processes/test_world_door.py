@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from guozhuang import world
 from guozhuang.errors import WorldError
-from guozhuang.net.search import own_address
+from guozhuang.net.interfaces import own_address
 from tests.processes.test_world import LOOPBACK, listening
 from tests.ranks import free_port, run_ranks
 

@@ -19,7 +19,7 @@ from guozhuang.units import merged, ranks_text
 from guozhuang.watch import heartbeat
 from guozhuang.watch.heartbeat import Heartbeat
 from guozhuang.watch.judge import GONE, STOPPED, AwakeClock, Beat, Judge, Limits
-from guozhuang.watch.report import hang, last_line, losses, table, trouble
+from guozhuang.watch.report import hang, held_up_by, last_line, losses, table, trouble
 from guozhuang.watch.stacks import MAX_STACK_BYTES, MainThread, is_of_a_collective, stacks_text
 from guozhuang.watch.watcher import Watcher, WatcherStatus, look_at_neighbours
 
@@ -178,7 +178,9 @@ def test_those_who_wait_for_a_rank_without_beats_hang_once_all_have_come() -> No
 )  # fmt: skip
 def test_a_report_says_who_holds_the_others_up(changes: dict[str, Any], words: str) -> None:
     made = Made(4, 60.0).run(60, **WAITS | changes)
-    assert words in hang(made.judge, made.lost, made.now_s)
+    line = held_up_by(made.judge, made.lost, made.now_s)
+    assert words in line
+    assert hang(made.judge, made.lost, made.now_s, line).splitlines()[1] == line
 
 
 def test_the_table_has_a_line_per_place_and_marks_what_a_lost_rank_reported_last() -> None:
@@ -193,7 +195,7 @@ def test_the_table_has_a_line_per_place_and_marks_what_a_lost_rank_reported_last
 def test_echoes_of_one_loss_share_a_line() -> None:
     errors = {"trouble": lambda rank, _: f"closed by peer [10.0.0.{rank}]:77{rank}"}
     made = Made(3).run(5).run(1, mute=(2,), process_states={2: GONE}, **errors)
-    text = trouble(made.judge, made.judge.troubled(), made.lost, made.now_s)
+    text = trouble(made.judge.troubled(), "")
     assert text == "a collective failed on ranks 0-1: closed by peer [10.0.0.0]:770"
 
 

@@ -22,6 +22,7 @@ from guozhuang.gradients.named import NegotiationError
 from guozhuang.net.meet import roll_call
 from guozhuang.net.store import serve
 from guozhuang.world import session
+from guozhuang.world.discovery import discover
 
 
 def test_the_variables_of_a_worker() -> None:
@@ -81,7 +82,7 @@ def test_ranks_that_wait_for_each_other_learn_that_one_is_gone(monkeypatch: pyte
     monkeypatch.setattr(os, "environ", dict(os.environ))
     elastic_variables.Seat(told).take(elastic_variables.Place(0, 2, 0, 2, 0, 1, 0, 1), 7, "")
     try:
-        met, _ = session.meet(session.identity(), 10.0)
+        met, _ = session.meet(discover(), 10.0)
         with pytest.raises(WorldError, match="worker 3 ended with exit code 1"):
             roll_call(met, 0, 2, 10.0)
         assert WorkerBoard(store, 0).lost(7) == "worker 3 ended with exit code 1"

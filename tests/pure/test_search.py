@@ -140,7 +140,7 @@ def test_the_address_is_one_that_others_know(monkeypatch: pytest.MonkeyPatch) ->
         interfaces, "addresses", lambda: {"lo": ["127.0.0.1"], "eth0": ["10.0.0.5"], "ib0": ["10.1.0.5"]}
     )
     names = {"me": ["127.0.1.1"], "me-ib": ["10.1.0.5"], "login": ["10.9.9.9"]}
-    monkeypatch.setattr(search, "resolve", lambda host: names.get(host, []))
+    monkeypatch.setattr(interfaces, "resolve", lambda host: names.get(host, []))
 
     def towards(host: str) -> str:
         if host != "other":
@@ -148,14 +148,14 @@ def test_the_address_is_one_that_others_know(monkeypatch: pytest.MonkeyPatch) ->
         return "10.0.0.5"
 
     monkeypatch.setattr(interfaces, "own_address_towards", towards)
-    assert search.own_address(["me-ib", "login"], ["other"]) == "10.1.0.5"
-    assert search.own_address(["me", "login"], ["other"]) == "10.0.0.5", (
+    assert interfaces.own_address(["me-ib", "login"], ["other"]) == "10.1.0.5"
+    assert interfaces.own_address(["me", "login"], ["other"]) == "10.0.0.5", (
         "its name leads to loopback: towards the others"
     )
-    assert search.own_address(["me"], ["unknown"]) == "10.0.0.5", "no sign: not loopback, where nobody could come"
-    assert search.own_address(["me", "127.0.0.1"], ["unknown"]) == "127.0.0.1", "the others look there"
+    assert interfaces.own_address(["me"], ["unknown"]) == "10.0.0.5", "no sign: not loopback, where nobody could come"
+    assert interfaces.own_address(["me", "127.0.0.1"], ["unknown"]) == "127.0.0.1", "the others look there"
     monkeypatch.setattr(interfaces, "addresses", lambda: {"lo": ["127.0.0.1"]})
-    assert search.own_address([], []) == "127.0.0.1"
+    assert interfaces.own_address([], []) == "127.0.0.1"
 
 
 def test_bridges_of_containers_and_later_hints_that_fit_by_chance_are_passed_over(
@@ -164,12 +164,12 @@ def test_bridges_of_containers_and_later_hints_that_fit_by_chance_are_passed_ove
     """Open MPI tells every address of mpirun's node, and nodes often have some addresses in common."""
     known = {"lo": ["127.0.0.1"], "docker0": ["172.17.0.1"], "eth0": ["10.0.0.7"], "usb0": ["169.254.3.1"]}
     monkeypatch.setattr(interfaces, "addresses", lambda: known)
-    monkeypatch.setattr(search, "resolve", lambda host: [host])
+    monkeypatch.setattr(interfaces, "resolve", lambda host: [host])
     routes = {"10.0.0.5": "10.0.0.7", "172.17.0.1": "172.17.0.1", "169.254.3.1": "169.254.3.1"}
     monkeypatch.setattr(interfaces, "own_address_towards", routes.__getitem__)
     for mpirun in (["10.0.0.5", "172.17.0.1"], ["172.17.0.1", "10.0.0.5"], ["10.0.0.5", "169.254.3.1"]):
-        assert search.own_address(mpirun, mpirun) == "10.0.0.7", mpirun
-    assert search.own_address(["172.17.0.1", "10.0.0.7"], ["172.17.0.1"]) == "10.0.0.7", "mpirun's own node"
+        assert interfaces.own_address(mpirun, mpirun) == "10.0.0.7", mpirun
+    assert interfaces.own_address(["172.17.0.1", "10.0.0.7"], ["172.17.0.1"]) == "10.0.0.7", "mpirun's own node"
 
 
 # ---- notes

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from guozhuang.errors import UsageError, WorldError
 from guozhuang.launch.rendezvous.fixed import FixedRendezvous, NodeShare
-from guozhuang.net import client, interfaces, search
+from guozhuang.net import client, interfaces
 from guozhuang.net import meet as rendezvous
 from guozhuang.net import meeting_point as ports
 from guozhuang.net import store as stores
@@ -26,7 +26,7 @@ from guozhuang.watch.processes import node_identity
 from guozhuang.world import torchrun
 from tests.ranks import free_port
 
-ADDRESS = search.own_address([], [])
+ADDRESS = interfaces.own_address([], [])
 needs_an_address = pytest.mark.skipif(ADDRESS.startswith("127."), reason="needs an address besides loopback")
 SECRET = bytes(range(16))
 LIMIT = datetime.timedelta(seconds=10)
@@ -170,7 +170,7 @@ def test_rank_0_listens_at_one_address_where_the_others_come(
 
     monkeypatch.setattr(interfaces, "addresses", lambda: known)
     monkeypatch.setattr(interfaces, "own_address_towards", towards)
-    monkeypatch.setattr(search, "resolve", lambda name: resolved)
+    monkeypatch.setattr(interfaces, "resolve", lambda name: resolved)
     assert stores.listening_address(MeetingPoint(host, 29500, is_loopback_meant=is_loopback_meant)) == expected
 
 

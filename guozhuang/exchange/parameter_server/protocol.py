@@ -36,9 +36,9 @@ from torch import Tensor
 
 from ...errors import PeerLost, WorldError, explain
 from ...groups.gloo import Crossing, choose_address
+from ...net.interfaces import own_address
 from ...net.meet import WorldStore, open_store
 from ...net.meeting_point import MeetingPoint
-from ...net.search import own_address
 from ...net.store import loopback_address
 from ...watch.processes import node_identity
 from ...world.requests import requested_secret

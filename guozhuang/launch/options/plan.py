@@ -265,10 +265,9 @@ def _loopback(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _interface(found: argparse.Namespace, environ: Mapping[str, str], node: LaunchedNode | None) -> dict[str, str]:
     """Return the variables that give gloo and NCCL the network interface to the other nodes."""
-    from guozhuang.net import search
 
     if node is not None and node.meeting_point is not None:
-        own = search.own_address(node.meeting_point.hosts, node.meeting_point.others)
+        own = interfaces.own_address(node.meeting_point.hosts, node.meeting_point.others)
         ours = interfaces.holding(own)
         asked = found.interface
         if asked is not None:

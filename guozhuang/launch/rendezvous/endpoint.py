@@ -23,8 +23,8 @@ from guozhuang.launch.rendezvous.stores import (
     say_if_open,
 )
 from guozhuang.launch.request import Request
+from guozhuang.net.interfaces import is_loopback, resolve
 from guozhuang.net.meet import WorldStore
-from guozhuang.net.search import is_loopback, resolve
 
 if TYPE_CHECKING:
     from guozhuang.launch.options.plan import Plan

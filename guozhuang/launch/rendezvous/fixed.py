@@ -24,7 +24,7 @@ from guozhuang.launch.rendezvous.stores import (
     say_if_open,
     wait_for,
 )
-from guozhuang.net import search
+from guozhuang.net import interfaces
 from guozhuang.net.client import Client, PatientStore
 from guozhuang.net.meet import WorldStore, keep_at
 from guozhuang.net.meeting_point import PortSequence
@@ -204,7 +204,7 @@ class FixedRendezvous:
             self.close()
             self._kept = keep(LOOPBACK, 0)
         # MASTER_ADDR is the usual name "localhost" if that name resolves to 127.0.0.1 alone.
-        name = "localhost" if search.resolve("localhost") == [LOOPBACK] else LOOPBACK
+        name = "localhost" if interfaces.resolve("localhost") == [LOOPBACK] else LOOPBACK
         return Attempt(self.attempt, 0, [share], name, self._kept.local[1])
 
     def _roll_call(self, meeting: PatientStore, share: NodeShare) -> list[NodeShare]:

@@ -23,9 +23,9 @@ from guozhuang.net import interfaces, search
 from guozhuang.net import store as stores
 from guozhuang.net.client import PatientStore
 from guozhuang.net.door import pass_through
+from guozhuang.net.interfaces import is_loopback, resolve
 from guozhuang.net.meet import WorldStore, keep_behind_door
 from guozhuang.net.meeting_point import MeetingPoint, PortSequence
-from guozhuang.net.search import is_loopback, resolve
 
 LOOPBACK = "127.0.0.1"
 _ANSWER_S = 10.0  # time for a program that accepted a connection to answer as a store
@@ -156,7 +156,7 @@ def interface_address(host: str, interface: str | None = None) -> str:
             return address
     if interface is not None:
         return interfaces.named(interface).address
-    address = search.own_address([each for each in found if not is_loopback(each)], [])
+    address = interfaces.own_address([each for each in found if not is_loopback(each)], [])
     if found and not all(map(is_loopback, found)):
         say(
             f"{host} is no address of this node ({socket.gethostname()}): the store is at {address}, to which it must lead"
