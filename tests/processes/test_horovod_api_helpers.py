@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import guozhuang.compat.horovod.torch as hvd
-from guozhuang.compat.horovod.torch import handles, optimizer_state
+from guozhuang.compat.horovod.torch import functions, handles
 from guozhuang.errors import UsageError
 from tests.processes.horovod_cases import as_tests, of_all, of_rank
 
@@ -82,7 +82,7 @@ def case_optimizers_after_a_failure(rank: int, size: int) -> None:
         raise hvd.HorovodInternalError("a peer is lost")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimizer_state, "synchronize_all", failing)
+        patch.setattr(functions, "synchronize_all", failing)
         with pytest.raises(hvd.HorovodInternalError, match="lost"):
             hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     assert optimizer.param_groups[0]["lr"] == 0.5 + rank

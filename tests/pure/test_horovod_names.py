@@ -17,7 +17,7 @@ from guozhuang.compat.horovod.common.autotune import AutotuneSettings
 from guozhuang.compat.horovod.common.basics import HorovodBasics, state
 from guozhuang.compat.horovod.common.state import place_of
 from guozhuang.compat.horovod.common.variables import HorovodVariables, read, set_log_level, settings_from
-from guozhuang.compat.horovod.torch import compression, functions, mpi_ops, objects
+from guozhuang.compat.horovod.torch import compression, functions, mpi_ops
 from guozhuang.compat.horovod.torch.handles import HandleTable
 from guozhuang.errors import UsageError
 from guozhuang.gradients.named import Handle, Kind, NegotiationError, Settings, Submission
@@ -219,11 +219,11 @@ def test_objects_as_bytes(monkeypatch):
         return x + 1
 
     pytest.importorskip("cloudpickle")
-    assert objects.unpickled(objects.pickled(inside))(1) == 2
+    assert functions.unpickled(functions.pickled(inside))(1) == 2
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    assert objects.unpickled(objects.pickled({"a": [1, None]})) == {"a": [1, None]}
+    assert functions.unpickled(functions.pickled({"a": [1, None]})) == {"a": [1, None]}
     with pytest.raises(UsageError, match=r"cannot be pickled.*install cloudpickle"):
-        objects.pickled(inside)
+        functions.pickled(inside)
 
 
 def test_a_cache_of_results():

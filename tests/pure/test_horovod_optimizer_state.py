@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from guozhuang.compat.horovod.torch import optimizer_state
+from guozhuang.compat.horovod.torch import functions
 from guozhuang.compat.horovod.torch.mpi_ops import Adasum, Average
 
 from .horovod_alone import MirrorChannel, assert_equal, distributed, net_of_three, train
@@ -40,7 +40,7 @@ class Wire:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.described, self.tensors = b"", dict[str, Tensor]()
         for name in ("broadcast_object", "broadcast_async_", "allreduce_", "synchronize_all"):
-            monkeypatch.setattr(optimizer_state, name, getattr(self, name))
+            monkeypatch.setattr(functions, name, getattr(self, name))
 
     def broadcast_object(self, described: Any, root: int, _: str) -> Any:
         if root == 0:  # this process is rank 0
@@ -80,8 +80,8 @@ def test_training_goes_on_elsewhere_as_it_would_here(
     train(other, of_other, 1)
     other.load_state_dict(root.state_dict())
     before = [p.detach().clone() for p in root.parameters()]
-    optimizer_state.broadcast_optimizer_state(of_root, root_rank=0)
-    optimizer_state.broadcast_optimizer_state(of_other, root_rank=1)
+    functions.broadcast_optimizer_state(of_root, root_rank=0)
+    functions.broadcast_optimizer_state(of_other, root_rank=1)
     assert not wire.tensors
     assert all(torch.equal(p, b) for p, b in zip(other.parameters(), before, strict=True))
     for found, expected in zip(train(other, of_other, 3), train(root, of_root, 3), strict=True):
