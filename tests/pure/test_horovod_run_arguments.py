@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from guozhuang.compat.horovod.runner import arguments, function_run, launch, run, static_run, tuning
+from guozhuang.compat.horovod.runner import arguments, engine_options, function_run, launch, run, static_run
 from guozhuang.compat.horovod.runner.elastic.settings import ElasticSettings, settings_of
 from guozhuang.errors import UsageError
 from guozhuang.launch.hosts import run as hosts_run
@@ -70,7 +70,7 @@ def test_options_become_variables() -> None:
         "HOROVOD_FUSION_THRESHOLD": str(32 << 20), "HOROVOD_CYCLE_TIME": "3.5", "HOROVOD_CACHE_CAPACITY": "0",
         "HOROVOD_HIERARCHICAL_ALLREDUCE": "0", "HOROVOD_AUTOTUNE": "1", "HOROVOD_AUTOTUNE_LOG": "log.csv",
         "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE": "0.5", "HOROVOD_TIMELINE": "/t.json", "HOROVOD_TIMELINE_MARK_CYCLES": "1",
-        "HOROVOD_STALL_CHECK_DISABLE": "1", "HOROVOD_STALL_CHECK_TIME_SECONDS": "7", "HOROVOD_LOG_LEVEL": "DEBUG",
+        "HOROVOD_STALL_CHECK_DISABLE": "1", "HOROVOD_STALL_CHECK_TIME_SECONDS": "7", "HOROVOD_LOG_LEVEL": "debug",
         "HOROVOD_LOG_HIDE_TIME": "1", "HOROVOD_NUM_NCCL_STREAMS": "2", "HOROVOD_THREAD_AFFINITY": "0,1",
         "HOROVOD_GLOO_TIMEOUT_SECONDS": "9", "HOROVOD_MPI_THREADS_DISABLE": "1",
     }  # fmt: skip
@@ -102,9 +102,9 @@ def test_the_file_is_overridden_by_what_comes_after_it(tmp_path: Path) -> None:
     assert (found.use_mpi, found.verbose, found.autotune) == (True, True, True)
     told = static_run.variables_for(found)
     assert {name.removeprefix("HOROVOD_"): value for name, value in told.items() if name != "PYTHONUNBUFFERED"} == {
-        "FUSION_THRESHOLD": str(16 << 20), "CYCLE_TIME": "5.0", "TORUS_ALLREDUCE": "1", "AUTOTUNE": "1",
+        "FUSION_THRESHOLD": str(16 << 20), "CYCLE_TIME": "5", "TORUS_ALLREDUCE": "1", "AUTOTUNE": "1",
         "AUTOTUNE_LOG": "tune.csv", "AUTOTUNE_WARMUP_SAMPLES": "5", "TIMELINE": "t.json", "TIMELINE_MARK_CYCLES": "1",
-        "STALL_CHECK_DISABLE": "0", "STALL_CHECK_TIME_SECONDS": "90", "GLOO_TIMEOUT_SECONDS": "3", "LOG_LEVEL": "INFO",
+        "STALL_CHECK_DISABLE": "0", "STALL_CHECK_TIME_SECONDS": "90", "GLOO_TIMEOUT_SECONDS": "3", "LOG_LEVEL": "info",
         "LOG_HIDE_TIME": "0",
     }  # fmt: skip
     path.write_text("verbose: false\n")
@@ -128,7 +128,7 @@ def test_the_file_is_overridden_by_what_comes_after_it(tmp_path: Path) -> None:
         ("params: {cycle_time_ms: -1}", "params.cycle_time_ms must be a number of at least 0"),
         ("autotune: {enabled: 1}", "autotune.enabled must be true or false"),
         ("autotune: {gaussian_process_noise: 2}", "must be a number from 0 to 1"),
-        ("logging: {level: chatty}", "logging.level must be one of TRACE"),
+        ("logging: {level: chatty}", "logging.level must be one of trace"),
         ("controller: smoke", "controller must be gloo or mpi"),
         ("verbose: 'false'", "verbose must be true or false (got 'false')"),
         ("params: {cycle_time_ms: .inf}", "params.cycle_time_ms must be a number of at least 0 (got inf)"),
@@ -190,9 +190,9 @@ def test_numbers_are_checked_when_they_become_variables() -> None:
 
 
 def test_processes_would_take_what_they_are_told() -> None:
-    """Every option's least value is one that a process does not refuse either."""
-    for each in tuning.SETTINGS:
-        value = {bool: True, str: each.choices[0] if each.choices else "x"}.get(each.kind, each.kind(each.least))
+    """A process does not refuse what an option accepts."""
+    for each in engine_options.SETTINGS:
+        value: object = True if each.off is not None else "info" if each.name == "log_level" else "1"
         found = arguments.parse(["-np", "2", *PROGRAM])
         setattr(found, each.name, value)
         assert any(name.endswith(each.variable.removeprefix("!")) for name in static_run.variables_for(found)), (
@@ -337,7 +337,7 @@ def test_the_driver_of_elastic_runs_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     assert settings_of(found, {"MORE": "1"}) == ElasticSettings(
         command=tuple(PROGRAM), num_proc=3, min_np=2, max_np=4, slots_per_host=2, host_discovery_script="./find", hosts=None,
         elastic_timeout_s=30.0, reset_limit=5, cooldown_range=(1, 9), ssh_port=22, ssh_identity_file=__file__,
-        env={"PYTHONUNBUFFERED": "1", "HOROVOD_START_TIMEOUT": "11", "HOROVOD_CYCLE_TIME": "2.0", "MORE": "1"},
+        env={"PYTHONUNBUFFERED": "1", "HOROVOD_START_TIMEOUT": "11", "HOROVOD_CYCLE_TIME": "2", "MORE": "1"},
         output_filename="out", prefix_timestamp=True, start_timeout_s=11.0, verbose=True, network_interfaces=("e",),
     )  # fmt: skip
     monkeypatch.setenv("HOROVOD_ELASTIC_TIMEOUT", "77")

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from guozhuang.errors import UsageError, explain
 from guozhuang.gradients.named import Settings
@@ -20,8 +21,6 @@ _log = logging.getLogger("guozhuang")
 
 # The variables that this process has named in its log already.
 _named: set[str] = set()
-
-LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 
 
 @dataclass(frozen=True)
@@ -94,10 +93,29 @@ def read(environ: Mapping[str, str] | None = None) -> HorovodVariables:
     for field in dataclasses.fields(HorovodVariables):
         text = found.get(_name(field.name), "").strip()
         if text and field.name != "others":
-            values[field.name] = _PARSERS[str(field.type).removesuffix(" | None")](field.name, text)
+            values[field.name] = parsed(field.name, text, f"environment variable {_name(field.name)}")
     known = {_name(field.name) for field in dataclasses.fields(HorovodVariables)}
     others = sorted(name for name in found if name.startswith(_BEGIN) and name not in known and found[name])
     return HorovodVariables(**values, others=tuple(others))  # type: ignore[arg-type]
+
+
+def parsed(name: str, value: object, where: str) -> Any:
+    """Return the value of a field of ``HorovodVariables`` that is written as a text.
+
+    Args:
+        name: the name of the field.
+        value: the text; a number stands for its text.
+        where: the place where the value was written, for the text of an error.
+
+    Raises:
+        UsageError: the value is not allowed.
+    """
+    parse = _PARSERS[HorovodVariables.__annotations__[name].removesuffix(" | None")]
+    try:
+        return parse(name, str(value))
+    except _NotAllowedError as error:
+        fix = f"set it to {error}, or leave it out"
+        raise UsageError(explain(f"{where} must be {error}", value=value, fix=fix)) from None
 
 
 def set_dynamic_process_sets() -> None:
@@ -198,9 +216,8 @@ def _name(field: str) -> str:
     return _BEGIN + field.upper()
 
 
-def _wrong(field: str, text: str, allowed: str) -> UsageError:
-    what = f"environment variable {_name(field)} must be {allowed}"
-    return UsageError(explain(what, value=text, fix=f"set it to {allowed}, or unset it"))
+class _NotAllowedError(Exception):
+    """A text is not allowed; the text of the error describes those that are."""
 
 
 def _switch(field: str, text: str) -> bool:
@@ -210,7 +227,7 @@ def _switch(field: str, text: str) -> bool:
     if word in ("false", "no", "off"):
         return False
     if not re.fullmatch(r"[0-9]{1,9}", word, re.ASCII):
-        raise _wrong(field, text, "1 or 0")
+        raise _NotAllowedError("1 or 0")
     return int(word) > 0
 
 
@@ -218,10 +235,10 @@ def _whole(field: str, text: str) -> int:
     least, most = _WHOLE_RANGES.get(field, (0, None))
     allowed = f"a whole number of at least {least}" if most is None else f"a whole number from {least} to {most}"
     if not re.fullmatch(r"[+-]?[0-9]{1,18}", text, re.ASCII):
-        raise _wrong(field, text, allowed)
+        raise _NotAllowedError(allowed)
     value = int(text)
     if value < least or (most is not None and value > most):
-        raise _wrong(field, text, allowed)
+        raise _NotAllowedError(allowed)
     return value
 
 
@@ -231,16 +248,16 @@ def _decimal(field: str, text: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        raise _wrong(field, text, allowed) from None
+        raise _NotAllowedError(allowed) from None
     if not 0 <= value <= most or value == float("inf"):
-        raise _wrong(field, text, allowed)
+        raise _NotAllowedError(allowed)
     return value
 
 
 def _text(field: str, text: str) -> str:
     if field == "log_level":
-        if text.lower() not in LOG_LEVELS:
-            raise _wrong(field, text, "one of " + ", ".join(LOG_LEVELS))
+        if text.lower() not in _LEVELS:
+            raise _NotAllowedError("one of " + ", ".join(_LEVELS))
         return text.lower()
     return text
 

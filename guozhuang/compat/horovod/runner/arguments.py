@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from guozhuang.compat.horovod.runner import tuning
+from guozhuang.compat.horovod.runner import engine_options
 from guozhuang.compat.horovod.version import __version__
 from guozhuang.errors import UsageError, explain
 from guozhuang.launch.options import command_line
@@ -32,7 +32,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     found = command_line.read(parser(), arguments)
     found.command = [*filter(None, [found.program]), *found.training_script_args]
     if found.config_file is not None:
-        tuning.take_file(found, _read(found.config_file), found.config_file)
+        engine_options.take_file(found, _read(found.config_file), found.config_file)
     if not found.check_build:
         check(found)
     return found
@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
         help="How many processes to start; elastic: at first.",
     )
     add("-cb", "--check-build", action="store_true", help="Show what there is, and end.")
-    add("--verbose", action=tuning.Store, nargs=0, const=True, default=False, help="Say what is done.")
+    add("--verbose", action=engine_options.Store, nargs=0, const=True, default=False, help="Say what is done.")
     add("--disable-cache", action="store_true", help="Nothing is cached anyway: hosts are looked at in every run.")
     add("--start-timeout", type=float, metavar="S", help=_START_HELP)
     add(
@@ -89,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
     _add_hosts(found)
     _add_elastic(found)
     _add_controllers(found)
-    tuning.add_arguments(found)
+    engine_options.add_arguments(found)
     add("program", nargs="?", help=argparse.SUPPRESS)
     return found
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from guozhuang.compat.horovod.common import variables as horovod_variables
 from guozhuang.compat.horovod.common.extension import EXTENSION, OF_HOROVODRUN
-from guozhuang.compat.horovod.runner import tuning
+from guozhuang.compat.horovod.runner import engine_options
 from guozhuang.errors import UsageError, explain
 from guozhuang.launch import agent
 from guozhuang.launch.console.say import say
@@ -121,7 +121,7 @@ def variables_for(found: argparse.Namespace) -> dict[str, str]:
     Raises:
         UsageError: a number that is not allowed.
     """
-    told = {"PYTHONUNBUFFERED": "1", **tuning.variables(found)}
+    told = {"PYTHONUNBUFFERED": "1", **engine_options.variables(found)}
     if found.tcp_flag:
         told["NCCL_IB_DISABLE"] = "1"
     if found.start_timeout is not None:
