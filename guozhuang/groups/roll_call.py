@@ -35,6 +35,7 @@ def call(
     ended: Callable[[int], int | None] = lambda _: None,
     look: Callable[[], object] = lambda: None,
     purpose: str = "to make the group",
+    named: Callable[[list[int]], str] = "ranks {}".format,
 ) -> list[str]:
     """Write this rank's card and return the cards of all ranks. Every rank must call it.
 
@@ -48,6 +49,7 @@ def call(
         ended: returns the pid of a rank whose process is known to have ended; else None.
         look: called every 0.2 s while ranks are missing; it raises if they have ended.
         purpose: what the ranks meet for, for errors: "to compare the parameters of the model".
+        named: returns a text that names some ranks, for errors.
 
     Raises:
         PeerLost: a rank ended before it wrote its card.
@@ -66,7 +68,7 @@ def call(
                 if missing:
                     look()
                 if missing and waited_s >= timeout_s:
-                    what = f"ranks {missing} did not come within {timeout_s:g} s {purpose}"
+                    what = f"{named(missing)} did not come within {timeout_s:g} s {purpose}"
                     fix = "look at their own errors; every rank must reach this point"
                     raise WorldError(explain(what, rank=rank, fix=fix))
             time.sleep(pause_s)

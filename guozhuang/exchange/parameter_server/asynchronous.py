@@ -29,7 +29,7 @@ from ...errors import UsageError, explain
 from ...weights.flat import FlatWeights, Named
 from ..numbers import is_finite, some_of
 from ..weights import WeightExchange
-from .client import PartRequest, ServedPart, ServerClient, check_numbers, cut, traffic
+from .client import PartRequest, ServedPart, ServerClient, check_numbers, cut, on_cpu, traffic
 from .protocol import Opcode, ServerMessage
 
 _log = logging.getLogger("guozhuang")
@@ -103,7 +103,7 @@ class AsyncParameterServer(WeightExchange[AsyncServersState]):
         client = ServerClient(group, self.servers, self.part_bytes)
         weights = FlatWeights(parameters)
         pulled, changed = weights.copy(), weights.empty()
-        leaving, coming = ([_on_cpu(flat) for flat in flats] for flats in (changed, pulled))
+        leaving, coming = ([on_cpu(flat) for flat in flats] for flats in (changed, pulled))
         sizes = [(flat.numel(), flat.element_size()) for flat in pulled]
         parts = cut(sizes, self.part_bytes, len(client.connections)) if client.connections else []
         state = AsyncServersState(group, client, parameters, weights, pulled, changed, leaving, coming, parts)
@@ -203,9 +203,3 @@ class AsyncParameterServer(WeightExchange[AsyncServersState]):
             if pulled is not coming:
                 pulled.copy_(coming)
         state.weights.write(state.pulled)
-
-
-def _on_cpu(flat: Tensor) -> Tensor:
-    """Return the tensor itself if it is on the CPU; else a CPU tensor of its size, pinned if it is on a CUDA device."""
-    on_cpu = flat.device.type == "cpu"
-    return flat if on_cpu else torch.empty_like(flat, device="cpu", pin_memory=flat.device.type == "cuda")

@@ -26,10 +26,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import UsageError, WorldError, explain
+from ...groups import roll_call
 from ...groups.agreement import store_of
 from ...groups.serial import SerialThread, SerialWork
 from ...groups.subgroups import timeout_s
@@ -339,6 +341,12 @@ def num_servers(asked: int | None) -> int:
     return num_there
 
 
+def on_cpu(flat: Tensor) -> Tensor:
+    """Return the tensor itself if it is on the CPU; else a CPU tensor of its size, pinned if it is on a CUDA device."""
+    is_there = flat.device.type == "cpu"
+    return flat if is_there else torch.empty_like(flat, device="cpu", pin_memory=flat.device.type == "cuda")
+
+
 def check_numbers(part_bytes: int, servers: int | None) -> None:
     """Check the settings that both exchanges share.
 
@@ -371,9 +379,8 @@ def _join(group: dist.ProcessGroup, asked: int | None) -> ServerGroup | None:
         there = requested_servers()
         assert there is not None
         outer, keeper = protocol.connect(there[1], limit_s), protocol.address_of(there[1]).host
-        if rank == 0:
-            store.set("number", str(protocol.announce(outer, Announcement(size, limit_s))))
-        what = "rank 0 announced no meeting with the servers"
-        protocol.wait_until(lambda: store.check(["number"]), limit_s, lambda: what, rank)
-        store = protocol.store_of_group(outer, int(store.get("number")))
+        number = str(protocol.announce(outer, Announcement(size, limit_s))) if rank == 0 else ""
+        purpose = "to meet the parameter servers"
+        [number, *_] = roll_call.call(store, "number", rank, size, number, limit_s, purpose=purpose)
+        store = protocol.store_of_group(outer, int(number))
     return protocol.join(store, rank, size, count, limit_s, keeper)

@@ -20,27 +20,26 @@ other collectives.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import enum
 import json
-import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import PeerLost, WorldError, explain
+from ...groups import roll_call
 from ...groups.gloo import Crossing, choose_address
+from ...net.client import PatientStore
 from ...net.interfaces import own_address
 from ...net.meet import WorldStore, open_store
 from ...net.meeting_point import MeetingPoint
 from ...net.store import loopback_address
-from ...watch.processes import node_identity
+from ...watch.processes import Process, node_identity, this_process
 from ...world.requests import requested_secret
 
 HEADER, PAYLOAD, REPLY = 0, 1, 2
@@ -49,7 +48,6 @@ _DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
     *(torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool),
 )
-_PAUSES_S = (0.002, 0.05)  # between two polls of a store: the first pause, and the longest
 _PATIENCE_S = 1.0  # how long to look for the first cause, which the process that noticed it writes into the store
 _FAILURE = "failure"
 _PREFIX = "guozhuang servers"  # of keys: with several hosts, the ranks use the same store
@@ -127,35 +125,14 @@ def wire(tensor: Tensor) -> Tensor:
 # ---- in the store
 
 
-class _Entry:
-    """A dataclass that is written to a store as JSON."""
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.astuple(self))  # type: ignore[call-overload]
-
-    @classmethod
-    def from_json(cls, text: bytes) -> Self:
-        return cls(*json.loads(text))
-
-
-@dataclass(frozen=True)
-class Announcement(_Entry):
+class Announcement(NamedTuple):
     """The announcement of a new group to the servers: the number of workers, and the limit of each wait, in seconds."""
 
     num_workers: int
     limit_s: float
 
 
-@dataclass(frozen=True)
-class _Presence(_Entry):
-    """The entry of a process that has joined a group: its host identity and its process id."""
-
-    host: str
-    pid: int
-
-
-@dataclass(frozen=True)
-class _FirstCause(_Entry):
+class _FirstCause(NamedTuple):
     """The reason why a group ended: the rank that was lost, or None, and a text."""
 
     lost: int | None
@@ -201,14 +178,14 @@ def connect(address: str, limit_s: float) -> dist.Store:
 def announce(store: dist.Store, announcement: Announcement) -> int:
     """Announce a new group to the servers; return its number."""
     number = int(store.add(f"{_PREFIX}/announced", 1))
-    store.set(f"{_PREFIX}/announced/{number}", announcement.to_json())
+    store.set(f"{_PREFIX}/announced/{number}", json.dumps(announcement))
     return number
 
 
 def announced(store: dist.Store, number: int) -> Announcement | None:
     """Return the announcement of a group, or None if it was not announced yet."""
     key = f"{_PREFIX}/announced/{number}"
-    return Announcement.from_json(store.get(key)) if store.check([key]) else None
+    return Announcement(*json.loads(store.get(key))) if store.check([key]) else None
 
 
 def store_of_group(store: dist.Store, number: int) -> dist.Store:
@@ -261,7 +238,7 @@ class ServerGroup:
 
     def _report(self, cause: _FirstCause) -> None:
         with contextlib.suppress(RuntimeError):  # the process that keeps the store may have ended
-            self.store.compare_set(_FAILURE, "", cause.to_json())  # unless another process reported a cause before
+            self.store.compare_set(_FAILURE, "", json.dumps(cause))  # unless another process reported a cause before
 
     def abort(self, lost: int | None, text: str) -> None:
         """Report a cause, and close all connections, so that every wait of the group fails in all processes."""
@@ -287,13 +264,9 @@ class ServerGroup:
         return WorldError(text) if cause.lost is None else PeerLost(text, rank=cause.lost, pid=None, waiting_in=doing)
 
     def _first_cause(self) -> _FirstCause | None:
-        deadline = time.monotonic() + _PATIENCE_S
-        with contextlib.suppress(RuntimeError):
-            while not self.store.check([_FAILURE]):
-                if time.monotonic() > deadline:
-                    return None
-                time.sleep(0.02)
-            return _FirstCause.from_json(self.store.get(_FAILURE))
+        with contextlib.suppress(RuntimeError), contextlib.closing(PatientStore(self.store)) as store:
+            text = store.read(_FAILURE, _PATIENCE_S)
+            return None if text is None else _FirstCause(*json.loads(text))
         return None
 
 
@@ -322,20 +295,20 @@ def join(store: dist.Store, rank: int, num_workers: int, count: int, limit_s: fl
         WorldError: a process did not join in time; the text names it.
     """
     size = num_workers + count
-    store.set(f"here/{rank}", _Presence(node_identity(), os.getpid()).to_json())
-    keys = [f"here/{r}" for r in range(size)]
-
-    def name(other: int) -> str:
-        return f"rank {other}" if other < num_workers else f"parameter server {other - num_workers}"
-
-    def missing() -> str:
-        late = ", ".join(name(r) for r in range(size) if not store.check([keys[r]]))
-        return f"{late} did not come to the meeting of workers and servers"
-
-    wait_until(lambda: store.check(keys), limit_s, missing, rank)
-    present = [_Presence.from_json(store.get(key)) for key in keys]
-    names = [f"{name(r)} (process {each.pid} on {each.host.split('/')[0]})" for r, each in enumerate(present)]
-    others = [r for r in range(size) if present[r].host != present[rank].host]
+    called = [f"rank {r}" if r < num_workers else f"parameter server {r - num_workers}" for r in range(size)]
+    cards = roll_call.call(
+        store,
+        "here",
+        rank,
+        size,
+        str(this_process(node_identity())),
+        limit_s,
+        purpose="to connect workers and servers",
+        named=lambda missing: ", ".join(called[r] for r in missing),
+    )
+    present = [Process.read(card) for card in cards]
+    names = [f"{who} (process {p.pid} on {p.node.split('/')[0]})" for who, p in zip(called, present, strict=True)]
+    others = [r for r in range(size) if present[r].node != present[rank].node]
     # If all ranks are on one host, they may be set to use loopback, over which a server on another host cannot be reached.
     is_remote = keeper and loopback_address(keeper) is None
     address = own_address([keeper], []) if is_remote else choose_address(dist.PrefixStore("route", store), rank, others)
@@ -347,18 +320,3 @@ def join(store: dist.Store, rank: int, num_workers: int, count: int, limit_s: fl
         raise WorldError(explain(what, rank=rank, fix=fix)) from error
     servers = range(num_workers, size) if count else range(num_workers)
     return ServerGroup(rank, num_workers, servers, limit_s, store, crossing, names)
-
-
-def wait_until(is_so: Callable[[], bool], limit_s: float, why_not: Callable[[], str], rank: int) -> None:
-    """Poll until a condition holds; unlike a wait of the store itself, this does not block the store for other threads.
-
-    Raises:
-        WorldError: the condition does not hold within the limit; ``why_not`` is called for the text.
-    """
-    deadline, pause_s = time.monotonic() + limit_s, _PAUSES_S[0]
-    while not is_so():
-        if time.monotonic() > deadline:
-            fix = "look at their own errors; every rank must reach this point"
-            raise WorldError(explain(f"{why_not()} within {limit_s:g} s", rank=rank, fix=fix))
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _PAUSES_S[1])

@@ -27,7 +27,7 @@ from ...errors import explain
 from ...gradients.buckets import Bucket
 from ..base import Done, GradientExchange, Work
 from ..numbers import is_finite, where_not_finite
-from .client import PartRequest, ServedPart, ServerClient, check_numbers, cut, traffic
+from .client import PartRequest, ServedPart, ServerClient, check_numbers, cut, on_cpu, traffic
 from .protocol import Opcode, ServerMessage
 
 _log = logging.getLogger("guozhuang")
@@ -91,10 +91,7 @@ class ParameterServer(GradientExchange[ServersState]):
             sizes = [(bucket.flat.numel(), bucket.flat.element_size()) for bucket in buckets]
             for part in cut(sizes, self.part_bytes, len(client.connections), last_is_first=True):
                 parts[buckets[part.tensor].index].append(part)
-            for bucket in buckets:
-                if bucket.flat.device.type != "cpu":
-                    pinned = bucket.flat.device.type == "cuda"
-                    copies[bucket.index] = torch.empty_like(bucket.flat, device="cpu", pin_memory=pinned)
+            copies = {bucket.index: on_cpu(bucket.flat) for bucket in buckets if bucket.flat.device.type != "cpu"}
         return ServersState(group, client, 0 if before is None else before.layout + 1, parts, copies)
 
     @override
