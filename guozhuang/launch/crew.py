@@ -10,7 +10,6 @@ import logging
 import os
 import secrets
 import select
-import signal
 import subprocess
 import sys
 import time
@@ -71,14 +70,14 @@ class Crew:
             rank: its number in the world.
             command: the program and its arguments, after the words of ``entry``.
             environ: its complete environment, but for the name of the run.
-            stdout, stderr: paths of files or pipes to write to, which may be the same; empty: the rank inherits the stream of
-                this process.
+            stdout, stderr: paths of files or pipes to append to, which may be the same; empty: the rank inherits the stream
+                of this process.
         """
         environ = {**environ, guard.VARIABLE: self.run}
         self._shared = set(environ.items()) if self._shared is None else self._shared & environ.items()
         with contextlib.ExitStack() as stack:
-            out = stack.enter_context(open(stdout, "wb")) if stdout else None
-            err = out if stdout == stderr else stack.enter_context(open(stderr, "wb")) if stderr else None
+            out = stack.enter_context(open(stdout, "ab")) if stdout else None
+            err = out if stdout == stderr else stack.enter_context(open(stderr, "ab")) if stderr else None
             files = [0, out.fileno() if out else 1, err.fileno() if err else 2]
             process: subprocess.Popen[bytes] | ForkedRank | None = self._fork(rank, command, environ, files)
             if process is None:
@@ -108,16 +107,19 @@ class Crew:
             limit_s: how long to wait; if it is not ready by then, launchers are started by ``exec``.
         """
         self._is_of_launchers = True
-        try:
-            self.warm = WarmParent.start(words, {**environ, guard.VARIABLE: self.run}, modules)
-            self.warm.wait(limit_s)
-        except (NotWarmError, OSError) as error:
-            _log.debug("there is no warm parent: %s", error)
+        self._start_warm_parent(words, {**environ, guard.VARIABLE: self.run}, modules, limit_s)
 
-    def _start_warm_parent(self) -> None:
-        words, self._warm_at = self._warm_words, float("inf")
+    def _start_warm_parent(
+        self,
+        words: Sequence[str],
+        environ: Mapping[str, str],
+        modules: Sequence[str] = (),
+        limit_s: float | None = None,
+    ) -> None:
         try:
-            self.warm = WarmParent.start(words, dict(self._shared or ()))
+            self.warm = WarmParent.start(words, environ, modules)
+            if limit_s is not None:
+                self.warm.wait(limit_s)
         except (NotWarmError, OSError) as error:
             _log.debug("there is no warm parent: %s", error)
 
@@ -150,7 +152,8 @@ class Crew:
     def wait(self, limit_s: float) -> dict[int, int]:
         """Wait until a rank ends or the limit passes; return the exit codes of ranks that have ended since the last call."""
         if time.monotonic() >= self._warm_at:
-            self._start_warm_parent()
+            self._warm_at = float("inf")
+            self._start_warm_parent(self._warm_words, dict(self._shared or ()))
         if self._handles:
             select.select(list(self._handles), [], [], limit_s)
         else:
@@ -199,9 +202,3 @@ class Crew:
             os.close(handle)
         self._handles, self._processes = {}, {}
         self._guard.close()
-
-    def kill(self) -> None:
-        """Kill every process of the run now. Any thread may call it."""
-        for pid in guard.belonging(self.run, self.sessions):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)

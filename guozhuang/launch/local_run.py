@@ -59,7 +59,7 @@ class LocalRun:
         self._attempt: Attempt | None = None
         self._pids: dict[int, int] = {}
         self._error_files: dict[int, str] = {}
-        self._signals = Signals(str(versions.field(self._config, "signals_to_handle") or ""))
+        self._signals = Signals(torchrun.signals_of(plan.elastic.signals_to_handle))
         shutdown_s = versions.field(self._config, "shutdown_timeout")
         self._job = Job(
             self._config.max_restarts,
@@ -224,8 +224,9 @@ class LocalRun:
         return None
 
     def _replace(self, lost: Replace) -> None:
-        """Start a new process for a rank that failed, while the other ranks keep running."""
+        """Start a new process for a rank that failed, while the other ranks keep running. First its children are killed."""
         assert self._attempt is not None
+        self._crew.end_left(self._pids[lost.rank])
         failure = self._failures({lost.rank: lost.code})[lost.rank]
         what = headline(failure, socket.gethostname())
         self._output.say(f"{what}; it is replaced ({self._count()}), and the others go on")

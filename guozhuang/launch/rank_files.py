@@ -85,15 +85,16 @@ class RankFiles(LogsSpecs):
         places = RankPlaces("", "", {})
         if shown.piped and shown.log_folder is None:
             is_shown = shown.local_ranks is None or local_rank in shown.local_ranks
-            places = self._output.pipes(rank, folder, is_shown, self._copies(rank, int(environ["WORLD_SIZE"])))
+            copies = self._copies(rank, int(environ["WORLD_SIZE"]), is_replaced=number > 0)
+            places = self._output.pipes(rank, folder, is_shown, copies)
         elif shown.log_folder is not None:
             self._output.follow(rank, os.path.join(shown.log_folder, f"rank{rank}.log"))
         environ.update(places.variables)
         environ["TORCHELASTIC_ERROR_FILE"] = os.path.join(folder, "error.json")
         return places.stdout, places.stderr
 
-    def _copies(self, rank: int, size: int) -> str | None:
-        """Create the folder for copies of a rank's output; the first attempt of a run empties it. None: there are no copies.
+    def _copies(self, rank: int, size: int, is_replaced: bool) -> str | None:
+        """Create the folder for copies of a rank's output; the first process of a rank empties it. None: there are no copies.
 
         Raises:
             UsageError: the folder cannot be created in the first attempt; in later ones the run continues without copies.
@@ -101,7 +102,7 @@ class RankFiles(LogsSpecs):
         if self._shown.copy_folder is None:
             return None
         folder = copies_of(self._shown.copy_folder, rank, size)
-        is_first = self._attempt == 1 and not self._is_restart
+        is_first = self._attempt == 1 and not (self._is_restart or is_replaced)
         try:
             open_copies(folder, is_first)
         except OSError as error:

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any
+
+# The signals that always end a run, also if --signals-to-handle does not name them.
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 class SignalledError(Exception):
@@ -24,19 +28,18 @@ class Signals:
     """Signal handlers for a ``with`` block in the main thread. A signal that is ignored, as under nohup, stays ignored.
 
     Args:
-        names: the signals to handle, as in "SIGTERM,SIGINT".
+        wanted: the signals to handle.
 
     Attributes:
         noted: the signals that came after ``note`` was called or after the first one was raised.
         is_signalled: whether any signal came.
     """
 
-    def __init__(self, names: str) -> None:
+    def __init__(self, wanted: Iterable[int]) -> None:
         self.noted: list[int] = []
         self.is_signalled = self._is_noting = False
-        numbers = [getattr(signal, name.strip()) for name in names.split(",") if name.strip()]
         # None: a handler that Python did not set, and could not restore.
-        self._numbers = [number for number in numbers if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+        self._numbers = [number for number in wanted if signal.getsignal(number) not in (signal.SIG_IGN, None)]
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:

@@ -59,7 +59,8 @@ def run(plan: Plan, request: Request) -> RunReport:
         WorldError: the rendezvous of the nodes failed.
         SignalledError: the agent got a signal that ends the run; its ranks have ended.
     """
-    with Signals(plan.elastic.signals_to_handle):  # for the time until torch elastic installs its own handlers
+    # For the time until torch elastic installs its own handlers.
+    with Signals(torchrun.signals_of(plan.elastic.signals_to_handle)):
         return _run(plan, request)
 
 

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import ctypes
 import gc
 import importlib
 import importlib.machinery
@@ -55,7 +54,6 @@ READ_ON_LOADING = (
 _LIMIT_S = 5.0  # how long a forked rank may take to report before another is started by exec
 _POLL_S = 0.001
 _READY = b"ready"
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 # The warm parent of this process, if a warm parent forked this process as a launcher.
@@ -242,12 +240,13 @@ def check_variables(loaded_with: Mapping[str, str], environ: Mapping[str, str]) 
 @contextlib.contextmanager
 def _reaper_of_orphans() -> Iterator[None]:
     """Make this process the parent of descendants whose parent ends inside the ``with`` block."""
-    prctl = ctypes.CDLL(None).prctl
-    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    from guozhuang.watch.processes import SET_CHILD_SUBREAPER, prctl
+
+    prctl(SET_CHILD_SUBREAPER, 1)
     try:
         yield
     finally:
-        prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        prctl(SET_CHILD_SUBREAPER, 0)
 
 
 # Functions that run in the warm parent.

@@ -97,6 +97,18 @@ def own_address_towards(host: str) -> str:
     raise WorldError(explain(what, value=host, fix="check its network, or give another address"))
 
 
+def is_own(address: str) -> bool:
+    """Return whether an address belongs to this node; every loopback address does."""
+    if ipaddress.ip_address(_plain(address)).is_loopback:
+        return True
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))  # only an address of this node can be bound
+    except OSError:
+        return False
+    return True
+
+
 def holding(address: str) -> Interface | None:
     """Return the interface that has this address; None if no interface of this node has it."""
     wanted = _plain(address)

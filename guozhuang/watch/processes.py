@@ -13,6 +13,7 @@ import fcntl
 import os
 import platform
 import socket
+import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -32,6 +33,8 @@ _MEMFD_CREATE = {"x86_64": 319, "aarch64": 279, "riscv64": 279, "ppc64le": 360, 
 _ADD_SEALS, _GET_SEALS = 1033, 1034
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
 _MOST_ANCESTORS = 64
+#: Attributes of a process for ``prctl``: the signal at its parent's end, and whether it adopts orphaned descendants.
+SET_PDEATHSIG, SET_CHILD_SUBREAPER = 1, 36
 
 
 class ProcessStatus(NamedTuple):
@@ -217,6 +220,12 @@ def memfd_create(name: str) -> int:
     if number is None:
         raise OSError(errno.ENOSYS, f"memfd_create is not known for the processor {platform.machine()}")
     return _system_call(number, ctypes.c_char_p(name.encode()), ctypes.c_uint(3))  # MFD_CLOEXEC | MFD_ALLOW_SEALING
+
+
+def prctl(option: int, value: int) -> None:
+    """Set an attribute of this process, such as ``SET_PDEATHSIG``; does nothing on a system other than Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, int(value), 0, 0, 0)
 
 
 def seal_size(fd: int) -> None:

@@ -331,6 +331,40 @@ def test_one_rank_is_replaced_while_the_others_go_on(tmp_path: Path) -> None:
     assert done.returncode == 7 and "rank 1 failed first: exit code 7" in done.stderr, done
 
 
+@pytest.mark.parametrize(
+    ("options", "files"),
+    [
+        (("--redirects", 3, "--log-dir", "logs"), "logs/*/attempt_0/1/stdout.log"),
+        (("--copy-output", "logs"), "logs/rank.1/stdout"),
+    ],
+)
+def test_a_replaced_rank_leaves_its_output_and_no_child(
+    tmp_path: Path, options: tuple[object, ...], files: str
+) -> None:
+    """The new process of rank 1 finds the children of the first one ended, and appends to the file of its output."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, subprocess, sys, time\n"
+        "if os.environ['RANK'] != '1':\n"
+        "    while not os.path.exists('over'):\n"
+        "        time.sleep(0.01)\n"
+        "elif not os.path.exists('child'):\n"
+        "    open('child', 'w').write(str(subprocess.Popen(['sleep', '600']).pid))\n"
+        "    print('the first process')\n"
+        "    sys.exit(7)\n"
+        "else:\n"
+        "    status = f\"/proc/{open('child').read()}/stat\"\n"
+        "    lives = os.path.exists(status) and ') Z ' not in open(status).read()\n"
+        "    print('the second, with', 'a' if lives else 'no', 'child')\n"
+        "    open('over', 'w').close()\n"
+    )
+    keeping = ("--max-restarts", 1, "--on-failure", "keep-survivors")
+    done = launching.guozhuang("run", "-np", 2, *keeping, *options, script, folder=tmp_path)
+    assert done.returncode == 0, done
+    (file,) = tmp_path.glob(files)
+    assert file.read_text() == "the first process\nthe second, with no child\n", done
+
+
 def test_stopping_the_launcher_stops_the_ranks(script: Path, tmp_path: Path) -> None:
     launcher = subprocess.Popen(
         [sys.executable, "-m", "guozhuang", "run", "-np", "2", str(script), "sleep"],

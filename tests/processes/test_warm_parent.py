@@ -104,11 +104,12 @@ def both(folder: Path) -> Iterator[tuple[Ranks, Ranks]]:
             patch.delenv(name, raising=False)
         with open(folder / "input", "w+") as file:
             file.write("a line\n")
-        (folder / "output").mkdir()
+        for name in ("cold", "forked"):
+            (folder / name).mkdir()
         before, descriptor = os.dup(0), os.open(folder / "input", os.O_RDONLY)
         os.dup2(descriptor, 0)
         os.close(descriptor)
-        ranks = [Ranks(Crew(str(folder / "none")), folder / "output") for _ in range(2)]
+        ranks = [Ranks(Crew(str(folder / "none")), folder / name) for name in ("cold", "forked")]
         try:
             warm(ranks[1])
             yield ranks[0], ranks[1]

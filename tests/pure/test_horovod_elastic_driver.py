@@ -10,7 +10,7 @@ import pytest
 
 from guozhuang.compat.horovod.runner.elastic import driver
 from guozhuang.launch.console.streams import Trace
-from guozhuang.launch.signals import Signals
+from guozhuang.launch.signals import ENDING, Signals
 
 
 def test_what_a_worker_prints_is_a_sign_of_life() -> None:
@@ -45,15 +45,14 @@ def test_which_network_a_round_uses() -> None:
 
 
 def test_signals_are_noted_and_handlers_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    numbers = [getattr(signal, name) for name in driver._ENDING.split(",")]
-    before = {number: signal.getsignal(number) for number in numbers}
+    before = {number: signal.getsignal(number) for number in ENDING}
     real = signal.getsignal
     monkeypatch.setattr(signal, "getsignal", lambda number: None if number == signal.SIGQUIT else real(number))
-    signals = Signals(driver._ENDING)
+    signals = Signals(ENDING)
     signals.note()
     with signals:
         for _ in range(2):
             signal.raise_signal(signal.SIGTERM)
         assert real(signal.SIGQUIT) == before[signal.SIGQUIT], "one that is not Python's stays"
     assert signals.noted == [signal.SIGTERM] * 2
-    assert {number: real(number) for number in numbers} == before
+    assert {number: real(number) for number in ENDING} == before

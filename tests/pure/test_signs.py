@@ -33,9 +33,15 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
     yield agents
     for agent in made:
-        agent.forget()
+        fall_silent(agent)
     for store in stores:
         store.close()
+
+
+def fall_silent(agent: Others) -> None:
+    agent._end.set()
+    if agent._thread is not None:
+        agent._thread.join(5)
 
 
 def hears(agent: Others, limit_s: float = 5.0) -> OtherNodeError:
@@ -52,7 +58,7 @@ def hears(agent: Others, limit_s: float = 5.0) -> OtherNodeError:
 @pytest.mark.parametrize("gone", [0, 2])
 def test_one_that_is_silent_is_named_on_all_others(make: Make, gone: int) -> None:
     agents = make(3)
-    agents[gone].forget()
+    fall_silent(agents[gone])
     for node in {0, 1, 2} - {gone}:
         error = hears(agents[node])
         assert f"node {gone} (host " in str(error) and "no sign of life" in str(error) and error.code == 1
@@ -73,7 +79,7 @@ def test_the_cause_is_who_did_not_react(make: Make) -> None:
 
 def test_the_cause_of_a_reaction_may_be_a_node_that_is_silent(make: Make) -> None:
     agents = make(3)
-    agents[2].forget()
+    fall_silent(agents[2])
     cause = agents[0].give_up("lost a peer", 1, True)
     assert cause is not None and "node 2 (host" in str(cause)
 

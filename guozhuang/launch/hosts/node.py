@@ -35,6 +35,7 @@ from guozhuang.launch.hosts.supervisor import decode, encode
 from guozhuang.launch.request import Extension, Request
 from guozhuang.launch.servers import VARIABLE as SERVERS
 from guozhuang.launch.servers import Servers
+from guozhuang.launch.signals import ENDING, Signals
 from guozhuang.net import interfaces
 from guozhuang.net.door import Door, NotOurDoorError, knock, pass_through
 from guozhuang.net.store import serve
@@ -96,8 +97,10 @@ class Node:
 
     def _serve(self, port: int) -> int:
         servers = Servers(self._config.serves, self._config.num_servers, say)
-        with contextlib.closing(servers), self._channel.watched():
-            self._channel.say(frames.ServerEnded(_follow_servers(servers, f"127.0.0.1:{port}", self._is_store_there)))
+        with Signals(ENDING) as signals, contextlib.closing(servers), self._channel.watched():
+            signals.note()
+            servers.start(f"127.0.0.1:{port}")
+            self._channel.say(frames.ServerEnded(_end_of_servers(servers, signals.noted, self._is_store_there)))
         return 1
 
     def _is_store_there(self) -> bool:
@@ -222,34 +225,29 @@ class Channel:
         yield
 
 
-def _follow_servers(servers: Servers, address: str, is_store_there: Callable[[], bool]) -> str:
-    """Start servers, and watch them until this process gets SIGTERM or a server has ended. The caller closes them.
+def _end_of_servers(servers: Servers, signals: Sequence[int], is_store_there: Callable[[], bool]) -> str:
+    """Watch servers until this process gets a signal or a server has ended. The caller closes them.
 
     Args:
         servers: the servers of this host.
-        address: address of the store of the run, as ``host:port``.
+        signals: the signals that this process has got; a signal handler appends to it.
         is_store_there: returns whether the store can still be reached.
 
     Returns:
         Which server ended too early, and how; or which signal ended this process (at the end of a run, too).
     """
-    told: list[int] = []
-    # A list, not an Event: the handler runs in the main thread, which may hold the Event's lock.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda number, _: told.append(number))
     is_over = False
-    servers.start(address)
-    while not told:
+    while not signals:
         time.sleep(_LOOK_AT_SERVERS_S)
         ended = None if is_over else servers.ended()
-        if ended is None or told:
+        if ended is None or signals:
             continue
         if is_store_there():
             return ended
         # The run is over, or the first host is lost. Both the launcher notices by itself, though perhaps late, as when it is
         # stopped (Ctrl-Z) or blocked by a pager. To report a failure here would make a successful run fail.
         is_over = True
-    return f"its servers were told to end by {signal.Signals(told[0]).name}"
+    return f"its servers were told to end by {signal.Signals(signals[0]).name}"
 
 
 def _kill_everything() -> None:

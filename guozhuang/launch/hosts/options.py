@@ -16,15 +16,10 @@ from guozhuang.launch.hosts.placement import parse_hosts, place, place_servers, 
 from guozhuang.launch.job import Policy
 from guozhuang.launch.options.torchrun import RENDEZVOUS_DEFAULTS, signals_of
 from guozhuang.launch.request import NO_EXTENSION, Extension
+from guozhuang.launch.signals import ENDING
 from guozhuang.world import versions
 
 DEFAULT_START_TIMEOUT_S = 60.0
-_SIGNALS = (
-    "SIGTERM",
-    "SIGINT",
-    "SIGHUP",
-    "SIGQUIT",
-)  # always end an agent, also if --signals-to-handle does not name them
 # Options that the launcher itself carries out, and those on the rendezvous, which -H does not accept because it decides it.
 _OF_THE_LAUNCHER = (
     "hosts", "hostfile", "exported", "ssh_port", "ssh_identity", "ssh_config", "start_timeout", "interface", "servers",
@@ -194,13 +189,13 @@ def plan(found: argparse.Namespace, environ: Mapping[str, str]) -> HostsPlan:
                 explain(f"{name}: there is no such file, or it cannot be read", value=path, fix="check the path")
             )
     spare = [host for text in found.server_hosts or () for host in parse_hosts(text, "--server-hosts")]
-    signals = [each for each in signals_of(found.signals_to_handle) if each.name not in _SIGNALS]
+    signals = [each for each in signals_of(found.signals_to_handle) if each not in ENDING]
     placed = place(hosts, _number_of_ranks(found.num_ranks), found.nproc_per_node)
     # Each agent replaces its own ranks, within its own limit; all ranks are restarted by the launcher.
     is_replaced = found.on_failure == Policy.KEEP_SURVIVORS.value
     of_agents = vars(found) | RENDEZVOUS_DEFAULTS | dict.fromkeys(_OF_THE_LAUNCHER)
     of_agents["max_restarts"] = found.max_restarts if is_replaced else 0
-    of_agents["signals_to_handle"] = ",".join([*_SIGNALS, *(each.name for each in signals)])
+    of_agents["signals_to_handle"] = ",".join(each.name for each in (*ENDING, *signals))
     return HostsPlan(
         placed=placed,
         ssh=ssh.SshOptions(found.ssh_port, found.ssh_identity, found.ssh_config),

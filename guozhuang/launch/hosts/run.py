@@ -31,6 +31,7 @@ from guozhuang.launch.hosts.link import Link
 from guozhuang.launch.hosts.meeting import candidates, choose
 from guozhuang.launch.hosts.supervisor import AgentStarted, EndAgent, PauseHost
 from guozhuang.launch.request import RunReport
+from guozhuang.launch.signals import ENDING, Signals
 
 if TYPE_CHECKING:
     from guozhuang.launch.hosts.options import HostsPlan
@@ -44,7 +45,6 @@ _AFTER_SHUTDOWN_S = 5.0
 _SETTLE_S = 1.0
 # Further wait if all failed hosts only report the loss of another host: agents notice that sooner than the ssh client.
 _CAUSE_S = ssh.ALIVE_S * ssh.ALIVE_COUNT
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # The wait if a host fails before the rendezvous: longer, so that the report names all hosts that cannot be reached.
 _REACH_S = 5.0
 # After the grace time: how long to wait for a host's last messages before its connection is dropped.
@@ -88,7 +88,9 @@ class HostsRun:
         self._display = Display(is_over=lambda: bool(self._signals))
         self._failures: list[HostFailure] = []
         self._told_to_end: set[int] = set()
-        self._signals: list[int] = []
+        self._caught = Signals(dict.fromkeys((*ENDING, *wanted.signals)))
+        self._caught.note()
+        self._signals = self._caught.noted
         self._wants_pause = False
         self._rings = threading.Event()
         self._has_met = False
@@ -321,11 +323,11 @@ class HostsRun:
         Args:
             grace_s: the grace time in seconds.
             number: the signal that the launcher got. The agents get a signal of ``--signals-to-handle`` unchanged;
-                for the usual signals (``_ENDING``) they get SIGTERM.
+                for the usual signals (``ENDING``) they get SIGTERM.
         """
         self._told_to_end = {link.node_rank for link in self._links if not link.is_closed}
         num_signals = len(self._signals)
-        self._end_these(self._of_ranks, grace_s, signal.SIGTERM if number in _ENDING else number)
+        self._end_these(self._of_ranks, grace_s, signal.SIGTERM if number in ENDING else number)
         # See [Note: hosts of servers].
         self._end_these(self._of_servers, _FINISHED_GRACE_S if len(self._signals) == num_signals else 0.0)
 
@@ -377,25 +379,20 @@ class HostsRun:
             os.set_blocking(end, False)
         self._selector.register(waker, selectors.EVENT_READ)
 
-        def note(number: int, _: Any) -> None:
-            self._signals.append(number)
-
         def note_pause(*_: Any) -> None:
             self._wants_pause = True
 
-        before = {}
-        for number in dict.fromkeys((*_ENDING, *self._wanted.signals)):
-            if signal.getsignal(number) != signal.SIG_IGN:  # ignored as under nohup: stays ignored
-                before[number] = signal.signal(number, note)
-        if signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL and signal.SIGTSTP not in before:
-            before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, note_pause)
         woken = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(woken)
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            self._selector.unregister(waker)
+        with self._caught:
+            can_pause = signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL
+            if can_pause:
+                signal.signal(signal.SIGTSTP, note_pause)
+            try:
+                yield
+            finally:
+                signal.set_wakeup_fd(woken)
+                if can_pause:
+                    signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+                self._selector.unregister(waker)
             os.close(waker)
             os.close(wake)

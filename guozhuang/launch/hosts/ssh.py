@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import shlex
 import shutil
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from guozhuang.errors import UsageError, explain
 from guozhuang.launch.request import NO_EXTENSION, Extension
+from guozhuang.net import interfaces
 from guozhuang.watch import processes
 
 # The ssh client probes the host every ALIVE_S seconds, and drops the connection after ALIVE_COUNT unanswered probes.
@@ -133,7 +133,7 @@ def is_this_machine(host: str, options: SshOptions) -> bool:
         found = socket.getaddrinfo(target, 0, type=socket.SOCK_DGRAM)
     except OSError:
         return False
-    return any(_is_own(family, str(address[0])) for family, _, _, _, address in found)
+    return any(interfaces.is_own(str(address[0])) for _, _, _, _, address in found)
 
 
 def is_here(host: str) -> bool:
@@ -155,17 +155,6 @@ def _as_ssh_sees(name: str, options: SshOptions) -> tuple[str, str]:
     if words.get("proxyjump", "none") != "none" or words.get("proxycommand", "none") != "none":
         return words.get("hostname", name), "by a proxy"
     return words.get("hostname", name), words.get("port", plain)
-
-
-def _is_own(family: int, address: str) -> bool:
-    if ipaddress.ip_address(address.partition("%")[0]).is_loopback:
-        return True
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as asking:  # only addresses of this machine can be bound
-            asking.bind((address, 0))
-        return True
-    except OSError:
-        return False
 
 
 def carried(environ: Mapping[str, str], extension: Extension = NO_EXTENSION) -> dict[str, str]:

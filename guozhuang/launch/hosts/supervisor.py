@@ -21,7 +21,6 @@ processes finds them all.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import importlib.util
 import json
@@ -36,7 +35,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from guozhuang.watch.processes import descendants, environment, has_proc
+from guozhuang.watch.processes import SET_CHILD_SUBREAPER, SET_PDEATHSIG, descendants, environment, has_proc, prctl
 
 _CHUNK_BYTES = 1 << 16
 # While this much output waits for the launcher, no more is read from the ranks, which then block as on a slow terminal.
@@ -45,7 +44,6 @@ _MAX_WAITING_BYTES = 1 << 20
 _TIDY_S = 1.0
 _DRAIN_S = 2.0
 _KILL_S = 10.0
-_SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
 _OF_GUARDS = b"GUOZHUANG_GUARD="  # see guard.py
 
 
@@ -137,8 +135,7 @@ class Supervisor:
         self._config = config
         self._heard = time.monotonic()
         self._waiting = bytearray()
-        self._received = bytearray()
-        self._from_node = bytearray()
+        self._received = self._from_node = b""  # the beginning of a line, of the launcher and of the agent
         self._selector = selectors.DefaultSelector()
         self._agent: subprocess.Popen[bytes] | None = None
         self._pipes: dict[int, bytes] = {}
@@ -149,7 +146,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Start the agent, pass messages and output between it and the launcher, and return when it has ended."""
-        _prctl(_SET_CHILD_SUBREAPER)
+        prctl(SET_CHILD_SUBREAPER, 1)
         waker, wake = os.pipe()
         for end in (waker, wake):
             os.set_blocking(end, False)
@@ -197,7 +194,7 @@ class Supervisor:
             pass_fds=(in_node, out_node),
             start_new_session=True,
             # If the supervisor is killed, the agent gets SIGTERM. preexec_fn is safe here: this process has one thread.
-            preexec_fn=lambda: _prctl(_SET_PDEATHSIG, signal.SIGTERM),
+            preexec_fn=lambda: prctl(SET_PDEATHSIG, signal.SIGTERM),
         )
         os.close(in_node)
         os.close(out_node)
@@ -242,10 +239,8 @@ class Supervisor:
             self._selector.unregister(pipe)
             del self._pipes[pipe]
         elif kind == b"J":
-            self._from_node += data
-            while b"\n" in self._from_node:
-                line, _, rest = bytes(self._from_node).partition(b"\n")
-                self._from_node = bytearray(rest)
+            *lines, self._from_node = (self._from_node + data).split(b"\n")
+            for line in lines:
                 self._frame(b"J", line)
         else:
             self._frame(kind, data)
@@ -280,12 +275,9 @@ class Supervisor:
             self._lose_launcher()
             return
         self._heard = time.monotonic()
-        self._received += data
-        while b"\n" in self._received:
-            line, _, rest = bytes(self._received).partition(b"\n")
-            self._received = bytearray(rest)
-            if line:
-                self._obey(line)
+        *lines, self._received = (self._received + data).split(b"\n")
+        for line in filter(None, lines):
+            self._obey(line)
 
     def _obey(self, line: bytes) -> None:
         request = decode(line, TO_SUPERVISOR)
@@ -312,11 +304,6 @@ class Supervisor:
                 self._agent.send_signal(number)
         kill_at = time.monotonic() + grace_s
         self._kill_at = kill_at if self._kill_at is None else min(self._kill_at, kill_at)
-
-
-def _prctl(option: int, value: int = 1) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, int(value), 0, 0, 0)
 
 
 def _is_guard(pid: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -10,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 
-from guozhuang.errors import UsageError, explain
+from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.launch.rendezvous.fixed import FixedRendezvous
 from guozhuang.launch.rendezvous.signs import SILENCE_S
 from guozhuang.launch.rendezvous.stores import (
     LOOPBACK,
     interface_address,
-    is_ours,
     keep,
     meeting_address,
     reach,
     say_if_open,
 )
 from guozhuang.launch.request import Request
-from guozhuang.net.interfaces import is_loopback, resolve
+from guozhuang.net import interfaces
+from guozhuang.net.interfaces import resolve
 from guozhuang.net.meet import WorldStore
 
 if TYPE_CHECKING:
@@ -93,7 +94,9 @@ def open_for_torch(plan: Plan, config: LaunchConfig) -> WorldStore:
     here, port = kept.local
     config.rdzv_endpoint = f"[{here}]:{port}" if ":" in here else f"{here}:{port}"
     config.rdzv_configs["is_host"] = "false"
-    config.local_addr = config.local_addr or _own_address(host)
+    with contextlib.suppress(WorldError):
+        config.local_addr = config.local_addr or interfaces.own_address_towards(host)
+    config.local_addr = config.local_addr or LOOPBACK
     return kept
 
 
@@ -137,18 +140,4 @@ def _silence_s(settings: Mapping[str, Any]) -> float:
 
 
 def _is_this_node(host: str) -> bool:
-    return host in (socket.gethostname(), "localhost") or any(map(is_ours, resolve(host)))
-
-
-def _own_address(host: str) -> str:
-    """Return the address from which this node would connect to ``host``; loopback if there is none."""
-    for address in resolve(host):
-        if is_loopback(address):
-            continue
-        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect((address, 9))  # sends nothing (UDP): it only chooses the route
-            except OSError:
-                continue
-            return str(probe.getsockname()[0])
-    return LOOPBACK
+    return host in (socket.gethostname(), "localhost") or any(map(interfaces.is_own, resolve(host)))

@@ -295,14 +295,9 @@ class Others:
         except dist.DistNetworkError:
             pass
         finally:
-            self.forget()
-
-    def forget(self) -> None:
-        """Stop the heartbeats without a report to the other agents."""
-        self._end.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
+            self._end.set()
             self._thread.join(2 * _LOOK_S)
-        self._thread = None
+            self._thread = None
 
     def _wait_for_readers(self, limit_s: float) -> None:
         deadline = time.monotonic() + limit_s

@@ -152,7 +152,7 @@ def interface_address(host: str, interface: str | None = None) -> str:
     if found[:1] == [host] and is_loopback(host):
         return host
     for address in found:
-        if not is_loopback(address) and is_ours(address):
+        if not is_loopback(address) and interfaces.is_own(address):
             return address
     if interface is not None:
         return interfaces.named(interface).address
@@ -177,14 +177,3 @@ def say_if_open(kept: WorldStore, secret: bytes | None) -> None:
     if secret is None and kept.host is not None and not is_loopback(kept.host):
         what = "with the same GUOZHUANG_SECRET on all nodes it would ask for it"
         say(f"the store is at {kept.host}:{kept.port}, open to whoever reaches that; {what}")
-
-
-def is_ours(address: str) -> bool:
-    """Return whether the address belongs to an interface of this node."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-    return True

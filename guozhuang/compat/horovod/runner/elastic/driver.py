@@ -34,7 +34,7 @@ from guozhuang.launch.console.output import Output
 from guozhuang.launch.failures import exit_code, how
 from guozhuang.launch.hosts import ssh
 from guozhuang.launch.rank_files import copies_of, open_copies
-from guozhuang.launch.signals import Signals
+from guozhuang.launch.signals import ENDING, Signals
 from guozhuang.net import interfaces
 from guozhuang.net.store import serve
 from guozhuang.watch.processes import node_identity
@@ -47,7 +47,6 @@ _STORE_S = 300.0  # limit in seconds for each operation of the store
 _LAST_S, _CLOSE_S = 5.0, 10.0
 _LAST_WORDS_S = 1.0  # seconds to wait, after a signal, for the remaining output to be written
 _LAST_LINES = 12
-_ENDING = "SIGINT,SIGTERM,SIGHUP,SIGQUIT"
 
 
 def run_elastic(settings: ElasticSettings) -> int:
@@ -80,7 +79,7 @@ def run_elastic(settings: ElasticSettings) -> int:
         fix = "let it print a line for each host, host:slots, and end with 0"
         raise UsageError(explain(str(error), fix=fix)) from error
     # Signals are only recorded until the clean-up is done: a second Ctrl-C must not leave workers behind.
-    signals = Signals(_ENDING)
+    signals = Signals(ENDING)
     signals.note()
     with signals, contextlib.closing(discovery), contextlib.ExitStack() as ending:
         return ElasticDriver(settings, signals.noted, ending).run(discovery)
