@@ -2,9 +2,7 @@
 
 def case_mean(rank, world_size): ...        # at the top level of the test module; asserts
 
-RESULTS = results_of_cases(__name__, 2)
-@pytest.mark.parametrize("name", names_of_cases(globals()))
-def test_cases(name, request): RESULTS(name)
+test_cases = as_tests(globals(), (2,), slow=(3,))
 """
 
 from __future__ import annotations
@@ -37,79 +35,8 @@ def names_of_cases(namespace: Mapping[str, Any], prefix: str = "case_") -> list[
     return [name for name in namespace if name.startswith(prefix)]
 
 
-def results_of_cases(
-    module_name: str, num_ranks: int, names: Sequence[str], timeout_s: float = 100.0, group_timeout_s: float = 15.0
-) -> Callable[[str], None]:
-    """A function that raises what one case raised; the first call runs all of them in one set of ranks."""
-
-    @functools.cache
-    def everything() -> list[dict[str, str]]:
-        try:
-            return run_ranks(
-                run_cases, num_ranks, module_name, list(names), timeout_s=timeout_s, group_timeout_s=group_timeout_s
-            )
-        except AssertionError as error:  # once, not once for each case
-            return [dict.fromkeys(names, str(error))]
-
-    def check(name: str) -> None:
-        found = {rank: failures[name] for rank, failures in enumerate(everything()) if name in failures}
-        assert not found, "\n".join(f"---- rank {rank}:\n{text}" for rank, text in found.items())
-
-    return check
-
-
-def on_two_and_three_ranks(
-    module_name: str, names: Sequence[str], with_a_third: Sequence[Callable[..., None]]
-) -> tuple[Callable[[str], None], Callable[[str], None], Callable[[str], None]]:
-    """Tests: all cases on two ranks; those in which a third makes a difference on three; the rest there, slow."""
-    thirds = [case.__name__ for case in with_a_third]
-    rest = [name for name in names if name not in thirds]
-    on_two, on_three = results_of_cases(module_name, 2, names), results_of_cases(module_name, 3, thirds)
-    rest_on_three = results_of_cases(module_name, 3, rest)
-
-    @pytest.mark.parametrize("name", names)
-    def on_two_ranks(name: str) -> None:
-        on_two(name)
-
-    @pytest.mark.parametrize("name", thirds)
-    def on_three_ranks(name: str) -> None:
-        on_three(name)
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("name", rest)
-    def the_rest_on_three_ranks(name: str) -> None:
-        rest_on_three(name)
-
-    return on_two_ranks, on_three_ranks, the_rest_on_three_ranks
-
-
-def as_tests(
-    namespace: Mapping[str, Any],
-    sizes: Sequence[int],
-    slow: Sequence[int] = (),
-    on: str = "processes",
-    in_processes: Sequence[Callable[..., None]] = (),
-) -> Callable[..., None]:
-    """A test of each case of a module, ``case_*``, for each number of ranks.
-
-    ``on="threads"``: in threads, but for those cases that change what a process has once, such as the filters of warnings.
-    """
-    names, module = names_of_cases(namespace), namespace["__name__"]
-    forked = names if on == "processes" else [case.__name__ for case in in_processes]
-    results = {size: results_of_cases(module, size, forked) for size in (*sizes, *slow)}
-
-    @pytest.mark.parametrize("size", [*sizes, *(pytest.param(size, marks=pytest.mark.slow) for size in slow)])
-    @pytest.mark.parametrize("name", names)
-    def test_cases(name: str, size: int) -> None:
-        if name in forked:
-            results[size](name)
-        else:
-            run_threads(namespace[name], size)
-
-    return test_cases
-
-
 def run_cases(rank: int, world_size: int, module_name: str, names: Sequence[str]) -> dict[str, str]:
+    """Run cases one after the other on this rank; return the tracebacks of those that failed."""
     module, failures = importlib.import_module(module_name), {}
     for name in names:
         torch.manual_seed(0)
@@ -128,6 +55,86 @@ def run_cases(rank: int, world_size: int, module_name: str, names: Sequence[str]
     return failures
 
 
+def results_of_cases(
+    module_name: str,
+    num_ranks: int,
+    names: Sequence[str],
+    run: Callable[..., dict[str, str]] = run_cases,
+    timeout_s: float = 100.0,
+    group_timeout_s: float = 15.0,
+    **options: Any,
+) -> Callable[[str], None]:
+    """A function that raises what one case raised; the first call runs all of them in one set of ranks.
+
+    Ranks call ``run`` as they would ``run_cases``; the options are those of ``run_ranks``.
+    """
+    limits = {"timeout_s": timeout_s, "group_timeout_s": group_timeout_s}
+
+    @functools.cache
+    def everything() -> list[dict[str, str]]:
+        try:
+            return run_ranks(run, num_ranks, module_name, list(names), **limits, **options)
+        except AssertionError as error:  # once, not once for each case
+            return [dict.fromkeys(names, str(error))]
+
+    def check(name: str) -> None:
+        found = {rank: failures[name] for rank, failures in enumerate(everything()) if name in failures}
+        assert not found, "\n".join(f"---- rank {rank}:\n{text}" for rank, text in found.items())
+
+    return check
+
+
+def as_tests(
+    namespace: Mapping[str, Any],
+    sizes: Sequence[int],
+    slow: Sequence[int] = (),
+    on: str = "processes",
+    in_processes: Sequence[Callable[..., None]] = (),
+    not_slow: Sequence[Callable[..., None]] = (),
+) -> Callable[..., None]:
+    """A test of each case of a module, ``case_*``, for each number of ranks.
+
+    Args:
+        namespace: the module's ``globals()``.
+        sizes: numbers of ranks.
+        slow: numbers of ranks in tests that are marked slow.
+        on: "processes"; or "threads", where no case needs processes.
+        in_processes: these do: they change what a process has once, such as the filters of warnings.
+        not_slow: cases that are not marked slow on any number of ranks: there another rank makes a difference.
+    """
+    names, module = names_of_cases(namespace), namespace["__name__"]
+    quick = [case.__name__ for case in not_slow]
+    forked = names if on == "processes" else [case.__name__ for case in in_processes]
+    tests, results = [], {}
+    for size in (*sizes, *slow):
+        for part in (quick, [name for name in names if name not in quick]) if size in slow else (names,):
+            result = results_of_cases(module, size, [name for name in part if name in forked])
+            marks = [] if part is quick or part is names else [pytest.mark.slow]
+            tests += [pytest.param(name, size, marks=marks) for name in part]
+            results |= {(name, size): result for name in part}
+
+    @pytest.mark.parametrize(("name", "size"), tests)
+    def test_cases(name: str, size: int) -> None:
+        if name in forked:
+            results[name, size](name)
+        else:
+            run_threads(namespace[name], size)
+
+    return test_cases
+
+
+def as_table(namespace: Mapping[str, Any], methods: Mapping[str, Any]) -> Callable[..., None]:
+    """A test of each ``case_*(method, rank, size)`` of a module for each method and number of ranks, in threads."""
+
+    @pytest.mark.parametrize("size", [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("asked", names_of_cases(namespace), ids=lambda name: name.removeprefix("case_"))
+    @pytest.mark.parametrize("name", methods)
+    def test_holds(name: str, asked: str, size: int) -> None:
+        run_threads(lambda rank, _: namespace[asked](methods[name], rank, size), size)
+
+    return test_holds
+
+
 _GENERATOR = threading.Lock()
 
 
@@ -139,26 +146,20 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-class OwnMessages(logging.Handler):
-    """What the package logs on this rank, also where ranks are threads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-        self._rank = this_rank()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if this_rank() is self._rank:
-            self.texts.append(record.getMessage())
-
-
 @contextlib.contextmanager
 def said() -> Iterator[list[str]]:
-    """What the package logs on this rank meanwhile."""
-    handler = OwnMessages()
+    """What the package logs on this rank meanwhile, also where ranks are threads."""
+    texts: list[str] = []
+    handler, own = logging.Handler(), this_rank()
+
+    def emit(record: logging.LogRecord) -> None:
+        if this_rank() is own:
+            texts.append(record.getMessage())
+
+    handler.emit = emit  # type: ignore[method-assign]
     logging.getLogger("guozhuang").addHandler(handler)
     try:
-        yield handler.texts
+        yield texts
     finally:
         logging.getLogger("guozhuang").removeHandler(handler)
 
@@ -168,9 +169,26 @@ def batch(rank: int, step: int = 0, rows: int = 4, width: int = 6) -> Tensor:
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(1000 * step + rank))
 
 
+def local_loss(model: nn.Module, rank: int, step: int = 0) -> Tensor:
+    return model(batch(rank, step)).pow(2).mean()
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
 def mlp(width: int = 6, seed: int = 1) -> nn.Sequential:
     with seeded(seed):
         return nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def normed(seed: int = 2) -> nn.Sequential:
+    with seeded(seed):
+        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
 
 
 def twin_of(module: nn.Module) -> nn.Module:
@@ -202,16 +220,32 @@ def assert_same_grads(
             torch.testing.assert_close(dense, wanted, rtol=rtol, atol=atol, msg=lambda text, n=name: f"{n}: {text}")
 
 
+def flat(module: nn.Module) -> Tensor:
+    """All weights in one row."""
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def everybodys(tensor: Tensor) -> list[Tensor]:
+    """The tensors of all ranks. Every rank must call it."""
+    found = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, tensor.contiguous())
+    return found
+
+
+def assert_equal_everywhere(tensor: Tensor) -> None:
+    """Bit-identical on all ranks."""
+    found = everybodys(tensor.detach().reshape(-1).view(torch.uint8))
+    assert all(torch.equal(one, found[0]) for one in found), "ranks differ"
+
+
 def assert_equal_across_ranks(module: nn.Module, what: Callable[[Tensor], Tensor | None] = lambda p: p) -> None:
     """Bit-identical on all ranks: the parameters, or what a function takes from them."""
     for name, p in module.named_parameters():
         value = what(p.detach() if what(p) is p else p)
         if value is None:
             continue
-        value = value.detach().contiguous()
-        parts = [torch.empty_like(value) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, value)
-        assert all(torch.equal(part, value) for part in parts), f"{name} differs between ranks"
+        value = value.detach()
+        assert all(torch.equal(part, value) for part in everybodys(value)), f"{name} differs between ranks"
 
 
 class Twins:

@@ -116,17 +116,3 @@ def average(models: list[nn.Module]) -> None:
         mean = torch.stack(list(same)).mean(0)
         for p in same:
             p.copy_(mean)
-
-
-def flat(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-def everybodys(tensor: Tensor) -> list[Tensor]:
-    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, tensor)
-    return found
-
-
-def assert_equal_everywhere(tensor: Tensor) -> None:
-    assert all(torch.equal(one, tensor) for one in everybodys(tensor))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import sys
 from collections.abc import Sequence
 
@@ -16,7 +15,7 @@ from guozhuang import DistributedDataParallel
 from guozhuang.errors import UsageError
 from guozhuang.exchange.adasum import Adasum
 from guozhuang.gradients.buckets import Bucket
-from tests.processes.cases import assert_equal_across_ranks, batch, mlp, names_of_cases, results_of_cases, sent_in
+from tests.processes.cases import assert_equal_across_ranks, batch, mlp, names_of_cases, results_of_cases, said, sent_in
 from tests.processes.gradient_methods import buckets_of, exchange_all, fill
 from tests.processes.test_compressed import SHAPES
 from tests.pure.test_adasum import adasum
@@ -86,15 +85,11 @@ def case_zeros_of_all_and_of_some(rank: int, size: int) -> None:
 def case_nan_is_said_and_spoils_its_parameter_only(rank: int, size: int) -> None:
     exchange, [bucket] = Adasum(), buckets_of([[(6,), (50,)]])
     state = exchange.prepare([bucket], dist.group.WORLD)
-    seen: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("guozhuang").addHandler(handler)
     fill([bucket], rank, 0)
     if rank == size - 1:
         bucket.views[1][7] = float("inf")
-    exchange.start(bucket, state, 0).wait()
-    logging.getLogger("guozhuang").removeHandler(handler)
+    with said() as seen:
+        exchange.start(bucket, state, 0).wait()
     assert bucket.views[1].isnan().all() and bucket.views[0].isfinite().all()
     if rank == size - 1:
         assert "'p0.1'" in seen[0] and f"rank {rank}" in seen[0], seen
@@ -197,5 +192,5 @@ def counted(rank: int, size: int) -> tuple[float, int]:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads what the Linux kernel tells")
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_it_sends_what_it_says(num_ranks: int) -> None:
-    for sent, said in run_ranks(counted, num_ranks):
-        assert said * 0.999 <= sent <= said * 1.02 + 4096  # headers of messages and the barrier
+    for sent, expected in run_ranks(counted, num_ranks):
+        assert expected * 0.999 <= sent <= expected * 1.02 + 4096  # headers of messages and the barrier

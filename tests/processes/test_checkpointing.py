@@ -14,13 +14,12 @@ from torch.utils.checkpoint import checkpoint
 
 from guozhuang import DistributedDataParallel
 from tests.processes.cases import (
+    as_tests,
     assert_equal_across_ranks,
     assert_same_grads,
     batch,
     grads,
     mlp,
-    names_of_cases,
-    results_of_cases,
     twin_of,
 )
 
@@ -408,10 +407,4 @@ def case_hooks_of_the_user_run_and_change_what_is_exchanged(rank, world_size):
             assert_same_grads(ddp, mean)
 
 
-NAMES = names_of_cases(globals())
-RESULTS = results_of_cases(__name__, 2, NAMES)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_on_two_ranks(name):
-    RESULTS(name)
+test_on_two_ranks = as_tests(globals(), (2,))

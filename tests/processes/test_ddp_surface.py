@@ -28,28 +28,20 @@ from guozhuang.gradients.forwards import tensors_with_graph
 from guozhuang.groups.agreement import agree, store_of
 from guozhuang.weights.equal_start import describe, sparse_names
 from tests.processes.cases import (
+    as_tests,
     assert_equal_across_ranks,
     assert_same_grads,
     batch,
     grads,
+    local_loss,
     mean_loss,
     mlp,
-    names_of_cases,
-    results_of_cases,
+    normed,
     twin_of,
 )
 from tests.ranks import RankError, run_ranks
 
 SMALL_CAP_MB = 0.0001
-
-
-def normed(seed: int = 2) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
-
-
-def local_loss(model: nn.Module, rank: int, step: int = 0) -> Tensor:
-    return model(batch(rank, step)).pow(2).mean()
 
 
 def check_steps(ddp: nn.Module, twin: nn.Module, rank: int, world_size: int, steps: range, **tolerance: float) -> None:
@@ -575,13 +567,7 @@ def case_compiled(rank, world_size):
             assert_same_grads(bare, twin)
 
 
-NAMES = names_of_cases(globals())
-RESULTS = results_of_cases(__name__, 2, NAMES)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_on_two_ranks(name):
-    RESULTS(name)
+test_on_two_ranks = as_tests(globals(), (2,))
 
 
 # ---- other numbers of ranks -----------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch import Tensor
 from guozhuang.exchange.base import GradientExchange
 from guozhuang.lab.measure import tcp_sent_bytes
 from guozhuang.world import versions
-from tests.processes.cases import names_of_cases, results_of_cases
+from tests.processes.cases import as_tests
 from tests.processes.gradient_methods import METHODS, buckets_of, exchange_all, fill, forget_groups
 
 SHAPES: list[list[tuple[int, ...]]] = [[(64, 48), (7,)]]
@@ -139,11 +139,4 @@ def check(name: str, rank: int, size: int) -> None:
 
 for _name in METHODS:
     globals()[f"case_{_name}"] = lambda rank, size, name=_name: check(name, rank, size)
-NAMES = names_of_cases(globals())
-RESULTS = {size: results_of_cases(__name__, size, NAMES) for size in (1, 2, 3, 4)}
-
-
-@pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 4))])
-@pytest.mark.parametrize("name", NAMES)
-def test_what_it_says_is_what_it_sends(name: str, size: int) -> None:
-    RESULTS[size](name)
+test_what_it_says_is_what_it_sends = as_tests(globals(), (3,), slow=(1, 2, 4))

@@ -25,7 +25,7 @@ from guozhuang.exchange.powersgd import PowerSGD
 from guozhuang.exchange.warmup import Warmup
 from guozhuang.gradients.buckets import Bucket
 from guozhuang.groups.hierarchical.nodes import Nodes
-from tests.processes.cases import as_tests
+from tests.processes.cases import as_tests, assert_equal_everywhere
 from tests.processes.gradient_methods import buckets_of, exchange_all, fill, gradient
 from tests.processes.test_compressed import bytegrad
 from tests.processes.test_powersgd import Paper
@@ -51,13 +51,6 @@ def flat_of(shapes: list[list[tuple[int, ...]]], index: int, rank: int, step: in
     return bucket.flat
 
 
-def assert_same_bits(tensor: Tensor) -> None:
-    lowest, highest = tensor.clone(), tensor.clone()
-    dist.all_reduce(lowest, dist.ReduceOp.MIN)
-    dist.all_reduce(highest, dist.ReduceOp.MAX)
-    assert torch.equal(lowest, highest)
-
-
 def case_every_rank_weighs_the_same(rank: int, size: int) -> None:
     for layout in LAYOUTS[size]:
         for inner in (AllReduce(), Cast(torch.float16, AllReduce())):
@@ -74,7 +67,7 @@ def case_every_rank_weighs_the_same(rank: int, size: int) -> None:
                     for bucket in buckets:
                         mean = sum(flat_of(SHAPES, bucket.index, each, step) for each in range(size)) / size
                         torch.testing.assert_close(bucket.flat, mean, rtol=tolerance, atol=tolerance, msg=layout)
-                        assert_same_bits(bucket.flat)
+                        assert_equal_everywhere(bucket.flat)
 
 
 def coded_between_nodes(layout: str, parts: list[Tensor]) -> Tensor:
@@ -167,7 +160,7 @@ def case_whole_parameters_go_through_the_first_rank_of_a_node(rank: int, size: i
         ]
         wanted = paper.step(of_nodes).view(40, 30).float()
         torch.testing.assert_close(buckets[0].views[0], wanted, rtol=1e-3, atol=1e-3)
-        assert_same_bits(buckets[0].flat)
+        assert_equal_everywhere(buckets[0].flat)
     again = exchange.prepare(buckets, dist.group.WORLD)
     exchange.load_state_dict(again, copy.deepcopy(exchange.state_dict(state)))
     results = []
@@ -191,7 +184,7 @@ def case_no_rank_is_in_more_groups_than_another(rank: int, size: int) -> None:
     for layout in LAYOUTS[size]:
         exchange, buckets = ours(layout, FEEDBACK), buckets_of(SHAPES)
         exchange.prepare(buckets, dist.group.WORLD)
-        assert_same_bits(torch.tensor([num_groups()]))
+        assert_equal_everywhere(torch.tensor([num_groups()]))
     ranks = [0, size - 1]  # what would wait for ever otherwise
     group = dist.new_group(ranks if rank in ranks else [rank], use_local_synchronization=True)
     dist.all_reduce(torch.ones(1), group=group)

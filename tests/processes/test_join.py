@@ -16,12 +16,13 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from guozhuang import DistributedDataParallel, SyncBatchNorm
 from tests.processes.cases import (
+    as_tests,
     assert_equal_across_ranks,
     assert_same_grads,
     batch,
+    local_loss,
     mlp,
-    names_of_cases,
-    results_of_cases,
+    normed,
     twin_of,
 )
 from tests.ranks import RankError, run_ranks
@@ -30,20 +31,11 @@ SMALL_CAP_MB = 0.0001
 UNEVEN = ([3, 5], [5, 3], [0, 4], [4, 0], [1, 1], [0, 0])
 
 
-def normed() -> nn.Module:
-    torch.manual_seed(2)
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
-
-
-def squares(model: nn.Module, rank: int, step: int) -> Tensor:
-    return model(batch(rank, step)).pow(2).mean()
-
-
 Loss = Callable[[nn.Module, int, int], Tensor]
 
 
 def train(
-    ddp: nn.Module, rank: int, num_batches: list[int], optimizer: Any = None, loss: Loss = squares, **join: Any
+    ddp: nn.Module, rank: int, num_batches: list[int], optimizer: Any = None, loss: Loss = local_loss, **join: Any
 ) -> None:
     optimizer = optimizer or torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     with ddp.join(**join):
@@ -54,7 +46,7 @@ def train(
 
 
 def train_alone(
-    twin: nn.Module, num_batches: list[int], optimizer: Any, *, initial: bool = True, loss: Loss = squares
+    twin: nn.Module, num_batches: list[int], optimizer: Any, *, initial: bool = True, loss: Loss = local_loss
 ) -> None:
     """The steps of all ranks in one process; ``initial``: the mean is over all ranks, also those without data."""
     for step in range(max(num_batches)):
@@ -294,13 +286,7 @@ def case_everything_is_frozen(rank, world_size):
     assert_equal_across_ranks(ddp)
 
 
-NAMES = names_of_cases(globals())
-RESULTS = results_of_cases(__name__, 2, NAMES)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_on_two_ranks(name):
-    RESULTS(name)
+test_on_two_ranks = as_tests(globals(), (2,))
 
 
 def three_ranks(rank, world_size):

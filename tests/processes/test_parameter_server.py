@@ -28,7 +28,17 @@ from guozhuang.gradients.buckets import Bucket
 from guozhuang.groups.agreement import store_of
 from guozhuang.world.requests import requested_servers
 from tests.forking import fork_server
-from tests.processes.cases import batch, mlp, names_of_cases, results_of_cases, sent_in
+from tests.processes.cases import (
+    as_tests,
+    assert_equal_everywhere,
+    batch,
+    flat,
+    mlp,
+    names_of_cases,
+    run_cases,
+    said,
+    sent_in,
+)
 from tests.ranks import RankError, free_port, run_ranks
 
 # ---- servers of their own
@@ -93,16 +103,6 @@ def close(ddp: DistributedDataParallel) -> None:
         time.sleep(0.005)
 
 
-def weights_of(module: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
-
-
-def assert_equal_on_all(tensor: Tensor) -> None:
-    everywhere = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(everywhere, tensor)
-    assert all(torch.equal(one, everywhere[0]) for one in everywhere)
-
-
 def ten_steps(rank: int, size: int) -> tuple[Tensor, Tensor]:
     bare = mlp()
     ours, twin = DistributedDataParallel(copy.deepcopy(bare), bucket_cap_mb=0.0003), copy.deepcopy(bare)
@@ -114,10 +114,10 @@ def ten_steps(rank: int, size: int) -> tuple[Tensor, Tensor]:
             optimizer.zero_grad()
             model(rows).square().mean().backward()
             optimizer.step()
-    found = weights_of(ours)
-    assert_equal_on_all(found)
+    found = flat(ours)
+    assert_equal_everywhere(found)
     close(ours)
-    return found, weights_of(twin)
+    return found, flat(twin)
 
 
 @pytest.mark.parametrize(
@@ -237,17 +237,13 @@ def case_accumulation_unused_parameters_and_uneven_inputs(rank: int, size: int) 
 
 
 def case_nan_passes_and_is_said(rank: int, size: int) -> None:
-    seen: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("guozhuang").addHandler(handler)
     exchange, buckets = ParameterServer(part_bytes=1000), filled([2000, 5], rank)
     state = exchange.prepare(buckets, dist.group.WORLD)
     if rank == size - 1:
         buckets[0].flat[7], buckets[0].flat[1999] = float("nan"), float("inf")
-    for work in [exchange.start(bucket, state, 3) for bucket in buckets]:
-        work.wait()
-    logging.getLogger("guozhuang").removeHandler(handler)
+    with said() as seen:
+        for work in [exchange.start(bucket, state, 3) for bucket in buckets]:
+            work.wait()
     assert bool(buckets[0].flat[7].isnan()) and bool(buckets[0].flat[1999].isinf())
     assert int(buckets[0].flat.isfinite().sum()) == 1998
     if rank == size - 1:
@@ -264,7 +260,7 @@ def case_two_models_at_once(rank: int, size: int) -> None:
     for step in range(3):
         sum(ddp(batch(rank, step)).square().mean() for ddp in models).backward()
     for ddp in models:
-        assert_equal_on_all(torch.cat([p.grad.flatten() for p in ddp.parameters()]))
+        assert_equal_everywhere(torch.cat([p.grad.flatten() for p in ddp.parameters()]))
     for ddp in models:
         ddp.reducer._state.close()
 
@@ -285,7 +281,7 @@ def move(named: list[tuple[str, Tensor]], rank: int, step: int) -> None:
 
 
 def all_equal(named: list[tuple[str, Tensor]]) -> None:
-    assert_equal_on_all(torch.cat([p.flatten().double() for _, p in named]))
+    assert_equal_everywhere(torch.cat([p.flatten().double() for _, p in named]))
 
 
 def case_without_staleness_it_is_the_sum_of_deltas(rank: int, size: int) -> None:
@@ -415,37 +411,25 @@ def case_ddp_trains_and_loads_with_it(rank: int, size: int) -> None:
     first, last = train(1), train(60)
     assert last < 0.2 * first
     ddp.eval()
-    agreed = weights_of(ddp)
-    assert_equal_on_all(agreed)
+    agreed = flat(ddp)
+    assert_equal_everywhere(agreed)
     saved, exchange = copy.deepcopy(ddp.state_dict()), ddp.exchange_state_dict()
     ddp.train()
     with ddp.join():
         train(2 + 3 * rank)
-    assert_equal_on_all(weights_of(ddp))
+    assert_equal_everywhere(flat(ddp))
     ddp.load_state_dict(saved)
     ddp.load_exchange_state_dict(exchange)
-    assert torch.equal(weights_of(ddp), agreed)
+    assert torch.equal(flat(ddp), agreed)
     train(1)
     ddp.eval()
-    assert_equal_on_all(weights_of(ddp))
+    assert_equal_everywhere(flat(ddp))
 
 
 NAMES = names_of_cases(globals())
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", NAMES)
-def test_workers_that_serve(name: str, size: int) -> None:
-    RESULTS[size](name)
-
-
-RESULTS = {size: results_of_cases(__name__, size, NAMES) for size in (2, 3)}
-
-
-def all_cases(rank: int, size: int) -> dict[str, str]:
-    from tests.processes.cases import run_cases
-
-    return run_cases(rank, size, __name__, NAMES)
+test_workers_that_serve = as_tests(globals(), (2,), slow=(3,))
 
 
 @pytest.mark.parametrize(
@@ -454,7 +438,7 @@ def all_cases(rank: int, size: int) -> dict[str, str]:
 )
 def test_servers_of_their_own(workers: int, count: int) -> None:
     with servers(count, stay=True) as (env, _):
-        everywhere = run_ranks(all_cases, workers, env=env, group_timeout_s=15.0)
+        everywhere = run_ranks(run_cases, workers, __name__, NAMES, env=env, group_timeout_s=15.0)
     for rank, failures in enumerate(everywhere):
         assert not failures, f"rank {rank}:\n" + "\n".join(failures.values())
 
@@ -480,10 +464,10 @@ def counted(rank: int, size: int) -> tuple[float, float]:
 @pytest.mark.parametrize(("workers", "count"), [(3, 2), (3, 0)])
 def test_what_a_worker_sends_is_what_it_says(workers: int, count: int) -> None:
     num_bytes = 6 * 300 * 301 * 4
-    for sent, said in served(counted, workers, count):
-        assert said == (num_bytes if count else 2 * (workers - 1) * num_bytes // workers)
+    for sent, expected in served(counted, workers, count):
+        assert expected == (num_bytes if count else 2 * (workers - 1) * num_bytes // workers)
         # Shares differ by a part at most where the workers serve; headers of messages, and the barrier.
-        assert 0.95 * said <= sent <= said * 1.05 + 8192, (sent, said)
+        assert 0.95 * expected <= sent <= expected * 1.05 + 8192, (sent, expected)
 
 
 # ---- when somebody is lost

@@ -7,12 +7,12 @@ and over shared memory.
 from __future__ import annotations
 
 import copy
-import functools
 import gc
+import importlib
 import io
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -30,18 +30,20 @@ from guozhuang.exchange.compressed import Compressed
 from guozhuang.exchange.local_sgd import LocalSGD
 from guozhuang.sharding import ShardedOptimizer, clip_grad_norm_, shard
 from tests.processes.cases import (
+    adamw,
     assert_equal_across_ranks,
     batch,
     halve_in_other_memory,
     mean_loss,
     mlp,
+    momentum,
     names_of_cases,
+    results_of_cases,
     run_cases,
     seeded,
     twin_of,
 )
 from tests.processes.test_equivalence import TinyBert
-from tests.ranks import run_ranks
 from tests.threads.ranks import run_threads
 
 STEPS = 6
@@ -66,14 +68,6 @@ OPTIMIZERS: dict[str, Make] = {
     "asgd": lambda p: torch.optim.ASGD(p, lr=0.01),
     "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
 }
-
-
-def adamw(parameters: Iterable[Any]) -> Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.01)
-
-
-def momentum(parameters: Iterable[Any]) -> Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 class Both:
@@ -111,7 +105,7 @@ class Both:
         assert_equal_across_ranks(self.model)
 
 
-PLAIN_GATHER = False  # set in ranks by run_here
+PLAIN_GATHER = False  # set by without_shared_weights
 
 
 # ---- the step -------------------------------------------------------------------------------------------------------------
@@ -802,42 +796,33 @@ ONLY_PROCESSES = (  # the compiler, late imports, the garbage collector, filters
     "case_schedules_made_before_and_after",
     "case_several_buckets_and_groups",
 )
-GROUPS = {"gloo": ("gloo", False), "shm": ("shm", False), "shm, weights on each rank": ("shm", True)}
 
 
-def run_here(rank: int, world_size: int, plain_gather: bool) -> dict[str, str]:
-    globals()["PLAIN_GATHER"] = plain_gather
-    import tests.processes.test_sharding as module
-
-    module.PLAIN_GATHER = plain_gather
-    return run_cases(rank, world_size, __name__, NAMES)
+def without_shared_weights(rank: int, world_size: int, module_name: str, names: Sequence[str]) -> dict[str, str]:
+    importlib.import_module(module_name).PLAIN_GATHER = True
+    return run_cases(rank, world_size, module_name, names)
 
 
-@functools.cache
-def results(kind: str, num_ranks: int) -> list[dict[str, str]]:
-    backend, plain_gather = GROUPS[kind]
-    try:
-        return run_ranks(run_here, num_ranks, plain_gather, backend=backend, timeout_s=110, group_timeout_s=20)
-    except AssertionError as error:
-        return [dict.fromkeys(NAMES, str(error))]
+LIMITS = {"timeout_s": 110, "group_timeout_s": 20}
+RESULTS = {
+    "shm, 2": results_of_cases(__name__, 2, NAMES, backend="shm", **LIMITS),
+    "gloo, 3": results_of_cases(__name__, 3, NAMES, backend="gloo", **LIMITS),
+    "shm, weights on each rank, 3": results_of_cases(
+        __name__, 3, NAMES, without_shared_weights, backend="shm", **LIMITS
+    ),
+}
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
-    ("kind", "num_ranks"),
-    [
-        ("shm", 2),
-        pytest.param("gloo", 3, marks=pytest.mark.slow),
-        pytest.param("shm, weights on each rank", 3, marks=pytest.mark.slow),
-    ],
+    "group", [name if name == "shm, 2" else pytest.param(name, marks=pytest.mark.slow) for name in RESULTS]
 )
-def test_cases(kind: str, num_ranks: int, name: str) -> None:
-    found = {rank: failures[name] for rank, failures in enumerate(results(kind, num_ranks)) if name in failures}
-    assert not found, "\n".join(f"---- rank {rank}:\n{text}" for rank, text in found.items())
+def test_cases(group: str, name: str) -> None:
+    RESULTS[group](name)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ONLY_PROCESSES])
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_cases_on_threads(num_ranks: int, name: str) -> None:
     run_threads(globals()[name], num_ranks)
     gc.collect()  # parameters and carriers refer to each other, and some carriers hold threads

@@ -35,7 +35,7 @@ from tests.processes.cases import (
     mean_loss,
     mlp,
     names_of_cases,
-    run_cases,
+    results_of_cases,
     twin_of,
 )
 from tests.ranks import RankError, run_ranks
@@ -608,20 +608,13 @@ def case_stretches_are_as_one(rank: int, world_size: int) -> None:
 
 
 NAMES = names_of_cases(globals())
-RESULTS: dict[int, list[dict[str, str]]] = {}
+RESULTS = {n: results_of_cases(__name__, n, NAMES, backend="shm", group_timeout_s=20) for n in (2, 3)}
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_cases(num_ranks: int, name: str) -> None:
-    if num_ranks not in RESULTS:
-        try:
-            told = (run_cases, num_ranks, __name__, NAMES)
-            RESULTS[num_ranks] = run_ranks(*told, backend="shm", timeout_s=100, group_timeout_s=20)
-        except AssertionError as error:
-            RESULTS[num_ranks] = [dict.fromkeys(NAMES, str(error))]
-    found = {rank: failures[name] for rank, failures in enumerate(RESULTS[num_ranks]) if name in failures}
-    assert not found, "\n".join(f"---- rank {rank}:\n{text}" for rank, text in found.items())
+    RESULTS[num_ranks](name)
 
 
 # ---- a rank that dies ------------------------------------------------------------

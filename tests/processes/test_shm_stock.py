@@ -4,7 +4,6 @@ import contextlib
 import copy
 import datetime
 import gc
-import logging
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from guozhuang.groups.shared_memory import SharedMemoryGroup, engine
+from tests.processes.cases import said
 from tests.processes.shm_ranks import held, run_shm_ranks
 
 
@@ -263,17 +263,13 @@ def without_the_c_part(rank: int, n: int) -> None:
     """Where the C part was built on some ranks only, all of them use gloo, and the log says so once."""
     built = engine._engine
     engine._engine = None if rank == 1 else built
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("guozhuang").addHandler(handler)
-    try:
-        group = dist.new_group(backend="shm")
-    finally:
-        engine._engine = built
-        logging.getLogger("guozhuang").removeHandler(handler)
+    with said() as texts:
+        try:
+            group = dist.new_group(backend="shm")
+        finally:
+            engine._engine = built
     assert built is not None and not isinstance(group, SharedMemoryGroup)
-    assert [("[1]" in text, "gloo" in text) for text in said] == ([(True, True)] if rank == 0 else [])
+    assert [("[1]" in text, "gloo" in text) for text in texts] == ([(True, True)] if rank == 0 else [])
     value = torch.ones(3)
     dist.all_reduce(value, group=group)
     assert value.tolist() == [n] * 3

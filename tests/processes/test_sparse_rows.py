@@ -18,7 +18,7 @@ from guozhuang.exchange.codecs.quantize8 import MinMax8
 from guozhuang.exchange.compressed import Compressed
 from guozhuang.exchange.sparse_rows import SparseRows
 from guozhuang.world import versions
-from tests.processes.cases import as_tests, seeded
+from tests.processes.cases import as_tests, assert_equal_everywhere, seeded
 from tests.ranks import run_ranks
 
 WORDS, WIDTH = 4096, 32
@@ -54,13 +54,6 @@ def wrapped(exchange: GradientExchange[Any], **options: Any) -> DistributedDataP
 
 def gradients(ddp: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in ddp.named_parameters() if p.grad is not None}
-
-
-def assert_equal_everywhere(tensor: Tensor) -> None:
-    bits = tensor.contiguous().view(torch.uint8)
-    found = [torch.empty_like(bits) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, bits)
-    assert all(torch.equal(one, bits) for one in found)
 
 
 def same(ours: DistributedDataParallel, theirs: DistributedDataParallel, rank: int, steps: int, **close: float) -> None:

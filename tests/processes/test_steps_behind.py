@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import logging
 import os
 import re
 import threading
@@ -22,11 +21,9 @@ from guozhuang.errors import MismatchError, UsageError, WorldError
 from guozhuang.groups.agreement import store_of
 from guozhuang.weights import steps
 from guozhuang.weights.steps import StepsBehind
-from tests.processes.cases import names_of_cases, on_two_and_three_ranks
+from tests.processes.cases import as_tests, assert_equal_everywhere, flat, said
 from tests.processes.mean_of_two import (
-    assert_equal_everywhere,
     batch,
-    flat,
     train,
     twins,
     wrapped,
@@ -90,7 +87,7 @@ def case_a_slow_rank_is_not_behind(rank: int, size: int) -> None:
     train(ddp, optimizer, rank, range(3))
     if rank == 1:
         time.sleep(0.8)
-    with captured_log() as lines, short_patience():
+    with said() as lines, short_patience():
         train(ddp, optimizer, rank, range(3, 4))
         ddp.eval()
     assert ddp.around is not None and ddp.around.step == 4 and not lines
@@ -101,21 +98,9 @@ def case_a_slow_rank_is_not_behind(rank: int, size: int) -> None:
     ddp.around.changed = True
     if rank == 0:
         time.sleep(0.6)
-    with captured_log() as lines, short_patience():
+    with said() as lines, short_patience():
         ddp.agree()
     assert ddp.around.step == 1 and not lines
-
-
-@contextmanager
-def captured_log() -> Iterator[list[str]]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("guozhuang").addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logging.getLogger("guozhuang").removeHandler(handler)
 
 
 def case_accumulation_in_a_join(rank: int, size: int) -> None:
@@ -159,13 +144,14 @@ def case_accumulation_in_a_join_that_ends_early(rank: int, size: int) -> None:
         optimizer.step()
 
 
-test_on_two_ranks, test_on_three_ranks, test_the_rest_on_three_ranks = on_two_and_three_ranks(
-    __name__,
-    names_of_cases(globals()),
-    (  # where a third rank makes a difference
+test_cases = as_tests(
+    globals(),
+    (2,),
+    slow=(3,),
+    not_slow=[  # a third rank makes a difference
         case_a_step_is_left_out_in_which_nobody_waits,
         case_accumulation_in_a_join,
-    ),
+    ],
 )
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from guozhuang.groups.subgroups import _connect_alone, subgroup, timeout_s, twin
-from tests.processes.cases import names_of_cases, results_of_cases
+from tests.processes.cases import as_tests
 
 
 def total(group: dist.ProcessGroup) -> float:
@@ -66,14 +65,7 @@ def case_parts_of_a_default_group_that_is_bound_to_a_device_connect_alone(rank: 
     assert [total(group) for group in groups] == [2**rank, 2**size - 1]
 
 
-NAMES = names_of_cases(globals())
-RESULTS = {size: results_of_cases(__name__, size, NAMES) for size in (1, 3, 4)}
-
-
-@pytest.mark.parametrize("size", RESULTS)
-@pytest.mark.parametrize("name", NAMES)
-def test_cases(name: str, size: int) -> None:
-    RESULTS[size](name)
+test_cases = as_tests(globals(), (1, 3, 4))
 
 
 def test_a_part_does_not_split_the_communicator_of_the_default_group() -> None:

@@ -17,14 +17,17 @@ from guozhuang.errors import MismatchError, UsageError, WorldError
 from guozhuang.exchange.allreduce import AllReduce
 from guozhuang.groups.agreement import store_of
 from guozhuang.weights.around import AroundSteps
-from tests.processes.cases import names_of_cases, on_two_and_three_ranks, seeded
-from tests.processes.mean_of_two import (
-    MeanOfTwo,
+from tests.processes.cases import (
+    as_tests,
     assert_equal_everywhere,
-    average,
-    batch,
     everybodys,
     flat,
+    seeded,
+)
+from tests.processes.mean_of_two import (
+    MeanOfTwo,
+    average,
+    batch,
     made,
     train,
     twins,
@@ -322,10 +325,11 @@ def case_what_cannot_work(rank: int, size: int) -> None:
     plain.agree()
 
 
-test_on_two_ranks, test_on_three_ranks, test_the_rest_on_three_ranks = on_two_and_three_ranks(
-    __name__,
-    names_of_cases(globals()),
-    (  # where a third rank makes a difference
+test_cases = as_tests(
+    globals(),
+    (2,),
+    slow=(3,),
+    not_slow=[  # a third rank makes a difference
         case_gradients_stay_local_and_weights_meet,
         case_gradients_are_averaged_in_the_first_steps,
         case_buffers_are_averaged,
@@ -333,7 +337,7 @@ test_on_two_ranks, test_on_three_ranks, test_the_rest_on_three_ranks = on_two_an
         case_uneven_inputs_while_gradients_are_averaged,
         case_loaded_and_then_no_batch_in_a_join,
         case_constants_in_buffers_stay,
-    ),
+    ],
 )
 
 

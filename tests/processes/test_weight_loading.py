@@ -25,12 +25,14 @@ from guozhuang.exchange.every import Every
 from guozhuang.exchange.low_precision_decentralized import LowPrecisionDecentralized
 from guozhuang.exchange.parameter_server import AsyncParameterServer
 from guozhuang.exchange.warmup import WeightWarmup
-from tests.processes.cases import names_of_cases, on_two_and_three_ranks
-from tests.processes.mean_of_two import (
-    MeanOfTwo,
+from tests.processes.cases import (
+    as_tests,
     assert_equal_everywhere,
     everybodys,
     flat,
+)
+from tests.processes.mean_of_two import (
+    MeanOfTwo,
     made,
     train,
     wrapped,
@@ -223,12 +225,13 @@ def counted(settle_s: float) -> tuple[int, int, int]:
     return len(dist.distributed_c10d._world.pg_map), threads, sockets
 
 
-test_on_two_ranks, test_on_three_ranks, test_the_rest_on_three_ranks = on_two_and_three_ranks(
-    __name__,
-    names_of_cases(globals()),
-    (  # where a third rank makes a difference
+test_cases = as_tests(
+    globals(),
+    (2,),
+    slow=(3,),
+    not_slow=[  # a third rank makes a difference
         case_a_part_of_the_module_is_loaded,
         case_who_left_out_a_step_loads,
         case_who_is_far_behind_loads_and_holds_nobody,
-    ),
+    ],
 )

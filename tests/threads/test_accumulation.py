@@ -21,6 +21,7 @@ from tests.processes.cases import (
     batch,
     grads,
     halve_in_other_memory,
+    local_loss,
     mean_loss,
     mlp,
     seeded,
@@ -44,10 +45,6 @@ class TwoHeads(nn.Module):
         h = self.trunk(x)
         outputs = [getattr(self, name)(h) for name in use]
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
-
-
-def local_loss(model: nn.Module, rank: int, step: int = 0) -> Tensor:
-    return model(batch(rank, step)).pow(2).mean()
 
 
 def loss_by(model: nn.Module, rank: int, step: int, use: str) -> Tensor:

@@ -16,8 +16,8 @@ from guozhuang.errors import UsageError
 from guozhuang.exchange.allreduce import AllReduce
 from guozhuang.exchange.async_average import AsyncModelAverage, AsyncState
 from guozhuang.exchange.warmup import WeightWarmup
-from tests.processes.cases import as_tests, assert_equal_across_ranks, mlp
-from tests.threads.twins import SHAPES, everybodys, initial, loss_of, push, train, update, wrapped
+from tests.processes.cases import as_tests, assert_equal_across_ranks, assert_equal_everywhere, mlp
+from tests.threads.twins import SHAPES, initial, loss_of, push, train, update, wrapped
 
 
 def wait_for_the_round(state: AsyncState) -> None:
@@ -70,7 +70,8 @@ def case_rounds_are_as_the_formula_says(rank: int, size: int) -> None:
 
 
 def assert_equal_bits(weights: dict[str, nn.Parameter]) -> None:
-    assert all(torch.equal(one, each.detach()) for each in weights.values() for one in everybodys(each.detach()))
+    for each in weights.values():
+        assert_equal_everywhere(each)
 
 
 def hold(state: AsyncState) -> None:

@@ -7,9 +7,8 @@ gradients must give the same bits, however much the method loses.
 from __future__ import annotations
 
 import copy
-import logging
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -21,9 +20,8 @@ from guozhuang import DistributedDataParallel
 from guozhuang.errors import UsageError
 from guozhuang.exchange.hierarchical import Hierarchical
 from guozhuang.gradients.buckets import Bucket
-from tests.processes.cases import OwnMessages, assert_equal_across_ranks, grads, names_of_cases, seeded
+from tests.processes.cases import as_table, assert_equal_across_ranks, grads, said, seeded
 from tests.processes.gradient_methods import METHODS, Method, buckets_of, exchange_all, fill
-from tests.threads.ranks import run_threads
 
 SHAPES = {"first": (12, 10), "second": (7,), "third": (30, 20), "number": ()}
 CAP_MB = 0.002  # several buckets
@@ -154,10 +152,7 @@ def case_one_number_and_a_huge_parameter(method: Method, rank: int, size: int) -
 
 def case_nan_is_said_and_goes_no_further_than_its_step(method: Method, rank: int, size: int) -> None:
     ddp = wrapped(method, size, Given(SHAPES))
-    handler = OwnMessages()
-    seen = handler.texts
-    logging.getLogger("guozhuang").addHandler(handler)
-    try:
+    with said() as seen:
         for step in range(5):
             ddp.zero_grad()
             values = given(ddp, rank, step)
@@ -173,8 +168,6 @@ def case_nan_is_said_and_goes_no_further_than_its_step(method: Method, rank: int
                 assert torch.equal(least, most), "a NaN did not reach all ranks"
             else:
                 assert all(value.isfinite().all() for value in gradients.values()), step
-    finally:
-        logging.getLogger("guozhuang").removeHandler(handler)
     if method.says and size > 1 and rank == size - 1:
         assert any("third" in text for text in seen), seen
         assert any(f"rank {rank}" in text for text in seen), seen
@@ -316,13 +309,4 @@ def case_it_trains_about_as_well_as_plain_averaging(method: Method, rank: int, s
     assert ddp.exchange_state_dict()["step"] == 60
 
 
-PROPERTIES: dict[str, Callable[[Method, int, int], None]] = {
-    name: globals()[name] for name in names_of_cases(globals())
-}
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("asked", PROPERTIES, ids=lambda name: name.removeprefix("case_"))
-@pytest.mark.parametrize("name", METHODS)
-def test_holds(name: str, asked: str, size: int) -> None:
-    run_threads(lambda rank, _: PROPERTIES[asked](METHODS[name], rank, size), size)
+test_holds = as_table(globals(), METHODS)

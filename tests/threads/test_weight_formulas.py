@@ -30,7 +30,16 @@ from guozhuang.exchange.node_groups import num_groups
 from guozhuang.exchange.warmup import WeightWarmup
 from guozhuang.exchange.weight_hierarchical import WeightHierarchical
 from guozhuang.exchange.weights import WeightExchange
-from tests.processes.cases import as_tests, assert_equal_across_ranks, mlp, names_of_cases
+from tests.processes.cases import (
+    adamw,
+    as_tests,
+    assert_equal_across_ranks,
+    everybodys,
+    flat,
+    mlp,
+    momentum,
+    names_of_cases,
+)
 from tests.pure.test_codecs import bagua_uint8
 from tests.threads.ranks import ThreadGroup, run_threads
 from tests.threads.twins import (
@@ -40,18 +49,14 @@ from tests.threads.twins import (
     Optimizers,
     Outer,
     Twin,
-    adamw,
     between,
-    bits,
     equal_inside,
-    everybodys,
     initial,
     loss_of,
     members,
     named,
     near,
     push,
-    sgd,
     train,
     update,
     wrapped,
@@ -65,16 +70,18 @@ class Plan:
     exchange: WeightExchange[Any]
     twin: Callable[[str], Twin]
     atol: float = 1e-6
-    make: Optimizers = sgd
+    make: Optimizers = momentum
     parts: tuple[float, ...] = (1.0,)
     syncs: bool = True
 
 
 def means(exchange: WeightExchange[Any], every: int, start_step: int = 0, **options: Any) -> Plan:
-    return Plan(exchange, lambda layout: Means(layout, every, start_step, options.get("make", sgd)), 1e-5, **options)
+    return Plan(
+        exchange, lambda layout: Means(layout, every, start_step, options.get("make", momentum)), 1e-5, **options
+    )
 
 
-def outer(exchange: DiLoCo, make: Optimizers = sgd) -> Plan:
+def outer(exchange: DiLoCo, make: Optimizers = momentum) -> Plan:
     return Plan(exchange, lambda layout: Outer(layout, exchange, make), 1e-4, make)
 
 
@@ -234,22 +241,22 @@ def case_the_outer_step_is_that_of_torch_bit_for_bit(rank: int, size: int) -> No
     exchange, ours = DiLoCo(2), mlp()
     inner = torch.optim.SGD(ours.parameters(), lr=0.1)
     state = exchange.prepare(named(ours), dist.group.WORLD)
-    flat = bits(ours).clone().requires_grad_()
-    outer = torch.optim.SGD([flat], lr=0.7, momentum=0.9, nesterov=True)
+    row = flat(ours).clone().requires_grad_()
+    outer = torch.optim.SGD([row], lr=0.7, momentum=0.9, nesterov=True)
     for step in range(9):
         inner.zero_grad()
         loss_of(ours, rank, step).backward()
         exchange.before_step(state, step)
         inner.step()
         if step % 2 == 1:
-            flat.grad = (flat.detach() - bits(ours)) * (1 / size)
-            dist.all_reduce(flat.grad)
+            row.grad = (row.detach() - flat(ours)) * (1 / size)
+            dist.all_reduce(row.grad)
             outer.step()
         exchange.after_step(state, step)
         if step % 2 == 1:
-            assert torch.equal(bits(ours), flat)
+            assert torch.equal(flat(ours), row)
     [part] = state.fragments[0].parts
-    assert torch.equal(part.momentum, outer.state[flat]["momentum_buffer"])
+    assert torch.equal(part.momentum, outer.state[row]["momentum_buffer"])
     bare = DiLoCo(3, outer_lr=1.0, outer_momentum=0.0).prepare(named(ours), dist.group.WORLD)
     assert bare.fragments[0].parts[0].momentum is None  # no memory for what is not used
 
@@ -258,17 +265,17 @@ def case_coded_differences_come_near(rank: int, size: int) -> None:
     for codec, feedback, tolerance in ((MinMax8(), False, 0.02), (Dithering(8, block=8), True, 0.05)):
         exchange = DiLoCo(2, num_fragments=2, overlap_steps=1, codec=codec, error_feedback=feedback)
         (ours, optimizer), twin = wrapped(exchange), Outer("abcdefgh"[:size], exchange)
-        start = bits(ours).clone()
+        start = flat(ours).clone()
         for step in range(4):
             train(ours, optimizer, rank, [step])
             twin.step(step)
         ours.agree()
         assert_equal_across_ranks(ours)
         twin.agree()
-        wanted = bits(twin.of(rank))
-        assert float((bits(ours) - wanted).abs().max()) < tolerance * float((wanted - start).abs().max()) + 1e-6
+        wanted = flat(twin.of(rank))
+        assert float((flat(ours) - wanted).abs().max()) < tolerance * float((wanted - start).abs().max()) + 1e-6
         if size > 1:
-            assert not torch.equal(bits(ours), wanted)
+            assert not torch.equal(flat(ours), wanted)
 
 
 def case_a_checkpoint_fits_another_number_of_fragments(rank: int, size: int) -> None:
@@ -430,7 +437,7 @@ def node_case_any_method_acts_as_among_so_many_ranks(rank: int, size: int) -> No
         for exchange in outers if layout == "aabb" else outers[2:3]:
             ddp, optimizer = wrapped(ours(layout, exchange))
             alone = mlp()
-            its = sgd(alone.parameters())
+            its = momentum(alone.parameters())
             state = exchange.prepare(named(alone), pair) if rank in leads else None
             for step in range(9):
                 train(ddp, optimizer, node, [step])
@@ -440,13 +447,13 @@ def node_case_any_method_acts_as_among_so_many_ranks(rank: int, size: int) -> No
                     exchange.before_step(state, step)
                     its.step()
                     exchange.after_step(state, step)
-                    assert torch.equal(bits(alone), bits(ddp.module)), (layout, exchange, step)
+                    assert torch.equal(flat(alone), flat(ddp.module)), (layout, exchange, step)
                 equal_inside(ddp.module, layout)
             ddp.eval()
             assert_equal_across_ranks(ddp.module)
             if state is not None:
                 exchange.agree(state)
-                assert torch.equal(bits(alone), bits(ddp.module)), (layout, exchange)
+                assert torch.equal(flat(alone), flat(ddp.module)), (layout, exchange)
 
 
 def node_case_one_rank_per_node_is_the_outer_exchange_and_one_node_is_plain(rank: int, size: int) -> None:
@@ -458,10 +465,10 @@ def node_case_one_rank_per_node_is_the_outer_exchange_and_one_node_is_plain(rank
         for step in range(7):
             train(ddp, optimizer, rank, [step])
             train(bare, its, rank, [step])
-            assert torch.equal(bits(ddp.module), bits(bare.module)), (alone, step)
+            assert torch.equal(flat(ddp.module), flat(bare.module)), (alone, step)
         ddp.eval()
         bare.eval()
-        assert torch.equal(bits(ddp.module), bits(bare.module)), alone
+        assert torch.equal(flat(ddp.module), flat(bare.module)), alone
 
 
 def node_case_gradients_of_other_kinds(rank: int, size: int) -> None:
@@ -494,7 +501,7 @@ def node_case_bits_stay_equal_inside_a_node_whose_leader_has_no_data(rank: int, 
                     p += 1
         exchange.after_step(state, step)
         equal_inside(model, layout)
-        torch.testing.assert_close(bits(model), bits(mlp()) + step + 1)
+        torch.testing.assert_close(flat(model), flat(mlp()) + step + 1)
 
 
 def node_case_a_checkpoint_of_other_nodes(rank: int, size: int) -> None:
@@ -594,7 +601,7 @@ def node_case_part_of_the_world(rank: int, size: int) -> None:
         for p in model.parameters():
             p.fill_(1.0 + ord(layout[rank - 1]) - ord("a"))
     exchange.after_step(state, 0)
-    assert bool((bits(model) == (1.5 if "b" in layout else 1.0)).all())
+    assert bool((flat(model) == (1.5 if "b" in layout else 1.0)).all())
 
 
 test_cases = as_tests(globals(), (2, 3), slow=(1, 4, 8), on="threads")

@@ -27,10 +27,10 @@ from guozhuang.exchange.low_precision_decentralized import LowPrecisionDecentral
 from guozhuang.exchange.warmup import WeightWarmup
 from guozhuang.exchange.weight_hierarchical import WeightHierarchical
 from guozhuang.exchange.weights import WeightExchange
-from tests.processes.cases import assert_equal_across_ranks, mlp, names_of_cases, said, seeded
+from tests.processes.cases import adamw, as_table, assert_equal_across_ranks, flat, mlp, said, seeded
 from tests.processes.gradient_methods import nodes_of
 from tests.threads.ranks import run_threads
-from tests.threads.twins import Mixed, adamw, bits, initial, named, push, train, update, wrapped
+from tests.threads.twins import Mixed, initial, named, push, train, update, wrapped
 
 
 @dataclass(frozen=True)
@@ -148,10 +148,10 @@ def case_resumed_is_exact(method: Method, rank: int, size: int) -> None:
         its.load_state_dict(saved[2])
         again.load_exchange_state_dict(saved[0])
         train(again, its, rank, range(stop, 9))
-        assert torch.equal(bits(again.module), bits(ddp.module)), stop
+        assert torch.equal(flat(again.module), flat(ddp.module)), stop
         ddp.eval()
         again.eval()
-        assert torch.equal(bits(again.module), bits(ddp.module)), stop
+        assert torch.equal(flat(again.module), flat(ddp.module)), stop
 
 
 def case_uneven_inputs(method: Method, rank: int, size: int) -> None:
@@ -241,16 +241,7 @@ def case_it_trains_about_as_well_as_averaged_gradients(method: Method, rank: int
     assert_equal_across_ranks(ddp.module)
 
 
-PROPERTIES: dict[str, Callable[[Method, int, int], None]] = {
-    name: globals()[name] for name in names_of_cases(globals())
-}
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("asked", PROPERTIES, ids=lambda name: name.removeprefix("case_"))
-@pytest.mark.parametrize("name", METHODS)
-def test_holds(name: str, asked: str, size: int) -> None:
-    run_threads(lambda rank, _: PROPERTIES[asked](METHODS[name], rank, size), size)
+test_holds = as_table(globals(), METHODS)
 
 
 def agrees_on_nan(rank: int, size: int, exchange: WeightExchange[Any]) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from guozhuang import DistributedDataParallel
@@ -17,17 +16,9 @@ from guozhuang.exchange.fragments import cut
 from guozhuang.exchange.weight_hierarchical import WeightHierarchical
 from guozhuang.exchange.weight_lane import as_real
 from guozhuang.exchange.weights import WeightExchange
-from tests.processes.cases import batch, mlp, seeded
+from tests.processes.cases import batch, everybodys, flat, mlp, momentum, seeded
 
 Optimizers = Callable[[Any], torch.optim.Optimizer]
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.01)
 
 
 def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
@@ -38,19 +29,9 @@ def named(model: nn.Module) -> list[tuple[str, Tensor]]:
     return list(model.named_parameters())
 
 
-def bits(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
 def near(ours: nn.Module, theirs: nn.Module, atol: float = 1e-6) -> None:
     for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=atol, msg=lambda text, n=name: f"{n}: {text}")
-
-
-def everybodys(tensor: Tensor) -> list[Tensor]:
-    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, tensor)
-    return found
 
 
 def members(layout: str) -> list[list[int]]:
@@ -64,7 +45,7 @@ def between(layout: str, exchange: WeightExchange[Any]) -> WeightExchange[Any]:
 
 def equal_inside(model: nn.Module, layout: str, apart: bool = False) -> None:
     """Equal bits on the ranks of each node; ``apart``: others on each node."""
-    found = everybodys(bits(model))
+    found = everybodys(flat(model))
     for ranks in members(layout):
         assert all(torch.equal(found[rank], found[ranks[0]]) for rank in ranks), f"{layout}: {ranks} differ"
     firsts = [ranks[0] for ranks in members(layout)]
@@ -73,7 +54,7 @@ def equal_inside(model: nn.Module, layout: str, apart: bool = False) -> None:
 
 
 def wrapped(
-    exchange: WeightExchange[Any] | None, make: Optimizers = sgd
+    exchange: WeightExchange[Any] | None, make: Optimizers = momentum
 ) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
     ddp = DistributedDataParallel(mlp())
     optimizer = make(ddp.parameters())
@@ -102,7 +83,7 @@ def train(
 class Twin:
     """A model and an optimizer for each node: what ranks do whose weights are not exchanged."""
 
-    def __init__(self, layout: str, make: Optimizers = sgd) -> None:
+    def __init__(self, layout: str, make: Optimizers = momentum) -> None:
         self.size, self.members = len(layout), members(layout)
         self.models = [mlp() for _ in self.members]
         self.optimizers = [make(m.parameters()) for m in self.models]
@@ -147,7 +128,7 @@ class Twin:
 class Means(Twin):
     """Local SGD: gradients are averaged in the first steps, and weights after every so many steps from then on."""
 
-    def __init__(self, layout: str, every: int, start_step: int = 0, make: Optimizers = sgd) -> None:
+    def __init__(self, layout: str, every: int, start_step: int = 0, make: Optimizers = momentum) -> None:
         super().__init__(layout, make)
         self.every, self.start_step = every, start_step
 
@@ -187,7 +168,7 @@ class Gossip(Twin):
 class Outer(Twin):
     """DiLoCo: global weights with a torch optimizer on each fragment of them; a few lines of the papers."""
 
-    def __init__(self, layout: str, exchange: DiLoCo, make: Optimizers = sgd) -> None:
+    def __init__(self, layout: str, exchange: DiLoCo, make: Optimizers = momentum) -> None:
         super().__init__(layout, make)
         self.exchange = exchange
         self.weights = [p.detach().clone().requires_grad_() for p in self.models[0].parameters()]
