@@ -64,7 +64,7 @@ def test_processes_are_told_who_they_are(tmp_path: Path) -> None:
         assert found == {
             "HOROVOD_HOSTNAME": "localhost", "HOROVOD_RANK": str(rank), "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_RANK": str(rank),
             "HOROVOD_LOCAL_SIZE": "2", "HOROVOD_CROSS_RANK": "0", "HOROVOD_CROSS_SIZE": "1", "HOROVOD_CONTROLLER": "gloo",
-            "HOROVOD_CPU_OPERATIONS": "gloo", "HOROVOD_CYCLE_TIME": "2.0", "HOROVOD_LOG_LEVEL": "info",
+            "HOROVOD_CPU_OPERATIONS": "gloo", "HOROVOD_CYCLE_TIME": "2", "HOROVOD_LOG_LEVEL": "info",
             "PYTHONUNBUFFERED": "1", "RANK": str(rank), "OWN": "kept", "argv": ["--np", "3", "a b"],
         }  # fmt: skip
         folder = tmp_path / "out" / f"rank.{rank}"
