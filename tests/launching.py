@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,6 +27,7 @@ from typing import Any
 import psutil
 
 from tests.forking import fork_server
+from tests.waiting import Answer, remaining, until
 
 MARK = "GUOZHUANG_TEST_RUN"
 HOROVODRUN = "guozhuang.compat.horovod.runner.launch:run_commandline"
@@ -115,10 +116,11 @@ class Launched:
 
     def left(self, limit_s: float = 5.0) -> list[str]:
         """What is still there after so many seconds at most."""
-        deadline = time.monotonic() + limit_s
-        while (found := self.processes()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return [str(process) for process in found]
+        return [str(process) for process in remaining(self.processes, limit_s)]
+
+    def until(self, what: Callable[[], Answer], limit_s: float = 90.0) -> Answer:
+        """Wait until the answer is true, and return it; fail with what was printed if the launcher ends before that."""
+        return until(what, limit_s, goes_on=lambda: self.is_running, told=lambda: self.printed)
 
 
 def guozhuang(

@@ -26,6 +26,7 @@ import psutil
 
 from tests.hosts.names import names
 from tests.hosts.network import Hosts
+from tests.waiting import remaining
 
 COMMANDS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scancel", "sinfo")
 _START_S, _END_S = 30.0, 10.0
@@ -134,10 +135,8 @@ class Cluster:
         # Not `sbatch --wait`, which looks for the end every half minute only.
         path.write_text(f"#!/bin/bash\ntrap 'echo $? >{path}.end.new; mv {path}.end.new {path}.end' EXIT\n{script}\n")
         done = self.run(["sbatch", f"--output={path}.out", *options, str(path)], timeout_s=20)
-        deadline = time.monotonic() + timeout_s
         end = Path(f"{path}.end")
-        while done.returncode == 0 and not end.exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
+        remaining(lambda: [] if done.returncode != 0 or end.exists() else [end], timeout_s)
         printed = Path(f"{path}.out").read_text() if Path(f"{path}.out").exists() else ""
         assert end.exists() and end.read_text() == "0\n", f"{done.stdout}\n{printed}\n{self.logs()}"
         return printed

@@ -23,6 +23,7 @@ from pathlib import Path
 import psutil
 
 from tests.hosts.network import Hosts
+from tests.waiting import remaining, until
 
 SERVER = shutil.which("sshd") or "/usr/sbin/sshd"
 _START_S = 10.0
@@ -94,11 +95,8 @@ class Sshd:
         quiet = ["sh", "-c", 'exec "$@" > /dev/null 2>&1', "sh"]
         command = [*quiet, *self._command(), "-o", f"ListenAddress={address}:22"]
         self._hosts.start(host, command, {"PATH": os.environ["PATH"]})
-        deadline = time.monotonic() + _START_S
         asking = ["bash", "-c", f"exec 3<>/dev/tcp/{address}/22"]
-        while self._hosts.start(host, asking, {"PATH": os.environ["PATH"]}).wait(5) != 0:
-            assert time.monotonic() < deadline, "the ssh server does not listen"
-            time.sleep(0.02)
+        until(lambda: self._hosts.start(host, asking, {"PATH": os.environ["PATH"]}).wait(5) == 0, _START_S)
 
     def _command(self) -> list[str]:
         return [SERVER, "-D", "-f", str(self._folder / "server"), "-E", str(self._folder / "log")]
@@ -141,12 +139,7 @@ def processes_with(text: str, besides: Sequence[int] = ()) -> list[str]:
 
 def none_left(text: str, within_s: float) -> list[str]:
     """Wait until no process has ``text`` in its command line or folder; those that are left at the limit."""
-    deadline = time.monotonic() + within_s
-    while left := processes_with(text):
-        if time.monotonic() > deadline:
-            return left
-        time.sleep(0.05)
-    return []
+    return remaining(lambda: processes_with(text), within_s)
 
 
 def stop(process: subprocess.Popen[str]) -> None:

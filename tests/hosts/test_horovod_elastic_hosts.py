@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from tests.hosts import network
 from tests.hosts.network import Hosts
 from tests.hosts.sshd import Sshd, missing, none_left
 from tests.hosts.test_ssh import environment
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.waits,
@@ -91,10 +91,12 @@ class Watched:
         self.process, self._path = process, path
 
     def until(self, *words: str, limit_s: float = 60.0) -> str:
-        deadline = time.monotonic() + limit_s
-        while not all(word in self._path.read_text() for word in words):
-            assert self.process.poll() is None and time.monotonic() < deadline, self._path.read_text()
-            time.sleep(0.05)
+        until(
+            lambda: all(word in self._path.read_text() for word in words),
+            limit_s,
+            goes_on=lambda: self.process.poll() is None,
+            told=self._path.read_text,
+        )
         return self._path.read_text()
 
     def wait(self, limit_s: float = 60.0) -> tuple[int, str]:

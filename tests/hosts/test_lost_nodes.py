@@ -22,6 +22,7 @@ import pytest
 
 from tests.forking import fork_server
 from tests.hosts.network import Hosts, missing
+from tests.waiting import remaining, until
 
 pytestmark = [pytest.mark.waits, pytest.mark.needs_root, pytest.mark.skipif(bool(missing()), reason=missing())]
 
@@ -80,10 +81,7 @@ class Pair:
         return path.read_text() if path.exists() else ""
 
     def says(self, host: int, pattern: str, limit_s: float = 30.0) -> None:
-        deadline = time.monotonic() + limit_s
-        while not re.search(pattern, self.text(host)):
-            assert time.monotonic() < deadline, f"no {pattern!r}:\n{self.text(host)}"
-            time.sleep(0.02)
+        until(lambda: re.search(pattern, self.text(host)), limit_s, told=lambda: f"{pattern!r}:\n{self.text(host)}")
 
     def meet(self) -> None:
         for host in (0, 1):
@@ -101,13 +99,12 @@ class Pair:
 
     def left(self) -> list[str]:
         """Processes of the ranks that are still there, a moment later."""
-        deadline = time.monotonic() + 3.0
-        while True:
+
+        def found() -> list[str]:
             lines = [" ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])]
-            found = [line for line in lines if str(self._folder) in line]
-            if not found or time.monotonic() > deadline:
-                return found
-            time.sleep(0.05)
+            return [line for line in lines if str(self._folder) in line]
+
+        return remaining(found, 5.0)
 
     def close(self) -> None:
         for agent in self.agents:

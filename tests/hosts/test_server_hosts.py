@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from tests.hosts import network
 from tests.hosts.network import Hosts
 from tests.hosts.sshd import Sshd, missing, none_left, processes_with
 from tests.hosts.test_ssh import environment, ours
+from tests.waiting import until
 
 _LACKS = network.missing() or missing()
 pytestmark = [
@@ -95,10 +95,12 @@ class Launcher:
         return self.process.wait(limit_s), self.said.read_text()
 
     def until(self, text: str, count: int) -> None:
-        deadline = time.monotonic() + LIMIT_S
-        while not self.said.exists() or self.said.read_text().count(text) < count:
-            assert self.process.poll() is None and time.monotonic() < deadline, self.said.read_text()
-            time.sleep(0.05)
+        until(
+            lambda: self.said.exists() and self.said.read_text().count(text) >= count,
+            LIMIT_S,
+            goes_on=lambda: self.process.poll() is None,
+            told=self.said.read_text,
+        )
 
 
 def told(out: str) -> list[dict[str, Any]]:

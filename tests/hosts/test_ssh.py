@@ -25,6 +25,7 @@ from guozhuang import cli
 from guozhuang.launch.hosts import ssh
 from tests.hosts.sshd import Sshd, missing, none_left, processes_with
 from tests.hosts.warm import Launcher, Warm
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.waits,
@@ -58,6 +59,11 @@ rank = os.environ["RANK"]
 open(f"here{rank}", "w").write(str(os.getpid()))
 while len([name for name in os.listdir() if name.startswith("here")]) < int(os.environ["WORLD_SIZE"]):
     time.sleep(0.02)
+if "deaf" in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if "usr1" in sys.argv:
+    signal.signal(signal.SIGUSR1, lambda *_: open(f"usr1-{rank}", "w").close() or sys.exit(0))
+open(f"ready{rank}", "w").close()
 for what in sys.argv[1:]:
     if what == f"raise{rank}":
         raise RuntimeError("no good")
@@ -69,8 +75,6 @@ for what in sys.argv[1:]:
         os.kill(os.getppid(), signal.SIGKILL)
     if what == f"end{rank}":
         sys.exit(0)
-    if what == "deaf":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if what == "child":
         import subprocess
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)", os.getcwd()], start_new_session=True)
@@ -87,8 +91,6 @@ for what in sys.argv[1:]:
             file.write(os.environ["TORCHELASTIC_RESTART_COUNT"] + "/" + os.environ["TORCHELASTIC_MAX_RESTARTS"] + " ")
         if rank == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             sys.exit(7)
-    if what == "usr1":
-        signal.signal(signal.SIGUSR1, lambda *_: open(f"usr1-{rank}", "w").close() or sys.exit(0))
     if what == "gate":
         while not os.path.exists("gate"):
             time.sleep(0.02)
@@ -273,10 +275,7 @@ def test_a_host_that_is_gone_at_once_is_named(fast: Any) -> None:
 
 def test_killing_the_launcher_ends_everything(begun: Any, sshd: Sshd, folder: Path) -> None:
     launcher = begun(2, "-H", "a0:1,a1:1", "light.py", "child", "sleep")
-    deadline = time.monotonic() + LIMIT_S
-    while len([line for line in processes_with(str(folder)) if "time.sleep" in line]) < 2:
-        assert time.monotonic() < deadline, "the ranks did not start their children"
-        time.sleep(0.1)
+    until(lambda: len([line for line in processes_with(str(folder)) if "time.sleep" in line]) == 2, LIMIT_S)
     launcher.send(signal.SIGKILL)
     assert not none_left(str(folder), 15)
     assert not none_left(str(sshd.config), 5), "ssh clients are left"
@@ -325,11 +324,12 @@ def begun(sshd: Sshd, warm: Warm, folder: Path) -> Iterator[Any]:
         words = ["--ssh-config", str(sshd.config), *arguments]
         launcher = Launcher(warm.python, folder, environment(), *words, **more)
         launchers.append(launcher)
-        deadline = time.monotonic() + LIMIT_S
-        while len([path for path in folder.glob("here*") if path.read_text()]) < num_ranks:
-            assert not launcher.ended() and time.monotonic() < deadline, launcher.result(0)
-            time.sleep(0.02)
-        time.sleep(0.2)  # for the ranks to set their handlers
+        until(
+            lambda: len(list(folder.glob("ready*"))) == num_ranks,
+            LIMIT_S,
+            goes_on=lambda: not launcher.ended(),
+            told=lambda: launcher.result(0),
+        )
         return launcher
 
     yield start
@@ -355,12 +355,11 @@ def test_servers_that_nobody_uses_end_with_the_ranks(fast: Any) -> None:
 
 def test_a_parameter_server_that_is_killed_is_named(begun: Any, folder: Path) -> None:
     launcher = begun(2, "-H", "a0:1,a1:1", "--servers", "3", "light.py", "sleep")
-    deadline = time.monotonic() + LIMIT_S
-    while not (
-        found := [line for line in processes_with(str(folder)) if "--number 2" in line and "rank.py" not in line]
-    ):
-        assert time.monotonic() < deadline and not launcher.ended(), "the servers did not start"
-        time.sleep(0.05)
+    found = until(
+        lambda: [line for line in processes_with(str(folder)) if "--number 2" in line and "rank.py" not in line],
+        LIMIT_S,
+        goes_on=lambda: not launcher.ended(),
+    )
     pid = int(found[0].partition(":")[0])
     os.kill(pid, signal.SIGKILL)
     code, said = launcher.result(30)
@@ -399,7 +398,7 @@ def test_a_second_signal_does_not_wait_for_deaf_ranks(begun: Any, folder: Path) 
 
 def test_a_host_whose_ranks_have_finished_is_ended_soon(begun: Any, folder: Path) -> None:
     launcher = begun(2, "-H", "a0:1,a1:1", "light.py", "end1", "deaf", "sleep")
-    time.sleep(1.0)
+    until(lambda: not psutil.pid_exists(int((folder / "here1").read_text())))
     os.kill(int((folder / "here0").read_text()), signal.SIGKILL)
     start = time.monotonic()
     code, said = launcher.result(30)

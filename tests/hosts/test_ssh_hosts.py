@@ -19,6 +19,7 @@ from tests.hosts import network
 from tests.hosts.network import Hosts
 from tests.hosts.sshd import Sshd, missing, none_left
 from tests.hosts.test_ssh import LIGHT, TRAIN, environment, ours, told
+from tests.waiting import until
 
 _LACKS = network.missing() or missing()
 pytestmark = [
@@ -55,10 +56,11 @@ def begin(hosts: Hosts, sshd: Sshd, folder: Path, *arguments: str) -> subprocess
 
 
 def wait_for(process: subprocess.Popen[str], folder: Path, num_ranks: int) -> None:
-    deadline = time.monotonic() + 60
-    while len([path for path in folder.glob("here*") if path.read_text()]) < num_ranks:
-        assert process.poll() is None and time.monotonic() < deadline, process.stdout and process.stdout.read()
-        time.sleep(0.05)
+    until(
+        lambda: len([path for path in folder.glob("here*") if path.read_text()]) == num_ranks,
+        goes_on=lambda: process.poll() is None,
+        told=lambda: process.poll() is not None and process.stdout and process.stdout.read(),
+    )
 
 
 def listening(hosts: Hosts, host: int) -> set[str]:

@@ -17,12 +17,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import traceback
 from pathlib import Path
 from typing import Any
 
 from tests.forking import fork_server
+from tests.waiting import until
 
 _START_S = 60.0
 _AGENT = "guozhuang.launch.hosts.node"
@@ -51,10 +51,7 @@ class Warm:
         context = fork_server()
         self._process = context.Process(target=_serve, args=(self._path,), daemon=True)
         self._process.start()
-        deadline = time.monotonic() + _START_S
-        while not os.path.exists(self._path):
-            assert self._process.is_alive() and time.monotonic() < deadline, "the server did not start"
-            time.sleep(0.02)
+        until(lambda: os.path.exists(self._path), _START_S, goes_on=self._process.is_alive)
         return self
 
     def __exit__(self, *_: object) -> None:

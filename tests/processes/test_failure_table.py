@@ -14,6 +14,7 @@ import pytest
 from guozhuang.world.machine import usable_cores
 from tests.launching import Launched, guozhuang, write
 from tests.ranks import RankError, run_ranks
+from tests.waiting import until
 
 pytestmark = pytest.mark.waits
 
@@ -212,7 +213,4 @@ def test_more_ranks_than_cores(tmp_path: Path) -> None:
 
 
 def _wait_for(*paths: Path) -> None:
-    deadline = time.monotonic() + 60
-    while not all(path.exists() for path in paths):
-        assert time.monotonic() < deadline, f"never came: {[path.name for path in paths if not path.exists()]}"
-        time.sleep(0.02)
+    until(lambda: all(path.exists() for path in paths), told=lambda: [each.name for each in paths if not each.exists()])

@@ -27,6 +27,7 @@ from guozhuang.watch.report import EXIT_CODE
 from tests.forking import fork_server
 from tests.processes import heartbeat_rank
 from tests.ranks import free_port, run_ranks
+from tests.waiting import until
 
 pytestmark = pytest.mark.waits
 
@@ -158,10 +159,7 @@ def test_a_stuck_data_loader_is_a_hang_and_its_workers_end_too(tmp_path: Path) -
     assert "in reads_slow_data" in stacks(ended[0])["rank 1"]
     worker = re.search(r"WORKER (\d+)", ended[1].text)
     assert worker is not None
-    deadline = time.monotonic() + 4
-    while (alive := psutil.pid_exists(int(worker[1]))) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not alive, "it would notice by itself only after 5 s"
+    until(lambda: not psutil.pid_exists(int(worker[1])), 4)  # it would notice by itself only after 5 s
 
 
 @pytest.mark.slow
@@ -290,19 +288,18 @@ def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:
 
 
 def _stop_all_for(parent: int, folder: Path, seconds: float) -> None:
-    pids: list[int] = []
-    deadline = time.monotonic() + LIMIT_S
-    while len(pids) < 3 and time.monotonic() < deadline:
-        time.sleep(0.1)
-        texts = [path.read_text() for path in folder.glob("out*")]
-        pids = [int(found[1]) for found in (re.search(r"PID (\d+)\n", text) for text in texts) if found]
+    def three() -> list[int]:
+        found = [re.search(r"PID (\d+)\n", path.read_text()) for path in folder.glob("out*")]
+        return [int(each[1]) for each in found if each] if len(found) == 3 and all(found) else []
+
+    pids = until(three, LIMIT_S)
     for sign in (signal.SIGSTOP, signal.SIGCONT):
         for each in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(each, sign)
         time.sleep(seconds)
         seconds = 0.0
-    os._exit(0 if pids else 1)
+    os._exit(0)
 
 
 def own_threads(rank: int, size: int) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable
 
@@ -11,6 +10,7 @@ import torch
 
 import guozhuang.compat.horovod.torch as hvd
 from tests.processes.horovod_cases import GLOO, PLAIN, USUAL, as_tests, of_all, of_rank
+from tests.waiting import until
 
 
 def case_who_am_i(rank: int, size: int) -> None:
@@ -74,10 +74,7 @@ def case_in_place(rank: int, size: int) -> None:
 def case_handles(rank: int, size: int) -> None:
     handle = hvd.allreduce_async(of_rank(rank, 8), op=hvd.Sum)
     assert isinstance(handle, int)
-    deadline = time.monotonic() + 20
-    while not hvd.poll(handle):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    until(lambda: hvd.poll(handle), 20)
     torch.testing.assert_close(hvd.synchronize(handle), torch.stack(of_all(size, 8)).sum(0))
     assert hvd.synchronize(handle) is None  # known no more
     assert hvd.synchronize(123456789) is None

@@ -264,11 +264,12 @@ def case_sparse_tensors_that_differ(rank: int, size: int) -> None:
 
 
 def case_barriers(rank: int, size: int) -> None:
-    began = time.monotonic()
     if rank == size - 1:
         time.sleep(0.3)
+    came = time.monotonic()  # the ranks of a machine have the same clock
     assert hvd.barrier() is None
-    assert time.monotonic() - began >= 0.25
+    left = time.monotonic()
+    assert max(hvd.allgather_object(came)) <= left
 
 
 def case_joins(rank: int, size: int) -> None:
@@ -279,15 +280,12 @@ def case_joins(rank: int, size: int) -> None:
         torch.testing.assert_close(found, torch.tensor([sum(each + 1.0 for each in present) / size]))
         found = hvd.allreduce(torch.tensor([rank + 1]), name=f"sum.{step}", op=hvd.Sum)
         assert found.item() == sum(each + 1 for each in present)
-    if rank == size - 1:
-        time.sleep(0.2)
     assert hvd.join() == size - 1
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size  # unnamed ones begin again together
 
 
 def case_other_collectives_after_join(rank: int, size: int) -> None:
     if rank > 0:
-        time.sleep(0.3)  # rank 0 has joined
         with pytest.raises(hvd.HorovodInternalError, match="not supported with Join at this time"):
             hvd.allgather(torch.ones(2), name="gather")
         assert hvd.allreduce(torch.ones(1), name="still", op=hvd.Sum).item() == size - 1

@@ -7,7 +7,6 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -24,15 +23,9 @@ from guozhuang.launch.console.streams import NamedPipe
 from guozhuang.launch.crew import state_of
 from guozhuang.launch.hosts import ssh
 from guozhuang.watch.processes import node_identity
+from tests.waiting import until
 
 NOWHERE = ("127.0.0.1", 1)
-
-
-def until(what: Callable[[], object], limit_s: float = 20.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("environ", [{f"VARIABLE{n}": "x" * 100_000 for n in range(100)}, {"ZERO": "a\0b"}])

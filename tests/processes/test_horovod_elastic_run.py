@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +19,7 @@ import torch
 
 from guozhuang.compat.horovod.runner.elastic.settings import ElasticSettings
 from tests.forking import fork_server
+from tests.waiting import remaining, until
 
 pytestmark = [pytest.mark.waits, pytest.mark.timeout(150)]
 _ROOT = str(Path(__file__).resolve().parents[2])
@@ -115,6 +115,10 @@ class Driver:
     def printed(self) -> str:
         return self._printed.read_text(errors="replace") if self._printed.exists() else ""
 
+    def until(self, what: Callable[[], object]) -> None:
+        """Wait until the answer is true; fail with what was printed if the driver ends before that."""
+        until(what, goes_on=self.process.is_alive, told=lambda: self.printed)
+
     def wait(self, timeout_s: float = 60.0) -> int:
         self.process.join(timeout_s)
         assert not self.process.is_alive(), f"it runs after {timeout_s:g} s; it printed:\n{self.printed}"
@@ -131,9 +135,7 @@ def driver(folder: Path, wanted: ElasticSettings, file: str = "printed") -> Iter
         if running.process.is_alive():
             running.process.kill()
         running.process.join(10)
-        deadline = time.monotonic() + 10
-        while (left := of_folder(folder)) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        left = remaining(lambda: of_folder(folder), 10)
         assert not left, (left, running.printed)
 
 
@@ -142,14 +144,6 @@ def of_folder(folder: Path) -> list[str]:
     return [
         str(each) for each in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(each.info["cmdline"] or [])
     ]
-
-
-def until(running: Driver, what: Callable[[], Any], timeout_s: float = 60.0) -> Any:
-    deadline = time.monotonic() + timeout_s
-    while not (found := what()):
-        assert running.process.is_alive() and time.monotonic() < deadline, running.printed
-        time.sleep(0.02)
-    return found
 
 
 def allow(folder: Path, steps: int) -> None:
@@ -188,20 +182,20 @@ def test_one_never_enters_one_comes_one_is_killed_one_is_removed(tmp_path: Path,
     wanted = replace(wanted, env={**wanted.env, "GUOZHUANG_BACKEND": backend})
     allow(tmp_path, 7)  # one after a commit
     with driver(tmp_path, wanted) as running:
-        until(running, lambda: now(tmp_path, 1)[1:3] == [2, 7])
+        running.until(lambda: now(tmp_path, 1)[1:3] == [2, 7])
         assert "the world of round 1 was not entered" in running.printed and "round 2 begins" in running.printed
         (tmp_path / "hosts").write_text("127.0.0.1:1\n127.0.0.2:1\n127.0.0.3:1\n")
-        until(running, lambda: "round 3 begins" in running.printed)
+        running.until(lambda: "round 3 begins" in running.printed)
         allow(tmp_path, 14)
-        until(running, lambda: now(tmp_path, 2)[1:3] == [3, 14])
+        running.until(lambda: now(tmp_path, 2)[1:3] == [3, 14])
         pid, _, _, host = now(tmp_path, 1)
         assert host == "127.0.0.2"
         os.kill(pid, signal.SIGKILL)
-        until(running, lambda: now(tmp_path, 1)[1] == 2 and now(tmp_path, 1)[3] == "127.0.0.3")
+        running.until(lambda: now(tmp_path, 1)[1] == 2 and now(tmp_path, 1)[3] == "127.0.0.3")
         allow(tmp_path, 20)
-        until(running, lambda: now(tmp_path, 1)[1:3] == [2, 20])
+        running.until(lambda: now(tmp_path, 1)[1:3] == [2, 20])
         (tmp_path / "hosts").write_text("127.0.0.2:1\n127.0.0.3:1\n")  # without that of rank 0
-        until(running, lambda: now(tmp_path, 0)[3] == "127.0.0.3")
+        running.until(lambda: now(tmp_path, 0)[3] == "127.0.0.3")
         allow(tmp_path, 10**6)
         assert running.wait() == 0, running.printed
         printed = running.printed
@@ -252,9 +246,9 @@ def test_a_failure_takes_its_host_along_and_the_limit_of_resets_ends_the_job(tmp
     wanted = settings(tmp_path, hosts, *light(tmp_path), num_proc=3, min_np=1, reset_limit=0, prefix_timestamp=True)
     with driver(tmp_path, wanted) as running:
         # Both hosts have the local rank 0, one has the local rank 1.
-        until(running, lambda: all(line in running.printed for line in ("1 0 3 2", "1 1 3 1", "1 2 3 2")))
+        running.until(lambda: all(line in running.printed for line in ("1 0 3 2", "1 1 3 1", "1 2 3 2")))
         (tmp_path / "end0").touch()
-        until(running, lambda: "ending rank 1 (host 127.0.0.1" in running.printed)
+        running.until(lambda: "ending rank 1 (host 127.0.0.1" in running.printed)
         (tmp_path / "round1.over").touch()
         assert running.wait() == 1, running.printed
         printed = running.printed
@@ -275,11 +269,11 @@ def test_too_few_slots_end_the_job(tmp_path: Path) -> None:
 def test_a_worker_whose_slot_goes_is_told_so_and_no_failure(tmp_path: Path) -> None:
     wanted = settings(tmp_path, "127.0.0.1:2\n", *light(tmp_path), min_np=1)
     with driver(tmp_path, wanted) as running:
-        until(running, lambda: "[0] 1 0 2 1" in running.printed and "[1] 1 1 2 1" in running.printed)
+        running.until(lambda: "[0] 1 0 2 1" in running.printed and "[1] 1 1 2 1" in running.printed)
         (tmp_path / "hosts").write_text("127.0.0.1:1\n")
-        until(running, lambda: "hosts are now: 127.0.0.1:1" in running.printed)
+        running.until(lambda: "hosts are now: 127.0.0.1:1" in running.printed)
         (tmp_path / "round1.over").touch()
-        until(running, lambda: "[0] 2 0 1 1" in running.printed and "has left with exit code 1" in running.printed)
+        running.until(lambda: "[0] 2 0 1 1" in running.printed and "has left with exit code 1" in running.printed)
         running.process.terminate()
         assert running.wait() == 128 + signal.SIGTERM
         printed = running.printed
@@ -311,18 +305,15 @@ def test_scripts_that_fail_at_once(tmp_path: Path) -> None:
 def test_a_discovery_script_that_fails_and_a_driver_that_is_killed(tmp_path: Path) -> None:
     command = ("/bin/sh", "-c", f"echo {tmp_path}; sleep 600")
     with driver(tmp_path, settings(tmp_path, "127.0.0.1:1\n127.0.0.2:1\n", *command)) as running:
-        until(running, lambda: running.printed.count(f"{tmp_path}\n") == 2)
+        running.until(lambda: running.printed.count(f"{tmp_path}\n") == 2)
         (tmp_path / "hosts").rename(tmp_path / "away")
-        until(running, lambda: "ended with exit code 1, saying: cat: " in running.printed)
+        running.until(lambda: "ended with exit code 1, saying: cat: " in running.printed)
         assert "The hosts that were found before stay" in running.printed
         (tmp_path / "away").rename(tmp_path / "hosts")
-        until(running, lambda: "the discovery script works again" in running.printed)
+        running.until(lambda: "the discovery script works again" in running.printed)
         running.process.kill()
         running.process.join(10)
-        deadline = time.monotonic() + 10
-        while (left := of_folder(tmp_path)) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not left
+        assert not remaining(lambda: of_folder(tmp_path), 10)
 
 
 def _drive(wanted: ElasticSettings, path: str) -> None:

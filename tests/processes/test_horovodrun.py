@@ -173,10 +173,7 @@ def test_copies_hold_every_attempt_of_a_run(tmp_path: Path) -> None:
 def test_a_signal_ends_all_of_it(tmp_path: Path) -> None:
     script = write(tmp_path, "import os, time\nprint('here', os.environ['RANK'], flush=True)\ntime.sleep(60)\n")
     with Launched("-np", 2, "python", script, folder=tmp_path, program=HOROVODRUN) as launched:
-        deadline = time.monotonic() + 60
-        while launched.printed.count("here") < 2:
-            assert launched.is_running and time.monotonic() < deadline, launched.printed
-            time.sleep(0.02)
+        launched.until(lambda: launched.printed.count("here") == 2)
         launched.send(signal.SIGTERM)
         done = launched.wait()
         assert done.returncode == 128 + signal.SIGTERM and not launched.left(), done.stderr

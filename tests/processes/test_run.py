@@ -20,6 +20,7 @@ import pytest
 from guozhuang.launch import crew
 from guozhuang.world.machine import usable_cores
 from tests import launching
+from tests.waiting import until
 
 pytestmark = pytest.mark.waits
 
@@ -56,7 +57,7 @@ for what in sys.argv[1:]:
             out.write("no JSON")
     if what == "hangup":
         os.kill(os.getppid(), signal.SIGHUP)
-        time.sleep(1)
+        time.sleep(60)
     if what == "print":
         print("hello of rank", rank)
     if what == "endless":
@@ -221,10 +222,7 @@ def test_output_that_nobody_reads_does_not_hold_up_a_signal(script: Path, tmp_pa
         stderr=stderr,
     )
     try:
-        deadline = time.monotonic() + 60
-        while len(list((tmp_path / "out").iterdir())) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: len(list((tmp_path / "out").iterdir())) == 2)
         time.sleep(1)  # by now the pipe is full
         launcher.terminate()
         assert launcher.wait(30) == 128 + signal.SIGTERM
@@ -374,10 +372,7 @@ def test_stopping_the_launcher_stops_the_ranks(script: Path, tmp_path: Path) -> 
         text=True,
     )
     try:
-        deadline = time.monotonic() + 60
-        while len(list((tmp_path / "out").iterdir())) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: len(list((tmp_path / "out").iterdir())) == 2)
         ranks = [each for each in psutil.Process(launcher.pid).children() if str(script) in each.cmdline()]
         assert len(ranks) == 2
         launcher.terminate()

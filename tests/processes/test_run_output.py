@@ -203,9 +203,11 @@ def test_the_report_with_log_files_tells_when_and_what(tmp_path: Path) -> None:
         (tmp_path / "logs" / f"rank{rank}.log").write_text(old)
     script = write(
         tmp_path,
-        "import atexit\natexit.register(lambda: time.sleep(0.8 * rank))\nprint('step 7')\n"
-        "time.sleep(0.4 * (1 - rank))\n"
-        "if rank: raise ValueError('boom\\n\\nmore of it')\n"
+        "from pathlib import Path\nmark = Path(os.environ['OUT'], 'raised')\nprint('step 7')\n"
+        "if rank:\n"
+        "    import atexit; atexit.register(lambda: (mark.touch(), time.sleep(0.8)))\n"
+        "    raise ValueError('boom\\n\\nmore of it')\n"
+        "while not mark.exists(): time.sleep(0.01)\n"
         "sys.exit(5)\n",
     )
     done = guozhuang("run", "-np", "2", "--log-dir", "logs", script, folder=tmp_path)

@@ -72,10 +72,7 @@ def test_an_error_of_a_rank_ends_the_others_where_they_serve(tmp_path: Path) -> 
 def running(tmp_path: Path) -> Iterator[Launched]:
     script = write(tmp_path, SCRIPT)
     with Launched("run", "-np", 2, "--servers", 2, script, 2, 100_000, folder=tmp_path) as launched:
-        deadline = time.monotonic() + START_S
-        while launched.printed.count("under way") < 2:
-            assert time.monotonic() < deadline and launched.is_running, launched.printed
-            time.sleep(0.05)
+        launched.until(lambda: launched.printed.count("under way") == 2)
         yield launched
 
 
@@ -146,10 +143,8 @@ def test_each_of_two_nodes_starts_its_own_servers(tmp_path: Path, secret: str) -
 def test_a_server_that_is_killed_ends_both_nodes(tmp_path: Path) -> None:
     script = write(tmp_path, SCRIPT)
     with two_nodes(tmp_path, [("-np", 1, "--servers", 1)] * 2, script, 2, 100_000) as nodes:
-        deadline = time.monotonic() + START_S
-        while not all("under way" in node.printed for node in nodes):
-            assert time.monotonic() < deadline and all(node.is_running for node in nodes), [n.printed for n in nodes]
-            time.sleep(0.05)
+        for node in nodes:
+            node.until(lambda node=node: "under way" in node.printed)
         victim = process_of(nodes[1], "--number 1")
         victim.kill()
         done = [node.wait(30) for node in nodes]

@@ -18,6 +18,7 @@ from guozhuang.launch.hosts import ssh
 from guozhuang.launch.hosts.frames import NodeRefused
 from guozhuang.launch.hosts.link import Link
 from guozhuang.launch.hosts.supervisor import AgentStarted, EndAgent, HostLacks, PauseHost, SupervisorConfig
+from tests.waiting import remaining
 
 pytestmark = [
     pytest.mark.waits,
@@ -91,12 +92,10 @@ def family(host: Host) -> list[psutil.Process]:
 
 
 def gone(processes: Sequence[psutil.Process], limit_s: float) -> bool:
-    deadline = time.monotonic() + limit_s
-    while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
+    def alive() -> list[psutil.Process]:
+        return [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+
+    return not remaining(alive, limit_s)
 
 
 def test_streams_stay_apart_and_the_exit_code_is_told(begin: Any, tmp_path: Path) -> None:
@@ -168,10 +167,10 @@ def test_a_launcher_that_is_silent_is_taken_for_gone(begin: Any) -> None:
 
 
 def test_a_launcher_that_has_said_so_may_be_silent(begin: Any) -> None:
-    host = begin(FAMILY, lost_after_s=1.0)
+    host = begin(FAMILY, lost_after_s=2.0)
     processes = family(host)
     host.link.say(PauseHost(True))
-    time.sleep(2.0)
+    time.sleep(3.0)
     assert not gone(processes, 0)
     host.link.say(PauseHost(False))
     time.sleep(0.5)

@@ -23,6 +23,7 @@ from guozhuang.net.meet import roll_call
 from guozhuang.net.store import serve
 from guozhuang.world import session
 from guozhuang.world.discovery import discover
+from tests.waiting import until
 
 
 def test_the_variables_of_a_worker() -> None:
@@ -111,11 +112,9 @@ class Meeting:
 
         thread = threading.Thread(target=join)
         thread.start()
-        deadline = time.monotonic() + 10
-        while not (arrived := self.board.arrivals([4, 5])) and time.monotonic() < deadline:
-            time.sleep(0.005)
+        arrived = until(lambda: self.board.arrivals([4, 5]))
         do()
-        thread.join(10)
+        thread.join(60)
         return found[0], arrived
 
 
@@ -296,9 +295,7 @@ def test_one_that_cannot_be_broken_does_not_keep_the_others() -> None:
         for abort in (raises, lambda: called.append("second"), lambda: None):
             lost.breaks(1, abort)
         board.words = {1: "gone"}
-        deadline = time.monotonic() + 10
-        while not called and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(lambda: called)
         assert called == ["second"]
     finally:
         lost.close()

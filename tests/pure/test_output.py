@@ -18,6 +18,7 @@ from guozhuang.launch.console.output import Output
 from guozhuang.launch.console.screen import Lines, Screen
 from guozhuang.launch.console.streams import NamedPipe, OwnTerminal, Stream, Trace
 from guozhuang.launch.console.target import Target
+from tests.waiting import until
 
 
 class Reader:
@@ -197,11 +198,6 @@ def test_a_process_whose_rank_changes(tmp_path: Path, capfd: pytest.CaptureFixtu
 
     def is_shown(number: int, line: str) -> bool:
         return any(line == text for _, text in out.traces[number].lines)
-
-    def until(what: Callable[[], object]) -> None:
-        deadline = time.monotonic() + 10
-        while not what() and time.monotonic() < deadline:
-            time.sleep(0.005)
 
     for number in range(2):
         (tmp_path / str(number)).mkdir()

@@ -17,6 +17,7 @@ from guozhuang.launch.rendezvous.fixed import Attempt, FixedRendezvous, NodeShar
 from guozhuang.launch.rendezvous.signs import OtherNodeError, Others
 from guozhuang.net.client import PatientStore, look_s
 from tests.ranks import free_port
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -57,10 +58,7 @@ def test_any_node_that_starts_its_ranks_anew_calls_the_others(
     first = pool.submit(nodes[node].meet, NodeShare(1))
     others = [each for each in nodes if each is not nodes[node]]
     for each in others:
-        deadline = time.monotonic() + 5
-        while not each.must_restart():
-            assert time.monotonic() < deadline, "it was not called"
-            time.sleep(0.01)
+        until(each.must_restart)
     all_meet(pool, others)
     first.result(10)
     time.sleep(0.05)

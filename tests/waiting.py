@@ -1,0 +1,40 @@
+"""Waiting for something to happen, with a limit: what a test does in place of a sleep of guessed length.
+
+until(path.exists)
+until(lambda: launched.printed.count("ready") == 2, told=lambda: launched.printed)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+Answer = TypeVar("Answer")
+
+
+def until(
+    what: Callable[[], Answer],
+    limit_s: float = 60.0,
+    *,
+    goes_on: Callable[[], object] = lambda: True,
+    told: Callable[[], object] = lambda: "",
+) -> Answer:
+    """Ask ``what`` again and again until its answer is true, and return the answer.
+
+    Fails after ``limit_s`` seconds, or as soon as ``goes_on`` is false (a process that ended, say), with what ``told`` returns.
+    """
+    deadline = time.monotonic() + limit_s
+    while not (answer := what()):
+        assert goes_on(), f"it ended before that: {told()}"
+        assert time.monotonic() < deadline, f"it did not come within {limit_s:g} s: {told()}"
+        time.sleep(0.01)
+    return answer
+
+
+def remaining(find: Callable[[], list[Answer]], limit_s: float) -> list[Answer]:
+    """Ask again and again until nothing is found; return what is still found after so many seconds."""
+    deadline = time.monotonic() + limit_s
+    while (found := find()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found
