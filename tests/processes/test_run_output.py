@@ -208,6 +208,7 @@ def test_the_report_with_log_files_tells_when_and_what(tmp_path: Path) -> None:
         "    import atexit; atexit.register(lambda: (mark.touch(), time.sleep(0.8)))\n"
         "    raise ValueError('boom\\n\\nmore of it')\n"
         "while not mark.exists(): time.sleep(0.01)\n"
+        "time.sleep(0.4)\n"
         "sys.exit(5)\n",
     )
     done = guozhuang("run", "-np", "2", "--log-dir", "logs", script, folder=tmp_path)
