@@ -31,22 +31,19 @@ from tests.waiting import Answer, remaining, until
 
 MARK = "GUOZHUANG_TEST_RUN"
 HOROVODRUN = "guozhuang.compat.horovod.runner.launch:run_commandline"
-# What a launcher or the ranks of another test would be told by.
+# Prefixes of variables by which a launcher, a scheduler, an outer run or a terminal would tell something to what a test starts.
 _TOLD = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_",
-    "MASTER_",
-    "OMP_",
-    "PET_",
-    "TORCHELASTIC",
-    "GUOZHUANG",
-    "HOROVOD",
-    "SLURM",
-    "OMPI_",
-    "PMI",
+    *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "OMP_", "PET_", "TORCHELASTIC", "GUOZHUANG", "HOROVOD"),
+    *("SLURM", "OMPI_", "PMI", "GLOO_", "NCCL_", "PWD", "COLUMNS", "LINES"),
 )
-_ROOT = str(Path(__file__).resolve().parents[1])
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """The variables of this process, but for what it was told as a rank or by a terminal; this tree is on the path."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_TOLD)}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return kept | {"PYTHONPATH": path} | more
 
 
 class Launched:
@@ -64,9 +61,7 @@ class Launched:
         (folder / "tmp").mkdir(exist_ok=True)
         self._printed = tempfile.TemporaryDirectory(prefix="launched-")
         self._outputs = [Path(self._printed.name) / name for name in ("out", "err")]
-        path = os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
-        environ = {name: value for name, value in os.environ.items() if not name.startswith(_TOLD)}
-        environ |= {"TMPDIR": str(folder / "tmp"), "PYTHONPATH": path, MARK: self.mark} | more
+        environ = environment(TMPDIR=str(folder / "tmp"), **{MARK: self.mark} | more)
         context = fork_server()
         words = list(map(str, arguments))
         outputs = list(map(str, self._outputs))

@@ -23,6 +23,7 @@ from pathlib import Path
 import psutil
 
 from tests.hosts.network import Hosts
+from tests.launching import environment
 from tests.waiting import remaining, until
 
 SERVER = shutil.which("sshd") or "/usr/sbin/sshd"
@@ -147,3 +148,13 @@ def stop(process: subprocess.Popen[str]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
+
+
+def with_ssh(folder: Path, sshd: Sshd, **more: str) -> dict[str, str]:
+    """An environment whose ssh knows the test's hosts: horovodrun has no option for a configuration file."""
+    (folder / "bin").mkdir()
+    client = folder / "bin" / "ssh"
+    client.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {sshd.config} "$@"\n')
+    client.chmod(0o755)
+    found = environment()
+    return found | {"PATH": f"{folder / 'bin'}{os.pathsep}{found['PATH']}", "OMP_NUM_THREADS": "1"} | more

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import pytest
 from tests.hosts import slurm, sshd
 from tests.hosts.network import Hosts, missing, run_everywhere
 from tests.hosts.sshd import Sshd
+from tests.launching import environment
 
 pytestmark = [
     pytest.mark.waits,
@@ -24,15 +24,8 @@ pytestmark = [
 
 needs_ssh = pytest.mark.skipif(bool(sshd.missing()), reason=sshd.missing() or "it can")
 
-ROOT = Path(__file__).resolve().parents[2]
 MAIN = "import sys; from guozhuang.check import main; sys.exit(main(sys.argv[1:]))"
 CHECK = [sys.executable, "-c", MAIN, "--json", "--timeout"]
-
-
-def environment(**more: str) -> dict[str, str]:
-    told = ("GLOO_", "NCCL_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "GUOZHUANG", "TORCHELASTIC")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(told)}
-    return kept | {"PYTHONPATH": str(ROOT)} | more
 
 
 def document_in(printed: str) -> dict[str, Any]:

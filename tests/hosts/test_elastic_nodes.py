@@ -19,11 +19,11 @@ import psutil
 import pytest
 
 from tests.hosts.network import Hosts, missing
+from tests.launching import environment
 from tests.waiting import until
 
 pytestmark = [pytest.mark.waits, pytest.mark.needs_root, pytest.mark.skipif(bool(missing()), reason=missing())]
 
-ROOT = Path(__file__).resolve().parents[2]
 
 # Meets the others with nothing but torch, by a store; says who is there; then waits to be ended, or for a file.
 SCRIPT = """
@@ -92,12 +92,7 @@ def start(hosts: Hosts, tmp_path: Path) -> Iterator[Start]:
     agents: list[Agent] = []
 
     def begin(host: int, options: str, *arguments: str, **more: str) -> Agent:
-        env = {
-            "PATH": os.environ["PATH"],
-            "OUT": str(tmp_path),
-            "TMPDIR": str(tmp_path / "tmp"),
-            "PYTHONPATH": str(ROOT),
-        }
+        env = environment(OUT=str(tmp_path), TMPDIR=str(tmp_path / "tmp"))
         command = [sys.executable, "-m", "guozhuang", "run", *options.split(), str(tmp_path / "train.py"), *arguments]
         agents.append(Agent(hosts.start(host, command, env | more)))
         return agents[-1]

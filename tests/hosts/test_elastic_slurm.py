@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.hosts import slurm
 from tests.hosts.slurm import Cluster
+from tests.launching import ROOT
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.skipif(bool(slurm.missing()), reason=slurm.missing() or "it can")]
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import os, torch, torch.distributed as dist
 dist.init_process_group("gloo")

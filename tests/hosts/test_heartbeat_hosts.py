@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from pathlib import Path
@@ -11,17 +10,15 @@ import pytest
 
 from guozhuang.watch.report import EXIT_CODE
 from tests.hosts.network import Hosts, missing
+from tests.launching import environment
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.skipif(bool(missing()), reason=missing() or "it can")]
 
-ROOT = Path(__file__).resolve().parents[2]
 HANG_S = 6.0
 
 
 @pytest.mark.slow
 def test_a_cut_cable_is_named_on_both_sides_and_ends_both(tmp_path: Path) -> None:
-    told = ("GLOO_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "GUOZHUANG", "TORCHELASTIC")
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(told)} | {"PYTHONPATH": str(ROOT)}
     code = f"from tests.processes.heartbeat_rank import main; main('train', -1, {HANG_S})"
     with Hosts(2) as hosts:
         processes = []
@@ -30,7 +27,7 @@ def test_a_cut_cable_is_named_on_both_sides_and_ends_both(tmp_path: Path) -> Non
                 "RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": hosts.address(0), "MASTER_PORT": "29500",
                 "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0",
             }  # fmt: skip
-            processes.append(hosts.start(rank // 2, [sys.executable, "-c", code], environ | own))
+            processes.append(hosts.start(rank // 2, [sys.executable, "-c", code], environment(**own)))
         for process in processes:
             assert process.stdout is not None
             while not (line := process.stdout.readline()).startswith("PID"):

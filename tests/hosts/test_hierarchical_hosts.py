@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.hosts.network import Hosts, missing, run_everywhere
 from tests.hosts.worker import BUCKET_BYTES
+from tests.launching import environment
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.skipif(bool(missing()), reason=missing() or "it can")]
 
-ROOT = Path(__file__).resolve().parents[2]
 WORKER = [sys.executable, "-m", "tests.hosts.worker"]
 slow = pytest.mark.slow
 LAYOUTS = (pytest.param([2, 2], marks=slow), pytest.param([3, 1], marks=slow), pytest.param([1, 2], marks=slow))
-
-
-def environment() -> dict[str, str]:
-    told = ("GLOO_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "GUOZHUANG", "TORCHELASTIC")
-    return {k: v for k, v in os.environ.items() if not k.startswith(told)} | {"PYTHONPATH": str(ROOT)}
 
 
 def found(printed: str) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,8 +12,7 @@ import pytest
 
 from tests.hosts import network
 from tests.hosts.network import Hosts
-from tests.hosts.sshd import Sshd, missing, none_left
-from tests.hosts.test_ssh import environment
+from tests.hosts.sshd import Sshd, missing, none_left, with_ssh
 from tests.waiting import until
 
 pytestmark = [
@@ -61,16 +59,6 @@ def train(state):
 
 train(state)
 """
-
-
-def with_ssh(folder: Path, sshd: Sshd, **more: str) -> dict[str, str]:
-    """An environment whose ssh knows the test's hosts: horovodrun has no option for a configuration file."""
-    (folder / "bin").mkdir()
-    client = folder / "bin" / "ssh"
-    client.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {sshd.config} "$@"\n')
-    client.chmod(0o755)
-    found = environment()
-    return found | {"PATH": f"{folder / 'bin'}{os.pathsep}{found['PATH']}", "OMP_NUM_THREADS": "1"} | more
 
 
 def command(folder: Path, *options: str, script: str) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +13,8 @@ import pytest
 from guozhuang.compat.horovod.common import extension
 from tests.hosts import network
 from tests.hosts.network import Hosts
-from tests.hosts.sshd import Sshd, missing, none_left
-from tests.hosts.test_ssh import environment
+from tests.hosts.sshd import Sshd, missing, none_left, with_ssh
+from tests.launching import environment
 
 _LACKS = network.missing() or missing()
 pytestmark = [
@@ -55,15 +54,10 @@ if __name__ == "__main__":
 def two(tmp_path: Path) -> Iterator[tuple[Hosts, dict[str, str], Path]]:
     """Two hosts, an environment whose ssh knows their names (horovodrun has no option for that), and a folder."""
     folder = tmp_path / "work"
-    (folder / "bin").mkdir(parents=True)
+    folder.mkdir()
     with Hosts(2) as hosts, Sshd(tmp_path, hosts, 2) as sshd:
-        client = folder / "bin" / "ssh"
-        client.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {sshd.config} "$@"\n')
-        client.chmod(0o755)
-        found = environment()
-        path = f"{found['PYTHONPATH']}{os.pathsep}{extension.ON_PATH}"
-        more = {"PATH": f"{folder / 'bin'}{os.pathsep}{found['PATH']}", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-        yield hosts, found | more | {"DATA_FOLDER": "/data"}, folder
+        path = os.pathsep.join([environment()["PYTHONPATH"], extension.ON_PATH])
+        yield hosts, with_ssh(folder, sshd, PYTHONPATH=path, DATA_FOLDER="/data"), folder
 
 
 def test_two_hosts_train_and_the_first_failure_is_named(two: tuple[Hosts, dict[str, str], Path]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -16,8 +15,8 @@ from tests.hosts.member import members
 from tests.hosts.names import names
 from tests.hosts.network import Hosts
 from tests.hosts.slurm import finish
+from tests.launching import environment
 
-ROOT = Path(__file__).resolve().parents[2]
 MEMBER = [sys.executable, "-m", "tests.hosts.member"]
 
 
@@ -48,23 +47,9 @@ launchers = pytest.mark.parametrize(
 on_hosts = (pytest.mark.needs_root, pytest.mark.skipif(bool(network.missing()), reason=network.missing() or "it can"))
 
 
-def environment(home: Path) -> dict[str, str]:
-    told = (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_",
-        "GROUP_",
-        "MASTER_",
-        "GUOZHUANG",
-        "TORCHELASTIC",
-        "GLOO",
-        "SLURM",
-        "OMPI",
-        "PMI",
-    )
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(told)}
-    kept |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(home)}
-    return kept | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+def of_home(home: Path) -> dict[str, str]:
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return environment(OMP_NUM_THREADS="1", HOME=str(home), **as_root)
 
 
 def here(launcher: str, num: int) -> list[str]:
@@ -76,7 +61,7 @@ def here(launcher: str, num: int) -> list[str]:
 @launchers
 def test_two_ranks_on_this_machine(launcher: str, tmp_path: Path) -> None:
     run = subprocess.Popen(
-        [*here(launcher, 2), *MEMBER], env=environment(tmp_path), cwd=tmp_path, text=True, start_new_session=True,
+        [*here(launcher, 2), *MEMBER], env=of_home(tmp_path), cwd=tmp_path, text=True, start_new_session=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     done = finish(run, 90)
@@ -166,7 +151,7 @@ def test_over_two_hosts(launcher: str, rank_0: str, hosts: Hosts, tmp_path: Path
     for home in homes:
         home.mkdir(exist_ok=True)
     command = over(launcher, hosts, order, agent(hosts, tmp_path, homes))
-    done = finish(hosts.start(0, command, environment(homes[0]), cwd=homes[0]), 110)
+    done = finish(hosts.start(0, command, of_home(homes[0]), cwd=homes[0]), 110)
     assert done.returncode == 0, done.stdout
     found = members(done.stdout)
     assert [

@@ -18,7 +18,8 @@ import pytest
 from tests.hosts import network
 from tests.hosts.network import Hosts
 from tests.hosts.sshd import Sshd, missing, none_left, processes_with
-from tests.hosts.test_ssh import environment, ours
+from tests.hosts.test_ssh import ours
+from tests.launching import environment
 from tests.waiting import until
 
 _LACKS = network.missing() or missing()

@@ -5,35 +5,26 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from tests.hosts import slurm
 from tests.hosts.member import members
 from tests.hosts.slurm import Cluster, finish
+from tests.launching import environment
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.skipif(bool(slurm.missing()), reason=slurm.missing() or "it can")]
 
-ROOT = Path(__file__).resolve().parents[2]
 MEMBER = f"{sys.executable} -m tests.hosts.member"
-ENV = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GUOZHUANG_SECRET": ""}
+ENV = environment(OMP_NUM_THREADS="1", GUOZHUANG_SECRET="")
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    told = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "GUOZHUANG", "TORCHELASTIC", "GLOO")
-    kept = dict(os.environ)
-    try:
-        for name in [name for name in os.environ if name.startswith(told)]:
-            del os.environ[name]
-        os.environ.update(ENV)
-        with Cluster(nodes=2, cpus=4) as found:
-            yield found
-    finally:
-        os.environ.clear()
-        os.environ.update(kept)
+    with mock.patch.dict(os.environ, ENV, clear=True), Cluster(nodes=2, cpus=4) as found:
+        yield found
 
 
 def sums(found: list[dict[str, Any]]) -> list[float]:

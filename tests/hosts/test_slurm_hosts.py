@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -13,13 +12,12 @@ from tests.hosts import network, slurm
 from tests.hosts.member import members
 from tests.hosts.network import Hosts
 from tests.hosts.slurm import Cluster
+from tests.launching import ROOT, environment
 
 WHY_NOT = slurm.missing() or network.missing()
 pytestmark = [pytest.mark.needs_root, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "it can")]
 
-ROOT = Path(__file__).resolve().parents[2]
 MEMBER = [sys.executable, "-m", "tests.hosts.member"]
-TOLD = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "GUOZHUANG", "TORCHELASTIC", "GLOO", "NCCL")
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +36,7 @@ def cluster(hosts: Hosts) -> Iterator[Cluster]:
 @pytest.mark.slow
 def test_ranks_meet_at_a_door_on_the_network(on: int, cluster: Cluster, hosts: Hosts) -> None:
     """Node names lead to 127.0.1.1 on their own node, as Debian has it; rank 0 listens where the others come from."""
-    unset = [word for name in os.environ if name.startswith(TOLD) for word in ("-u", name)]
+    unset = [word for name in os.environ.keys() - environment().keys() for word in ("-u", name)]
     env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = cluster.run(["env", *unset, "srun", "-N2", "-n3", *MEMBER], env, on=on)
     assert done.returncode == 0, f"{done.stdout}\n{cluster.logs()}"
@@ -62,7 +60,7 @@ def test_ranks_meet_at_a_door_on_the_network(on: int, cluster: Cluster, hosts: H
 @pytest.mark.slow
 def test_rank_0_on_another_node_than_the_first(cluster: Cluster, hosts: Hosts) -> None:
     """A host file decides; srun runs on the first node, so that neither of the usual guesses is right."""
-    unset = [word for name in os.environ if name.startswith(TOLD) for word in ("-u", name)]
+    unset = [word for name in os.environ.keys() - environment().keys() for word in ("-u", name)]
     (cluster.folder / "hostfile").write_text("h1\nh0\n")
     env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SLURM_HOSTFILE": str(cluster.folder / "hostfile")}
     done = cluster.run(["env", *unset, "srun", "-N2", "-n2", "--distribution=arbitrary", *MEMBER], env)

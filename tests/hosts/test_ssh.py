@@ -25,6 +25,7 @@ from guozhuang import cli
 from guozhuang.launch.hosts import ssh
 from tests.hosts.sshd import Sshd, missing, none_left, processes_with
 from tests.hosts.warm import Launcher, Warm
+from tests.launching import ROOT, environment
 from tests.waiting import until
 
 pytestmark = [
@@ -34,7 +35,6 @@ pytestmark = [
 ]
 slow = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 100.0
 
 # Meets the others by the means of stock PyTorch, and says what it was given.
@@ -147,24 +147,6 @@ def folder(tmp_path: Path) -> Path:
     (found / "train.py").write_text(TRAIN)
     (found / "light.py").write_text(LIGHT)
     return found
-
-
-def environment(**more: str) -> dict[str, str]:
-    told = (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_",
-        "MASTER_",
-        "OMP_",
-        "PET_",
-        "TORCHELASTIC",
-        "GUOZHUANG",
-        "GLOO_",
-        "NCCL_",
-        "PWD",
-    )
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(told)}
-    return kept | {"PYTHONPATH": str(ROOT)} | more
 
 
 def command(sshd: Sshd, *arguments: str) -> list[str]:

@@ -18,7 +18,8 @@ import pytest
 from tests.hosts import network
 from tests.hosts.network import Hosts
 from tests.hosts.sshd import Sshd, missing, none_left
-from tests.hosts.test_ssh import LIGHT, TRAIN, environment, ours, told
+from tests.hosts.test_ssh import LIGHT, TRAIN, ours, told
+from tests.launching import environment
 from tests.waiting import until
 
 _LACKS = network.missing() or missing()

@@ -8,8 +8,6 @@ import multiprocessing
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 import traceback
@@ -25,6 +23,7 @@ import torch.distributed as dist
 import guozhuang as gz
 from guozhuang.watch.report import EXIT_CODE
 from tests.forking import fork_server
+from tests.launching import guozhuang
 from tests.processes import heartbeat_rank
 from tests.ranks import free_port, run_ranks
 from tests.waiting import until
@@ -33,7 +32,6 @@ pytestmark = pytest.mark.waits
 
 LIMIT_S = 40.0  # for a busy machine; the limits that are stated are checked by their own measure
 HANG_S = 2.0
-ROOT = Path(__file__).resolve().parents[2]
 slow = pytest.mark.slow
 
 
@@ -338,10 +336,7 @@ for step in range(10**9):
 @pytest.mark.slow
 def test_the_option_of_guozhuang_run(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    told = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMP_", "PET_", "TORCHELASTIC", "GUOZHUANG")
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(told)} | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "guozhuang", "run", "-np", "2", "--hang-timeout", "3", "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100)
+    done = guozhuang("run", "-np", 2, "--hang-timeout", 3, "train.py", folder=tmp_path, timeout_s=100)
     text = done.stdout + done.stderr
     assert done.returncode == EXIT_CODE, text
     for rank in (0, 1):

@@ -19,10 +19,10 @@ import torch
 
 from guozhuang.compat.horovod.runner.elastic.settings import ElasticSettings
 from tests.forking import fork_server
+from tests.launching import ROOT
 from tests.waiting import remaining, until
 
 pytestmark = [pytest.mark.waits, pytest.mark.timeout(150)]
-_ROOT = str(Path(__file__).resolve().parents[2])
 
 TRAIN = """
 import json, os, sys, time
@@ -96,7 +96,7 @@ def settings(folder: Path, hosts: str, *command: str, **more: Any) -> ElasticSet
         num_proc=2,
         min_np=2,
         host_discovery_script=f"cat {folder}/hosts",
-        env={"PYTHONPATH": _ROOT, "OMP_NUM_THREADS": "1"},
+        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         elastic_timeout_s=60.0,
     )
     return replace(found, **more)

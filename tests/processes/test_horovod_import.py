@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 from guozhuang.compat.horovod.common import extension
-from tests.launching import guozhuang, write
+from tests.launching import ROOT, environment, guozhuang, write
 
-ROOT = Path(__file__).resolve().parents[2]
 EXTRAS = ROOT / "packaging" / "horovod" / "guozhuang_horovod"
 
 # What scripts, and Horovod's own tests, import.
@@ -69,9 +68,7 @@ print("the same")
 
 
 def python(*arguments: str, path: list[Path | str], folder: Path) -> subprocess.CompletedProcess[str]:
-    told = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "HOROVOD", "GUOZHUANG", "PYTHONPATH")
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(told)}
-    environ |= {"PYTHONPATH": os.pathsep.join(map(str, path)), "PYTHONNOUSERSITE": "1"}
+    environ = environment(PYTHONPATH=os.pathsep.join(map(str, path)), PYTHONNOUSERSITE="1")
     return subprocess.run(
         [sys.executable, *arguments], cwd=folder, env=environ, capture_output=True, text=True, timeout=100
     )

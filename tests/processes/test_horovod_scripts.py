@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -11,11 +10,10 @@ from pathlib import Path
 import pytest
 
 from guozhuang.compat.horovod.common import extension
-from tests.launching import HOROVODRUN, guozhuang
+from tests.launching import HOROVODRUN, ROOT, environment, guozhuang
 
 pytestmark = pytest.mark.waits
 
-ROOT = Path(__file__).resolve().parents[2]
 SYNTHETIC = [
     ROOT / "examples/horovod_synthetic.py",
     "--model",
@@ -31,17 +29,13 @@ DIGITS = [ROOT / "examples/horovod_digits.py", "--no-cuda", "--train-size", 2048
 DIGITS += ["--batch-size", 32]
 RUN, HOROVOD, HOROVOD_3 = ["run", "-np", 2], ["-np", 2, sys.executable], ["-np", 3, sys.executable]
 ALONE: list[object] = [sys.executable]
-TOLD = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMP_", "GUOZHUANG", "HOROVOD", "SLURM", "OMPI_", "PMI")
 
 
 def start(begin: list[object], script: list[object], folder: Path) -> subprocess.CompletedProcess[str]:
     """Run it to its end, by `guozhuang run`, by horovodrun, or by Python as it is."""
     path = f"{ROOT}:{extension.ON_PATH}"
     if begin is ALONE:
-        environ = {name: value for name, value in os.environ.items() if not name.startswith(TOLD)} | {
-            "PYTHONPATH": path
-        }
-        words = [str(word) for word in (*begin, *script)]
+        words, environ = [str(word) for word in (*begin, *script)], environment(PYTHONPATH=path)
         done = subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=110)
     else:
         program = "guozhuang.cli:main" if begin[0] == "run" else HOROVODRUN

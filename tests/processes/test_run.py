@@ -24,7 +24,6 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.waits
 
-ROOT = Path(__file__).resolve().parents[2]
 
 # Says who it is, into a file per rank; then does what it was asked.
 SCRIPT = """
@@ -75,11 +74,8 @@ def script(tmp_path: Path) -> Path:
 
 
 def environ(folder: Path, **more: str) -> dict[str, str]:
-    told = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMP_", "PET_", "TORCHELASTIC", "GUOZHUANG", "COLUMNS", "LINES")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(told)}
     (folder / "tmp").mkdir(exist_ok=True)
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return kept | {"OUT": str(folder / "out"), "TMPDIR": str(folder / "tmp"), "PYTHONPATH": path} | more
+    return launching.environment(OUT=str(folder / "out"), TMPDIR=str(folder / "tmp"), **more)
 
 
 def guozhuang(*arguments: str | Path, folder: Path, **more: str) -> subprocess.CompletedProcess[str]:

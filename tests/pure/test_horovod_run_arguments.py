@@ -17,9 +17,9 @@ from guozhuang.errors import UsageError
 from guozhuang.launch.hosts import run as hosts_run
 from guozhuang.launch.hosts import ssh
 from guozhuang.launch.options import plan as options
+from tests.launching import ROOT
 
 PROGRAM = ["python", "train.py", "--np", "3"]
-ROOT = Path(__file__).resolve().parents[2]
 
 # Every option of horovodrun 0.28.1, as its users write it.
 OPTIONS = """

@@ -26,8 +26,7 @@ from guozhuang.launch.rank_files import RankFiles, Shown, copies_of
 from guozhuang.launch.rendezvous.fixed import Attempt, NodeShare
 from guozhuang.launch.request import Request, RunReport, with_folders
 from guozhuang.net import interfaces
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.launching import ROOT
 
 
 def test_crosswise_ranks_count_the_nodes_that_have_this_local_rank() -> None:
