@@ -61,7 +61,7 @@ class Launched:
         (folder / "tmp").mkdir(exist_ok=True)
         self._printed = tempfile.TemporaryDirectory(prefix="launched-")
         self._outputs = [Path(self._printed.name) / name for name in ("out", "err")]
-        environ = environment(TMPDIR=str(folder / "tmp"), **{MARK: self.mark} | more)
+        environ = environment(**{"TMPDIR": str(folder / "tmp"), MARK: self.mark} | more)
         context = fork_server()
         words = list(map(str, arguments))
         outputs = list(map(str, self._outputs))

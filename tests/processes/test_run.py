@@ -75,7 +75,7 @@ def script(tmp_path: Path) -> Path:
 
 def environ(folder: Path, **more: str) -> dict[str, str]:
     (folder / "tmp").mkdir(exist_ok=True)
-    return launching.environment(OUT=str(folder / "out"), TMPDIR=str(folder / "tmp"), **more)
+    return launching.environment(**{"OUT": str(folder / "out"), "TMPDIR": str(folder / "tmp")} | more)
 
 
 def guozhuang(*arguments: str | Path, folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
