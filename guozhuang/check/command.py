@@ -24,6 +24,7 @@ from guozhuang.errors import UsageError, explain
 from guozhuang.launch.hosts import options as hosts
 from guozhuang.launch.hosts import placement, ssh
 from guozhuang.world import slurm
+from guozhuang.world.devices import num_cuda
 from guozhuang.world.discovery import discover
 
 _START_S = 30.0  # time for processes to start
@@ -116,7 +117,7 @@ def _here(options: argparse.Namespace) -> CheckResults:
     if options.interface is not None:
         what = "--interface serves several hosts; ranks of one node use loopback"
         raise UsageError(explain(what, value=options.interface, fix="leave it out, or give -H"))
-    num_ranks = options.np or _default_ranks()
+    num_ranks = options.np or num_cuda() or 2
     return _run(["-np", str(num_ranks)], num_ranks, options.timeout, 0.0)
 
 
@@ -159,12 +160,6 @@ def _forwarded(options: argparse.Namespace) -> list[str]:
     }
     found = [word for each in options.exported or () for word in ("-x", each)]
     return found + [f"{name}={value}" for name, value in given.items() if value is not None]
-
-
-def _default_ranks() -> int:
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 2
 
 
 def _run(start: Sequence[str], num_ranks: int, timeout_s: float, start_s: float) -> CheckResults:

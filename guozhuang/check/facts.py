@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import ipaddress
 import os
 import platform
 import resource
 import socket
-from collections.abc import Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -22,11 +20,11 @@ from guozhuang.check.results import SOURCE, Facts, Network, NetworkInterface, Re
 from guozhuang.errors import UsageError, WorldError
 from guozhuang.groups.shared_memory import engine
 from guozhuang.net.client import OverdueError, attempt
-from guozhuang.net.interfaces import own_address_towards
+from guozhuang.net.interfaces import addresses, look_up, towards
 from guozhuang.net.meeting_point import MeetingPoint
 from guozhuang.watch.processes import node_identity
 from guozhuang.world import machine, requested_backend, requested_gloo_interface, requested_nccl_interface
-from guozhuang.world.devices import BIND_DEVICES, SHARED_MEMORY, choose
+from guozhuang.world.devices import BIND_DEVICES, SHARED_MEMORY, choose, num_cuda
 from guozhuang.world.identity import Identity
 
 _RESOLVE_S = 3.0  # limit, because asking a name server that is down takes half a minute
@@ -35,8 +33,7 @@ _PACKAGES = ("torch", "guozhuang", "numpy")
 
 def collect(identity: Identity) -> Facts:
     """Return the facts about this process. Takes up to a few seconds if names do not resolve; never longer."""
-    num_cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    device, device_name = _device(identity, num_cuda)
+    device, device_name = _device(identity, num_cuda())
     return Facts(
         rank=identity.rank,
         host=socket.gethostname(),
@@ -45,7 +42,7 @@ def collect(identity: Identity) -> Facts:
         launcher=identity.launcher,
         device=device,
         device_name=device_name,
-        num_devices=num_cuda,
+        num_devices=num_cuda(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         versions=versions(),
         c_engine=engine.native_built(),
@@ -90,7 +87,7 @@ def network(meeting_host: str) -> Network:
     interfaces = _interfaces()
     met, meeting_error = _resolve(meeting_host) if meeting_host else ((), "")
     named, name_error = _resolve(socket.gethostname())
-    routed = next((name for name in (_interface_to(address, interfaces) for address in met) if name), None)
+    routed = next(filter(None, map(_interface_to, met)), None)
     requested = requested_gloo_interface()
     # Gloo takes a list of interfaces and uses them in turn; the first one carries the first connections.
     in_use = requested.split(",")[0].strip() if requested else routed
@@ -142,17 +139,17 @@ def resources() -> Resources:
     )
 
 
-def _device(identity: Identity, num_cuda: int) -> tuple[str, str]:
+def _device(identity: Identity, num_devices: int) -> tuple[str, str]:
     """Return the device that gz.init would choose, and its model. The local rank may be unknown before ranks have met."""
-    if not num_cuda:
+    if not num_devices:
         return "cpu", machine.processor_name()
     local_rank = identity.local_rank or 0
     is_bound = identity.launcher in BIND_DEVICES
     try:
-        _, chosen = choose(requested_backend(), None, local_rank, num_cuda, is_bound=is_bound)
+        _, chosen = choose(requested_backend(), None, local_rank, num_devices, is_bound=is_bound)
     except UsageError:
         if is_bound:  # gz.init then takes the first device that no lower rank of this node has
-            return f"one of {num_cuda} CUDA devices of its own", torch.cuda.get_device_name(0)
+            return f"one of {num_devices} CUDA devices of its own", torch.cuda.get_device_name(0)
         return f"cuda:{local_rank} (not there)", ""
     return str(chosen), torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else ""
 
@@ -169,13 +166,12 @@ def _source_digest() -> str:
 def _interfaces() -> tuple[NetworkInterface, ...]:
     states = psutil.net_if_stats()
     found = []
-    for name, entries in psutil.net_if_addrs().items():
-        internet = [e for e in entries if e.family in (socket.AF_INET, socket.AF_INET6)]
+    for name, known in addresses().items():
         state = states.get(name)
         found.append(
             NetworkInterface(
                 name=name,
-                addresses=tuple(e.address for e in sorted(internet, key=lambda e: e.family != socket.AF_INET)),
+                addresses=tuple(known),
                 is_up=bool(state and state.isup),
                 mtu_bytes=state.mtu if state and state.mtu else None,
                 speed_mbit_per_s=state.speed if state and 0 < state.speed < 65535 * 100 else None,
@@ -191,10 +187,9 @@ def _resolve(host: str) -> tuple[tuple[str, ...], str]:
 
     def ask() -> tuple[tuple[str, ...], str]:
         try:
-            entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            return tuple(look_up(host)), ""
         except OSError as error:
             return nothing, str(error.strerror or error)
-        return tuple(dict.fromkeys(sorted((str(e[4][0]) for e in entries), key=lambda a: ":" in a))), ""
 
     try:  # the system's resolver has no time limit of its own, so it runs in a thread
         return attempt(_RESOLVE_S, ask)
@@ -202,19 +197,11 @@ def _resolve(host: str) -> tuple[tuple[str, ...], str]:
         return nothing, f"no answer from the name service within {_RESOLVE_S:g} s"
 
 
-def _interface_to(address: str, interfaces: Sequence[NetworkInterface]) -> str | None:
+def _interface_to(address: str) -> str | None:
     """Return the interface through which the system would send to an address. Sends nothing."""
     with contextlib.suppress(WorldError):
-        return _owner(own_address_towards(address), interfaces)
+        return towards(address).name
     return None
-
-
-def _owner(address: str, interfaces: Sequence[NetworkInterface]) -> str | None:
-    bare = address.partition("%")[0]
-    owners = [each.name for each in interfaces if any(a.partition("%")[0] == bare for a in each.addresses)]
-    if not owners and ipaddress.ip_address(bare).is_loopback:  # 127.0.1.1 works though no interface lists it
-        owners = [each.name for each in interfaces if each.name in ("lo", "lo0")]
-    return owners[0] if owners else None
 
 
 def _limit(kind: int) -> int | None:

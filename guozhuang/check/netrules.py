@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from guozhuang.check.noderules import Problem, of_nodes
 from guozhuang.check.results import CheckResults, Facts, Finding, Network, NetworkInterface
-from guozhuang.net.interfaces import is_local_bridge, is_loopback
+from guozhuang.net.interfaces import LOOPBACK_NAMES, is_local_bridge, is_loopback
 from guozhuang.units import listed
 
 
@@ -93,7 +93,7 @@ def _is_for_this_host_alone(interface: NetworkInterface) -> bool:
 
 
 def _is_loopback(interface: NetworkInterface) -> bool:
-    return interface.name in ("lo", "lo0") or all(map(is_loopback, interface.addresses or ("::1",)))
+    return interface.name in LOOPBACK_NAMES or all(map(is_loopback, interface.addresses or ("::1",)))
 
 
 def mtu(results: CheckResults) -> Iterator[Finding]:
@@ -103,7 +103,7 @@ def mtu(results: CheckResults) -> Iterator[Finding]:
     sizes: dict[int, list[str]] = {}
     for ranks in results.nodes.values():
         used = ranks[0].network.interface(ranks[0].network.in_use)
-        if used is not None and used.mtu_bytes and used.name not in ("lo", "lo0"):
+        if used is not None and used.mtu_bytes and used.name not in LOOPBACK_NAMES:
             sizes.setdefault(used.mtu_bytes, []).append(ranks[0].host)
     if len(sizes) > 1:
         parts = "; ".join(f"{size} on {listed(names)}" for size, names in sorted(sizes.items()))

@@ -120,7 +120,7 @@ class Facts:
         pid: its process id.
         launcher: the launcher that started it.
         device: the device on which it would compute, as text.
-        device_name: the device's model; "" for a CPU that does not report one.
+        device_name: the device's model; for a CPU that does not report one, its architecture.
         num_devices: number of accelerators that this process sees.
         system: kernel and machine.
         versions: versions by package (Python, torch, guozhuang, ...); absent packages are left out.

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from guozhuang import units
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
 import argparse
+import platform
 import shlex
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 
-from guozhuang import strategies, timeline, units
+import psutil
+import torch
+
+from guozhuang import strategies, timeline
 from guozhuang.lab.contender import Contender
-from guozhuang.lab.machine import busy_share, describe
 from guozhuang.lab.measure import difference
 from guozhuang.lab.plan import FEWEST_ROUNDS, ComparisonPlan, add_arguments, notes_of, plan_of
-from guozhuang.lab.progress import Reporter
 from guozhuang.lab.results import (
     Difference,
+    Machine,
     MeasuredRound,
     RankRecord,
     Results,
@@ -32,7 +45,7 @@ from guozhuang.lab.results import (
 from guozhuang.lab.runs import Runs, ended_by_signals, new_folder
 from guozhuang.lab.verdict import SETTLED, judge, settled, short
 from guozhuang.lab.worker import RunSpec
-from guozhuang.world.machine import usable_cores
+from guozhuang.world.machine import processor_name, usable_cores
 
 __all__ = ["add_arguments", "run"]
 
@@ -232,3 +245,104 @@ def _row(plan: ComparisonPlan, contender: Contender, found: _Found) -> StrategyR
         asked_backend=contender.backend,
         num_groups=contender.num_groups,
     )
+
+
+def describe() -> Machine:
+    """Return the hardware and software facts of this machine that the report shows."""
+    return Machine(
+        cpu=processor_name(),
+        num_cores=usable_cores(),
+        memory_bytes=psutil.virtual_memory().total,
+        accelerators=tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())),
+        system=f"{platform.system()} {platform.release()}",
+        python=platform.python_version(),
+        torch=torch.__version__,
+        guozhuang=_version(),
+    )
+
+
+def busy_share(watch_s: float = 0.5) -> float:
+    """Measure for ``watch_s`` seconds which share of the cores is busy; return it as a number between 0 and 1."""
+    return float(psutil.cpu_percent(watch_s)) / 100
+
+
+def _version() -> str:
+    try:
+        return metadata.version("guozhuang")
+    except metadata.PackageNotFoundError:
+        return "not installed (run from its sources)"
+
+
+class Reporter:
+    """Shows which run is running, its progress and its speed; a context manager.
+
+    Args:
+        console: a rich console; on a terminal a bar is drawn twice a second, rarely enough not to disturb the measurement.
+        num_runs: the number of runs of the comparison.
+    """
+
+    def __init__(self, console: Console, num_runs: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._console = console
+        self._num_runs = num_runs
+        self._done = 0
+        self._label = ""
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeElapsedColumn(),
+            console=console,
+            refresh_per_second=2,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=None, rate="", visible=False)
+        self._num_steps = 0
+        self._first: tuple[int, float] | None = None  # the first step that was reported, and when
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def begin(self, label: str, num_steps: int) -> None:
+        """Show that a run begins."""
+        self._label = f"[{self._done + 1}/{self._num_runs}] {label}"
+        self._num_steps, self._first = num_steps, None
+        shown = self._label.replace("[", r"\[")
+        self._bar.reset(self._task, total=num_steps, description=shown, rate="starting", visible=True)
+
+    def skip(self, num_runs: int = 1) -> None:
+        """Subtract runs that will not be made from the total."""
+        self._num_runs -= num_runs
+
+    def tick(self, step: int) -> None:
+        """Show how many steps the run has done."""
+        now = time.monotonic()
+        if step == 0:
+            return
+        if self._first is None:
+            self._first = (step, now)
+        first_step, first_at = self._first
+        if step >= self._num_steps:
+            rate = "ending"
+        else:
+            rate = (
+                f"{units.rate((step - first_step) / (now - first_at))} steps/s" if step > first_step else "first steps"
+            )
+        self._bar.update(self._task, completed=step, rate=rate)
+
+    def end(self, outcome: str) -> None:
+        """Print how the run ended, as a line that stays."""
+        from rich.text import Text
+
+        self._done += 1
+        self._bar.update(self._task, visible=False)
+        self._console.print(Text(f"{self._label}: {outcome}"), soft_wrap=True, highlight=False)

@@ -22,7 +22,7 @@ GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _LOCAL_BRIDGE = re.compile(r"docker\d+|virbr\d+|lxcbr\d+|lxdbr\d+|podman\d+|cni-podman\d+|br-[0-9a-f]{12}")
 # Any port will do: connecting a datagram socket sends nothing, it only makes the kernel choose a route.
 _ANY_PORT = 9
-LOOPBACK = "127.0.0.1"
+LOOPBACK, LOOPBACK_NAMES = "127.0.0.1", ("lo", "lo0")
 # Addresses reserved for documentation; used only to look up the kernel's default route, nothing is sent.
 _SOMEWHERE = ("198.51.100.1", "2001:db8::1")
 _log = logging.getLogger("guozhuang")
@@ -111,11 +111,11 @@ def is_own(address: str) -> bool:
 
 def holding(address: str) -> Interface | None:
     """Return the interface that has this address; None if no interface of this node has it."""
-    wanted = _plain(address)
-    for name, known in addresses().items():
-        if any(_plain(each) == wanted for each in known):
-            return Interface(name, address)
-    return None
+    wanted, found = _plain(address), addresses()
+    owners = [name for name, known in found.items() if wanted in map(_plain, known)]
+    if not owners and is_loopback(address):  # 127.0.1.1 works though no interface lists it
+        owners = [name for name in LOOPBACK_NAMES if name in found]
+    return Interface(owners[0], address) if owners else None
 
 
 def towards(host: str) -> Interface:
@@ -197,8 +197,8 @@ def variables_of_ranks(host: str | None, environ: Mapping[str, str]) -> dict[str
             return variables_towards(host, environ)
         except WorldError as error:
             _log.debug("no interface chosen: %s", error)
-    elif loopback := _names() & {"lo", "lo0"}:
-        return variables(Interface(loopback.pop(), "127.0.0.1"), environ)
+    elif loopback := _names().intersection(LOOPBACK_NAMES):
+        return variables(Interface(loopback.pop(), LOOPBACK), environ)
     return {}
 
 
@@ -252,9 +252,14 @@ def own_address(hints: Sequence[str], others: Sequence[str]) -> str:
 def resolve(host: str) -> list[str]:
     """Return the addresses that a name resolves to on this node, IPv4 first; empty if it cannot be resolved."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return look_up(host)
     except OSError:
         return []
+
+
+def look_up(host: str) -> list[str]:
+    """Return what ``resolve`` returns; raise the OSError of the system's resolver if the name cannot be resolved."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return sorted(dict.fromkeys(str(info[4][0]) for info in found), key=lambda a: ":" in a)
 
 

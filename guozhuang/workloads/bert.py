@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from guozhuang.errors import UsageError, explain
-from guozhuang.workloads.vocabulary import missing
+from guozhuang.workloads.tokens import missing
 
 
 @dataclass(frozen=True)

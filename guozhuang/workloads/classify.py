@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from guozhuang.workloads.vocabulary import Ragged
+from guozhuang.workloads.tokens import Ragged
 
 Sample = tuple[npt.NDArray[np.int32], int]
 Batch = dict[str, torch.Tensor]

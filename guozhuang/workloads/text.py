@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import logging
 import os
+import re
 import sys
-from collections.abc import Mapping
+import sysconfig
+import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
@@ -16,14 +20,23 @@ from typing import Any
 import numpy as np
 
 from guozhuang.errors import UsageError, explain
-from guozhuang.workloads import bert, classify, options, prepared, vocabulary
+from guozhuang.workloads import bert, classify, options, tokens
 from guozhuang.workloads.base import Workload
-from guozhuang.workloads.docstrings import MAX_PER_PACKAGE, NUM_PACKAGES, corpus
 from guozhuang.workloads.options import OptionValue, option
 from guozhuang.workloads.rows import FORMATS, QUOTINGS
-from guozhuang.workloads.samples import Samples, read_samples
-from guozhuang.workloads.split import cap, class_numbers, classes_of, hold_out
+from guozhuang.workloads.samples import Samples, cap, class_numbers, classes_of, hold_out, read_samples
 from guozhuang.workloads.training_options import TrainingOptions, check, describe, learning_rate, optimizer_maker
+
+# The default corpus: the Python library's docstrings, labelled by package.
+NUM_PACKAGES = 16
+MAX_PER_PACKAGE = 1000
+_LEAST_PER_PACKAGE = 50
+_LEAST_PACKAGES = 4
+# Folders that are skipped: tests and installed packages are not part of the library.
+_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+_WORD = re.compile(r"[A-Za-z]{2,}")
+_BLANK_LINES = re.compile(r"\n\s*\n")
+_LEAST_WORDS = 5
 
 _YES_NO_AUTO = ("auto", "yes", "no")
 # The options that describe how to read a file.
@@ -114,7 +127,7 @@ def load(given: Mapping[str, Any], cache: Path | None = None) -> Workload:
         )
     check(chosen, given)
     _check_data_options(chosen, given)
-    data = prepared.load_or_make(cache, "text-" + _key(chosen, model), partial(_prepare, chosen, model))
+    data = tokens.load_or_make(cache, "text-" + _key(chosen, model), partial(_prepare, chosen, model))
     about = data.about
     pad_id, num_classes = int(about["pad_id"]), len(about["classes"])
     lr = learning_rate(chosen, model)
@@ -188,11 +201,11 @@ def _key(chosen: TextOptions, model: bert.BertSize | Path) -> str:
     try:
         settings["tokenizers"] = metadata.version("tokenizers")
     except metadata.PackageNotFoundError:
-        raise vocabulary.missing("tokenizers") from None
-    return prepared.key(settings, files)
+        raise tokens.missing("tokenizers") from None
+    return tokens.key(settings, files)
 
 
-def _prepare(chosen: TextOptions, model: bert.BertSize | Path) -> prepared.Prepared:
+def _prepare(chosen: TextOptions, model: bert.BertSize | Path) -> tokens.Prepared:
     """Read, split and tokenise the data; the cache saves this work."""
     details: dict[str, str | int | float] = {}
     held = None
@@ -221,14 +234,14 @@ def _prepare(chosen: TextOptions, model: bert.BertSize | Path) -> prepared.Prepa
         held_classes = [of_train[index] for index in kept]
         of_train = [of_train[index] for index in train_at]
     if isinstance(model, Path):
-        tokenizer = vocabulary.checkpoint_tokenizer(model)
-        train = vocabulary.encode_with_checkpoint(tokenizer, train_texts, chosen.max_length)
-        held_out = vocabulary.encode_with_checkpoint(tokenizer, held_texts, chosen.max_length)
+        tokenizer = tokens.checkpoint_tokenizer(model)
+        train = tokens.encode_with_checkpoint(tokenizer, train_texts, chosen.max_length)
+        held_out = tokens.encode_with_checkpoint(tokenizer, held_texts, chosen.max_length)
         size, pad_id = len(tokenizer), int(tokenizer.pad_token_id)
     else:
-        tokenizer = vocabulary.train_wordpiece(train_texts, chosen.vocab_size)
-        train = vocabulary.encode(tokenizer, train_texts, chosen.max_length)
-        held_out = vocabulary.encode(tokenizer, held_texts, chosen.max_length)
+        tokenizer = tokens.train_wordpiece(train_texts, chosen.vocab_size)
+        train = tokens.encode(tokenizer, train_texts, chosen.max_length)
+        held_out = tokens.encode(tokenizer, held_texts, chosen.max_length)
         size, pad_id = tokenizer.get_vocab_size(), tokenizer.token_to_id("[PAD]")
     shown = ", ".join(classes[:20]) + (", ..." if len(classes) > 20 else "")
     details |= {
@@ -240,7 +253,7 @@ def _prepare(chosen: TextOptions, model: bert.BertSize | Path) -> prepared.Prepa
     }
     if num_skipped:
         details["bad rows skipped"] = num_skipped
-    return prepared.Prepared(
+    return tokens.Prepared(
         train,
         np.array(of_train, dtype=np.int64),
         held_out,
@@ -269,3 +282,68 @@ def _read(chosen: TextOptions, name: str, details: dict[str, str | int | float],
     if samples.table.assumed:
         details[f"{what}, assumed"] = "; ".join(samples.table.assumed)
     return samples
+
+
+def corpus(library: Path | None = None) -> tuple[list[str], list[str]]:
+    """Return labelled texts from the docstrings of a Python library: its files are parsed, nothing is imported.
+
+    A text is a paragraph of a docstring with at least five words and no ``>>>`` example, each once. Its label
+    is the top-level package or module that contains it. The 16 packages with the most texts are used, with at most 1,000 texts
+    each, evenly over the package. The result depends on the Python version and on which parts of it are installed.
+
+    Args:
+        library: the folder of the library; None means the standard library of this interpreter.
+
+    Returns:
+        labels and texts, in an order that depends only on the files.
+
+    Raises:
+        UsageError: the source files are missing, or too few texts were found.
+    """
+    library = Path(sysconfig.get_path("stdlib")) if library is None else library
+    found: dict[str, list[str]] = {}
+    seen: set[str] = set()
+    for path in sorted(library.rglob("*.py"), key=lambda path: path.relative_to(library).parts):
+        parts = path.relative_to(library).parts
+        if _LEFT_OUT.intersection(parts) or any(part.startswith("config-") for part in parts):
+            continue
+        for text in _paragraphs(path):
+            if text not in seen:
+                seen.add(text)
+                found.setdefault(parts[0].removesuffix(".py"), []).append(text)
+    largest = sorted(found, key=lambda name: (-len(found[name]), name))[:NUM_PACKAGES]
+    taken = sorted(name for name in largest if len(found[name]) >= _LEAST_PER_PACKAGE)
+    if len(taken) < _LEAST_PACKAGES:
+        raise UsageError(
+            explain(
+                f"the Python standard library in {library} has too few docstrings for the default corpus "
+                f"({len(taken)} packages with {_LEAST_PER_PACKAGE} texts or more)",
+                fix="bring your own texts with --data FILE, or use a Python that has its library as .py files",
+            )
+        )
+    labels, texts = [], []
+    for name in taken:
+        some = found[name]
+        count = min(len(some), MAX_PER_PACKAGE)
+        texts += [some[index * len(some) // count] for index in range(count)]
+        labels += [name] * count
+    return labels, texts
+
+
+def _paragraphs(path: Path) -> Iterator[str]:
+    try:
+        with warnings.catch_warnings():  # warnings about old escapes in the library's strings do not concern the user
+            warnings.simplefilter("ignore")
+            tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError):  # the library contains files that are broken on purpose
+        return
+    # Only statements can contain definitions, so expressions, most of the tree, are skipped.
+    nodes: list[ast.AST] = [tree]
+    while nodes:
+        node = nodes.pop()
+        nodes += reversed([c for c in ast.iter_child_nodes(node) if isinstance(c, ast.stmt | ast.excepthandler)])
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            for paragraph in _BLANK_LINES.split(ast.get_docstring(node) or ""):
+                text = " ".join(paragraph.split())
+                if ">>>" not in text and "\0" not in text and len(_WORD.findall(text)) >= _LEAST_WORDS:
+                    yield text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,9 +65,10 @@ def overcommits() -> bool:
 
 
 def processor_name() -> str:
-    """Return the model of the processor; "" if it is not known."""
+    """Return the model of the processor; its architecture if the system does not report a model."""
     lines = _read(Path(PROC, "cpuinfo")).splitlines()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+    found = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+    return found or platform.processor() or platform.machine()
 
 
 def nvidia_driver() -> str:

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guozhuang.errors import UsageError
-from guozhuang.workloads.docstrings import MAX_PER_PACKAGE, NUM_PACKAGES, corpus
-from guozhuang.workloads.split import cap, classes_of, hold_out
-from guozhuang.workloads.vocabulary import SPECIAL, encode, ragged, train_wordpiece
+from guozhuang.workloads.samples import cap, classes_of, hold_out
+from guozhuang.workloads.text import MAX_PER_PACKAGE, NUM_PACKAGES, corpus
+from guozhuang.workloads.tokens import SPECIAL, encode, ragged, train_wordpiece
 
 
 @pytest.mark.slow
@@ -64,7 +64,7 @@ def test_a_library_without_sources_is_an_error(tmp_path) -> None:
 @pytest.mark.slow
 def test_the_vocabulary_is_the_same_in_every_process() -> None:
     program = (
-        "import hashlib; from guozhuang.workloads.vocabulary import train_wordpiece\n"
+        "import hashlib; from guozhuang.workloads.tokens import train_wordpiece\n"
         "words = [f'Wörter {i % 7}{chr(97 + i % 23)}{chr(97 + i % 19)}' for i in range(900)]\n"
         "texts = [f'{word} und 漢字 {chr(945 + i % 17)}x{i % 11}' for i, word in enumerate(words)]\n"
         "print(hashlib.sha256(repr(sorted(train_wordpiece(texts, 300).get_vocab().items())).encode()).hexdigest())"

@@ -16,7 +16,7 @@ from torch import nn
 from guozhuang import workloads
 from guozhuang.errors import UsageError
 from guozhuang.workloads import bert, classify, load, text
-from guozhuang.workloads.vocabulary import ragged
+from guozhuang.workloads.tokens import ragged
 
 ROOT = Path(__file__).resolve().parents[2]
 
