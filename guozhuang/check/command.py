@@ -123,18 +123,13 @@ def _here(options: argparse.Namespace) -> CheckResults:
 
 def _over_hosts(options: argparse.Namespace) -> CheckResults:
     """Start ranks on the hosts that accept ssh connections; report the other hosts in the result."""
-    named = [host for text in options.hosts or () for host in placement.parse_hosts(text)]
-    if options.hostfile is not None:
-        if named:
-            raise UsageError(explain("-H and --hostfile exclude each other", fix="leave one out"))
-        named = placement.read_hostfile(options.hostfile)
-    placed = placement.place(named, options.np, None)
+    placed = placement.place(hosts.named_hosts(options), options.np, None)
     how = ssh.SshOptions(options.ssh_port, options.ssh_identity, options.ssh_config)
     remote = [name for name, _ in placed if not ssh.is_this_machine(name, how)]
     if remote:
         ssh.check_installed()
     limit_s = min(options.timeout, options.start_timeout or options.timeout)
-    closed = _unreachable(remote, how.arguments(), limit_s)
+    closed = _unreachable(remote, how, limit_s)
     shut = {each.host for each in closed}
     num_ranks = sum(int(count) for _, count in placed)
     open_hosts = [(name, int(count)) for name, count in placed if name not in shut]
@@ -190,17 +185,11 @@ def _run(start: Sequence[str], num_ranks: int, timeout_s: float, start_s: float)
     )
 
 
-def _unreachable(hosts: Sequence[str], ssh_options: Sequence[str], limit_s: float) -> list[Absence]:
-    """Try ssh to all hosts at once; return those that refuse the connection, with the reason that ssh gives.
-
-    Args:
-        hosts: host names as ssh takes them, also ``user@name``.
-        ssh_options: arguments of ssh for port, identity and configuration.
-        limit_s: time limit for each host.
-    """
-    with ThreadPoolExecutor(min(_MOST_AT_ONCE, max(len(hosts), 1))) as pool:
-        reasons = list(pool.map(lambda host: _refusal(host, ssh_options, limit_s), hosts))
-    found = zip(hosts, reasons, strict=True)
+def _unreachable(names: Sequence[str], how: ssh.SshOptions, limit_s: float) -> list[Absence]:
+    """Try ssh to all hosts at once; return those that refuse the connection within ``limit_s``, with the reason ssh gives."""
+    with ThreadPoolExecutor(min(_MOST_AT_ONCE, max(len(names), 1))) as pool:
+        reasons = list(pool.map(lambda name: _refusal(name, how, limit_s), names))
+    found = zip(names, reasons, strict=True)
     return [
         Absence(None, host, "cannot be reached", "ssh was tried", reason)
         for host, reason in found
@@ -208,20 +197,17 @@ def _unreachable(hosts: Sequence[str], ssh_options: Sequence[str], limit_s: floa
     ]
 
 
-def _refusal(host: str, ssh_options: Sequence[str], limit_s: float) -> str | None:
+def _refusal(host: str, how: ssh.SshOptions, limit_s: float) -> str | None:
     """Return the reason that ssh gives for a failure; None if the host accepts the connection."""
-    options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={max(int(limit_s), 1)}", *ssh_options]
     try:
         done = subprocess.run(
-            ["ssh", *options, "--", host, "exit 0"],
+            ssh.client(host, how, limit_s, "exit 0"),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             timeout=limit_s + 2.0,
             errors="replace",
         )
-    except FileNotFoundError:
-        return "there is no program `ssh` here"
     except subprocess.TimeoutExpired:
         return f"no answer within {limit_s + 2.0:g} s"
     if done.returncode == 0:

@@ -12,7 +12,7 @@ from typing import Any
 
 from guozhuang.errors import UsageError, explain
 from guozhuang.launch.hosts import ssh
-from guozhuang.launch.hosts.placement import parse_hosts, place, place_servers, read_hostfile
+from guozhuang.launch.hosts.placement import Host, parse_hosts, place, place_servers, read_hostfile
 from guozhuang.launch.job import Policy
 from guozhuang.launch.options.torchrun import RENDEZVOUS_DEFAULTS, signals_of
 from guozhuang.launch.request import NO_EXTENSION, Extension
@@ -159,6 +159,20 @@ def is_asked_for(options: argparse.Namespace) -> bool:
     return False
 
 
+def named_hosts(options: argparse.Namespace) -> list[Host]:
+    """Return the hosts of ``-H`` or ``--hostfile``.
+
+    Raises:
+        UsageError: both options are given, or name no hosts.
+    """
+    named = [host for text in options.hosts or () for host in parse_hosts(text)]
+    if options.hostfile is None:
+        return named
+    if named:
+        raise UsageError(explain("-H and --hostfile exclude each other", fix="leave one out"))
+    return read_hostfile(options.hostfile)
+
+
 def plan(found: argparse.Namespace, environ: Mapping[str, str]) -> HostsPlan:
     """Check the options on hosts, and place ranks and servers on the hosts.
 
@@ -172,11 +186,6 @@ def plan(found: argparse.Namespace, environ: Mapping[str, str]) -> HostsPlan:
     _check_excluded(found, environ)
     if found.max_restarts < 0:
         raise UsageError(explain("--max-restarts cannot be negative", value=found.max_restarts, fix="leave it out"))
-    hosts = [host for text in found.hosts or () for host in parse_hosts(text)]
-    if found.hostfile is not None:
-        if hosts:
-            raise UsageError(explain("-H and --hostfile exclude each other", fix="leave one out"))
-        hosts = read_hostfile(found.hostfile)
     timeout_s = DEFAULT_START_TIMEOUT_S if found.start_timeout is None else found.start_timeout
     if not 0 < timeout_s < 1e6:
         raise UsageError(explain("--start-timeout is a number of seconds above 0", value=timeout_s, fix="leave it out"))
@@ -190,7 +199,7 @@ def plan(found: argparse.Namespace, environ: Mapping[str, str]) -> HostsPlan:
             )
     spare = [host for text in found.server_hosts or () for host in parse_hosts(text, "--server-hosts")]
     signals = [each for each in signals_of(found.signals_to_handle) if each not in ENDING]
-    placed = place(hosts, _number_of_ranks(found.num_ranks), found.nproc_per_node)
+    placed = place(named_hosts(found), _number_of_ranks(found.num_ranks), found.nproc_per_node)
     # Each agent replaces its own ranks, within its own limit; all ranks are restarted by the launcher.
     is_replaced = found.on_failure == Policy.KEEP_SURVIVORS.value
     of_agents = vars(found) | RENDEZVOUS_DEFAULTS | dict.fromkeys(_OF_THE_LAUNCHER)

@@ -89,6 +89,11 @@ def command(host: str, options: SshOptions, timeout_s: float, token: str) -> lis
         timeout_s: ssh's own limit for the connection, in seconds.
         token: the first line that the supervisor writes.
     """
+    return client(host, options, timeout_s, " ".join(["exec", *map(shlex.quote, local_command(token))]))
+
+
+def client(host: str, options: SshOptions, timeout_s: float, remote: str) -> list[str]:
+    """Return the ssh command that runs a shell command, ``remote``, on a host; the other arguments are those of ``command``."""
     settings = {
         "BatchMode": "yes",  # do not ask for a password
         "ConnectTimeout": str(max(1, round(timeout_s))),
@@ -103,7 +108,6 @@ def command(host: str, options: SshOptions, timeout_s: float, token: str) -> lis
         "ControlMaster": "no",
         "ClearAllForwardings": "yes",  # a forwarded port would be taken from the second host on
     }
-    remote = " ".join(["exec", *map(shlex.quote, local_command(token))])
     chosen = [part for name, value in settings.items() for part in ("-o", f"{name}={value}")]
     return ["ssh", *chosen, *options.arguments(), "--", host, remote]
 

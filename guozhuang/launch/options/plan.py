@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -226,7 +225,7 @@ def plan(found: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
     elif found.interface is not None:
         variables |= interfaces.variables_towards("", environ, found.interface)
     else:
-        variables |= _loopback(environ)
+        variables |= interfaces.variables_of_ranks(None, environ)
     policy = Policy(found.on_failure)
     if policy is Policy.KEEP_SURVIVORS and found.max_restarts == 0:
         what = "--on-failure keep-survivors says what is restarted, and no restart is allowed"
@@ -252,15 +251,6 @@ def plan(found: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
         is_warm=not found.no_warm,
         is_torchruns=is_torchruns,
     )
-
-
-def _loopback(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return variables that restrict gloo and NCCL to loopback, for ranks of one node; other machines cannot connect then."""
-    names = {name for _, name in socket.if_nameindex()} if hasattr(socket, "if_nameindex") else set()
-    loopback = next((name for name in ("lo", "lo0") if name in names), None)
-    if loopback is None:
-        return {}
-    return interfaces.variables(interfaces.Interface(loopback, "127.0.0.1"), environ)
 
 
 def _interface(found: argparse.Namespace, environ: Mapping[str, str], node: LaunchedNode | None) -> dict[str, str]:
