@@ -7,7 +7,6 @@ and when the limit passes the error names the ranks that are missing.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import time
 from collections.abc import Callable, Sequence
@@ -50,15 +49,19 @@ def agree(
     turn = store.add(f"guozhuang/agree/turns/{rank}", 1)
     prefix = f"guozhuang/agree/{turn}"
     digest = hashlib.sha256("\n".join([what, *lines]).encode()).hexdigest()
-    meet = functools.partial(roll_call.call, look=look, purpose=f"to compare {what}")
-    digests = meet(store, f"{prefix}/digest", rank, size, digest, timeout_s)
-    _forget(store, turn - 2, rank)
-    if len(set(digests)) == 1:
-        return
-    texts = [
-        text.split("\n") for text in meet(store, f"{prefix}/text", rank, size, "\n".join([what, *lines]), timeout_s)
-    ]
-    raise MismatchError(_difference(what, texts, rank, fix))
+
+    def gather(kind: str, card: str) -> list[str]:
+        purpose = f"to compare {what}"
+        return roll_call.call(
+            store, f"{prefix}/{kind}", rank, size, card, timeout_s, look=lambda *_: look(), purpose=purpose
+        )
+
+    digests = gather("digest", digest)
+    if turn > 2:
+        roll_call.forget(store, f"guozhuang/agree/{turn - 2}/digest", rank)
+    if len(set(digests)) > 1:
+        texts = [text.split("\n") for text in gather("text", "\n".join([what, *lines]))]
+        raise MismatchError(_difference(what, texts, rank, fix))
 
 
 def store_of(group: dist.ProcessGroup) -> Store:
@@ -72,15 +75,6 @@ def store_of(group: dist.ProcessGroup) -> Store:
     assert default is not None, "there is no process group"
     _, store = known[group] if group in known else known[default]
     return store
-
-
-def _forget(store: Store, turn: int, rank: int) -> None:
-    """Delete this rank's keys of an agreement two turns ago: every rank has finished it, since all have joined a later one."""
-    if turn < 1:
-        return
-    with contextlib.suppress(RuntimeError):  # some stores cannot delete
-        for kind in ("digest", "text"):
-            store.delete_key(f"guozhuang/agree/{turn}/{kind}/{rank}")
 
 
 class StoreNotices:

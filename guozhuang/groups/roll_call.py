@@ -3,6 +3,10 @@
 [Note: who will not come] A rank that failed writes a card that says so. A rank whose process ended writes nothing; but its
 card of an earlier roll call (of this group or its parent) names its process (pid and start time, since pids are reused), and
 this node's /proc shows whether that runs. For a rank on another node, or without an earlier card, only the time-out tells.
+
+[Note: what waiting costs the store] Ranks may wait for minutes while one saves, and one process serves them all. So a rank
+polls one key, less often where there are many ranks: only rank 0 asks whether all cards are there, and writes them all under
+one key, which the others read. While ranks are missing, each rank also looks at the missing ranks' cards now and then.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, NoReturn
 
 import torch.distributed as dist
@@ -33,9 +37,11 @@ def call(
     card: str,
     timeout_s: float,
     ended: Callable[[int], int | None] = lambda _: None,
-    look: Callable[[], object] = lambda: None,
+    look: Callable[[Sequence[int], float], object] = lambda missing, waited_s: None,
+    look_every_s: float = _LOOK_S,
     purpose: str = "to make the group",
     named: Callable[[list[int]], str] = "ranks {}".format,
+    fix: str = "look at their own errors; every rank must reach this point",
 ) -> list[str]:
     """Write this rank's card and return the cards of all ranks. Every rank must call it.
 
@@ -47,38 +53,51 @@ def call(
         card: this rank's text.
         timeout_s: limit for the whole call, in seconds.
         ended: returns the pid of a rank whose process is known to have ended; else None.
-        look: called every 0.2 s while ranks are missing; it raises if they have ended.
+        look: called now and then while ranks are missing, with these ranks and the seconds waited; it raises to end the wait.
+        look_every_s: seconds between two such looks at the missing ranks.
         purpose: what the ranks meet for, for errors: "to compare the parameters of the model".
         named: returns a text that names some ranks, for errors.
+        fix: advice about ranks that are late.
 
     Raises:
         PeerLost: a rank ended before it wrote its card.
         WorldError: ranks did not join in time (the text names them), one reported a failure, or the store went away.
     """
-    keys = [f"{topic}/{peer}" for peer in range(size)]
+    keys, everybody = [f"{topic}/{peer}" for peer in range(size)], f"{topic}/all"
     try:
         store.set(keys[rank], card)
-        began, next_look_s, pause_s = time.monotonic(), _LOOK_S, _FIRST_PAUSE_S
+        began, next_look_s, pause_s = time.monotonic(), look_every_s, _FIRST_PAUSE_S
         missing = list(range(size))
-        while not store.check(keys):
+        while missing and not store.check([everybody] if rank else keys):
             waited_s = time.monotonic() - began
             if waited_s >= min(next_look_s, timeout_s):
-                next_look_s = waited_s + _LOOK_S
+                next_look_s = waited_s + look_every_s
                 missing = _look_after(store, keys, rank, missing, ended)
                 if missing:
-                    look()
+                    look(missing, waited_s)
                 if missing and waited_s >= timeout_s:
                     what = f"{named(missing)} did not come within {timeout_s:g} s {purpose}"
-                    fix = "look at their own errors; every rank must reach this point"
                     raise WorldError(explain(what, rank=rank, fix=fix))
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, look_s(waited_s))
-        return [_well(store.get(key).decode(), peer, rank) for peer, key in enumerate(keys)]
+            pause_s = min(2 * pause_s, look_s(waited_s, size))
+        if rank and missing:
+            cards: list[str] = json.loads(store.get(everybody))
+        else:  # also on a rank that saw all cards before rank 0 wrote them under one key
+            cards = [store.get(key).decode() for key in keys]
+            store.set(everybody, json.dumps(cards))
+        return [_well(each, peer, rank) for peer, each in enumerate(cards)]
     except RuntimeError as error:
         if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
             raise  # an error of a rank, not of the store
-        text = explain(f"the store went away while ranks met {purpose}", rank=rank, fix="look at rank 0's own error")
+        text = explain(f"the store went away while ranks came {purpose}", rank=rank, fix="look at rank 0's own error")
         raise WorldError(text) from error
+
+
+def forget(store: dist.Store, topic: str, rank: int) -> None:
+    """Delete what this rank wrote in a roll call that every rank has left: one before the last, as all came to the last."""
+    with contextlib.suppress(RuntimeError):  # some stores cannot delete
+        for key in (f"{topic}/{rank}", f"{topic}/all")[: 1 if rank else 2]:
+            store.delete_key(key)
 
 
 def tell_failed(store: dist.Store, topic: str, rank: int, error: BaseException) -> None:

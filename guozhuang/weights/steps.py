@@ -9,9 +9,8 @@ and needs this rank to end it. It then raises, and writes a notice for the other
 other number, for example of a rank on a slow link, means nothing. Keys contain the number of restarts, because a checkpoint
 may set the count of steps back.
 
-[Note: what waiting costs the store] Ranks may wait for minutes while one saves, and one process serves them all. So a rank
-reads one key at a time: only rank 0 tests whether all have arrived, and writes all their values under one key, which the
-others read; and one key counts how often a step number was written, so that numbers are read only if there are new ones.
+Because of [Note: what waiting costs the store] in groups/roll_call.py, one key counts how often a step number was written, and
+numbers are read only if there are new ones.
 """
 
 from __future__ import annotations
@@ -21,19 +20,18 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from ..errors import MismatchError, WorldError, explain, rank_table
+from ..groups import roll_call
 from ..groups.agreement import store_of
 
 _log = logging.getLogger("guozhuang")
 _PATIENCE_S = 1.0  # in a step, before its number is written; at a meeting, before numbers are read, and between reads
 _WARN_AFTER_S = 30.0
-_LONGEST_PAUSE_S = 0.1
-_MOST_ASKS_PER_S = 2000  # requests to the store, of all ranks together
 
 MAKE_EVERY_STEP = "make every step on every rank: GradScaler with a fused optimizer, join() where inputs are uneven"
 
@@ -109,43 +107,38 @@ class StepsBehind:
                 ranks and steps); or the store was lost with the process that held it.
         """
         turn = self._turns[point] = self._turns.get(point, 0) + 1
-        meeting = f"{self._prefix}/{point}/{turn}"
-        with self._asking(point):
-            self._store.set(f"{meeting}/{self._rank}", "" if num_made is None else str(num_made))
-        began_s = asked_s = time.monotonic()
-        pause_s, longest_s, warned, num_read = 0.001, max(_LONGEST_PAUSE_S, self._size / _MOST_ASKS_PER_S), False, 0
-        while (everybody := self._have_all_come(point, meeting)) is None:
-            now_s = time.monotonic()
-            if now_s - asked_s > _PATIENCE_S:
-                asked_s = now_s
-                if (notice := self._notice()) is not None:
-                    raise WorldError(notice)
-            if num_made is not None and asked_s == now_s:
-                others, num_read = self._who_waits(point, num_made, num_read)
+        num_read, has_warned = 0, False
+        late = "" if num_made is None else f" ({num_made} steps made here)"
+
+        def look(missing: Sequence[int], waited_s: float) -> None:
+            nonlocal num_read, has_warned
+            if (notice := self._notice()) is not None:
+                raise WorldError(notice)
+            if num_made is not None:
+                others, num_read = self._who_waits(num_made, num_read)
                 if others:
                     where = ", ".join(f"rank {rank} in step {step}" for rank, step in sorted(others.items()))
                     what = f"rank {self._rank} came to {point} after {num_made} optimizer steps, and others wait for it"
                     raise self._behind(f"{what}: {where} (counted from 0). It left out optimizer.step()")
-            waited_s = now_s - began_s
-            if waited_s > (limit_s if warned else min(limit_s, _WARN_AFTER_S)):
-                late = self._who_is_late(point, meeting)
-                if not late:  # rank 0 has not written the common key yet
-                    continue
-                has_ended = waited_s > limit_s
-                what = f"ranks {late} did not come within {limit_s if has_ended else waited_s:.3g} s to {point}"
-                made = None if num_made is None else f"{num_made} steps made here"
-                text = explain(what, value=made, rank=self._rank, fix=fix)
-                if has_ended:
-                    raise WorldError(text)
-                _log.warning("%s (the limit is %g s)", text, limit_s)
-                warned = True
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, longest_s)
-        if turn > 2:  # all ranks have left that meeting
-            before = f"{self._prefix}/{point}/{turn - 2}"
-            for key in (f"{before}/{self._rank}", f"{before}/all")[: 1 if self._rank else 2]:
-                with contextlib.suppress(RuntimeError):  # a store that cannot delete
-                    self._store.delete_key(key)
+            if not has_warned and _WARN_AFTER_S < waited_s < limit_s:
+                has_warned = True
+                text = f"ranks {missing} did not come within {waited_s:.3g} s to {point}{late}"
+                _log.warning("%s (the limit is %g s)", explain(text, rank=self._rank, fix=fix), limit_s)
+
+        everybody = roll_call.call(
+            self._store,
+            f"{self._prefix}/{point}/{turn}",
+            self._rank,
+            self._size,
+            "" if num_made is None else str(num_made),
+            limit_s,
+            look=look,
+            look_every_s=_PATIENCE_S,
+            purpose=f"to {point}{late}",
+            fix=fix,
+        )
+        if turn > 2:
+            roll_call.forget(self._store, f"{self._prefix}/{point}/{turn - 2}", self._rank)
         if len(set(everybody)) > 1:
             table = rank_table(("rank", "optimizer steps made"), list(enumerate(everybody)))
             text = explain(f"ranks came to {point} after different numbers of optimizer steps", fix=MAKE_EVERY_STEP)
@@ -158,7 +151,7 @@ class StepsBehind:
             self._store.set(f"{self._waits}/behind", text)
         return WorldError(text)
 
-    # ---- requests to the store; see [Note: what waiting costs the store] ----------------------------------------------------
+    # ---- requests to the store -----------------------------------------------------------------------------------------------
 
     def _notice(self) -> str | None:
         with contextlib.suppress(RuntimeError):
@@ -166,45 +159,20 @@ class StepsBehind:
                 return self._store.get(f"{self._waits}/behind").decode()
         return None
 
-    def _have_all_come(self, point: str, meeting: str) -> list[str] | None:
-        """Return the values of all ranks once all have arrived, else None."""
-        with self._asking(point):
-            if self._rank == 0 and self._store.check([f"{meeting}/{rank}" for rank in range(self._size)]):
-                made = [self._store.get(f"{meeting}/{rank}").decode() for rank in range(self._size)]
-                self._store.set(f"{meeting}/all", ",".join(made))
-                return made
-            if self._rank == 0 or not self._store.check([f"{meeting}/all"]):
-                return None
-            return self._store.get(f"{meeting}/all").decode().split(",")
-
-    def _who_is_late(self, point: str, meeting: str) -> list[int]:
-        with self._asking(point):
-            return [rank for rank in range(self._size) if not self._store.check([f"{meeting}/{rank}"])]
-
-    def _who_waits(self, point: str, num_made: int, num_read: int) -> tuple[dict[int, int], int]:
+    def _who_waits(self, num_made: int, num_read: int) -> tuple[dict[int, int], int]:
         """Return the ranks that wait in a step which this rank has not made, with that step; see [Note: who is behind].
 
         Args:
-            point: name of the meeting, for the error.
             num_made: the number of steps made here.
             num_read: the second result of the last call: how many numbers had been written then.
         """
-        with self._asking(point):
-            count = f"{self._waits}/count"
-            num_left = int(self._store.get(count)) if self._store.check([count]) else 0
-            if num_left == num_read:
-                return {}, num_left
-            keys = {rank: f"{self._waits}/{rank}" for rank in range(self._size) if rank != self._rank}
-            there = {rank: int(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
-            return {rank: step for rank, step in there.items() if step >= num_made}, num_left
-
-    @contextlib.contextmanager
-    def _asking(self, point: str) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:  # DistNetworkError, DistStoreError
-            what = f"the store went away while ranks came to {point}: {error}"
-            raise WorldError(explain(what, rank=self._rank, fix="look at rank 0's own error")) from error
+        count = f"{self._waits}/count"
+        num_left = int(self._store.get(count)) if self._store.check([count]) else 0
+        if num_left == num_read:
+            return {}, num_left
+        keys = {rank: f"{self._waits}/{rank}" for rank in range(self._size) if rank != self._rank}
+        there = {rank: int(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
+        return {rank: step for rank, step in there.items() if step >= num_made}, num_left
 
 
 def _watch(waiting: _Waiting, rank: int, store: dist.Store, ended: threading.Event) -> None:

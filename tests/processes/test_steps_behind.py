@@ -229,5 +229,6 @@ def test_who_waits_for_long_asks_the_store_for_little(monkeypatch: pytest.Monkey
     for thread in threads:
         thread.join(20)
     assert sorted(left) == list(range(size))
-    # A dozen or two looks for each, at one key and not at one for each rank.
-    assert all(stores[rank].num_asked < 60 for rank in range(size) if rank not in late)
+    # Looks at one key, in pauses that grow, and not at one key for each rank: those would be 16 times as many.
+    asked = [stores[rank].num_asked for rank in range(size) if rank not in late]
+    assert max(asked) < 160, asked
