@@ -69,7 +69,7 @@ def test_a_progress_bar_of_rank_0_lives_among_lines_of_other_hosts(
     shown.take(SECOND, "stdout", b"lo\n")
     shown.take(FIRST, "stderr", b"\r[0] 20%\n")
     if kind is Terminal:
-        assert out.data == b"\r[0] 10%\r\x1b[K[1] hello\n[0] 10%\r[0] 20%\n"
+        assert out.data == b"\r[0] 10%\r\x1b[J[1] hello\n[0] 10%\r[0] 20%\n"
     else:
         assert out.data == b"\r[0] 10%\n[1] hello\n\r[0] 20%\n"
 
@@ -79,7 +79,7 @@ def test_a_progress_bar_lives_among_lines_of_its_own_host(monkeypatch: pytest.Mo
     shown.take(FIRST, "stderr", b"\r[0] 10%")
     wait(shown)
     shown.take(FIRST, "stdout", b"[1] hello\n")
-    assert out.data == b"\r[0] 10%\r\x1b[K[1] hello\n[0] 10%"
+    assert out.data == b"\r[0] 10%\r\x1b[J[1] hello\n[0] 10%"
 
 
 def test_a_line_of_the_first_host_that_a_pipe_cut_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,7 @@ def test_what_the_launcher_says_stands_above_a_bar(reader: Reader, tmp_path: Pat
     write(out.pipes(0, str(tmp_path)).stdout, b"\r 50%")
     assert reader.read(b"50%") == b"\r[0]  50%"
     out.say("rank 1 failed\nand more")
-    assert reader.read(b" 50%") == b"\r\x1b[Kguozhuang run: rank 1 failed\nand more\n[0]  50%"
+    assert reader.read(b" 50%") == b"\r\x1b[Jguozhuang run: rank 1 failed\nand more\n[0]  50%"
     out.close(5)
 
 

@@ -6,10 +6,11 @@ import random
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from guozhuang.launch.console.escapes import rows_up, without_escapes
 from guozhuang.launch.console.screen import MAX_LINE, Lines, Screen, mark
-from guozhuang.launch.console.terminal import Terminal
 from tests.glass import Glass
 
 M0, M1 = b"[0] ", b"[1] "
@@ -108,6 +109,15 @@ def test_a_cursor_that_was_sent_back_is_there_again() -> None:
     paper.screen.lines(M1, [b"hello"])
     paper.screen.live(1, M0, b"two\n")
     assert paper.drawn() == ["[1] hello", "[0] two"]
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_two_streams_that_both_draw_take_turns(is_terminal: bool) -> None:
+    paper = Paper(is_terminal)
+    for percent in (b"10%", b"20%"):
+        paper.screen.live(1, M0, b"\rout " + percent)
+        paper.screen.live(2, M0, b"\rerr " + percent)
+    assert paper.drawn() == ["[0] out 10%", "[0] err 10%", "[0] out 20%", "[0] err 20%"]
 
 
 def test_an_unfinished_line_is_ended() -> None:
@@ -288,17 +298,27 @@ def test_numbers_that_are_no_numbers_are_drawn() -> None:
     assert b"two" in paper.data and b"[1] three\n" in paper.data
 
 
-def test_a_mistake_in_the_drawing_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def mistaken(*_: object) -> None:
-        raise ValueError("a mistake")
+SOUP = [b"<word>", b" ", b"\r", b"\n", b"\x1b", b"\x1b[", b"A", b"\xff", b"\x1b7", b"\x1b]8;;u\x1b\\"]
+SOUP += [b"\x1b[" + end for end in b"A 3F 2K K J 2J H 31m 0m 5G G 2C ?25l ?1049h ?1049l".split()]
 
-    monkeypatch.setattr(Terminal, "_take", mistaken)
-    paper = Paper(is_terminal=True)
-    paper.screen.live(1, M0, b"\r50%")
-    paper.screen.lines(M1, [b"hello"])
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from([0, 1, 2]), st.lists(st.sampled_from(SOUP), max_size=6)), max_size=12))
+def test_whatever_is_written_no_line_of_others_is_lost(
+    is_terminal: bool, writes: list[tuple[int, list[bytes]]]
+) -> None:
+    paper = Paper(is_terminal)
+    for number, (owner, pieces) in enumerate(writes):
+        if owner:
+            paper.screen.live(owner, M0, b"".join(pieces))
+        else:
+            paper.screen.lines(M1, [b"<%d>" % number])
     paper.screen.end()
-    assert paper.data.count(b"ValueError: a mistake\n") == 1
-    assert paper.data.endswith(b"mistake\n\r[0] 50%\n[1] hello\n")
+    for number, (owner, _) in enumerate(writes):
+        assert owner or b"[1] <%d>\n" % number in paper.data
+    shown = paper.data.replace(M0, b"")
+    assert shown.count(b"word>") >= sum(pieces.count(b"<word>") for owner, pieces in writes if owner)
 
 
 def test_lines_that_wait_for_the_whole_screen_are_bounded() -> None:

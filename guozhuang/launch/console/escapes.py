@@ -7,9 +7,10 @@ import unicodedata
 
 RESET = b"\x1b[0m"
 _MAX_DIGITS = 9  # longest number to parse: int() raises for some thousands of digits
-CSI = rb"\x1b\[([0-?]*)[ -/]*([@-~])"
-OSC = rb"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)"
-_ESCAPE = re.compile(CSI + b"|" + OSC + rb"|\x1b[ -/]*[0-Z\\^-~]")
+# A control sequence with its parameters and its kind, a link or a title, and the short ones.
+ESCAPE = rb"\x1b\[([0-?]*)[ -/]*([@-~])|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-Z\\^-~]"
+_ESCAPE = re.compile(ESCAPE)
+_PLAIN = re.compile(rb"(?:(?:[^\r\n\x1b]|\x1b\[[0-9;]*m)*\n)+")
 
 
 def without_escapes(data: bytes) -> bytes:
@@ -22,6 +23,11 @@ def only_colours(text: bytes) -> bytes:
     if b"\x1b" not in text:
         return text
     return _ESCAPE.sub(lambda match: match[0] if match[2] == b"m" else b"", text) + RESET
+
+
+def is_plain(data: bytes) -> bool:
+    """Return whether these are whole lines without carriage returns, and without escape sequences other than colours."""
+    return _PLAIN.fullmatch(data) is not None
 
 
 def rows_up(data: bytes) -> int:

@@ -1,22 +1,43 @@
-"""Merge the output of several ranks into one readable stream: whole lines with a mark, and progress bars of one rank.
+"""Show the output of several ranks on one screen: whole lines with a mark, and the progress bars of one rank.
 
-Pure: it works on bytes and writes through a function. A UTF-8 character that was cut between two reads stays whole, because
-bytes are split at line ends only, and the byte of a line end never occurs inside another character.
+It works on bytes and writes through a function. A UTF-8 character that was cut between two reads stays whole, because bytes
+are split at line ends and escape sequences only, and their bytes never occur inside another character.
+
+[Note: a block] On a terminal, the block of a stream is the rows that it may still overwrite: the line of a progress bar, or
+several lines among which it moves the cursor up and down (rich, several bars of tqdm). Lines of other streams are inserted
+above the block, and the block is drawn again below them. The height of the block is not known in advance: it only shows in how
+far the cursor is moved up. So the last rows of the screen are remembered. If the cursor is moved up past a row of another
+stream, which was written before the block's height was known, these rows are sorted: first the rows of other streams, then
+the block. So the stream finds its rows where it expects them.
 """
 
 from __future__ import annotations
 
+import math
 import re
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from guozhuang.launch.console.escapes import rows_up
-from guozhuang.launch.console.terminal import Terminal
+from guozhuang.launch.console.escapes import ESCAPE, RESET, is_plain, number, only_colours, rows_up, width
 
 _COLOURS = (36, 33, 35, 32, 34, 31)  # of the marks: cyan first; red last, because it looks like an error
 # A longer line is passed on in pieces, so that memory stays bounded whatever a rank writes.
 MAX_LINE = 65536
 _MAX_DRAWN = 4096  # an unfinished line with carriage returns that is longer is reduced to its last state
-_PIECE = re.compile(rb"[\r\n]|[^\r\n]+")
+_ERASE_REST = b"\x1b[K"  # erases the rest of the row
+_ERASE_BELOW = b"\r\x1b[J"
+_END_FULL_SCREEN, _SHOW_CURSOR = b"\x1b[?1049l", b"\x1b[?25h"
+_MAX_ROWS = 200  # number of rows that are remembered
+_MAX_REPEATED = 4096  # number of bytes of a row that are kept for drawing it again
+_MAX_WAITING_BYTES = 4 << 20  # limit of lines that wait while a stream has the whole screen
+_MAX_COLOURS = 8  # number of colour sequences that are repeated in the next row
+_PIECE = re.compile(rb"[\r\n]|[^\x1b\r\n]+|" + ESCAPE + rb"|\x1b")
+_PIECE_OF_FILE = re.compile(rb"[\r\n]|[^\r\n]+")
+_UNFINISHED = re.compile(rb"\x1b(?:\[[0-?]{0,64}[ -/]*|\][^\x07\x1b]{0,2048}\x1b?)?\Z")
+_FULL_SCREEN = (b"?1049", b"?1047", b"?47")
+# Sequences after which the cursor's row is unknown: absolute positions, saved positions, scrolling regions.
+_LOST = re.compile(rb"\x1b(?:\[.*[BEHfrsuSTLM]|[78MDEc])\Z", re.DOTALL)
 
 
 def mark(rank: int | str, colour: bool) -> bytes:
@@ -62,12 +83,18 @@ class Lines:
         return b"\x1b[%dA" % up + last if up else last
 
 
+@dataclass(eq=False)
+class _Row:
+    is_own: bool = True  # the live stream wrote it, or it is empty; otherwise it is a line of another stream
+    data: bytes = b""  # the bytes that draw the row from its first column
+
+
 class Screen:
-    """One terminal, file or pipe, on which the output of all ranks of a node is shown.
+    """One terminal, file or pipe, on which the output of all ranks of a node is shown. See [Note: a block].
 
     Args:
         write: writes all bytes that it is given.
-        is_terminal: whether lines can be overwritten.
+        is_terminal: whether lines can be overwritten. Otherwise an unfinished line is ended when another stream writes.
         size: returns columns and lines of the terminal; (0, 0) if they are not known.
     """
 
@@ -77,102 +104,299 @@ class Screen:
         is_terminal: bool,
         size: Callable[[], tuple[int, int]] = lambda: (0, 0),
     ) -> None:
-        self._write = write
-        self._sheet: Terminal | _Paper = Terminal(write, size) if is_terminal else _Paper(write)
+        self._write, self._is_terminal, self._size = write, is_terminal, size
+        self._out: list[bytes] = []
+        self._owner: int | None = None  # the live stream that drew last
+        self._mark = b""  # its mark
+        self._cuts: dict[int, bytes] = {}  # by stream, the beginning of an incomplete escape sequence
+        self._colours: list[bytes] = []  # the colour sequences in effect
+        self._rows, self._at = [_Row()], 0  # the last rows of the screen; the index of the cursor's row
+        self._at_start = True  # the cursor is in the first column
+        self._height, self._grown = 1, 0  # rows of the block, by its last movement up; rows added since
+        self._is_ended = (
+            False  # another stream has ended the line in a file, so a line end that comes next is not written
+        )
+        self._waiting: deque[bytes] | None = None  # other streams' lines; not None while the owner has the whole screen
+        self._num_waiting_bytes = self._num_left_out = 0
+        self._hides_cursor = False
 
     def lines(self, mark: bytes, texts: Sequence[bytes]) -> None:
-        """Write whole lines of one rank, without lines of other ranks between them."""
-        if texts:
-            self._draw(lambda sheet: sheet.lines(mark, texts))
+        """Write whole lines of one rank, without lines of other ranks between them, above the block of the live stream."""
+        if not texts:
+            return
+        new = [mark + (only_colours(text) if self._is_terminal else text) for text in texts]
+        if self._waiting is not None:
+            self._wait(new)
+            return
+        row = self._rows[self._at]
+        is_lost = len(self._rows) == 1 and not row.data and not self._at_start  # the cursor's place is unknown
+        if is_lost or (row.data and not self._is_terminal):
+            self._out.append(b"\n")
+            self._forget(at_start=True)
+            self._is_ended = not self._is_terminal
+        if self._is_fresh() and self._at_start:
+            self._append(new, is_own=False)
+        else:
+            top, column = self._top(), width(row.data)
+            up = self._physical(self._rows[top : self._at + 1]) - 1
+            self._rows[top:top] = [_Row(False, line) for line in new]
+            self._draw(top, up, self._at + len(new), column)
+        self._flush()
 
     def live(self, owner: int, mark: bytes, data: bytes) -> None:
         """Write the output of one stream as it comes, with unfinished lines and carriage returns.
 
         Args:
-            owner: identifies the stream; up to two streams may be shown live.
+            owner: identifies the stream. Whole plain lines of a second live stream go above the block of the first.
             mark: the prefix of each line, which is repeated when the line is overwritten.
             data: the bytes, which may end inside a line.
         """
-        self._draw(lambda sheet: sheet.live(owner, mark, data))
-
-    def end(self) -> None:
-        """End an unfinished line, so that the next output begins in a new line."""
-        self._draw(lambda sheet: sheet.end())
-
-    def _draw(self, what: Callable[[Terminal | _Paper], None]) -> None:
-        """Call ``what`` with the sheet; after an exception replace the sheet by plain output, so that ranks are still shown."""
-        try:
-            what(self._sheet)
-        except Exception as error:
-            self._sheet = _Paper(self._write)
-            text = f"guozhuang run: progress bars are no longer drawn in their place: {type(error).__name__}: {error}"
-            self._sheet.lines(b"\n", [text.encode(errors="replace")])
-            what(self._sheet)
-
-
-class _Paper:
-    """A file or a pipe, where lines cannot be overwritten. An unfinished line is ended when another stream writes."""
-
-    def __init__(self, write: Callable[[bytes], None]) -> None:
-        self._write = write
-        self._alive: dict[int, _Alive] = {}
-        self._open: _Alive | None = None  # the stream whose unfinished line is the last text in the file
-
-    def lines(self, mark: bytes, texts: Sequence[bytes]) -> None:
-        self._write(self._interrupt() + b"".join(mark + text + b"\n" for text in texts))
-
-    def live(self, owner: int, mark: bytes, data: bytes) -> None:
-        stream = self._alive.setdefault(owner, _Alive(mark))
-        broken = self._interrupt() if self._open is not stream else b""
-        self._write(broken + stream.add(data))
-        self._open = stream if stream.tail else None
-
-    def end(self) -> None:
-        if self._open is not None:
-            self._write(b"\n")
-            self._open = None
-
-    def _interrupt(self) -> bytes:
-        stream, self._open = self._open, None
-        if stream is None:
-            return b""
-        stream.clear()
-        stream.is_cut = True
-        return b"\n"
-
-
-class _Alive:
-    """A stream that is shown as it comes.
-
-    ``tail``: its unfinished line is not empty; ``at_start``: a carriage return sent the cursor back to the line's start.
-    ``is_cut``: another stream has ended its line, so a line end that comes next is not written.
-    """
-
-    def __init__(self, mark: bytes) -> None:
-        self.mark = mark
-        self.tail, self.at_start, self.is_cut = False, False, False
-
-    def add(self, data: bytes) -> bytes:
-        """Return the bytes to write: ``data`` with the mark before each line."""
-        out = []
-        for piece in _PIECE.findall(data):
-            if piece == b"\r":
-                self.at_start = self.tail
+        if owner != self._owner:
+            if self._owner is not None and owner not in self._cuts and is_plain(data):
+                self.lines(mark, data[:-1].split(b"\n"))
+                return
+            self._end_block()
+            self._owner = owner
+        self._mark = mark
+        data = self._cuts.pop(owner, b"") + data
+        if self._is_simple(data):
+            new = [mark + text for text in data[:-1].split(b"\n")]
+            self._append(new, is_own=True)
+            self._grow(len(new))
+            self._flush()
+            return
+        cut = _UNFINISHED.search(data) if self._is_terminal else None
+        if cut:
+            self._cuts[owner] = data[cut.start() :]
+        pieces = _PIECE if self._is_terminal else _PIECE_OF_FILE
+        for match in pieces.finditer(data, 0, cut.start() if cut else len(data)):
+            piece = match[0]
+            if self._waiting is not None and match[1] not in (*_FULL_SCREEN, b"?25"):
+                self._out.append(piece)
             elif piece == b"\n":
-                if self.is_cut:
-                    self.is_cut = False
-                    continue
-                if not self.tail:
-                    out.append(self.mark)  # an empty line gets a mark too
-                self.clear()
+                self._down()
+            elif piece == b"\r":
+                self._to_start(piece)
+            elif self._is_terminal and piece[:1] == b"\x1b":
+                self._control(piece, match[1] or b"", match[2] or b"")
             else:
-                if self.at_start or not self.tail:
-                    out.append(self.mark)
-                    self.clear()
-                self.tail = True
-                self.is_cut = False
-            out.append(piece)
-        return b"".join(out)
+                self._text(piece)
+        self._flush()
 
-    def clear(self) -> None:
-        self.tail, self.at_start = False, False
+    def end(self) -> None:
+        """Move to a new line below everything, and reset the terminal: colours, cursor, full-screen mode."""
+        if self._waiting is not None:
+            self._leave_full_screen(_END_FULL_SCREEN)
+        self._end_block()
+        if self._hides_cursor:
+            self._out.append(_SHOW_CURSOR)
+            self._hides_cursor = False
+        self._owner = None
+        self._cuts.clear()
+        self._flush()
+
+    def _flush(self) -> None:
+        surplus = min(len(self._rows) - _MAX_ROWS, self._at)
+        if surplus > 0:
+            del self._rows[:surplus]
+            self._at -= surplus
+        data = b"".join(self._out)
+        self._out.clear()
+        if data:
+            self._write(data)
+
+    # Methods that process the output of a live stream.
+
+    def _text(self, text: bytes) -> None:
+        row = self._rows[self._at]
+        if not self._at_start:
+            row.data = (row.data + text)[-_MAX_REPEATED:]
+        elif self._is_terminal and row.data and not text.strip(b" "):  # spaces erase a progress bar; erase its mark too
+            row.data = text
+            text += _ERASE_REST
+        else:
+            # The overwritten text is forgotten, because progress bars always write whole rows.
+            text = self._mark + b"".join(self._colours) + text
+            row.data = text[-_MAX_REPEATED:]
+        row.is_own, self._at_start, self._is_ended = True, False, False
+        self._out.append(text)
+
+    def _to_start(self, piece: bytes) -> None:
+        self._out.append(piece)
+        self._at_start = True
+        row = self._rows[self._at]
+        if self._is_terminal and row.data.isspace():
+            row.data = b""
+
+    def _down(self) -> None:
+        row = self._rows[self._at]
+        if self._is_ended:
+            self._is_ended = False
+            return
+        if self._at_start and not row.data:  # an empty line gets a mark too
+            self._out.append(self._mark)
+            row.is_own, row.data = True, self._mark
+        self._out.append(b"\n")
+        self._at_start = True
+        if not self._is_terminal:
+            row.data = b""
+            return
+        self._at += 1
+        if self._at == len(self._rows):
+            self._rows.append(_Row())
+            self._grow(1)
+
+    def _grow(self, count: int) -> None:
+        self._grown += count
+        if self._grown > self._height:
+            self._height = 1
+
+    def _is_simple(self, data: bytes) -> bool:
+        """Return whether this output of a live stream is shown like whole lines of any stream, which is much faster."""
+        has_effects = b"\x1b" in data or b"\r" in data or not data.endswith(b"\n")
+        is_ready = self._at_start and self._waiting is None and not (self._colours or self._is_ended)
+        return is_ready and not has_effects and self._is_fresh()
+
+    def _control(self, piece: bytes, parameters: bytes, kind: bytes) -> None:
+        row, count = self._rows[self._at], number(parameters)
+        if parameters in _FULL_SCREEN and kind == b"l":
+            self._leave_full_screen(piece)
+            return
+        if parameters in _FULL_SCREEN and kind == b"h":
+            self._waiting = self._waiting or deque()
+        elif parameters == b"?25":
+            self._hides_cursor = kind == b"l"
+        elif _LOST.match(piece) or (kind == b"J" and parameters in (b"2", b"3")):
+            self._forget(at_start=kind == b"H" or (kind == b"J" and self._at_start))
+        elif kind in (b"A", b"F"):
+            self._up(count, piece)
+            self._at_start |= kind == b"F"
+            return
+        elif kind == b"G" and count == 1:
+            self._to_start(b"\r")
+            return
+        elif kind in (b"C", b"G"):
+            if kind == b"G":
+                piece = b"\x1b[%dG" % (count + width(self._mark))
+            if self._at_start:
+                piece = b"\r" + self._mark + piece
+            row.is_own, row.data, self._at_start = True, row.data + piece, False
+        elif kind == b"K" and (parameters == b"2" or (self._at_start and parameters in (b"", b"0"))):
+            row.data = b""
+        else:
+            if kind == b"J" and parameters != b"1":
+                del self._rows[self._at + 1 :]
+                row.data = b"" if self._at_start else row.data
+            if kind == b"m":
+                is_reset = parameters.strip(b"0") == b""
+                self._colours = [] if is_reset else [*self._colours, piece][-_MAX_COLOURS:]
+                if self._at_start and not is_reset:
+                    return  # _text writes it after the mark
+            if not (self._at_start or parameters.startswith(b"?")):
+                row.data += piece
+        self._out.append(piece)
+
+    def _up(self, count: int, piece: bytes) -> None:
+        """Move the cursor up by ``count`` rows of the stream. See [Note: a block]."""
+        target, left = self._at, count
+        while left and target > 0:
+            target -= 1
+            left -= self._rows[target].is_own
+        above = self._physical(self._rows[target : self._at])
+        num_lines = self._size()[1]
+        if left or (num_lines and above >= num_lines):  # the target row is not remembered, or has left the screen
+            self._out.append(piece)
+            self._forget(at_start=self._at_start)
+            return
+        moved = self._rows[target:]
+        others = [row for row in moved[: self._at - target] if not row.is_own]
+        if others:
+            column = width(self._rows[self._at].data)
+            self._rows[target:] = others + [row for row in moved if row not in others]
+            self._draw(target, above, target + len(others), column)
+        else:
+            self._out.append(b"\x1b[%dA" % above)
+            self._at = target
+        self._height, self._grown = len(self._rows) - self._at, 0
+
+    def _wait(self, new: Sequence[bytes]) -> None:
+        assert self._waiting is not None
+        self._waiting += new
+        self._num_waiting_bytes += sum(map(len, new))
+        while self._num_waiting_bytes > _MAX_WAITING_BYTES:
+            self._num_waiting_bytes -= len(self._waiting.popleft())
+            self._num_left_out += 1
+
+    def _leave_full_screen(self, piece: bytes) -> None:
+        self._out.append(piece)
+        self._forget(at_start=True)
+        if self._num_left_out:
+            text = b"guozhuang run: %d lines came while rank 0 had the whole screen, and are left out\n"
+            self._out.append(text % self._num_left_out)
+        self._out += [line + b"\n" for line in self._waiting or ()]
+        self._waiting, self._num_waiting_bytes, self._num_left_out = None, 0, 0
+
+    # Methods on the remembered rows.
+
+    def _append(self, new: Sequence[bytes], is_own: bool) -> None:
+        """Write whole lines below everything."""
+        self._out += [line + b"\n" for line in new]
+        if self._is_terminal:
+            self._rows[-1:-1] = [_Row(is_own, line[-_MAX_REPEATED:]) for line in new[-_MAX_ROWS:]]
+            self._at = len(self._rows) - 1
+
+    def _end_block(self) -> None:
+        """Move to a new row below the block, which is not drawn again."""
+        if self._colours:
+            self._out.append(RESET)
+        if not (self._is_fresh() and self._at_start):
+            self._out.append(b"\n" * (1 + self._physical(self._rows[self._at + 1 :])))
+        self._forget(at_start=True)
+        self._colours, self._is_ended = [], False
+
+    def _is_fresh(self) -> bool:
+        """Return whether the cursor is in an empty row below everything."""
+        while len(self._rows) - 1 > self._at and not self._rows[-1].data:
+            self._rows.pop()  # erased by the stream
+        return self._at == len(self._rows) - 1 and not self._rows[-1].data
+
+    def _forget(self, at_start: bool) -> None:
+        self._rows, self._at, self._at_start = [_Row()], 0, at_start
+        self._height, self._grown = 1, 0
+
+    def _physical(self, rows: Sequence[_Row]) -> int:
+        """Return how many rows of the terminal these rows take, since the terminal wraps long ones."""
+        columns = self._size()[0]
+        return sum(max(1, math.ceil(width(row.data) / columns)) if columns else 1 for row in rows)
+
+    def _top(self) -> int:
+        """Return the index of the first row of the block."""
+        top = len(self._rows) - 1
+        while top > 0 and self._rows[top - 1].is_own and (top > self._at or len(self._rows) - top < self._height):
+            top -= 1
+        return min(top, self._at)
+
+    def _draw(self, top: int, up: int, at: int, column: int) -> None:
+        """Draw the rows from ``top`` on again, and move the cursor to a place among them.
+
+        Args:
+            top: index of the first row that is drawn.
+            up: how many rows of the terminal the place for it is above the cursor.
+            at: index of the row that the cursor is moved to.
+            column: its column there, unless it is in the first one.
+        """
+        self._out.append(RESET * bool(self._colours) + (b"\x1b[%dA" % up if up else b"") + _ERASE_BELOW)
+        self._out.append(b"\n".join(_closed(row.data) for row in self._rows[top:]))
+        self._at = at
+        below = self._physical(self._rows[at + 1 :])
+        self._out.append(b"\x1b[%dA" % below if below else b"")
+        if self._at_start:
+            self._out.append(b"\r")
+            return
+        if below:
+            self._out.append(b"\r" + (b"\x1b[%dC" % column if column else b""))
+        self._out += self._colours
+
+
+def _closed(data: bytes) -> bytes:
+    return data + RESET if b"\x1b[" in data and not data.endswith(RESET) else data
