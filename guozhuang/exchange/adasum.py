@@ -17,7 +17,6 @@ while recursive halving and doubling needs 2 log2 n rounds and an n that is a po
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,17 +25,15 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from ..errors import explain
 from ..gradients.buckets import Bucket
 from ..groups.serial import Lane
 from ..world import versions
 from .base import Done, GradientExchange, Work
-from .numbers import check_floating_point, is_finite, num_numbers, numbers, where_not_finite
+from .numbers import check_floating_point, num_numbers, numbers, warn_unless_finite
 
 _NUM_LANES = 2  # so that one lane computes while the other sends
 _NUM_COLUMNS = 1 << 18  # how many columns are converted to float64 at a time, to limit memory
 _LEAST = 1e-12  # |a|^2 of a node below this share of its greatest possible value is rounding error and counts as 0
-_log = logging.getLogger("guozhuang")
 
 
 @dataclass
@@ -104,9 +101,7 @@ class Adasum(GradientExchange[AdasumState]):
 
     def _exchange(self, bucket: Bucket, rows: _AdasumRows, group: dist.ProcessGroup, step: int) -> None:
         flat, size = numbers(bucket), group.size()
-        if not is_finite(flat):
-            said = where_not_finite(bucket, "its adaptive sum becomes NaN on all ranks")
-            _log.warning("%s", explain(f"step {step}: {said}", rank=group.rank()))
+        warn_unless_finite(bucket, flat, step, group.rank(), "its adaptive sum becomes NaN on all ranks")
         rows.sent.view(-1)[: flat.numel()].copy_(flat)
         dist.all_to_all_single(rows.got, rows.sent, group=group)
         grams = flat.new_zeros(len(bucket.parameters), size, size, dtype=torch.float64)

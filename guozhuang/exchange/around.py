@@ -7,17 +7,15 @@ A wrapper keeps the inner exchange in one of its fields, and the inner exchange'
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from .base import GradientExchange
+from .base import Exchange, GradientExchange, State
 from .weights import WeightExchange
 
-State = TypeVar("State")
 
-
-class _Around(Generic[State]):
+class _Around(Exchange[State]):
     """The methods that wrappers of gradient exchanges and of weight exchanges share."""
 
     _inner_field: ClassVar[str] = "inner"
@@ -38,12 +36,12 @@ class _Around(Generic[State]):
         """Return whether the inner exchange currently acts on this rank; if not, calls are not forwarded to it."""
         return True
 
+    @override
     def state_dict(self, state: State) -> dict[str, Any]:
-        """Return the inner exchange's saved state. Every rank must call."""
         return self._inner.state_dict(self.inner_state(state)) if self.inner_acts(state) else {}
 
+    @override
     def load_state_dict(self, state: State, saved: Mapping[str, Any]) -> None:
-        """Restore the inner exchange's saved state. Every rank must call."""
         self._inner.load_state_dict(self.inner_state(state), saved)
 
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> Any:

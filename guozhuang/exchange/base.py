@@ -65,7 +65,28 @@ class Then:
         return self.work.is_completed()
 
 
-class GradientExchange(ABC, Generic[State]):
+class Exchange(ABC, Generic[State]):
+    """The methods that exchanges of gradients and exchanges of weights share: those for checkpoints."""
+
+    def state_dict(self, state: State) -> dict[str, Any]:
+        """Return the values that a resumed run needs to continue exactly, besides the weights; often empty.
+
+        Every rank must call; with an exchange of weights after ``agree``.
+        """
+        return {}
+
+    def load_state_dict(self, state: State, saved: Mapping[str, Any]) -> None:
+        """Restore the values that :meth:`state_dict` returned on this rank, after weights were loaded. Every rank must call.
+
+        Raises:
+            UsageError: the values were saved by another method, for other parameters, or with another number of ranks.
+        """
+        if saved:
+            what = f"{type(self).__name__} keeps no state, and the checkpoint holds some for {sorted(saved)}"
+            raise UsageError(explain(what, fix="choose the exchange that the checkpoint was saved with"))
+
+
+class GradientExchange(Exchange[State]):
     """A method of exchanging full buckets of gradients while backward is still running.
 
     Every rank makes the same calls in the same order: the reducer starts bucket 0, 1, 2, ... on all ranks.
@@ -107,20 +128,6 @@ class GradientExchange(ABC, Generic[State]):
             group: the ranks that exchange.
             before: the state of the previous bucket layout, if the layout changed; values kept per parameter are taken from it.
         """
-
-    def state_dict(self, state: State) -> dict[str, Any]:
-        """Return the values, by parameter, that a resumed run needs to continue exactly; often empty. Every rank must call."""
-        return {}
-
-    def load_state_dict(self, state: State, saved: Mapping[str, Any]) -> None:
-        """Restore the values that :meth:`state_dict` returned on this rank. Every rank must call.
-
-        Raises:
-            UsageError: the values were saved by another method, or with another number of ranks.
-        """
-        if saved:
-            what = f"{type(self).__name__} keeps no state, and the checkpoint holds some for {sorted(saved)}"
-            raise UsageError(explain(what, fix="choose the exchange that the checkpoint was saved with"))
 
     @abstractmethod
     def start(self, bucket: Bucket, state: State, step: int) -> Work:

@@ -37,7 +37,7 @@ from ..world import versions
 from .base import Done, GradientExchange, Work
 from .codecs.base import Codec
 from .codecs.topk import Sparsifier
-from .numbers import check_floating_point, is_finite, num_numbers, numbers, some_of, where_not_finite
+from .numbers import check_floating_point, is_finite, num_numbers, numbers, some_of, warn_unless_finite
 
 _NUM_LANES = 2  # so that one lane computes while the other sends
 # Two float32 before each row's code: first 0.0, or NaN for a row that is not finite and so was not coded; then 0.0, or 1.0 for
@@ -301,9 +301,7 @@ class Compressed(GradientExchange[CompressedState]):
         feedback, mean_feedback = state.feedback or (None, None)
         rows = _rows(memory, flat, group.size())
         values = rows.view(-1)[: flat.numel()]
-        fine = is_finite(values)
-        if not fine:
-            _log.warning("%s", explain(f"step {step}: {where_not_finite(bucket)}", rank=rank))
+        fine = warn_unless_finite(bucket, values, step, rank, "all gradients of its bucket become NaN on all ranks")
         adds = not fine or around is None or around.enter(values)
         momentum = None if state.momentum is None or not fine else state.momentum.rows(bucket.index)
         if momentum is not None:

@@ -21,12 +21,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch.distributed as dist
-from torch import Tensor
 from typing_extensions import override
 
 from ..errors import UsageError, explain
 from ..weights.flat import Named
-from .weight_lane import WeightLane, mean, naming_peers
+from .weight_lane import WeightLane, mean, swap
 from .weights import WeightExchange
 
 _PEERS = ("all", "shift_one")
@@ -111,7 +110,8 @@ class Decentralized(WeightExchange[DecentralizedState]):
             return
         other = partner((step + 1) // self.every, group.rank(), group.size())
         if other is not None:
-            _swap(mine, lane.copies[1], other, group)
+            pairs = enumerate(zip(mine, lane.copies[1], strict=True))
+            swap([(other, x, y, tag) for tag, (x, y) in pairs], group, "whose turn it was")
             for x, y in zip(mine, lane.copies[1], strict=True):
                 if x.itemsize < 4:  # float16 and bfloat16, whose sum could overflow
                     x.copy_((x.float() + y) / 2)
@@ -149,16 +149,3 @@ class Decentralized(WeightExchange[DecentralizedState]):
             return 2 * (world_size - 1) * num_elements * max(4, element_bytes) / world_size / self.every
         meets = (world_size - 1) / world_size if world_size % 2 else 1.0
         return meets * num_bytes / self.every
-
-
-def _swap(mine: list[Tensor], theirs: list[Tensor], other: int, group: dist.ProcessGroup) -> None:
-    ops = []
-    for tag, (sent, got) in enumerate(zip(mine, theirs, strict=True)):
-        ops.append(dist.P2POp(dist.isend, sent, group=group, group_peer=other, tag=tag))
-        ops.append(dist.P2POp(dist.irecv, got, group=group, group_peer=other, tag=tag))
-    who = f"rank {other}"
-    with naming_peers(
-        lambda: f"{who}, whose turn it was, did not exchange its weights", group, f"look for the first error of {who}"
-    ):
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()

@@ -32,7 +32,7 @@ from ..groups.subgroups import end_together, twin
 from ..weights.flat import FlatWeights, Named
 from .allreduce import AllReduce
 from .average import wide
-from .base import GradientExchange, Work
+from .base import GradientExchange, Work, check_saved
 from .codecs.base import Codec
 from .compressed import Compressed
 from .fragments import FragmentPiece, cut
@@ -343,9 +343,7 @@ class DiLoCo(WeightExchange[DiLoCoState]):
         Raises:
             UsageError: the state was saved by another method, or for other parameters.
         """
-        if saved.keys() != {"global", "momentum", "num_exchanges", "codec"}:
-            what = "the checkpoint holds no state of DiLoCo"
-            raise UsageError(explain(what, value=sorted(saved), fix="choose the exchange that it was saved with"))
+        check_saved(saved, {"global", "momentum", "num_exchanges", "codec"}, "DiLoCo")
         for key in ("global", "momentum") if self.outer_momentum > 0 else ("global",):
             theirs = {name: value.shape for name, value in saved[key].items()}
             wrong = sorted(name for name in theirs.keys() | state.shapes if theirs.get(name) != state.shapes.get(name))

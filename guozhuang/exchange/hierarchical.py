@@ -22,7 +22,6 @@ also [Note: one order on all ranks] in groups/serial.py.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,12 +40,10 @@ from .around import AroundGradients
 from .base import Done, GradientExchange, Work, check_saved
 from .cast import Cast
 from .compressed import Compressed
-from .node_groups import NodeGroups, find_nodes, make_groups, on_leaders
-from .numbers import in_float32, is_finite, numbers, where_not_finite
+from .node_groups import NodeGroups, find_nodes, make_groups, node_sizes, on_leaders
+from .numbers import in_float32, numbers, warn_unless_finite
 from .parts import Part, cut, cut_values, uncut, whole_values
 from .warmup import Warmup
-
-_log = logging.getLogger("guozhuang")
 
 
 class _Passage:
@@ -188,7 +185,10 @@ class Hierarchical(AroundGradients[HierarchicalState], inner="outer"):
         (entering, leaving), passage, devices = state.lanes, _Passage(), [bucket.flat.device]
 
         def enter() -> None:
-            self._say_what_is_not_finite(bucket, state, step)
+            if not is_plain(self.outer):  # a lossy outer exchange gets a sum, so it cannot name the rank
+                assert state.groups is not None
+                rank = state.groups.nodes.rank
+                warn_unless_finite(bucket, in_float32(numbers(bucket)), step, rank, "it reaches all ranks")
             work = self._enter(bucket, state, entering.group, step)
             passage.leaving = leaving.run(lambda: self._leave(bucket, state, leaving.group, work), devices)
 
@@ -243,13 +243,6 @@ class Hierarchical(AroundGradients[HierarchicalState], inner="outer"):
             flat.mul_(early)
         return factor / early
 
-    def _say_what_is_not_finite(self, bucket: Bucket, state: HierarchicalState, step: int) -> None:
-        """Warn if this rank's gradients are not finite and ``outer`` is lossy: it gets a sum, so it cannot name the rank."""
-        if not is_plain(self.outer) and not is_finite(in_float32(numbers(bucket))):
-            assert state.groups is not None
-            said = where_not_finite(bucket, "it reaches all ranks")
-            _log.warning("%s", explain(f"step {step}: {said}", rank=state.groups.nodes.rank))
-
     # ---- checkpoints
 
     @override
@@ -287,10 +280,8 @@ class Hierarchical(AroundGradients[HierarchicalState], inner="outer"):
 
         With gloo inside a node, (k-1)/k of the bucket is sent in addition, because gloo's reduce-scatter is a whole all-reduce.
         """
-        if self.identities is None or len(self.identities) != world_size:
-            return None
-        members = [self.identities.count(node) for node in dict.fromkeys(self.identities)]
-        if len(set(members)) > 1 or not _may_be_cut(self.outer):
+        members = node_sizes(self.identities, world_size)
+        if len(set(members)) != 1 or not _may_be_cut(self.outer):
             return None
         if len(members) == 1:
             return self.inner.traffic(num_elements, element_bytes, world_size)

@@ -27,10 +27,11 @@ from torch import Tensor
 from ..errors import UsageError, explain
 from ..groups.subgroups import end_together, twin
 from ..weights.flat import FlatWeights, Named
+from .base import check_saved
 from .codecs.base import Codec
 from .codecs.quantize8 import MinMax8
 from .numbers import is_finite
-from .weight_lane import NotFinite, as_real, mean, naming_peers
+from .weight_lane import NotFinite, as_real, mean, swap
 from .weights import WeightExchange
 
 _HEADER_BYTES = 8  # a float32 before the code: 0.0, or NaN if t is not finite and so was not coded; padded to 8 bytes
@@ -186,8 +187,7 @@ class LowPrecisionDecentralized(WeightExchange[RingState]):
             UsageError: the state was saved by another method, for other parameters, or with another number of ranks.
         """
         fix = "load it with the strategy, the model and the number of ranks that it was saved with"
-        if saved.keys() != {"ranks", "replicas"}:
-            raise UsageError(explain("the checkpoint was not saved by this method", value=sorted(saved), fix=fix))
+        check_saved(saved, {"ranks", "replicas"}, "LowPrecisionDecentralized")
         for replica in state.replicas.values():
             state.flat.read(replica)
         if not saved["replicas"]:
@@ -216,27 +216,10 @@ def _by_name(flat: FlatWeights, values: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 def _send_to_neighbours(state: RingState) -> None:
-    group = state.group
-    rank, size = group.rank(), group.size()
-    left, right = (rank - 1) % size, (rank + 1) % size
-    ops: list[dist.P2POp] = []
-    whom: list[int] = []
+    rank, size = state.group.rank(), state.group.size()
+    messages = []
     for tag, memory in enumerate(state.memory):
-        pairs = [(memory.from_left, left), (memory.from_right, right)] if size > 2 else [(memory.from_left, left)]
-        for code, other in pairs:
-            ops.append(dist.P2POp(dist.isend, memory.sent, group=group, group_peer=other, tag=tag))
-            ops.append(dist.P2POp(dist.irecv, code, group=group, group_peer=other, tag=tag))
-            whom += [other, other]
-    works: list[dist.Work] = []
-    ended: list[dist.Work] = []
-
-    def failed() -> str:
-        # Some backends return one work for all messages; then either neighbour may have failed.
-        who = f"rank {whom[len(ended)]}" if len(works) == len(whom) else f"rank {left} or {right}"
-        return f"{who}, a neighbour in the ring, did not exchange its weights"
-
-    with naming_peers(failed, group, "look for the first error of that rank"):
-        works += dist.batch_isend_irecv(ops)
-        for work in works:
-            work.wait()
-            ended.append(work)
+        messages.append(((rank - 1) % size, memory.sent, memory.from_left, tag))
+        if size > 2:
+            messages.append(((rank + 1) % size, memory.sent, memory.from_right, tag))
+    swap(messages, state.group, "a neighbour in the ring")

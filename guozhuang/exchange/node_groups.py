@@ -58,6 +58,13 @@ def find_nodes(group: dist.ProcessGroup, identities: Sequence[str] | None) -> No
     return Nodes.of([str(text) for text in found], group.rank())
 
 
+def node_sizes(identities: Sequence[str] | None, world_size: int) -> list[int]:
+    """Return how many ranks each node has; an empty list if that is not known, because there are no ``identities``."""
+    if identities is None or len(identities) != world_size:
+        return []
+    return [list(identities).count(node) for node in dict.fromkeys(identities)]
+
+
 def inside_of(group: dist.ProcessGroup, nodes: Nodes) -> dist.ProcessGroup:
     """Make a group of the ranks of each node, and return the group of this rank's node. Every rank must call."""
     return _own_of(group, nodes.members)

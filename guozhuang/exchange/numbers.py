@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from ..errors import UsageError, explain
 from ..gradients.buckets import Bucket
+
+_log = logging.getLogger("guozhuang")
 
 
 def check_floating_point(buckets: Sequence[Bucket], who: str, takes_complex: bool = True) -> None:
@@ -49,19 +52,26 @@ def in_float32(values: Tensor) -> Tensor:
     return values.to(torch.float32) if values.dtype == torch.float64 else values
 
 
-def where_not_finite(bucket: Bucket, then: str = "all gradients of its bucket become NaN on all ranks") -> str:
-    """Return a sentence that names the parameters whose gradients, as float32, hold NaN or infinity.
+def warn_unless_finite(bucket: Bucket, values: Tensor, step: int, rank: int, then: str) -> bool:
+    """Log a warning that names the parameters whose gradients hold NaN or infinity, if any; return whether all are finite.
 
     Args:
-        bucket: holds the gradients that are checked.
-        then: the consequence, with which the sentence ends.
+        bucket: holds the gradients, which are searched by parameter, as float32, if ``values`` are not finite.
+        values: the same gradients, or a part of them, as the method computes with them.
+        step: the number of the step, for the text.
+        rank: this rank, for the text.
+        then: the consequence, with which the text ends.
     """
+    if is_finite(values):
+        return True
     found = []
     for name, view in zip(bucket.names, bucket.views, strict=True):
         real = torch.view_as_real(view) if view.is_complex() else view
         if not is_finite(in_float32(real)):
             found.append(name)
-    return f"the gradient of {some_of(found)} holds NaN or infinity; {then}"
+    what = f"step {step}: the gradient of {some_of(found)} holds NaN or infinity; {then}"
+    _log.warning("%s", explain(what, rank=rank))
+    return False
 
 
 def some_of(names: Sequence[str]) -> str:

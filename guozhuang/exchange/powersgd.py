@@ -15,7 +15,6 @@ special case. All ranks compute the basis from equal bits, so it is equal everyw
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,10 +29,9 @@ from ..errors import UsageError, explain
 from ..gradients.buckets import Bucket
 from ..groups.serial import Lane
 from .base import Done, GradientExchange, Work, check_saved
-from .numbers import check_floating_point, in_float32, is_finite, where_not_finite
+from .numbers import check_floating_point, in_float32, is_finite, warn_unless_finite
 
 _LEAST = 1e-6  # directions with singular values of P below this share of the greatest one are rounding error
-_log = logging.getLogger("guozhuang")
 
 
 @dataclass
@@ -169,9 +167,8 @@ class PowerSGD(GradientExchange[PowerState]):
 
     def _exchange(self, bucket: Bucket, state: PowerState, group: dist.ProcessGroup, step: int) -> None:
         found, size = state.matrices[bucket.index], group.size()
-        if not is_finite(in_float32(bucket.flat)):
-            said = where_not_finite(bucket, "with it all matrices of its bucket become NaN on all ranks")
-            _log.warning("%s", explain(f"step {step}: {said}", rank=group.rank()))
+        then = "with it all matrices of its bucket become NaN on all ranks"
+        warn_unless_finite(bucket, in_float32(bucket.flat), step, group.rank(), then)
         whole = [bucket.views[i] for i in state.whole[bucket.index]]
         for matrices in found:
             for view, error, wanted in zip(_views(bucket, matrices), matrices.error, matrices.wanted, strict=True):

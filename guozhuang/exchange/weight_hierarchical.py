@@ -42,7 +42,16 @@ from .allreduce import AllReduce
 from .around import AroundWeights
 from .base import Done, GradientExchange, Work, check_saved
 from .hierarchical import is_plain
-from .node_groups import NodeGroups, find_nodes, groups_alone, inside_of, make_groups, num_groups, on_leaders
+from .node_groups import (
+    NodeGroups,
+    find_nodes,
+    groups_alone,
+    inside_of,
+    make_groups,
+    node_sizes,
+    num_groups,
+    on_leaders,
+)
 from .warmup import after_warmups
 from .weight_lane import as_real
 from .weights import WeightExchange
@@ -136,7 +145,7 @@ class InsideNodes(GradientExchange[InsideNodesState]):
     @override
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> int | None:
         """Return the bytes sent inside a node if ``identities`` give all nodes equally many ranks, else None."""
-        counts = _num_on_each(self.identities, world_size)
+        counts = node_sizes(self.identities, world_size)
         if len(set(counts)) != 1:
             return None
         return 0 if counts[0] == 1 else self.inner.traffic(num_elements, element_bytes, counts[0])
@@ -346,16 +355,9 @@ class WeightHierarchical(AroundWeights[WeightHierarchicalState], inner="outer"):
         In general each node sends ``outer.traffic(num_elements, element_bytes, num_nodes)`` to other nodes; the bytes inside a
         node depend on how often ``outer`` changes the weights.
         """
-        if set(_num_on_each(self.identities, world_size)) != {1}:
+        if set(node_sizes(self.identities, world_size)) != {1}:
             return None
         return self.outer.traffic(num_elements, element_bytes, world_size)
-
-
-def _num_on_each(identities: Sequence[str] | None, world_size: int) -> list[int]:
-    """Return how many ranks each node has; an empty list if that is not known."""
-    if identities is None or len(identities) != world_size:
-        return []
-    return [list(identities).count(node) for node in dict.fromkeys(identities)]
 
 
 def _did(state: WeightHierarchicalState, act: Callable[[], None]) -> tuple[bool, int]:

@@ -99,6 +99,36 @@ def mean(flats: Sequence[Tensor], group: dist.ProcessGroup) -> None:
             flat.copy_(each)
 
 
+def swap(messages: Sequence[tuple[int, Tensor, Tensor, int]], group: dist.ProcessGroup, why: str) -> None:
+    """Send tensors to single ranks and receive others from them. Every peer must call, with the counterparts.
+
+    Args:
+        messages: the rank of a peer, the tensor to send to it, the tensor to receive from it, and a tag for both.
+        group: the ranks.
+        why: says in an error why the peer was to take part: "a neighbour in the ring".
+
+    Raises:
+        WorldError: a peer has ended, or did not take part within the group's time-out; the text names it.
+    """
+    ops, peers = [], [peer for peer, *_ in messages for _ in range(2)]
+    for peer, sent, got, tag in messages:
+        ops.append(dist.P2POp(dist.isend, sent, group=group, group_peer=peer, tag=tag))
+        ops.append(dist.P2POp(dist.irecv, got, group=group, group_peer=peer, tag=tag))
+    works: list[dist.Work] = []
+    ended: list[dist.Work] = []
+
+    def failed() -> str:
+        # Some backends return one work for all messages; then any of the peers may have failed.
+        who = [peers[len(ended)]] if len(works) == len(peers) else dict.fromkeys(peers)
+        return f"rank {' or '.join(map(str, who))}, {why}, did not exchange its weights"
+
+    with naming_peers(failed, group, "look for the first error of that rank"):
+        works += dist.batch_isend_irecv(ops)
+        for work in works:
+            work.wait()
+            ended.append(work)
+
+
 class WeightLane(Lane):
     """A lane with flat copies of the weights. Every rank must construct it.
 

@@ -9,20 +9,16 @@ ranks' weights differ between exchanges; :meth:`WeightExchange.agree` makes them
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, Generic, TypeVar
+from abc import abstractmethod
+from typing import Any
 
 import torch.distributed as dist
 
-from ..errors import UsageError, explain
 from ..weights.flat import Named
-from .base import GradientExchange
-
-State = TypeVar("State")
+from .base import Exchange, GradientExchange, State
 
 
-class WeightExchange(ABC, Generic[State]):
+class WeightExchange(Exchange[State]):
     """A method of exchanging weights before and after each ``optimizer.step()``.
 
     A rank whose data ended before that of other ranks shadows their steps: it calls ``before_step`` and ``after_step`` without
@@ -85,20 +81,6 @@ class WeightExchange(ABC, Generic[State]):
         only calls :meth:`close`, is right for a method that made no groups.
         """
         self.close(state)
-
-    def state_dict(self, state: State) -> dict[str, Any]:
-        """Return the values, besides the weights, that a resumed run needs. Every rank must call, after :meth:`agree`."""
-        return {}
-
-    def load_state_dict(self, state: State, saved: Mapping[str, Any]) -> None:
-        """Restore the values that :meth:`state_dict` returned on this rank, after weights were loaded. Every rank must call.
-
-        Raises:
-            UsageError: the values were saved by another method, or for other parameters.
-        """
-        if saved:
-            what = f"{type(self).__name__} keeps no state, and the checkpoint holds some for {sorted(saved)}"
-            raise UsageError(explain(what, fix="choose the exchange that the checkpoint was saved with"))
 
     @abstractmethod
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> float | None:

@@ -12,7 +12,6 @@ gradient in an inner backward for the first time when its bucket was sent alread
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ import torch.distributed as dist
 
 from ..errors import explain
 from ..exchange.base import Work
+from ..groups.serial import SerialThread, SerialWork
 from ..timeline import Timeline
 from .buckets import Bucket
 
@@ -72,7 +72,7 @@ class Pass:
     order: list[int] = field(default_factory=list)
     predicted_unused: list[int] = field(default_factory=list)
     on_timeline: dict[int, tuple[Work, int]] = field(default_factory=dict)  # by bucket: work that runs, its start in ns
-    watchers: list[threading.Thread] = field(default_factory=list)  # wait to record the ends of works
+    watchers: list[SerialWork] = field(default_factory=list)  # wait to record the ends of works
 
 
 def late_gradient(name: str, options: ReducerOptions, rank: int) -> RuntimeError:
@@ -101,9 +101,7 @@ def record_start(current: Pass, bucket: Bucket, work: Work, start_ns: int, timel
             work.wait()
         _add_exchange(timeline, bucket.index, start_ns)
 
-    thread = threading.Thread(target=watch, name=f"timeline of bucket {bucket.index}", daemon=True)
-    thread.start()
-    current.watchers.append(thread)
+    current.watchers.append(SerialThread(f"timeline of bucket {bucket.index}").run(watch))
 
 
 def record_ends(current: Pass, timeline: Timeline, at_end: bool = False) -> None:
@@ -113,7 +111,7 @@ def record_ends(current: Pass, timeline: Timeline, at_end: bool = False) -> None
             _add_exchange(timeline, index, start_ns)
             del current.on_timeline[index]
     while at_end and current.watchers:
-        current.watchers.pop().join()
+        current.watchers.pop().wait()
 
 
 def _add_exchange(timeline: Timeline, index: int, start_ns: int) -> None:

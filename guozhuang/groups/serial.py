@@ -236,13 +236,18 @@ class SerialThread:
 
     def submit(self, work: SerialWork, urgency: float = 0) -> None:
         """Submit a job as ``run`` does, with a work made for it."""
-        if self._thread is None or not self._thread.is_alive():  # threads do not survive a fork
+        if not self.is_alive:  # threads do not survive a fork
             arguments = self._jobs, self._what
             self._thread = threading.Thread(target=_work, args=arguments, name=self._name, daemon=True)
             self._thread.start()
             # The thread refers to the queue, not to this object, so the thread ends when this object is collected.
             weakref.finalize(self, self._jobs.put, (float("inf"), next(self._numbers), None))
         self._jobs.put((urgency, next(self._numbers), work))
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread is running; False before the first job, and in a forked child until it submits a job."""
+        return self._thread is not None and self._thread.is_alive()
 
     @property
     def is_current(self) -> bool:
@@ -257,7 +262,7 @@ class SerialThread:
         """Wait at most so many seconds (None: without limit) until the thread has ended; return whether it has."""
         if self._thread is not None:
             self._thread.join(timeout_s)
-        return self._thread is None or not self._thread.is_alive()
+        return not self.is_alive
 
     def _in_streams(self, job: Job, work: SerialWork, devices: Iterable[torch.device]) -> Job:
         """See [Note: streams of a serial thread]. The returned job must not refer to this object: it could not be collected."""

@@ -1,16 +1,18 @@
-"""``prepare``: checks the requested strategy against the model and the world, and applies it."""
+"""``prepare``: checks the requested strategy against the model and the world, applies it, and records steps on a timeline."""
 
 from __future__ import annotations
 
 import atexit
 import logging
+from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils import _pytree
 
 from guozhuang.data_parallel import DataParallel
 from guozhuang.distributed import DistributedDataParallel
-from guozhuang.distributed.recording import record_steps
 from guozhuang.errors import UsageError, explain
 from guozhuang.strategies.table import DEFAULT, Strategy, check_groups, get
 from guozhuang.strategies.ways import PreparedPair, Setup
@@ -63,7 +65,7 @@ def prepare(
     path = requested_timeline()
     if path is not None:
         timeline = Timeline(world.rank)
-        record_steps(*prepared, timeline)
+        _record_steps(*prepared, timeline)
         atexit.register(timeline.write, f"{path}.rank{world.rank}")
     return prepared
 
@@ -126,3 +128,35 @@ def _place(model: nn.Module, optimizer: Optimizer, world: World) -> None:
         what = f"moving the model to {world.device} made new parameters, which the optimizer does not know"
         raise UsageError(explain(what, rank=world.rank, fix=fix))
     _log.info("rank %d: the model was moved to %s", world.rank, world.device)
+
+
+def _record_steps(model: nn.Module, optimizer: Optimizer, timeline: Timeline) -> None:
+    """Register hooks that record every forward, backward and optimizer step."""
+    began_ns: dict[str, int] = {}
+
+    def begin(name: str) -> None:
+        began_ns[name] = timeline.now()
+
+    def end(name: str) -> None:
+        if name in began_ns:
+            timeline.add(name, "step", began_ns.pop(name), timeline.now())
+
+    def forward_ended(module: nn.Module, inputs: Any, output: Any) -> None:
+        end("forward")
+        for leaf in _pytree.tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(backward_began)
+
+    def backward_began(gradient: torch.Tensor) -> None:
+        if "backward" not in began_ns:
+            begin("backward")
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            # Callbacks run in the order in which they were queued: the inner one runs after those that wait for exchanges.
+            queue(lambda: queue(lambda: end("backward")))
+
+    if isinstance(model, DistributedDataParallel):
+        model.timeline = timeline
+    model.register_forward_pre_hook(lambda module, inputs: begin("forward"))
+    model.register_forward_hook(forward_ended)
+    optimizer.register_step_pre_hook(lambda opt, args, kwargs: begin("optimizer"))
+    optimizer.register_step_post_hook(lambda opt, args, kwargs: end("optimizer"))

@@ -16,6 +16,7 @@ numbers are read only if there are new ones.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -28,6 +29,7 @@ import torch.distributed as dist
 from ..errors import MismatchError, WorldError, explain, rank_table
 from ..groups import roll_call
 from ..groups.agreement import store_of
+from ..groups.serial import SerialThread
 
 _log = logging.getLogger("guozhuang")
 _PATIENCE_S = 1.0  # in a step, before its number is written; at a meeting, before numbers are read, and between reads
@@ -59,7 +61,7 @@ class StepsBehind:
         self._beginning = 0
         self._waiting = _Waiting()
         self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = SerialThread("guozhuang steps")
         weakref.finalize(self, self._ended.set)
 
     @property
@@ -79,10 +81,8 @@ class StepsBehind:
             WorldError: the exchange failed, and another rank has left a notice that it left out this step.
         """
         self._waiting.inside = step, time.monotonic(), self._waits
-        if self._size > 1 and (self._thread is None or not self._thread.is_alive()):  # a forked child has no thread yet
-            arguments = self._waiting, self._rank, self._store, self._ended
-            self._thread = threading.Thread(target=_watch, args=arguments, name="guozhuang steps", daemon=True)
-            self._thread.start()
+        if self._size > 1 and not self._thread.is_alive:
+            self._thread.run(functools.partial(_watch, self._waiting, self._rank, self._store, self._ended))
         try:
             yield
         except RuntimeError as error:

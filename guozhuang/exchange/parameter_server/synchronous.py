@@ -13,7 +13,6 @@ https://doi.org/10.1145/3341301.3359642.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,14 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from ...errors import explain
 from ...gradients.buckets import Bucket
 from ..base import Done, GradientExchange, Work
-from ..numbers import is_finite, where_not_finite
+from ..numbers import warn_unless_finite
 from .client import PartRequest, ServedPart, ServerClient, check_numbers, cut, on_cpu, traffic
 from .protocol import Opcode, ServerMessage
-
-_log = logging.getLogger("guozhuang")
 
 
 @dataclass
@@ -131,11 +127,8 @@ class _ServedBucket:
         """Warn if gradients are not finite, which are sent nevertheless; called in the sending thread."""
         if self._copied is not None:
             self._copied.synchronize()
-        if not self._warned and not is_finite(values):
-            self._warned = True
-            names = where_not_finite(self._bucket).partition(" holds ")[0]
-            what = f"step {self._step}: {names} holds NaN or infinity, which all ranks get"
-            _log.warning("%s", explain(what, rank=self._rank))
+        if not self._warned:
+            self._warned = not warn_unless_finite(self._bucket, values, self._step, self._rank, "all ranks get it")
 
     def is_completed(self) -> bool:
         return all(request.is_completed() for _, request in self.requests)
