@@ -129,17 +129,17 @@ def _run(ours: Plan, request: Request) -> RunReport:
 
 
 def _run_here(ours: Plan, request: Request) -> RunReport:
+    run: TorchElasticRun | LocalRun
     if ours.is_torchruns:
-        from guozhuang.launch import torchrun
+        from guozhuang.launch.torchrun import TorchElasticRun
 
-        return torchrun.run(ours, request)
-    from guozhuang.launch.local_run import LocalRun
+        run = TorchElasticRun(ours, request)
+    else:
+        from guozhuang.launch.local_run import LocalRun
 
-    run = LocalRun(ours, request)
-    try:
+        run = LocalRun(ours, request)
+    with contextlib.closing(run):
         return run.run()
-    finally:
-        run.close()
 
 
 @contextlib.contextmanager

@@ -2,64 +2,55 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import shutil
 import signal
 import socket
-import tempfile
+import string
+import sys
 import time
 from collections.abc import Mapping
+from typing import IO, Any
 
 from torch.distributed.elastic import events
+from torch.distributed.elastic.multiprocessing import LogsDest
+from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 from torch.distributed.launcher.api import LaunchConfig
+from typing_extensions import override
 
-from guozhuang.launch import guard, torchrun_logs, tracebacks
-from guozhuang.launch.console.output import Output
 from guozhuang.launch.console.say import say
-from guozhuang.launch.crew import Crew, entry
 from guozhuang.launch.failures import Failure, describe, exit_code, first, headline
 from guozhuang.launch.job import Job, Outcome, Over, Replace, Send
-from guozhuang.launch.options import command, torchrun
+from guozhuang.launch.node_run import NodeRun
 from guozhuang.launch.options.plan import Plan
-from guozhuang.launch.rank_files import RankFiles, Shown, hang_in
+from guozhuang.launch.rank_files import RankFiles
 from guozhuang.launch.rendezvous.endpoint import open_fixed
 from guozhuang.launch.rendezvous.fixed import Attempt, FixedRendezvous, NodeShare
 from guozhuang.launch.request import Request, RunReport
 from guozhuang.launch.servers import ServersError, ServersOfANode
-from guozhuang.launch.signals import SignalledError, Signals
-from guozhuang.launch.torchrun_logs import TorchrunLogs
+from guozhuang.launch.signals import SignalledError
 from guozhuang.world import versions
 
 _GRACE_S = 2.0  # time between SIGTERM and SIGKILL for processes that ranks left behind, such as data-loader workers
-_OUTPUT_S = 5.0  # after a signal: how long the remaining output may wait for its reader
 _SHUTDOWN_S = 30.0  # time between SIGTERM and SIGKILL for ranks, where this version of torch has no option for it
 _HELD = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
 
 
-class LocalRun:
-    """A run of this node's ranks. The caller must call ``close``, also after an error.
-
-    Args:
-        plan: the checked options of the command line.
-        request: options of the program that started this agent.
-    """
+class LocalRun(NodeRun):
+    """A run of this node's ranks, which our own agents start after a rendezvous of a fixed number of nodes."""
 
     def __init__(self, plan: Plan, request: Request) -> None:
-        self._plan, self._request = plan, request
-        self._folder = tempfile.mkdtemp(prefix="guozhuang-run-")
-        self._config, self._words, is_torchruns = self._read(plan)
-        self._crew = Crew(self._folder)
-        os.environ[guard.VARIABLE] = self._crew.run
-        self._output = Output(terminals=request.terminals, timestamps=plan.timestamps)
-        self._files = RankFiles(self._folder, self._output, self._shown(), bool(request.attempt))
-        self._has_torchruns_logs = is_torchruns
+        super().__init__(plan, request)
+        if self._has_torchruns_logs:
+            assert self._config.logs_specs is not None
+            say(f"the files of torchrun's way of logging are in {self._config.logs_specs.root_log_dir}")
+        self._files = RankFiles(self._folder, self._output, self._shown(may_inherit=True), bool(request.attempt))
         self._logs: TorchrunLogs | None = None
         self._servers = ServersOfANode(plan.num_servers, self._output.say)
         self._rendezvous: FixedRendezvous | None = None
         self._attempt: Attempt | None = None
         self._pids: dict[int, int] = {}
         self._error_files: dict[int, str] = {}
-        self._signals = Signals(torchrun.signals_of(plan.elastic.signals_to_handle))
         shutdown_s = versions.field(self._config, "shutdown_timeout")
         self._job = Job(
             self._config.max_restarts,
@@ -67,32 +58,6 @@ class LocalRun:
             plan.policy,
             _number(os.environ.get(_HELD, "")),
         )
-        self._is_closed = False
-
-    def _read(self, plan: Plan) -> tuple[LaunchConfig, list[str], bool]:
-        options, is_torchruns = plan.elastic, torchrun.keeps_torchs_logs(plan.elastic)
-        if not is_torchruns:
-            options.log_dir = self._folder
-        try:
-            config, words = command.read(options)
-        except BaseException:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            raise
-        if is_torchruns:
-            assert config.logs_specs is not None
-            say(f"the files of torchrun's way of logging are in {config.logs_specs.root_log_dir}")
-        return config, words, is_torchruns
-
-    def _shown(self) -> Shown:
-        plan, options = self._plan, self._plan.elastic
-        ranks = (
-            frozenset(int(rank) for rank in options.local_ranks_filter.split(","))
-            if options.local_ranks_filter
-            else None
-        )
-        is_alone = plan.num_local_ranks == 1 and self._config.max_nodes == 1
-        is_plain = plan.copy_folder is None and not plan.timestamps and ranks is None
-        return Shown(plan.log_folder, not (is_alone and is_plain), ranks, plan.copy_folder)
 
     def run(self) -> RunReport:
         """Meet the other nodes, start the ranks, and wait for their end; return how the run ended.
@@ -162,14 +127,11 @@ class LocalRun:
             places = [each.get(local_rank) or "" for each in (self._logs.files.stdouts, self._logs.files.stderrs)]
         else:
             places = list(self._files.open(local_rank, environ))
-        log_folder = "" if self._has_torchruns_logs or self._plan.log_folder is None else self._plan.log_folder
-        words = command.with_local_rank(self._words, self._plan.elastic, self._plan.pass_local_rank, str(local_rank))
-        whole = versions.bound_to_numa(
-            [*entry(log_folder), *words], local_rank, versions.field(self._config, "numa_options")
-        )
+        command = self._with_local_rank(self._command, str(local_rank))
+        command = versions.bound_to_numa(command, local_rank, versions.field(self._config, "numa_options"))
         rank = int(environ["RANK"])
         self._error_files[rank] = environ.get("TORCHELASTIC_ERROR_FILE", "")
-        pid = self._crew.start(rank, whole, os.environ | environ, *places)
+        pid = self._crew.start(rank, command, os.environ | environ, *places)
         self._pids[rank] = pid
         self._output.watch({rank: pid})
 
@@ -259,21 +221,17 @@ class LocalRun:
             self._logs.close()
             self._logs = None
 
+    @override
     def close(self) -> None:
-        """Kill the remaining processes of the run, show their remaining output, and remove the temporary folder."""
-        if self._is_closed:
-            return
-        self._is_closed = True
         self._crew.end_all(0.0)
         self._servers.close()
         if self._rendezvous is not None:
             self._rendezvous.close()
-        # After a signal the agent does not wait long for the reader of its output.
-        self._output.close(_OUTPUT_S if self._signals.is_signalled else None)
-        self._crew.close()
+        super().close()
         if self._has_torchruns_logs and self._plan.elastic.log_dir is None:
-            torchrun_logs.remove_if_empty(self._config)
-        shutil.rmtree(self._folder, ignore_errors=True)
+            with contextlib.suppress(OSError):  # it stays unless it is empty, because no rank was started
+                assert self._config.logs_specs is not None
+                os.rmdir(str(self._config.logs_specs.root_log_dir))
 
     # The report of the run's end.
 
@@ -319,14 +277,11 @@ class LocalRun:
     def _failures(self, codes: Mapping[int, int]) -> dict[int, Failure]:
         """Return what is known of each rank that failed, with its last lines."""
         self._output.catch_up()
-        found = {}
+        found, now = {}, time.monotonic()
         for rank, code in codes.items():
-            trace = self._output.traces[rank]
-            seen = list(trace.lines)
-            ended = time.monotonic() if trace.ended is None else trace.ended
-            lines = [tracebacks.plain(line) for _, line in seen]
-            times, hang = [when for when, _ in seen], hang_in(self._error_files.get(rank, ""))
-            found[rank] = Failure(rank, code, self._pids[rank], ended, lines, times, hang)
+            ended = self._output.traces[rank].ended
+            error_file = self._error_files.get(rank, "")
+            found[rank] = self._failure(rank, code, self._pids[rank], now if ended is None else ended, error_file)
         return found
 
     def _record(self, outcome: Outcome) -> None:
@@ -348,3 +303,60 @@ def _number(text: str) -> float:
         return max(0.0, float(text))
     except ValueError:
         return 0.0
+
+
+class TorchrunLogs:
+    """The log files of one attempt by torchrun's options (``--tee`` ...), and the threads that print new lines of them.
+
+    Args:
+        config: the options as torch parsed them.
+        environs: the environment variables of each local rank.
+    """
+
+    def __init__(self, config: LaunchConfig, environs: dict[int, dict[str, str]]) -> None:
+        assert config.logs_specs is not None
+        self.files: LogsDest = config.logs_specs.reify(environs)
+        self._stack = contextlib.ExitStack()
+        self._tails: list[TailLog] = []
+        prefixes = _prefixes(config, environs)
+        for name, teed, shown_on in (
+            ("stdout", self.files.tee_stdouts, sys.stdout),
+            ("stderr", self.files.tee_stderrs, sys.stderr),
+        ):
+            self._tail(config.role, teed, shown_on, prefixes)
+            filters = versions.field(config, f"duplicate_{name}_filters")
+            if filters:
+                path = getattr(self.files, f"filtered_{name}")
+                copy = self._stack.enter_context(open(path, "w", errors="replace", buffering=1))  # noqa: SIM115
+                has_one = _has_one_of(tuple(filters))
+                self._tail(config.role, teed, copy, prefixes, log_line_filter=has_one)
+
+    def _tail(self, role: str, files: dict[int, str], shown_on: IO[str], prefixes: Any, **more: Any) -> None:
+        self._tails.append(TailLog(role, files, shown_on, prefixes, **more).start())  # type: ignore[arg-type]
+
+    def of_rank(self, local_rank: int) -> list[str]:
+        """Return the files that hold this rank's output."""
+        found = (self.files.stdouts.get(local_rank), self.files.stderrs.get(local_rank))
+        return [path for path in found if path]
+
+    def close(self) -> None:
+        """Show the remaining lines, and end the threads. Call it after all ranks of the attempt have ended."""
+        for tail in self._tails:
+            tail.stop()
+        self._stack.close()
+
+
+def _has_one_of(needles: tuple[str, ...]) -> Any:
+    return lambda line: any(needle in line for needle in needles)
+
+
+def _prefixes(config: LaunchConfig, environs: Mapping[int, Mapping[str, str]]) -> dict[int, str] | None:
+    template = config.log_line_prefix_template
+    if not template:
+        return None
+    return {
+        local_rank: string.Template(template).safe_substitute(
+            role_name=config.role, rank=environ["RANK"], local_rank=local_rank
+        )
+        for local_rank, environ in environs.items()
+    }

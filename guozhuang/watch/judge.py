@@ -108,7 +108,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Beat:
-    """The status of one rank, which it publishes once per interval.
+    """The status of one rank, which it publishes once per interval. An agent of a node publishes only how its process is.
 
     Attributes:
         count: number of the beat.
@@ -131,10 +131,10 @@ class Beat:
     pid: int
     start: int
     node: str
-    collectives: int
-    idle_s: float
-    still_s: float
-    place: str
+    collectives: int = 0
+    idle_s: float = 0.0
+    still_s: float = 0.0
+    place: str = ""
     waits_in: str = ""
     stacks_answered: int = 0
     process_states: Mapping[int, str] = field(default_factory=dict)

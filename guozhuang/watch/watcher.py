@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch.distributed as dist
 
+from guozhuang.net.client import PatientStore
 from guozhuang.units import merged, ranks_text
 from guozhuang.watch import report as texts
 from guozhuang.watch.judge import Beat, Judge, Limits
@@ -137,8 +138,8 @@ class Watcher:
         Raises:
             RuntimeError: the store does not answer (``DistNetworkError``, ``DistStoreError``).
         """
-        self._read(clock_s)
         judge, lines = self._judge, []
+        read_beats(self._store, self._size, judge, clock_s)
         lost, mute = judge.lost(clock_s), judge.mute(clock_s)
         known = self._reported_lost | self._reported_mute
         back = known - lost.keys() - mute.keys()
@@ -160,13 +161,6 @@ class Watcher:
             report = Report(self._number, texts.failures(failed), "", ends=False)
         self._publish(clock_s, report)
         return report, lines
-
-    def _read(self, clock_s: float) -> None:
-        # Reading a missing key would block; a key stays once its rank has set it.
-        absent = {rank for rank in self._judge.without_beat() if not self._store.check([f"beat/{rank}"])}
-        present = [rank for rank in range(self._size) if rank not in absent]
-        for rank, data in zip(present, self._store.multi_get([f"beat/{r}" for r in present]), strict=True):
-            self._judge.take(rank, Beat.from_bytes(data), clock_s)
 
     def _finish(self, clock_s: float, lost: Mapping[int, str], hangs: bool) -> Report | None:
         gathering, judge = self._gathering, self._judge
@@ -242,7 +236,16 @@ def read_reports(store: dist.Store, after: int) -> list[Report]:
     return [report for report in found if report.number > after]
 
 
-def use_store(store: dist.Store, ranks: Collection[int]) -> bool:
+def read_beats(store: dist.Store | PatientStore, size: int, judge: Judge, clock_s: float) -> None:
+    """Read the last beats of all ranks, and give them to the judge."""
+    # Reading a missing key would block; a key stays once its rank has set it.
+    absent = {rank for rank in judge.without_beat() if not store.check([f"beat/{rank}"])}
+    present = [rank for rank in range(size) if rank not in absent]
+    for rank, data in zip(present, store.multi_get([f"beat/{r}" for r in present]), strict=True):
+        judge.take(rank, Beat.from_bytes(data), clock_s)
+
+
+def use_store(store: dist.Store | PatientStore, ranks: Collection[int]) -> bool:
     """Return whether any of these ranks may still send requests to the store, by their last beats."""
     keys = [f"beat/{rank}" for rank in ranks]
     if not all(store.check([key]) for key in keys):

@@ -225,7 +225,7 @@ def plan(found: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
     elif found.interface is not None:
         variables |= interfaces.variables_towards("", environ, found.interface)
     else:
-        variables |= interfaces.variables_of_ranks(None, environ)
+        variables |= interfaces.variables_of_ranks(None, environ)  # other machines cannot connect then
     policy = Policy(found.on_failure)
     if policy is Policy.KEEP_SURVIVORS and found.max_restarts == 0:
         what = "--on-failure keep-survivors says what is restarted, and no restart is allowed"

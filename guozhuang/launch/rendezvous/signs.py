@@ -1,12 +1,11 @@
-"""Messages between the agents of a run: heartbeats, the end of their ranks, and the reason of an abort.
+"""The messages between the agents of a run: heartbeats, the end of their ranks, and the reason of an abort.
 
 [Note: signs of life] An agent that was killed, or a host that was switched off or cut off, cannot report it; and ranks that
-sleep, or wait in a collective, may not notice for half an hour. So each agent overwrites a key with a growing number (its
-heartbeat) every second, and two of the agents read the numbers of all other agents. If a number does not change for
-``SILENCE_S``, its agent counts as lost, and the watcher reports that to all agents. The time is counted in reads, not by
-clocks: an agent that was itself stopped for a while does not blame the others, and clocks of hosts may differ. The loss of
-the agent that keeps the store shows in the store itself: it is gone or does not answer (see [Note: waiting for a store] in
-net.client).
+sleep, or wait in a collective, may not notice for half an hour. So each agent publishes a heartbeat every second, and two of
+the agents read those of all agents and judge them, as a rank that watches does (``watch.watcher``, ``watch.judge``). An agent
+without a new heartbeat for ``SILENCE_S`` is lost, and the watcher reports that to all agents. Stacks and hangs are the business
+of ranks, so an agent needs none of the other threads and reports of ``watch.heartbeat``. The loss of the agent that keeps the
+store shows in the store itself: it is gone or does not answer (see [Note: waiting for a store] in net.client).
 
 [Note: who was first] A rank that fails makes ranks of other nodes fail, and their agents may be faster to report it. So each
 report says whether the failure may be a reaction to another one. If it is not, it is the cause. While all reports are
@@ -25,11 +24,15 @@ import json
 import socket
 import threading
 import time
+from dataclasses import replace
 
 import torch.distributed as dist
 
 from guozhuang.errors import WorldError
 from guozhuang.net.client import ANSWER_S, PatientStore
+from guozhuang.watch.judge import AwakeClock, Beat, Judge, Limits
+from guozhuang.watch.processes import this_process
+from guozhuang.watch.watcher import read_beats, use_store
 
 SILENCE_S = ANSWER_S
 _SIGN_S = 1.0
@@ -74,9 +77,14 @@ class Others:
         self._keeper, self._is_keeper = keeper, is_keeper
         self._silence_s = silence_s
         self._others = [other for other in range(num_nodes) if other != node]
-        self._signs: dict[int, bytes] = {}
-        self._num_still: dict[int, int] = {}
-        self._silent: set[int] = set()
+        self._me = this_process(socket.gethostname())
+        # A single limit: no agent looks at the process of another one.
+        limits = replace(Limits.of(_SIGN_S), silent_s=silence_s, lost_s=silence_s)
+        self._clock = AwakeClock(2 * _SIGN_S)
+        self._judge = Judge(num_nodes, limits, None, self._clock())
+        self._reported: set[int] = set()  # the nodes that this one has reported as lost
+        self._beating = threading.Lock()
+        self._left: str | None = None  # "" once this node needs the store no more
         self._look_s = min(_LONGEST_LOOK_S, _LOOK_PER_NODE_S * num_nodes)
         self._looked = float("-inf")
         self._num_words = 0  # number of messages at the last read
@@ -100,15 +108,17 @@ class Others:
             OtherNodeError: the store is gone.
         """
         try:
-            self._sign()
+            self._beat()
         except dist.DistNetworkError as error:
             raise OtherNodeError(self.who_is_gone()) from error
         self._thread = threading.Thread(target=self._run, name="guozhuang signs of life", daemon=True)
         self._thread.start()
 
-    def _sign(self) -> None:
-        self._count += 1
-        self._store.set(f"sign {self._node}", f"{self._count} {socket.gethostname()}")
+    def _beat(self) -> None:
+        with self._beating:
+            self._count += 1
+            beat = Beat(self._count, self._me.pid, self._me.start, self._me.node, left=self._left)
+            self._store.set(f"beat/{self._node}", beat.to_bytes())
 
     def _run(self) -> None:
         last = time.monotonic()
@@ -118,25 +128,15 @@ class Others:
                 now = time.monotonic()
                 self._stood_still_s = max(self._stood_still_s, now - last - _SIGN_S)
                 last = now
-                self._sign()
+                self._beat()
                 if self._node < _WATCHERS:
-                    self._watch()
+                    self._watch(self._clock.tick())
 
-    def _watch(self) -> None:
-        for other in self._others:
-            if other not in self._signs and self._store.check([f"sign {other}"]):
-                self._signs[other] = b""
-        known = list(self._signs)
-        if not known:
-            return
-        for other, sign in zip(known, self._store.multi_get([f"sign {other}" for other in known]), strict=True):
-            self._num_still[other] = self._num_still.get(other, 0) + 1 if sign == self._signs[other] else 0
-            self._signs[other] = sign
-            if self._num_still[other] * _SIGN_S < self._silence_s or other in self._silent:
-                continue
-            self._silent.add(other)
-            if not self._store.check([f"read {other}"]):
-                self._tell("lost", other, self.host(other))
+    def _watch(self, clock_s: float) -> None:
+        read_beats(self._store, self._num_nodes, self._judge, clock_s)
+        for other in self._judge.lost(clock_s).keys() - self._reported:
+            self._reported.add(other)
+            self._tell("lost", other, self._judge.beats()[other].node)
 
     def _tell(self, *words: str | int) -> None:
         """Send a message to all agents; see ``_hear`` and [Note: words]."""
@@ -162,17 +162,6 @@ class Others:
             elif kind == "round":
                 self.round = max(self.round, words[0])
         self._num_words = number
-
-    def host(self, other: int) -> str:
-        """Return the name of another node's host, or "unknown"."""
-        sign = self._signs.get(other, b"")
-        if not sign and self._store.check([f"sign {other}"]):
-            sign = self._store.get(f"sign {other}")
-        return sign.decode().partition(" ")[2] or "unknown"
-
-    def _silence_of(self, other: int, host: str) -> str:
-        what = f"node {other} (host {host}): no sign of life of its agent for {self._silence_s:.0f} s"
-        return f"{what}: it was killed or stopped, or its host is off or cut off"
 
     def begin_round(self, number: int) -> None:
         """Report that a new rendezvous begins, unless another node has already reported it."""
@@ -208,8 +197,8 @@ class Others:
 
     def _read(self) -> None:
         """Report that this node needs the store no more."""
-        self._has_ended = True
-        self._store.set(f"read {self._node}", "1")
+        self._has_ended, self._left = True, ""
+        self._beat()
 
     def _cause(self) -> OtherNodeError | None:
         """Return the reason why the run is over, or None. See [Note: who was first]."""
@@ -237,7 +226,8 @@ class Others:
         if other == self._node:
             what = f"the other nodes gave this one up: no sign of life for {self._silence_s:.0f} s"
             return OtherNodeError(f"{what}{self._own_stop()}")
-        return OtherNodeError(self._silence_of(other, host) + self._own_stop())
+        what = f"node {other} (host {host}): no sign of life of its agent for {self._silence_s:.0f} s"
+        return OtherNodeError(f"{what}: it was killed or stopped, or its host is off or cut off{self._own_stop()}")
 
     def give_up(self, text: str, code: int, is_reaction: bool) -> OtherNodeError | None:
         """Report to the other nodes that this one aborts the run, and why.
@@ -301,9 +291,7 @@ class Others:
 
     def _wait_for_readers(self, limit_s: float) -> None:
         deadline = time.monotonic() + limit_s
-        for other in self._others:
-            # Nodes that never sent a heartbeat are not waited for.
-            while self._store.check([f"sign {other}"]) and not self._store.check([f"read {other}"]):
-                if other in self._silent or time.monotonic() > deadline:
-                    break
-                time.sleep(_LOOK_S)
+        # Nodes that are lost, or never sent a heartbeat, are not waited for.
+        there = [other for other in self._others if self._store.check([f"beat/{other}"])]
+        while use_store(self._store, set(there) - self._reported) and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
