@@ -22,6 +22,7 @@ from guozhuang.exchange.codecs.quantize8 import MinMax8
 from guozhuang.exchange.codecs.topk import RandomK, TopK
 from guozhuang.exchange.compressed import Compressed
 from guozhuang.exchange.hierarchical import Hierarchical
+from guozhuang.exchange.parameter_server import ParameterServer
 from guozhuang.exchange.powersgd import PowerSGD
 from guozhuang.exchange.warmup import Warmup
 from guozhuang.gradients.buckets import Bucket
@@ -37,6 +38,7 @@ class Method:
         make: a new one, for so many ranks.
         says: whether NaN in a gradient is said in the log; an exact exchange hands it on, and the loss shows it.
         refuses: dtypes of parameters that are refused with a UsageError.
+        takes_integers: whether it exchanges whole numbers too.
         loss: the greatest loss after 60 steps of a task, as a multiple of that of plain averaging; None if not compared.
         of_shapes: the bytes that a rank sends for a bucket of a matrix of 64 x 48 and a vector of 7, where ``traffic`` does
             not see the shapes that they depend on.
@@ -45,6 +47,7 @@ class Method:
     make: Callable[[int], GradientExchange[Any]]
     says: bool = True
     refuses: Sequence[torch.dtype] = ()
+    takes_integers: bool = False
     loss: float | None = 1.3
     of_shapes: Callable[[int], int] | None = None
 
@@ -93,6 +96,7 @@ METHODS: dict[str, Method] = {
     "powersgd": Method(lambda size: PowerSGD(rank=2), of_shapes=power_bytes),
     "warmup": Method(lambda size: Warmup(1, AllReduce(), Compressed(MinMax8(), error_feedback=True))),
     "adasum": Method(lambda size: Adasum(), loss=None, of_shapes=adasum_bytes),
+    "servers": Method(lambda size: ParameterServer(part_bytes=2000), takes_integers=True),
     "hierarchical": Method(
         lambda size: Hierarchical(AllReduce(), Compressed(MinMax8(), error_feedback=True), nodes_of(size))
     ),

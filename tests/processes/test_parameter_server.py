@@ -37,6 +37,7 @@ from tests.processes.cases import (
     names_of_cases,
     run_cases,
     said,
+    seeded,
     sent_in,
 )
 from tests.ranks import RankError, free_port, run_ranks
@@ -192,48 +193,6 @@ def case_what_is_needed_next_goes_first(rank: int, size: int) -> None:
         assert order == sorted(order) and len(order) > 40 // size - 2
         del connection._send
     state.close()
-
-
-class Parts(nn.Module):
-    """Two dtypes, one number, and a part that only rank 0 uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide = nn.Linear(8, 8, dtype=torch.float64)
-        self.narrow = nn.Linear(8, 8)
-        self.scale = nn.Parameter(torch.tensor(2.0))
-        self.sometimes = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor, all_of_it: bool = True) -> Tensor:
-        y = self.narrow(x) * self.scale + self.wide(x.double()).float()
-        return self.sometimes(y) if all_of_it else y
-
-
-def near(ours: nn.Module, theirs: nn.Module) -> None:
-    for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
-
-
-def case_accumulation_unused_parameters_and_uneven_inputs(rank: int, size: int) -> None:
-    torch.manual_seed(0)
-    bare = Parts()
-    ours, theirs = (DistributedDataParallel(copy.deepcopy(bare), find_unused_parameters=True) for _ in range(2))
-    ours.use_exchange(ParameterServer(part_bytes=64))
-    for ddp in (ours, theirs):
-        torch.manual_seed(rank)
-        with ddp.no_sync():
-            ddp(torch.randn(4, 8), rank == 0).square().mean().backward()
-        ddp(torch.randn(4, 8), rank == 0).square().mean().backward()
-    near(ours, theirs)
-    for ddp in (ours, theirs):
-        torch.manual_seed(rank)
-        with ddp.join():
-            for _ in range(2 + rank):
-                ddp.zero_grad()
-                ddp(torch.randn(4, 8)).square().mean().backward()
-    if rank == size - 1:
-        near(ours, theirs)
-    close(ours)
 
 
 def case_nan_passes_and_is_said(rank: int, size: int) -> None:
@@ -394,8 +353,9 @@ def case_loaded_weights_seed_the_servers(rank: int, size: int) -> None:
 
 
 def case_ddp_trains_and_loads_with_it(rank: int, size: int) -> None:
-    torch.manual_seed(0)
-    ddp = DistributedDataParallel(nn.Linear(10, 1))
+    with seeded(0):
+        bare = nn.Linear(10, 1)
+    ddp = DistributedDataParallel(bare)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
     ddp.use_weight_exchange(AsyncParameterServer(2, average=True), optimizer)
 
@@ -429,7 +389,7 @@ def case_ddp_trains_and_loads_with_it(rank: int, size: int) -> None:
 NAMES = names_of_cases(globals())
 
 
-test_workers_that_serve = as_tests(globals(), (2,), slow=(3,))
+test_workers_that_serve = as_tests(globals(), (2, 3), on="threads")
 
 
 @pytest.mark.parametrize(
@@ -475,7 +435,7 @@ def test_what_a_worker_sends_is_what_it_says(workers: int, count: int) -> None:
 
 def loses(rank: int, size: int, what: str) -> tuple[str, int, str, float]:
     exchange, buckets = ParameterServer(part_bytes=400), filled([1000, 10], rank)
-    state = exchange.prepare(buckets, dist.group.WORLD)
+    state, store = exchange.prepare(buckets, dist.group.WORLD), store_of(dist.group.WORLD)
     for step in range(100_000 if what == "server" else 3):  # until the server is gone
         if step == 2 and what == "server" and rank == 0:
             there = requested_servers()
@@ -484,12 +444,13 @@ def loses(rank: int, size: int, what: str) -> tuple[str, int, str, float]:
         if step == 2 and what == "worker" and rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         if step == 2 and what == "late" and rank == 1:
-            time.sleep(6)
+            store.wait(["gave up/0", "gave up/2"], datetime.timedelta(seconds=20))
         begin_s = time.monotonic()
         try:
             for work in [exchange.start(bucket, state, step) for bucket in buckets]:
                 work.wait()
         except PeerLost as error:
+            store.set(f"gave up/{rank}", "")
             return "lost", error.rank, str(error), time.monotonic() - begin_s
     return "", -1, "", 0.0
 

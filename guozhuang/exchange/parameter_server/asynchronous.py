@@ -171,18 +171,18 @@ class AsyncParameterServer(WeightExchange[AsyncServersState]):
 
     @torch.no_grad()
     def _change(self, state: AsyncServersState, when: str) -> None:
-        """Write the changes since the last pull to ``state.leaving``; warn if they are not finite."""
+        """Write the changes since the last pull to ``state.leaving``; warn of those that are not finite for the first time."""
         state.weights.read(state.changed)
-        views = state.weights.views(state.changed)
+        changes, before = state.weights.views(state.changed), state.weights.views(state.pulled)
         for i, (changed, pulled) in enumerate(zip(state.changed, state.pulled, strict=True)):
             changed -= pulled
             if not is_finite(changed):
-                pairs = zip(state.weights.names[i], views[i], strict=True)
-                names = some_of([name for name, view in pairs if not bool(view.isfinite().all())])
-                what = (
-                    f"{when}: the change of {names} holds NaN or infinity, and so do the servers' weights from now on"
-                )
-                _log.warning("%s", explain(what, rank=state.group.rank()))
+                members = zip(state.weights.names[i], changes[i], before[i], strict=True)
+                names = [name for name, new, old in members if is_finite(old) and not is_finite(new)]
+                if names:
+                    what = f"{when}: the change of {some_of(names)} holds NaN or infinity"
+                    what += ", and so do the servers' weights from now on"
+                    _log.warning("%s", explain(what, rank=state.group.rank()))
             if self.average:
                 changed /= state.group.size()
             if state.leaving[i] is not changed:
