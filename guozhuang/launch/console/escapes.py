@@ -10,7 +10,9 @@ _MAX_DIGITS = 9  # longest number to parse: int() raises for some thousands of d
 # A control sequence with its parameters and its kind, a link or a title, and the short ones.
 ESCAPE = rb"\x1b\[([0-?]*)[ -/]*([@-~])|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-Z\\^-~]"
 _ESCAPE = re.compile(ESCAPE)
+# Whole lines, and the beginning of a line, with colours as their only escape sequences.
 _PLAIN = re.compile(rb"(?:(?:[^\r\n\x1b]|\x1b\[[0-9;]*m)*\n)+")
+_PLAIN_BEGIN = re.compile(rb"(?:[^\r\n\x1b]|\x1b\[[0-9;]*m)*(?:\x1b(?:\[[0-9;]*)?)?")
 
 
 def without_escapes(data: bytes) -> bytes:
@@ -28,6 +30,11 @@ def only_colours(text: bytes) -> bytes:
 def is_plain(data: bytes) -> bool:
     """Return whether these are whole lines without carriage returns, and without escape sequences other than colours."""
     return _PLAIN.fullmatch(data) is not None
+
+
+def is_plain_begin(data: bytes) -> bool:
+    """Return whether this is the beginning of such a line; it may end inside an escape sequence."""
+    return _PLAIN_BEGIN.fullmatch(data) is not None
 
 
 def rows_up(data: bytes) -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import re
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from guozhuang.launch.console.escapes import ESCAPE, RESET, is_plain, number, only_colours, rows_up, width
@@ -106,9 +106,9 @@ class Screen:
     ) -> None:
         self._write, self._is_terminal, self._size = write, is_terminal, size
         self._out: list[bytes] = []
-        self._owner: int | None = None  # the live stream that drew last
+        self._owner: Hashable = None  # the live stream that drew last
         self._mark = b""  # its mark
-        self._cuts: dict[int, bytes] = {}  # by stream, the beginning of an incomplete escape sequence
+        self._cuts: dict[Hashable, bytes] = {}  # by stream, the beginning of an incomplete escape sequence
         self._colours: list[bytes] = []  # the colour sequences in effect
         self._rows, self._at = [_Row()], 0  # the last rows of the screen; the index of the cursor's row
         self._at_start = True  # the cursor is in the first column
@@ -143,7 +143,7 @@ class Screen:
             self._draw(top, up, self._at + len(new), column)
         self._flush()
 
-    def live(self, owner: int, mark: bytes, data: bytes) -> None:
+    def live(self, owner: Hashable, mark: bytes, data: bytes) -> None:
         """Write the output of one stream as it comes, with unfinished lines and carriage returns.
 
         Args:

@@ -16,7 +16,6 @@ import collections
 import contextlib
 import fcntl
 import io
-import itertools
 import os
 import signal
 import struct
@@ -25,7 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from guozhuang.launch.console.escapes import rows_up, without_escapes
+from guozhuang.launch.console.escapes import is_plain_begin, rows_up, without_escapes
 from guozhuang.launch.console.say import WHO, say
 from guozhuang.launch.console.screen import Lines, Screen, mark
 
@@ -38,11 +37,10 @@ _KEPT_BYTES = 1 << 20  # number of last bytes that are kept of a stream until th
 # An unfinished line of a rank is held back this long before it is shown like a whole line.
 PATIENCE_S = 1.0
 # The same for rank 0, whose output is shown as it comes: Python writes the parts of a line one by one, and without a delay
-# lines of other ranks would come between them.
-_LIVE_PATIENCE_S = 0.05
+# lines of other ranks would come between them; and a pipe may cut a line anywhere.
+LIVE_PATIENCE_S = 0.05
 _SIZE = "HHHH"  # rows, columns, and both in pixels
 _OUTPUT_FLAGS, _LOCAL_FLAGS = 1, 3  # indices into the list that termios.tcgetattr returns
-_numbers = itertools.count()
 
 
 @dataclass
@@ -135,6 +133,42 @@ def _say_no_copy(path: str, error: OSError) -> None:
     say(f"no more of what a rank prints is written to {path}: {error.strerror}", within_s=PATIENCE_S)
 
 
+class LiveText:
+    """The output of a stream that is shown as it comes, except that the beginning of a plain line is held back for a moment.
+
+    Args:
+        screen: shows it.
+        mark: the prefix of each line.
+    """
+
+    def __init__(self, screen: Screen, mark: bytes) -> None:
+        self._screen, self._mark = screen, mark
+        self._held = b""
+        self._since = 0.0  # when the held text began to wait
+
+    def feed(self, data: bytes) -> None:
+        """Show whole lines and progress bars at once."""
+        whole, end, held = (self._held + data).rpartition(b"\n")
+        if not is_plain_begin(held):
+            whole, end, held = whole + end, held, b""
+        if end or not self._held:
+            self._since = time.monotonic()
+        self._held = held
+        if end:
+            self._screen.live(self, self._mark, whole + end)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Return whether the beginning of a line is held back."""
+        return bool(self._held)
+
+    def show_what_waits(self, patience_s: float = LIVE_PATIENCE_S) -> None:
+        """Show the beginning of a line that has been held back for ``patience_s`` seconds."""
+        if self._held and time.monotonic() >= self._since + patience_s:
+            held, self._held = self._held, b""
+            self._screen.live(self, self._mark, held)
+
+
 class Stream:
     """Reads one stream of a rank, or both through one pipe, keeps the last lines, and shows them.
 
@@ -161,15 +195,14 @@ class Stream:
         self._way, self.source = way, way.source
         self._screen, self._mark, self._colour = screen, mark(rank, colour), colour
         self._timestamps = timestamps
-        self._is_live = rank == 0 and not timestamps
+        self._draws = rank == 0 and not timestamps  # whether it may draw over earlier lines
+        self._live = LiveText(screen, self._mark) if self._draws and screen is not None else None
         self._copy = _opened(copy) if copy else None
         self._uncopied = bytearray() if copy == "" else None  # the output until the place of the copy is known
-        self._trace, self._lines = trace, Lines(moves=self._is_live)
-        self.patience_s = _LIVE_PATIENCE_S if self._is_live else PATIENCE_S
-        self._held = b""  # the beginning of a line that is held back for a moment; of rank 0 only
+        self._trace, self._lines = trace, Lines(moves=self._draws)
+        self.patience_s = LIVE_PATIENCE_S if self._live is not None else PATIENCE_S
         self._since = 0.0  # when the unfinished line began to wait
         self._is_closed = False
-        self._number = next(_numbers)
 
     def read(self) -> bool:
         """Read the available bytes, and process them; return False if there were none."""
@@ -216,32 +249,26 @@ class Stream:
         try:
             what()
         except Exception as error:
-            self._lines, self._held = Lines(moves=self._is_live), b""
-            if self._screen is not None:
+            self._lines, self._live, screen, self._screen = Lines(), None, self._screen, None
+            if screen is not None:
                 text = f"{WHO}: no more is shown of what this rank prints there: {type(error).__name__}: {error}"
-                self._screen.lines(self._mark, [text.encode(errors="replace")])
-                self._screen = None
+                screen.lines(self._mark, [text.encode(errors="replace")])
 
     def _take_in(self, data: bytes) -> None:
-        if not self.is_waiting or not self._is_live:
+        if not self.is_waiting:
             self._since = time.monotonic()
         self._take(self._lines.feed(data))
-        if self._screen is not None and self._is_live:
-            whole, end, self._held = (self._held + data).rpartition(b"\n")
-            if b"\r" in self._held or b"\x1b" in self._held:  # a progress bar, not the beginning of a line
-                whole, end, self._held = whole + end, self._held, b""
-            if end:
-                self._screen.live(self._number, self._mark, whole + end)
-                self._since = time.monotonic()
+        if self._live is not None:
+            self._live.feed(data)
 
     def _take(self, lines: Sequence[bytes]) -> None:
         now = time.monotonic()
         for line in lines:
             # A line that moves the cursor up draws over earlier lines, so these are removed: only the last state is kept.
-            for _ in range(min(rows_up(line) if self._is_live else 0, len(self._trace.lines))):
+            for _ in range(min(rows_up(line) if self._draws else 0, len(self._trace.lines))):
                 self._trace.lines.pop()
             self._trace.lines.append((now, without_escapes(line).decode(errors="replace")))
-        if self._screen is not None and not self._is_live:
+        if self._screen is not None and self._live is None:
             self._screen.lines(self._stamp() + self._mark, lines)
 
     def _stamp(self) -> bytes:
@@ -250,26 +277,21 @@ class Stream:
     @property
     def is_waiting(self) -> bool:
         """Return whether an unfinished line is held back."""
-        return bool(self._held) if self._is_live else self._lines.is_waiting()
+        return self._lines.is_waiting() if self._live is None else self._live.is_waiting
 
     def show_what_waits(self) -> None:
         """Show an unfinished line that has been held back long enough."""
-        if self.is_waiting and time.monotonic() > self._since + self.patience_s:
-            self._surely(self._show)
-
-    def _show(self) -> None:
-        if not self._is_live:
-            self._take(self._lines.rest())
-        elif self._screen is not None:
-            self._screen.live(self._number, self._mark, self._held)
-            self._held = b""
+        if self._live is not None:
+            self._surely(self._live.show_what_waits)
+        elif self.is_waiting and time.monotonic() > self._since + self.patience_s:
+            self._surely(lambda: self._take(self._lines.rest()))
 
     def finish(self) -> None:
         """Show the remaining output, and close the descriptors. Further calls do nothing."""
         if self._is_closed:
             return
-        if self._is_live and self._held:
-            self._surely(self._show)
+        if self._live is not None:
+            self._live.show_what_waits(patience_s=0)
         self._surely(lambda: self._take(self._lines.rest()))
         self._is_closed = True
         self._way.close()
