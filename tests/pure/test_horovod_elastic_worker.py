@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -19,6 +20,8 @@ from guozhuang.compat.horovod.runner.elastic.board import DriverBoard, HostUpdat
 from guozhuang.compat.horovod.runner.elastic.worker import LostPeers
 from guozhuang.errors import MismatchError, UsageError, WorldError
 from guozhuang.gradients.named import NegotiationError
+from guozhuang.launch.rendezvous.fixed import Attempt, NodeShare
+from guozhuang.net.client import PatientStore
 from guozhuang.net.meet import roll_call
 from guozhuang.net.store import serve
 from guozhuang.world import session
@@ -81,12 +84,13 @@ def test_ranks_that_wait_for_each_other_learn_that_one_is_gone(monkeypatch: pyte
     store = serve(listener, 10.0)
     DriverBoard(store).give_up(7, "worker 3 ended with exit code 1")
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    elastic_variables.Seat(told).take(elastic_variables.Place(0, 2, 0, 2, 0, 1, 0, 1), 7, "")
+    worker.RoundVariables().write(Attempt(7, 0, [NodeShare(2)], told.host, told.port), 0, "")
     try:
         met, _ = session.meet(discover(), 10.0)
         with pytest.raises(WorldError, match="worker 3 ended with exit code 1"):
             roll_call(met, 0, 2, 10.0)
-        assert WorkerBoard(store, 0).lost(7) == "worker 3 ended with exit code 1"
+        with contextlib.closing(PatientStore(store)) as patient:
+            assert WorkerBoard(patient, 0).lost(7) == "worker 3 ended with exit code 1"
     finally:
         session._leave_meeting()
 
@@ -123,15 +127,14 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meeting]:
     monkeypatch.setattr(os, "environ", dict(os.environ))
     found = Meeting(600.0)
     yield found
-    found.worker._lost_peers.close()
+    found.worker.close()
 
 
 def test_a_worker_comes_into_rounds_and_hears_of_hosts(meeting: Meeting) -> None:
     board, here = meeting.board, meeting.worker
-    place = elastic_variables.Place(1, 3, 0, 1, 1, 3, 1, 3)
     assert here.world_timeout_s == 200.0, "who waits for a lost rank comes back before the driver gives it up"
     board.update(HostUpdateResult.added, 3.0)
-    found, arrived = meeting.join(lambda: board.announce(1, False, {4: place}, {}))
+    found, arrived = meeting.join(lambda: board.announce(1, False, [[3], [4], [6]], [""] * 3))
     assert arrived == {4: (0, False, False, False)} and found.number == 1 and here.current is found
     assert (os.environ["RANK"], os.environ["HOROVOD_SIZE"], os.environ["LOCAL_RANK"]) == ("1", "3", "0")
     assert not here.updates(), "the round was the answer to it"
@@ -142,15 +145,19 @@ def test_a_worker_comes_into_rounds_and_hears_of_hosts(meeting: Meeting) -> None
     board.give_up(1, "rank 0 ended")
     assert here.has_lost(10.0)
     here.may_skip_sync = here.has_state = here.has_entered = True
-    found, arrived = meeting.join(lambda: board.announce(2, True, {4: place, 5: place}, {}))
-    assert arrived == {4: (1, True, True, True)} and found.may_skip_sync and set(found.places) == {4, 5}
+    found, arrived = meeting.join(lambda: board.announce(2, True, [[5, 4]], [""]))
+    assert (
+        arrived == {4: (1, True, True, True)}
+        and found.may_skip_sync
+        and found.place_of(4) == (0, 1)
+        and found.place_of(6) is None
+    )
     assert not here.has_lost() and not here.may_skip_sync and here.has_state and not here.has_entered
 
 
 def test_a_worker_without_a_place_is_told_so(meeting: Meeting) -> None:
-    place = elastic_variables.Place(0, 1, 0, 1, 0, 1, 0, 1)
-    meeting.join(lambda: meeting.board.announce(1, False, {4: place}, {}))
-    found, _ = meeting.join(lambda: meeting.board.announce(2, False, {5: place}, {}))
+    meeting.join(lambda: meeting.board.announce(1, False, [[4]], [""]))
+    found, _ = meeting.join(lambda: meeting.board.announce(2, False, [[5]], [""]))
     assert isinstance(found, worker.RemovedError) and "removed from elastic job: the slot" in str(found)
 
 
@@ -166,7 +173,7 @@ def test_a_driver_that_does_nothing_is_given_up() -> None:
         found, _ = meeting.join(meeting.board.beat)
         assert isinstance(found, worker.SilentDriverError) and 1.0 < time.monotonic() - began < 5.0
     finally:
-        meeting.worker._lost_peers.close()
+        meeting.worker.close()
 
 
 class Rounds:

@@ -1,20 +1,14 @@
-"""The environment variables of a worker of an elastic Horovod run: the address of the driver, and the worker's present rank.
-
-The rank of a worker changes from round to round while its process continues. So the variables that other launchers set before
-a process starts are written by the process itself here, before each ``init``.
-"""
+"""The environment variables by which a worker of an elastic Horovod run finds its driver."""
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from guozhuang.compat.horovod.common.extension import ELASTIC as VARIABLE
 from guozhuang.compat.horovod.common.extension import OF_A_PROCESS
-from guozhuang.errors import UsageError, WorldError, explain
-from guozhuang.net import interfaces
+from guozhuang.errors import UsageError, explain
 from guozhuang.world import machine
 from guozhuang.world.variables import number
 
@@ -28,7 +22,6 @@ _STALE = frozenset({
     VARIABLE, *OF_A_PROCESS,
 })  # fmt: skip
 _STALE_BEGINNING = "TORCHELASTIC_"
-_log = logging.getLogger("guozhuang")
 
 
 @dataclass(frozen=True)
@@ -46,27 +39,6 @@ class Driver:
     port: int
     worker: int
     timeout_s: float
-
-
-@dataclass(frozen=True)
-class Place:
-    """The place of a worker in a round.
-
-    Attributes:
-        rank: the rank of the worker. size: the number of ranks.
-        local_rank: its index among the ranks of its host. local_size: the number of ranks of its host.
-        node_rank: the index of its host. num_nodes: the number of hosts.
-        cross_rank: the index of its host among the hosts that have this local rank. cross_size: the number of those hosts.
-    """
-
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    node_rank: int
-    num_nodes: int
-    cross_rank: int
-    cross_size: int
 
 
 def driver(environ: Mapping[str, str] | None = None) -> Driver | None:
@@ -138,60 +110,6 @@ def variables(told: Driver, host: str, num_local: int, environ: Mapping[str, str
     if "OMP_NUM_THREADS" not in environ:
         found["OMP_NUM_THREADS"] = str(max(1, machine.usable_cores() // num_local))
     return found
-
-
-class Seat:
-    """The writer of a worker's place into the environment of this process, once for each round.
-
-    Args:
-        told: the driver's address.
-    """
-
-    def __init__(self, told: Driver) -> None:
-        self._told = told
-        self._interfaces: tuple[str, ...] = ()
-
-    def take(self, place: Place, round_number: int, towards: str) -> None:
-        """Set the environment variables from which the next ``init`` reads this worker's rank.
-
-        The ranks meet in the driver's store, as torch elastic's do in its agent's store; each round has its own part there. So
-        the loss of rank 0 does not lose the store.
-
-        Args:
-            place: the place of the worker in the round.
-            round_number: the number of the round, counted from 1.
-            towards: an address by which this host reaches the driver's if ranks are on several machines; else "".
-        """
-        for name in self._interfaces:
-            os.environ.pop(name, None)
-        self._interfaces = ()
-        if towards:
-            try:
-                found = interfaces.variables_towards(towards, os.environ)
-            except WorldError as error:
-                _log.warning("no network interface chosen for gloo and NCCL: %s", error)
-                found = {}
-            os.environ.update(found)
-            self._interfaces = tuple(found)
-        own = {
-            "RANK": place.rank,
-            "WORLD_SIZE": place.size,
-            "LOCAL_RANK": place.local_rank,
-            "LOCAL_WORLD_SIZE": place.local_size,
-            "GROUP_RANK": place.node_rank,
-            "GROUP_WORLD_SIZE": place.num_nodes,
-            "MASTER_ADDR": self._told.host,
-            "MASTER_PORT": self._told.port,
-            "TORCHELASTIC_USE_AGENT_STORE": True,
-            "TORCHELASTIC_RESTART_COUNT": round_number,
-            "HOROVOD_RANK": place.rank,
-            "HOROVOD_SIZE": place.size,
-            "HOROVOD_LOCAL_RANK": place.local_rank,
-            "HOROVOD_LOCAL_SIZE": place.local_size,
-            "HOROVOD_CROSS_RANK": place.cross_rank,
-            "HOROVOD_CROSS_SIZE": place.cross_size,
-        }
-        os.environ.update({name: str(value) for name, value in own.items()})
 
 
 def verdict_key(round_number: int) -> str:

@@ -11,8 +11,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from guozhuang.compat.horovod.common.elastic_variables import Place
-
 
 @dataclass(frozen=True)
 class HostSlot:
@@ -42,30 +40,6 @@ def choose(hosts: Mapping[str, int], living: Sequence[HostSlot], max_np: int | N
     free = [slot for host in order for index in range(hosts[host]) if (slot := HostSlot(host, index)) not in taken]
     free = free[: limit - len(kept)]
     return [slot for host in order for slot in (*kept, *free) if slot.host == host]
-
-
-def places(slots: Sequence[HostSlot]) -> list[Place]:
-    """Return the ``Place`` (ranks and sizes) of each slot; the slots are given in rank order, those of a host consecutively."""
-    hosts = list(dict.fromkeys(slot.host for slot in slots))
-    sizes = {host: sum(slot.host == host for slot in slots) for host in hosts}
-    found, local_ranks = [], dict.fromkeys(hosts, 0)
-    for rank, slot in enumerate(slots):
-        local_rank = local_ranks[slot.host]
-        local_ranks[slot.host] += 1
-        alike = [host for host in hosts if sizes[host] > local_rank]
-        found.append(
-            Place(
-                rank=rank,
-                size=len(slots),
-                local_rank=local_rank,
-                local_size=sizes[slot.host],
-                node_rank=hosts.index(slot.host),
-                num_nodes=len(hosts),
-                cross_rank=alike.index(slot.host),
-                cross_size=len(alike),
-            )
-        )
-    return found
 
 
 class Blacklist:

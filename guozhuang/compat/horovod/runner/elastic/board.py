@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
-from guozhuang.compat.horovod.common.elastic_variables import Place, verdict_key
+from guozhuang.compat.horovod.common.elastic_variables import verdict_key
+from guozhuang.net.client import PatientStore
 
 _PART = "horovod elastic"
 _KEPT_ROUNDS = 20  # older rounds are deleted from the store: a waiting worker reads only the newest one
@@ -31,16 +32,21 @@ class Round:
     Attributes:
         number: counts rounds from 1.
         may_skip_sync: all its workers hold the same state already, so none needs to be sent.
-        places: the place of each of its workers, by worker number.
-        towards: by worker number, the address by which its host reaches the driver's; empty if all are on one machine.
+        workers: for each host, the numbers of its workers in the order of their ranks, which are consecutive.
+        towards: for each host, the address by which it reaches the driver's; "" if all are on one machine.
         updated: the time stamp of the newest ``Update`` that this round takes into account.
     """
 
     number: int
     may_skip_sync: bool
-    places: Mapping[int, Place]
-    towards: Mapping[int, str]
+    workers: Sequence[Sequence[int]]
+    towards: Sequence[str]
     updated: float
+
+    def place_of(self, worker: int) -> tuple[int, int] | None:
+        """Return the index of a worker's host and its local rank; None if the worker is not in this round."""
+        found = ((node, each.index(worker)) for node, each in enumerate(self.workers) if worker in each)
+        return next(found, None)
 
 
 @dataclass(frozen=True)
@@ -92,10 +98,10 @@ class DriverBoard:
         self._store.set("beat", str(self._beat))
 
     def announce(
-        self, number: int, may_skip_sync: bool, places: Mapping[int, Place], towards: Mapping[int, str]
+        self, number: int, may_skip_sync: bool, workers: Sequence[Sequence[int]], towards: Sequence[str]
     ) -> None:
         """Announce a round, which begins it; see ``Round`` for the arguments."""
-        told = Round(number, may_skip_sync, places, towards, self._updated)
+        told = Round(number, may_skip_sync, workers, towards, self._updated)
         old = number - _KEPT_ROUNDS
         for name in (f"round/{old}", f"lost/{old}"):
             self._store.delete_key(name)
@@ -141,15 +147,15 @@ class DriverBoard:
 
 
 class WorkerBoard:
-    """A worker's side of the messages. A call may block for ever if the driver hangs, so it needs a thread of its own.
+    """A worker's side of the messages. Every method raises a RuntimeError if the driver's store is gone or silent.
 
     Args:
         store: the connection to the driver's store.
         worker: the number of this worker.
     """
 
-    def __init__(self, store: dist.Store, worker: int) -> None:
-        self._store, self._worker = dist.PrefixStore(_PART, store), worker
+    def __init__(self, store: PatientStore, worker: int) -> None:
+        self._store, self._worker = store.within(_PART), worker
 
     def come(self, after: int, may_skip_sync: bool, has_state: bool, has_entered: bool) -> None:
         """Report that this worker waits for the round that follows ``after``; see ``Membership`` for the other arguments."""
@@ -163,10 +169,7 @@ class WorkerBoard:
 
     def round(self, number: int) -> Round:
         """Read a round that was announced."""
-        told = json.loads(self._store.get(f"round/{number}"))
-        places = {int(worker): Place(**place) for worker, place in told["places"].items()}
-        towards = {int(worker): str(address) for worker, address in told["towards"].items()}
-        return Round(int(told["number"]), bool(told["may_skip_sync"]), places, towards, float(told["updated"]))
+        return Round(**json.loads(self._store.get(f"round/{number}")))
 
     def lost(self, number: int) -> str:
         """Read which worker of a round is gone, and how it ended; "" as long as none is."""

@@ -21,7 +21,6 @@ from guozhuang.compat.horovod.common import elastic_variables
 from guozhuang.compat.horovod.common.extension import EXTENSION
 from guozhuang.compat.horovod.runner import static_run
 from guozhuang.compat.horovod.runner.doors import Doors
-from guozhuang.compat.horovod.runner.elastic import assignment
 from guozhuang.compat.horovod.runner.elastic.board import DriverBoard, HostUpdateResult
 from guozhuang.compat.horovod.runner.elastic.crew import CANNOT_BE_STARTED, GRACE_S, LocalWorkers
 from guozhuang.compat.horovod.runner.elastic.discovery import DiscoveryError, HostDiscovery
@@ -205,19 +204,14 @@ class ElasticDriver:
             self._announce(orders.announce, orders.may_skip_sync)
 
     def _announce(self, workers: list[Worker], may_skip_sync: bool) -> None:
-        places = assignment.places([worker.slot for worker in workers])
-        reached = {host: remote.address for host, remote in self._remote.items()}
-        towards = _towards([worker.slot.host for worker in workers], reached)
-        for worker, place in zip(workers, places, strict=True):
-            self._output.rename(worker.number, place.rank, self._copies(copies_of("", place.rank, self._most)))
-        self._board.announce(
-            self._job.round, may_skip_sync,
-            {worker.number: place for worker, place in zip(workers, places, strict=True)},
-            {worker.number: towards[worker.slot.host] for worker in workers if worker.slot.host in towards},
-        )  # fmt: skip
+        by_host: dict[str, list[int]] = {}
+        for rank, worker in enumerate(workers):
+            by_host.setdefault(worker.slot.host, []).append(worker.number)
+            self._output.rename(worker.number, rank, self._copies(copies_of("", rank, self._most)))
+        towards = _towards(list(by_host), {host: remote.address for host, remote in self._remote.items()})
+        self._board.announce(self._job.round, may_skip_sync, list(by_host.values()), towards)
         if self._job.round > 1 or self._settings.verbose:
-            hosts = list(dict.fromkeys(worker.slot.host for worker in workers))
-            self.say(f"round {self._job.round} begins: {len(workers)} ranks on {', '.join(hosts)}")
+            self.say(f"round {self._job.round} begins: {len(workers)} ranks on {', '.join(by_host)}")
 
     def _start(self, worker: Worker) -> None:
         number, host = worker.number, worker.slot.host
@@ -317,12 +311,12 @@ class ElasticDriver:
         self._output.close(_LAST_WORDS_S)
 
 
-def _towards(hosts: Sequence[str], reached: Mapping[str, str]) -> dict[str, str]:
-    """Return for each host of a round an address by which it reaches the driver's host; empty if all are this machine.
+def _towards(hosts: Sequence[str], reached: Mapping[str, str]) -> list[str]:
+    """Return for each host of a round an address by which it reaches the driver's host; "" if all are this machine.
 
     Args:
         hosts: the hosts of the round.
         reached: the address by which each host connected to this one; loopback if the host is this very machine.
     """
     outside = {host: reached[host] for host in hosts if reached.get(host, _LOOPBACK) != _LOOPBACK}
-    return {host: outside.get(host, next(iter(outside.values()))) for host in hosts} if outside else {}
+    return [outside.get(host, next(iter(outside.values()), "")) for host in hosts]

@@ -15,27 +15,29 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from guozhuang.compat.horovod.common import elastic_variables
 from guozhuang.compat.horovod.common.exceptions import HorovodInternalError
+from guozhuang.compat.horovod.common.extension import OF_HOROVODRUN
 from guozhuang.compat.horovod.runner.elastic.board import HostUpdateResult as HostUpdateResult
 from guozhuang.compat.horovod.runner.elastic.board import Round, Update, WorkerBoard
 from guozhuang.errors import MismatchError, WorldError, explain
 from guozhuang.gradients.named import NegotiationError
-from guozhuang.net import client
+from guozhuang.launch.rendezvous.fixed import Attempt, NodeShare
+from guozhuang.net import client, interfaces
 from guozhuang.net.store import connect
 
-# Pauses between two looks at the store, while a worker waits.
-_FIRST_LOOK_S, _LONGEST_LOOK_S = 0.01, 0.2
 # Pause before asking for the next round, where one broke before it began; doubled each time.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 # Seconds to wait for the driver to report a lost worker: the worker's connections break before the driver knows of it.
 _WORD_S = 3.0
+_POLL_S = 0.2
 # Limit for the ranks of a round to meet, as a part of the elastic time-out: shorter than the driver waits for them to return.
 _SHARE_OF_TIMEOUT, _LEAST_TIMEOUT_S, _MOST_TIMEOUT_S = 1 / 3, 20.0, 600.0
 # Pause of LostPeers between two looks, and limit for its thread to end.
@@ -58,7 +60,7 @@ class LostPeers:
 
     Mostly they have failed by then: when a process ends the kernel closes its connections. But a host without power, or behind
     a cut cable, closes none, and a collective would wait for it until its time-out. The driver notices such a host within
-    seconds, because its heartbeats stop. The thread starts when the object is made, and ends with the process.
+    seconds, because its heartbeats stop. The thread starts when the object is made.
 
     Args:
         board: where the driver reports lost workers.
@@ -74,8 +76,6 @@ class LostPeers:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="horovod lost peers", daemon=True)
         self._thread.start()
-        # The interpreter must not end while the thread is inside a call of PyTorch's store.
-        atexit.register(self.close)
 
     def begin(self, number: int) -> None:
         """Watch another round from now on; 0: none. Callbacks of the round before are dropped."""
@@ -120,7 +120,6 @@ class LostPeers:
         """End the thread."""
         self._over.set()
         self._thread.join(_JOIN_S)
-        atexit.unregister(self.close)
 
     def _run(self) -> None:
         while not self._over.wait(self._look_every_s):
@@ -135,6 +134,39 @@ def _call(abort: Callable[[], object]) -> None:
         abort()
     except Exception as error:  # the collectives, or their group, have ended already
         _log.debug("there is nothing left to break: %s", error)
+
+
+class RoundVariables:
+    """Writes the place of this worker in a round into the environment of this process, from which ``init`` reads it.
+
+    Other launchers set these variables before a process starts. Here the rank changes from round to round while the process
+    continues. The ranks meet in the driver's store, as torch elastic's do in its agent's store; each round has its own part
+    there. So the loss of rank 0 does not lose the store.
+    """
+
+    def __init__(self) -> None:
+        self._interfaces: tuple[str, ...] = ()
+
+    def write(self, attempt: Attempt, local_rank: int, towards: str) -> None:
+        """Set the variables, and remove those of the round before.
+
+        Args:
+            attempt: the hosts of the round, and the address of the driver's store.
+            local_rank: the local rank of this worker.
+            towards: an address by which this host reaches the driver's if ranks are on several machines; else "".
+        """
+        for name in self._interfaces:
+            os.environ.pop(name, None)
+        found: dict[str, str] = {}
+        if towards:
+            try:
+                found = interfaces.variables_towards(towards, os.environ)
+            except WorldError as error:
+                _log.warning("no network interface chosen for gloo and NCCL: %s", error)
+        self._interfaces = tuple(found)
+        place = attempt.place(local_rank) | {"host": os.environ.get("HOROVOD_HOSTNAME", "")}
+        found |= {name: text.format(**place) for name, text in OF_HOROVODRUN.rank_variables.items()}
+        os.environ.update(found | attempt.environment(local_rank))
 
 
 class Membership:
@@ -157,15 +189,19 @@ class Membership:
     """
 
     def __init__(self, told: elastic_variables.Driver) -> None:
-        self._told, self._seat = told, elastic_variables.Seat(told)
+        self._told, self._variables = told, RoundVariables()
         self.current: Round | None = None
         self.may_skip_sync = self.has_state = self.has_entered = False
         share_s = _SHARE_OF_TIMEOUT * told.timeout_s
         self.world_timeout_s = min(max(share_s, _LEAST_TIMEOUT_S), _MOST_TIMEOUT_S)
         self._newest_update = 0.0
-        self._where = f"the driver's store at {told.host}:{told.port}"
-        self._board = self._ask(lambda: WorkerBoard(connect(told.host, told.port, told.timeout_s), told.worker))
+        limit_s, where = told.timeout_s, f"the driver's store at {told.host}:{told.port}"
+        store = _asked(lambda: client.within(limit_s, where, lambda: connect(told.host, told.port, limit_s), fix=_FIX))
+        self._store = client.PatientStore(store, client=client.Client(limit_s), name=where)
+        self._board = WorkerBoard(self._store, told.worker)
         self._lost_peers = LostPeers(self._board)
+        # The interpreter must not end while a thread is inside a call of PyTorch's store.
+        atexit.register(self.close)
 
     def join(self) -> Round:
         """Wait until the driver begins the next round with this worker in it, and write its rank there into the environment.
@@ -179,6 +215,12 @@ class Membership:
         self.may_skip_sync = self.has_entered = False
         self._lost_peers.begin(found.number)
         return found
+
+    def close(self) -> None:
+        """End the threads of this object."""
+        atexit.unregister(self.close)
+        self._lost_peers.close()
+        self._store.close()
 
     def breaks(self, abort: Callable[[], object]) -> None:
         """Register a callback that another thread calls when the driver reports that a worker of the newest round is gone.
@@ -197,43 +239,34 @@ class Membership:
         """
         deadline = time.monotonic() + wait_s
         while not self._lost_peers.lost() and time.monotonic() < deadline:
-            time.sleep(_LONGEST_LOOK_S)
+            time.sleep(_POLL_S)
         return bool(self._lost_peers.lost())
 
     def updates(self) -> list[Update]:
         """Return the newest change of hosts, or nothing if the newest round or an earlier call has taken it into account."""
-        found = self._ask(self._board.update)
+        found = _asked(self._board.update)
         if found is None or found.timestamp <= self._newest_update:
             return []
         self._newest_update = found.timestamp
         return [found]
 
-    def _round(self, number: int) -> Round:
-        return self._ask(lambda: self._board.round(number))
-
-    def _ask(self, do: Callable[[], _T]) -> _T:
-        """Make a request to the store with a time limit. See [Note: waiting for a store] in ``net.client``."""
-        try:
-            return client.within(self._told.timeout_s, self._where, do, fix=_FIX)
-        except RuntimeError as error:  # a WorldError, or an error of PyTorch's store
-            raise SilentDriverError(str(error)) from error
-
     def _wait(self, may_skip_sync: bool) -> Round:
         after = 0 if self.current is None else self.current.number
         worker, timeout_s = self._told.worker, self._told.timeout_s
-        self._ask(lambda: self._board.come(after, may_skip_sync, self.has_state, self.has_entered))
+        _asked(self._board.come, after, may_skip_sync, self.has_state, self.has_entered)
         began = heard = time.monotonic()
         beat, looked, notices = -1, after, client.Notices()
         while True:
-            news = self._ask(self._board.news)
+            news = _asked(self._board.news)
             now = time.monotonic()
             if news.over:
                 raise RemovedError(f"removed from elastic job: {news.over}")
             if news.newest > looked:
                 looked = news.newest
-                found = self._round(looked)
-                if worker in found.places:
-                    return self._enter(found)
+                found = _asked(self._board.round, looked)
+                place = found.place_of(worker)
+                if place is not None:
+                    return self._enter(found, *place)
                 if after:
                     text = "removed from elastic job: the slot of this worker is gone, and the others go on without it"
                     raise RemovedError(text)
@@ -246,16 +279,25 @@ class Membership:
                 raise SilentDriverError(explain(what, fix=_FIX))
             if notices.are_due():
                 notices.say("this worker waits for the driver to begin the next round")
-            time.sleep(min(_LONGEST_LOOK_S, max(_FIRST_LOOK_S, 0.1 * (now - began))))
+            time.sleep(client.look_s(now - began))
 
-    def _enter(self, found: Round) -> Round:
-        worker = self._told.worker
-        place = found.places[worker]
-        self._seat.take(place, found.number, found.towards.get(worker, ""))
+    def _enter(self, found: Round, node: int, local_rank: int) -> Round:
+        shares = [NodeShare(len(each)) for each in found.workers]
+        attempt = Attempt(found.number, node, shares, self._told.host, self._told.port)
+        self._variables.write(attempt, local_rank, found.towards[node])
         self.current, self._newest_update = found, max(self._newest_update, found.updated)
-        if place.rank == 0:
-            _log.info("round %d of the elastic job begins with %d ranks", found.number, place.size)
+        if node == local_rank == 0:
+            size = sum(each.ranks for each in shares)
+            _log.info("round %d of the elastic job begins with %d ranks", found.number, size)
         return found
+
+
+def _asked(do: Callable[..., _T], *arguments: Any) -> _T:
+    """Return the driver's answer to a request; see [Note: waiting for a store] in ``net.client``."""
+    try:
+        return do(*arguments)
+    except RuntimeError as error:  # a WorldError, or an error of PyTorch's store
+        raise SilentDriverError(str(error)) from error
 
 
 @dataclass
