@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from guozhuang.compat.horovod.common.extension import ELASTIC as VARIABLE
 from guozhuang.compat.horovod.common.extension import OF_A_PROCESS
+from guozhuang.compat.horovod.common.variables import parsed
 from guozhuang.errors import UsageError, explain
 from guozhuang.world import machine
-from guozhuang.world.variables import number
 
 DEFAULT_TIMEOUT_S = 600
 # Stands in the variable before the process id of the worker, once ``claim`` has added it.
@@ -66,9 +66,9 @@ def driver(environ: Mapping[str, str] | None = None) -> Driver | None:
         raise UsageError(explain(what, value=text, fix="let horovodrun set it, or unset it"))
     if pid and int(pid) != os.getpid():
         return None
-    fix = "give a number of seconds, or leave it out"
-    timeout_s = number(environ, "HOROVOD_ELASTIC_TIMEOUT", at_least=1, fix=fix)
-    return Driver(host, int(port), int(worker), DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s)
+    limit = environ.get("HOROVOD_ELASTIC_TIMEOUT", "").strip() or DEFAULT_TIMEOUT_S
+    timeout_s = parsed("elastic_timeout", limit, "environment variable HOROVOD_ELASTIC_TIMEOUT")
+    return Driver(host, int(port), int(worker), timeout_s)
 
 
 def claim() -> None:

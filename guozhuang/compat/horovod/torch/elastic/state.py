@@ -7,6 +7,7 @@ import copy
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from guozhuang.compat.horovod.common.elastic import ObjectState
 
@@ -46,20 +47,24 @@ class StateHandler(abc.ABC):
         self.save()
 
 
-class ModelStateHandler(StateHandler):
-    """Handles a ``torch.nn.Module`` by its ``state_dict``."""
+class _StateDictHandler(StateHandler):
+    """Handles a value by its ``state_dict``."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__(model)
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
         self.save()
 
+    @override
     def save(self) -> None:
-        """Copy the parameters and buffers."""
         self._saved = copy.deepcopy(self.value.state_dict())
 
+    @override
     def restore(self) -> None:
-        """Write the copies back, in place."""
         self.value.load_state_dict(self._saved)
+
+
+class ModelStateHandler(_StateDictHandler):
+    """Handles a ``torch.nn.Module``: its parameters and buffers, which are restored in place."""
 
     def sync(self) -> None:
         """Overwrite parameters and buffers with those of rank 0. Every rank must call."""
@@ -71,16 +76,8 @@ class ModelStateHandler(StateHandler):
             self.value.load_state_dict(present | broadcast_object(others, root_rank=0))
 
 
-class OptimizerStateHandler(StateHandler):
-    """Handles a ``torch.optim.Optimizer`` by its ``state_dict``."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(optimizer)
-        self.save()
-
-    def save(self) -> None:
-        """Copy the state and the options."""
-        self._saved = copy.deepcopy(self.value.state_dict())
+class OptimizerStateHandler(_StateDictHandler):
+    """Handles a ``torch.optim.Optimizer``: its state and options."""
 
     def restore(self) -> None:
         """Load copies of the saved state and options; the results of running exchanges are dropped."""
@@ -91,20 +88,8 @@ class OptimizerStateHandler(StateHandler):
         broadcast_optimizer_state(self.value, root_rank=0)
 
 
-class SamplerStateHandler(StateHandler):
-    """Handles an ``ElasticSampler`` by its ``state_dict``: the epoch and the number of samples that were processed."""
-
-    def __init__(self, sampler: ElasticSampler) -> None:
-        super().__init__(sampler)
-        self.save()
-
-    def save(self) -> None:
-        """Copy the sampler's position in the epoch."""
-        self._saved = dict(self.value.state_dict())
-
-    def restore(self) -> None:
-        """Set the sampler to the saved position."""
-        self.value.load_state_dict(self._saved)
+class SamplerStateHandler(_StateDictHandler):
+    """Handles an ``ElasticSampler``: the epoch and the number of samples that were processed."""
 
     def sync(self) -> None:
         """Set the sampler to the position of rank 0, and divide the remaining samples. Every rank must call."""
