@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -33,8 +34,9 @@ from torch.distributed.optim import _apply_optimizer_in_backward, _FunctionalSGD
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from guozhuang import DistributedDataParallel
+from guozhuang.errors import UsageError
 from guozhuang.timeline import Timeline
-from tests.ranks import run_ranks
+from tests.processes.cases import as_tests, assert_equal_everywhere
 
 ROWS = 3
 SMALL = 0.002  # MiB: a bucket for each layer
@@ -97,13 +99,6 @@ def all_rows(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def assert_same_on_all_ranks(weights: Tensor) -> None:
-    everyone = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, weights)
-    for other in everyone:
-        assert torch.equal(other, weights)
-
-
 # ---- as under PyTorch's DDP -------------------------------------------------------------------------------------------------
 
 
@@ -111,8 +106,8 @@ def one_bucket_powersgd(**options: Any) -> tuple[Any, Hook]:
     return PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.5, **options), powerSGD_hook.powerSGD_hook
 
 
-def compare_with_torch(rank: int, size: int) -> dict[str, float]:
-    """The largest difference to PyTorch's DDP for each hook; both train in the same ranks."""
+def case_hooks_give_what_they_give_under_torch_ddp(rank: int, size: int) -> None:
+    """The same bits on two ranks, as a sum of two has one rounding, wherever a gradient lies in its bucket."""
     subgroup, _ = dist.new_subgroups(1)
     group = dist.group.WORLD
     half = default_hooks.fp16_compress_wrapper
@@ -149,28 +144,20 @@ def compare_with_torch(rank: int, size: int) -> dict[str, float]:
             {"learning_rate": 0.0},
         ),
     }
-    differences = {}
     for name, (make, options) in hooks.items():
         ours = train(DistributedDataParallel, group, own_rows(rank), make(), **options)
         peer = train(TorchDDP, group, own_rows(rank), make(), **options)
         untrained = train(DistributedDataParallel, group, own_rows(rank), None, steps=0)
         assert not torch.equal(ours, untrained), f"{name} trained nothing"
-        differences[name] = float((ours - peer).abs().max())
-    return differences
-
-
-def test_hooks_give_what_they_give_under_torch_ddp() -> None:
-    """Two ranks: the same bits, as a sum of two has one rounding, wherever a gradient lies in its bucket."""
-    for differences in run_ranks(compare_with_torch, 2):
         # matrix products depend on how their operands lie in memory
-        allowed = {name: 1e-6 if "PowerSGD" in name else 0.0 for name in differences}
-        assert not {name: d for name, d in differences.items() if not d <= allowed[name]}
+        torch.testing.assert_close(ours, peer, rtol=0, atol=1e-6 if "PowerSGD" in name else 0, msg=name)
 
 
 # ---- where PyTorch's DDP crashes or refuses ---------------------------------------------------------------------------------
 
 
-def powersgd_of_several_buckets(rank: int, size: int) -> None:
+def case_powersgd_with_several_buckets_equals_one_rank_on_the_joined_batch(rank: int, size: int) -> None:
+    """PyTorch's own DDP ends here with "Received data size doesn't match expected size"."""
     alone = [dist.new_group([r]) for r in range(size)][rank]
     for options in ({}, {"micro_batches": 2}, {"branch": lambda step: step % 2, "timeline": True}):
         weights = []
@@ -185,16 +172,11 @@ def powersgd_of_several_buckets(rank: int, size: int) -> None:
             hook = (state, powerSGD_hook.powerSGD_hook)
             weights.append(train(DistributedDataParallel, group, rows, hook, steps=10, dtype=torch.float64, **options))
             assert state.compression_stats()[0] > 1.5, "it compressed nothing"
-        assert_same_on_all_ranks(weights[0])
+        assert_equal_everywhere(weights[0])
         assert torch.allclose(*weights, rtol=1e-7, atol=1e-9), options
 
 
-def test_powersgd_with_several_buckets_equals_one_rank_on_the_joined_batch() -> None:
-    """PyTorch's own DDP ends here with "Received data size doesn't match expected size"."""
-    run_ranks(powersgd_of_several_buckets, 2)
-
-
-def bf16_on_cpu(rank: int, size: int) -> None:
+def case_bf16_hooks_work_on_cpu(rank: int, size: int) -> None:
     group = dist.group.WORLD
     for hook in (
         default_hooks.bf16_compress_hook,
@@ -221,10 +203,6 @@ def bf16_on_cpu(rank: int, size: int) -> None:
                 assert parameter.grad.dtype == torch.float32
 
 
-def test_bf16_hooks_work_on_cpu() -> None:
-    run_ranks(bf16_on_cpu, 2)
-
-
 # ---- hooks of several rounds that users write -------------------------------------------------------------------------------
 
 
@@ -247,7 +225,7 @@ def chained(state: tuple[int, int], bucket: dist.GradBucket) -> Future:
     return future
 
 
-def chained_hooks(rank: int, size: int) -> None:
+def case_chained_collectives_with_delays_keep_one_order(rank: int, size: int) -> None:
     group = dist.group.WORLD
     for options in (
         {},
@@ -263,11 +241,7 @@ def chained_hooks(rank: int, size: int) -> None:
             assert torch.equal(weights, plain), options
 
 
-def test_chained_collectives_with_delays_keep_one_order() -> None:
-    run_ranks(chained_hooks, 2)
-
-
-def hook_beside_batch_norm(rank: int, size: int) -> None:
+def case_several_rounds_beside_synchronized_batch_norm(rank: int, size: int) -> None:
     """The model itself communicates in backward, between the rounds of the hook."""
     results = []
     for hook in (None, ((3, rank), chained)):
@@ -284,14 +258,10 @@ def hook_beside_batch_norm(rank: int, size: int) -> None:
         assert torch.allclose(plain, hooked, rtol=1e-5, atol=1e-7)
 
 
-def test_several_rounds_beside_synchronized_batch_norm() -> None:
-    run_ranks(hook_beside_batch_norm, 2)
-
-
 # ---- what a hook sees -------------------------------------------------------------------------------------------------------
 
 
-def look(rank: int, size: int) -> None:
+def case_what_a_hook_sees_and_that_its_result_is_taken(rank: int, size: int) -> None:
     seen: list[tuple[int, bool, int, list[str]]] = []
     model = Layers()
     names = {id(p): name for name, p in model.named_parameters()}
@@ -329,23 +299,15 @@ def look(rank: int, size: int) -> None:
             assert all(bool((model.get_parameter(name).grad == index).all()) for name in members)
 
 
-def test_what_a_hook_sees_and_that_its_result_is_taken() -> None:
-    run_ranks(look, 2)
-
-
 def fused_list(state: None, bucket: dist.GradBucket) -> Future:
     """A list of one tensor is what ``work.get_future()`` holds."""
     return dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True).get_future()
 
 
-def lists(rank: int, size: int) -> None:
+def case_a_hook_may_return_the_future_of_its_work(rank: int, size: int) -> None:
     group = dist.group.WORLD
     plain = train(DistributedDataParallel, group, own_rows(rank), None)
     assert torch.equal(train(DistributedDataParallel, group, own_rows(rank), (None, fused_list)), plain)
-
-
-def test_a_hook_may_return_the_future_of_its_work() -> None:
-    run_ranks(lists, 2)
 
 
 # ---- wrong hooks ------------------------------------------------------------------------------------------------------------
@@ -390,28 +352,19 @@ def backward_with(rank: int, size: int, hook: Hook) -> None:
     ddp(torch.randn(2, 20)).sum().backward()
 
 
-def broken_returns(rank: int, size: int) -> list[tuple[str, str]]:
+def case_wrong_returns_and_errors_of_hooks_surface_on_every_rank(rank: int, size: int) -> None:
     """All in one run: a broken hook must leave the group usable for the next wrapper."""
-    found = []
-    for hook in (no_future, wrong_size, two_tensors, no_tensor, raises, raises_later):
-        try:
+    for hook, kind, text in (
+        (no_future, TypeError, "no_future.*Future"),
+        (wrong_size, ValueError, "wrong_size.*one tensor of"),
+        (two_tensors, ValueError, "two_tensors.*one tensor of"),
+        (no_tensor, ValueError, "no_tensor.*one tensor of"),
+        (raises, KeyError, "the hook's own error"),
+        (raises_later, Exception, "the callback's own error"),
+    ):
+        with pytest.raises(kind, match=text):
             backward_with(rank, size, hook)
-        except Exception as error:
-            found.append((type(error).__name__, str(error)))
-        else:
-            found.append(("", ""))
         dist.barrier()
-    return found
-
-
-def test_wrong_returns_and_errors_of_hooks_surface_on_every_rank() -> None:
-    for found in run_ranks(broken_returns, 2):
-        future, size, two, none, own, later = found
-        assert future[0] == "TypeError" and "no_future" in future[1] and "Future" in future[1]
-        for each, name in ((size, "wrong_size"), (two, "two_tensors"), (none, "no_tensor")):
-            assert each[0] == "ValueError" and name in each[1] and "one tensor of" in each[1]
-        assert own[0] == "KeyError"
-        assert "the callback's own error" in later[1]
 
 
 def not_a_bucket(state: None, bucket: int) -> Future: ...
@@ -423,41 +376,23 @@ def not_a_future(state: None, bucket: dist.GradBucket) -> int: ...
 def no_bucket(state: None, gradients: dist.GradBucket) -> Future: ...
 
 
-def error_of(call: Callable[..., object], *arguments: Any) -> str:
-    try:
-        call(*arguments)
-    except Exception as error:
-        return type(error).__name__
-    return "nothing"
-
-
-def registrations(rank: int, size: int) -> dict[str, str]:
+def case_wrong_registrations_are_refused(rank: int, size: int) -> None:
     plain: Any = default_hooks.allreduce_hook
-    found = {}
-    for hook in (3, not_a_bucket, not_a_future, no_bucket):
+    for hook, kind in ((3, TypeError), (not_a_bucket, UsageError), (not_a_future, UsageError), (no_bucket, TypeError)):
         ddp = DistributedDataParallel(Layers())
-        found[str(getattr(hook, "__name__", hook))] = error_of(ddp.register_comm_hook, None, hook)
+        with pytest.raises(kind):
+            ddp.register_comm_hook(None, hook)
     ddp.register_comm_hook(None, plain)  # the refused one did not count
-    found["twice"] = error_of(ddp.register_comm_hook, None, plain)
+    with pytest.raises(RuntimeError):
+        ddp.register_comm_hook(None, plain)
     late = DistributedDataParallel(Layers())
     late(torch.randn(2, 20)).sum().backward()
-    found["late"] = error_of(late.register_comm_hook, None, plain)
+    with pytest.raises(RuntimeError):
+        late.register_comm_hook(None, plain)
     early = Layers()
     _apply_optimizer_in_backward(torch.optim.SGD, early.parameters(), {"lr": 0.1})
-    found["optimizer in backward"] = error_of(
-        DistributedDataParallel, early
-    )  # it would step by each rank's own gradients
-    return found
+    with pytest.raises(RuntimeError):  # it would step by each rank's own gradients
+        DistributedDataParallel(early)
 
 
-def test_wrong_registrations_are_refused() -> None:
-    for found in run_ranks(registrations, 2):
-        assert found == {
-            "3": "TypeError",
-            "not_a_bucket": "UsageError",
-            "not_a_future": "UsageError",
-            "no_bucket": "TypeError",
-            "twice": "RuntimeError",
-            "late": "RuntimeError",
-            "optimizer in backward": "RuntimeError",
-        }
+test_cases = as_tests(globals(), (2,))

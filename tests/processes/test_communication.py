@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from guozhuang import DistributedDataParallel
 from guozhuang.gradients.buckets import FIRST_CAP_BYTES
 from guozhuang.timeline import Instant, Timeline
+from tests.processes.cases import as_tests
 from tests.ranks import run_ranks
 
 Call = tuple[str, int, str]  # operator, number of elements, dtype
@@ -74,7 +75,7 @@ def gradients(*sizes: int) -> list[Call]:
     return [("allreduce", size, "float32") for size in sizes]
 
 
-def count_plain(rank: int, size: int) -> None:
+def case_calls_of_a_plain_step(rank: int, size: int) -> None:
     x = torch.randn(2, 9)
     with Counting() as counting:
         ddp = DistributedDataParallel(Four())
@@ -90,7 +91,7 @@ def count_plain(rank: int, size: int) -> None:
     assert counting.calls == []
 
 
-def count_buckets(rank: int, size: int) -> None:
+def case_calls_of_several_buckets(rank: int, size: int) -> None:
     x = torch.randn(2, 9)
     ddp = DistributedDataParallel(Four(), bucket_cap_mb=LAYER_MB)
     # in reverse order of registration: bias 3, weight 27 | bias 9 ... filled up to 90 elements
@@ -105,7 +106,7 @@ def count_buckets(rank: int, size: int) -> None:
     assert step(listed, x) == gradients(30, 270)
 
 
-def count_first_bucket(rank: int, size: int) -> None:
+def case_calls_of_a_first_bucket(rank: int, size: int) -> None:
     """By default the first bucket holds at most 1 MiB, so that communication starts early."""
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
     ddp = DistributedDataParallel(model)
@@ -116,7 +117,7 @@ def count_first_bucket(rank: int, size: int) -> None:
         assert sum(c[1] for c in calls) == 6 * (256 * 256 + 256)
 
 
-def count_unused(rank: int, size: int) -> None:
+def case_calls_with_unused_parameters(rank: int, size: int) -> None:
     x = torch.randn(2, 9)
     ddp = DistributedDataParallel(Four(), find_unused_parameters=True)
     assert step(ddp, x, 3) == [*gradients(ALL), QUESTION, ORDER]
@@ -130,7 +131,7 @@ def count_unused(rank: int, size: int) -> None:
         assert step(static, x, 3) == gradients(ALL)
 
 
-def count_skipped(rank: int, size: int) -> None:
+def case_calls_for_skipped_parameters(rank: int, size: int) -> None:
     x = torch.randn(2, 9)
     options: dict[str, Any] = {"find_unused_parameters": True, "bucket_cap_mb": LAYER_MB}
     plain = DistributedDataParallel(Four(), **options)
@@ -151,7 +152,7 @@ def count_skipped(rank: int, size: int) -> None:
     assert sum(expected) < ALL
 
 
-def count_skipped_with_uneven_inputs(rank: int, size: int) -> None:
+def case_calls_for_skipped_parameters_with_uneven_inputs(rank: int, size: int) -> None:
     """A rank without data cannot know what the others use: it takes part in every bucket."""
     ddp = DistributedDataParallel(Four(), skip_all_reduce_unused_params=True, find_unused_parameters=True)
     with ddp.join():
@@ -166,7 +167,7 @@ def count_skipped_with_uneven_inputs(rank: int, size: int) -> None:
             assert torch.allclose(ours.grad, own.grad / 2)
 
 
-def count_buffers(rank: int, size: int) -> None:
+def case_calls_for_buffers(rank: int, size: int) -> None:
     def model() -> nn.Module:
         return nn.Sequential(nn.Linear(9, 5), nn.BatchNorm1d(5))
 
@@ -197,28 +198,6 @@ def count_buffers(rank: int, size: int) -> None:
             assert calls[-1:] == wires
             step(ddp, x, sync=False)
             assert step(ddp, x, sync=False) == []  # nothing was synchronized since, so buffers wait as well
-
-
-def all_counts(rank: int, size: int) -> None:
-    for count in (
-        count_plain,
-        count_buckets,
-        count_first_bucket,
-        count_unused,
-        count_skipped,
-        count_skipped_with_uneven_inputs,
-        count_buffers,
-    ):
-        torch.manual_seed(0)
-        try:
-            count(rank, size)
-        except AssertionError as error:
-            error.add_note(count.__name__)
-            raise
-
-
-def test_collectives_of_a_step_are_counted() -> None:
-    run_ranks(all_counts, 2)
 
 
 def as_torch(rank: int, size: int) -> list[tuple[list[Call], list[Call]]]:
@@ -321,7 +300,7 @@ class Pausing(nn.Module):
         self.pauses.append((start_ns, Timeline.now()))
 
 
-def overlap(rank: int, size: int) -> None:
+def case_the_first_exchange_runs_while_backward_runs(rank: int, size: int) -> None:
     model = Pausing()
     ddp = DistributedDataParallel(model, bucket_cap_mb=64 * 65 * 4 / (1 << 20))
     for _ in range(2):
@@ -343,10 +322,6 @@ def overlap(rank: int, size: int) -> None:
     before = len(timeline.events)
     ddp(torch.randn(4, 64)).sum().backward()
     assert len(timeline.events) == before  # off is off
-
-
-def test_the_first_exchange_runs_while_backward_runs() -> None:
-    run_ranks(overlap, 2)
 
 
 def overlap_everywhere(rank: int, size: int, make: Callable[[], dict[str, Any]]) -> None:
@@ -377,7 +352,7 @@ def test_every_full_bucket_leaves_before_backward_ends_whatever_the_options() ->
     run_ranks(overlap_everywhere, 2, option_sets)
 
 
-def unused_first(rank: int, size: int) -> None:
+def case_buckets_do_not_wait_for_parameters_that_backward_will_not_reach(rank: int, size: int) -> None:
     """The parameters of the buckets that come first get no gradient this time: the others must not wait for them."""
     ddp = DistributedDataParallel(Four(), bucket_cap_mb=LAYER_MB, find_unused_parameters=True)
     for _ in range(2):
@@ -395,5 +370,4 @@ def unused_first(rank: int, size: int) -> None:
     assert ddp.module.layers[3].weight.grad is None and ddp.module.layers[0].weight.grad is not None
 
 
-def test_buckets_do_not_wait_for_parameters_that_backward_will_not_reach() -> None:
-    run_ranks(unused_first, 2)
+test_cases = as_tests(globals(), (2,))

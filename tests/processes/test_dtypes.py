@@ -16,21 +16,12 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from guozhuang import DistributedDataParallel
 from guozhuang.exchange.sparse import all_gather_mean, no_rows
+from tests.processes.cases import as_tests
 from tests.ranks import run_ranks
 
 Batch = tuple[Any, ...]
 STEPS = 3
 TINY_MB = 1e-4
-
-
-def run_all(rank: int, size: int, names: list[str]) -> None:
-    for name in names:
-        torch.manual_seed(0)
-        try:
-            globals()[name](rank, size)
-        except Exception as error:
-            error.add_note(name)
-            raise
 
 
 def local_grads(model: nn.Module, batch: Batch) -> list[Tensor | None]:
@@ -104,7 +95,7 @@ class Layers(nn.Module):
 # ---- dtypes -----------------------------------------------------------------------------------------------------------
 
 
-def one_dtype(rank: int, size: int) -> None:
+def case_one_dtype(rank: int, size: int) -> None:
     for dtype, tolerance in (
         (torch.float64, 1e-14),
         (torch.float32, 1e-6),
@@ -117,14 +108,14 @@ def one_dtype(rank: int, size: int) -> None:
             check_means(lambda dtype=dtype: Layers(dtype, dtype), rows(dtype), rank, size, tolerance, **options)
 
 
-def mixed_dtypes(rank: int, size: int) -> None:
+def case_mixed_dtypes(rank: int, size: int) -> None:
     dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.float32)
     for options in ({}, {"bucket_cap_mb": TINY_MB}, {"batched_grad_copy": True}, {"find_unused_parameters": True}):
         ddp = check_means(lambda: Layers(*dtypes), rows(torch.float32), rank, size, 3e-2, **options)
         assert all(len({p.dtype for p in bucket.parameters}) == 1 for bucket in ddp.reducer.buckets)
 
 
-def real_and_complex(rank: int, size: int) -> None:
+def case_real_and_complex(rank: int, size: int) -> None:
     class Both(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -150,18 +141,14 @@ def half_without_overflow(rank: int, size: int) -> None:
             assert bool((model.weight.grad == 60000).all()), model.weight.grad
 
 
-def test_dtypes() -> None:
-    run_ranks(run_all, 2, ["one_dtype", "mixed_dtypes", "real_and_complex"])
-
-
 def test_means_of_half_precision_do_not_overflow_on_four_ranks() -> None:
-    run_ranks(run_all, 4, ["half_without_overflow"])
+    run_ranks(half_without_overflow, 4)
 
 
 # ---- memory formats and sizes -----------------------------------------------------------------------------------------
 
 
-def channels_last(rank: int, size: int) -> None:
+def case_channels_last(rank: int, size: int) -> None:
     def make() -> nn.Module:
         layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 2, 3, bias=False))
         return layers.to(memory_format=torch.channels_last)
@@ -176,7 +163,7 @@ def channels_last(rank: int, size: int) -> None:
         assert ddp.module[0].weight.grad.is_contiguous(memory_format=torch.channels_last)
 
 
-def transposed_and_expanded(rank: int, size: int) -> None:
+def case_transposed_and_expanded(rank: int, size: int) -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -195,7 +182,7 @@ def transposed_and_expanded(rank: int, size: int) -> None:
         assert ddp.module.scalar.grad.shape == () and ddp.module.nothing.grad.shape == (0, 6)
 
 
-def only_one(rank: int, size: int) -> None:
+def case_a_single_parameter(rank: int, size: int) -> None:
     for shape in ((), (1,), (0,)):
 
         class One(nn.Module):
@@ -209,7 +196,7 @@ def only_one(rank: int, size: int) -> None:
         check_means(One, rows(torch.float32), rank, size, 1e-6)
 
 
-def many(rank: int, size: int) -> None:
+def case_many_parameters(rank: int, size: int) -> None:
     class Many(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -220,10 +207,6 @@ def many(rank: int, size: int) -> None:
 
     for options in ({}, {"bucket_cap_mb": TINY_MB}, {"batched_grad_copy": True, "find_unused_parameters": True}):
         check_means(Many, rows(torch.float32), rank, size, 1e-5, **options)
-
-
-def test_memory_formats_and_sizes() -> None:
-    run_ranks(run_all, 2, ["channels_last", "transposed_and_expanded", "only_one", "many"])
 
 
 # ---- sparse gradients -------------------------------------------------------------------------------------------------
@@ -252,7 +235,7 @@ def uneven_rows(step: int, rank: int) -> Batch:
     return (torch.tensor([0, 3, 3, 5 + rank][: 4 - rank]), torch.arange(1 + rank + step) % 7)
 
 
-def sparse(rank: int, size: int) -> None:
+def case_sparse_gradients(rank: int, size: int) -> None:
     for options in ({}, {"bucket_cap_mb": TINY_MB}, {"static_graph": True}, {"batched_grad_copy": True}):
         for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-12), (torch.bfloat16, 3e-2)):
             ddp = check_means(lambda d=dtype: Words(d), uneven_rows, rank, size, tolerance, **options)
@@ -263,7 +246,7 @@ def sparse(rank: int, size: int) -> None:
             assert ddp.module.words.weight.grad.indices().max() < 11
 
 
-def gathered(rank: int, size: int) -> None:
+def case_sparse_gathered(rank: int, size: int) -> None:
     """What no embedding gives: complex values, several sparse dimensions, a dense tensor, nothing at all."""
     for dtype in (torch.float32, torch.float16, torch.complex64, torch.complex128):
         own = torch.zeros(5, 4, 2, dtype=dtype)
@@ -285,7 +268,7 @@ def gathered(rank: int, size: int) -> None:
         assert bool((all_gather_mean(twice, float(size), dist.group.WORLD, []).to_dense()[3] == 2).all())
 
 
-def sparse_alone(rank: int, size: int) -> None:
+def case_sparse_alone(rank: int, size: int) -> None:
     """Nothing but sparse parameters: there is no flat tensor at all."""
     check_means(
         lambda: nn.Embedding(6, 2, sparse=True),
@@ -296,7 +279,7 @@ def sparse_alone(rank: int, size: int) -> None:
     )
 
 
-def sparse_training(rank: int, size: int) -> None:
+def case_sparse_training(rank: int, size: int) -> None:
     """SparseAdam for the embeddings, AdamW for the rest, gradients of several micro-batches: as in one process."""
     torch.manual_seed(2)
     model, twin = Words().double(), Words().double()
@@ -324,7 +307,7 @@ def sparse_training(rank: int, size: int) -> None:
         assert torch.allclose(a, b, rtol=1e-9, atol=1e-10), name
 
 
-def sparse_unused(rank: int, size: int) -> None:
+def case_sparse_unused(rank: int, size: int) -> None:
     """Used on one rank only, on none, on both; without a gradient anywhere ``.grad`` stays None."""
     torch.manual_seed(2)
     model, twin = Words(), Words()
@@ -348,7 +331,7 @@ def sparse_unused(rank: int, size: int) -> None:
         assert (model.bag.weight.grad is None) == (step == 2)
 
 
-def sparse_as_torch(rank: int, size: int) -> None:
+def case_sparse_as_torch(rank: int, size: int) -> None:
     grads = []
     for wrapper in (DistributedDataParallel, TorchDDP):
         torch.manual_seed(4)
@@ -362,9 +345,4 @@ def sparse_as_torch(rank: int, size: int) -> None:
         assert torch.equal(ours.to_dense(), theirs.to_dense())
 
 
-def test_sparse_gradients() -> None:
-    run_ranks(
-        run_all,
-        2,
-        ["sparse", "gathered", "sparse_alone", "sparse_training", "sparse_unused", "sparse_as_torch"],
-    )
+test_cases = as_tests(globals(), (2,))

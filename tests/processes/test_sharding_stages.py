@@ -26,7 +26,7 @@ from guozhuang.lab.results import from_json
 from guozhuang.sharding import clip_grad_norm_
 from guozhuang.sharding.fully import shard_fully
 from guozhuang.sharding.whole import full_weights, is_divided
-from tests.processes.cases import batch, mean_loss, twin_of
+from tests.processes.cases import as_tests, batch, mean_loss, twin_of
 from tests.ranks import run_ranks
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -138,7 +138,7 @@ def test_whole_checkpoints_load_on_another_number_of_ranks_and_on_none() -> None
     fresh.load_state_dict({**second["model"]})
 
 
-def scales(rank: int, world_size: int) -> None:
+def case_a_grad_scaler_skips_together(rank: int, world_size: int) -> None:
     model = Net()
     model, optimizer = shard_fully(model, torch.optim.SGD(model.parameters(), lr=0.1), keep_weights=False)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
@@ -154,10 +154,6 @@ def scales(rank: int, world_size: int) -> None:
         seen.append(scaler.get_scale())
     assert seen == [64.0, 32.0, 32.0]
     assert all(bool(w.isfinite().all()) for w in full_weights(model).values())
-
-
-def test_a_grad_scaler_skips_together() -> None:
-    run_ranks(scales, 2)
 
 
 @pytest.mark.slow
@@ -184,7 +180,7 @@ class Scalar(nn.Module):
         self.scale = nn.Parameter(torch.tensor(1.0))
 
 
-def refuses(rank: int, world_size: int) -> None:
+def case_what_cannot_be_divided_is_refused(rank: int, world_size: int) -> None:
     def refused(model: nn.Module, optimizer: Optimizer, text: str) -> None:
         with pytest.raises(UsageError, match=text):
             shard_fully(model, optimizer, keep_weights=True)
@@ -199,5 +195,4 @@ def refuses(rank: int, world_size: int) -> None:
     refused(model, stepped, "Adafactor cannot step divided weights")
 
 
-def test_what_cannot_be_divided_is_refused() -> None:
-    run_ranks(refuses, 2)
+test_cases = as_tests(globals(), (2,))

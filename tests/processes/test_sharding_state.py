@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from guozhuang.errors import MismatchError
 from guozhuang.sharding import ShardedOptimizer, shard
-from tests.processes.cases import batch, mlp
+from tests.processes.cases import as_tests, batch, mlp
 from tests.ranks import RankError, run_ranks
 
 KINDS = {
@@ -131,7 +131,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     assert "ranks [1, 2] did not come within 2 s to compare the state of the optimizer" in result.message
 
 
-def wrong_loads(rank: int, world_size: int) -> None:
+def case_what_cannot_be_loaded_is_refused_on_every_rank(rank: int, world_size: int) -> None:
     model = mlp()
     optimizer: Any
     model, optimizer = shard(model, make("adamw", model))
@@ -150,11 +150,7 @@ def wrong_loads(rank: int, world_size: int) -> None:
     train(model, optimizer, range(2, 3))
 
 
-def test_what_cannot_be_loaded_is_refused_on_every_rank() -> None:
-    run_ranks(wrong_loads, 2)
-
-
-def hooks_and_frozen(rank: int, world_size: int) -> None:
+def case_hooks_of_checkpoints_and_state_of_frozen_parameters(rank: int, world_size: int) -> None:
     calls: list[str] = []
     model = mlp()
     inner = make("adamw", model)
@@ -179,10 +175,6 @@ def hooks_and_frozen(rank: int, world_size: int) -> None:
     model[0].requires_grad_(True)
     train(model, optimizer, range(3, 4))
     assert float(optimizer.state_dict()["state"][0]["step"]) == 4.0
-
-
-def test_hooks_of_checkpoints_and_state_of_frozen_parameters() -> None:
-    run_ranks(hooks_and_frozen, 2)
 
 
 def by_distributed_checkpoint(rank: int, world_size: int, folder: str) -> None:
@@ -214,3 +206,6 @@ def by_distributed_checkpoint(rank: int, world_size: int, folder: str) -> None:
 
 def test_torchs_distributed_checkpoint_works_on_it(tmp_path: Any) -> None:
     run_ranks(by_distributed_checkpoint, 2, str(tmp_path))
+
+
+test_cases = as_tests(globals(), (2,))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import guozhuang as gz
 from guozhuang.sync_batch_norm import use_on_cpu
+from tests.processes.cases import as_tests
 from tests.ranks import run_ranks
 
 STEPS = 3
@@ -112,15 +113,15 @@ def compare_all(rank: int, size: int, cases: list[Case]) -> None:
             raise
 
 
-def test_it_equals_batch_norm_of_the_joined_batch() -> None:
-    run_ranks(compare_all, 2, CASES)
+def case_it_equals_batch_norm_of_the_joined_batch(rank: int, size: int) -> None:
+    compare_all(rank, size, CASES)
 
 
 def test_it_equals_batch_norm_of_the_joined_batch_on_three_ranks() -> None:
     run_ranks(compare_all, 3, [Case(rows=(2, 0, 3)), Case(dims=2, rows=(1, 4, 2)), Case(rows=(0, 0, 2))])
 
 
-def narrow(rank: int, size: int) -> None:
+def case_it_takes_narrow_inputs(rank: int, size: int) -> None:
     """bf16: inputs and outputs are rounded, statistics are not."""
     torch.manual_seed(0)
     joined = torch.randn(8, 3, 5, 5) * 3 + 10
@@ -162,34 +163,20 @@ def subgroups(rank: int, size: int) -> None:
     assert torch.allclose(ours.running_var, twin.running_var)
 
 
-def wrong_inputs(rank: int, size: int) -> list[str]:
+def case_wrong_inputs_are_refused_on_every_rank(rank: int, size: int) -> None:
     layer = gz.SyncBatchNorm(3)
-    found = []
-    for shape in ((3,), (2, 4), (1 - rank, 3)):  # the last: one value per channel on all ranks together
-        try:
+    for shape, text in (
+        ((3,), r"\(N, C, ...\)"),
+        ((2, 4), "4 channels"),
+        ((1 - rank, 3), "more than one value per channel"),  # on all ranks together
+    ):
+        with pytest.raises(ValueError, match=text):
             layer(torch.randn(shape))
-            found.append("nothing")
-        except ValueError as error:
-            found.append(str(error))
-    found.append(str(bool(layer(torch.randn(2, 3)).isfinite().all())))  # and the group still works
-    found.append(f"{float(layer.running_var.isfinite().all())} {layer.num_batches_tracked.item()}")
-    return found
-
-
-def test_it_takes_narrow_inputs() -> None:
-    run_ranks(narrow, 2)
+    assert bool(layer(torch.randn(2, 3)).isfinite().all()), "the group no longer works"
 
 
 def test_groups_normalize_for_themselves() -> None:
     run_ranks(subgroups, 3)
-
-
-def test_wrong_inputs_are_refused_on_every_rank() -> None:
-    for found in run_ranks(wrong_inputs, 2):
-        assert "(N, C, ...)" in found[0]
-        assert "4 channels" in found[1]
-        assert "more than one value per channel" in found[2]
-        assert found[3] == "True"
 
 
 class Net(nn.Module):
@@ -204,7 +191,7 @@ class Net(nn.Module):
         return self.head(self.body(x))
 
 
-def converted(rank: int, size: int) -> None:
+def case_converted_models_train_on_cpu_like_one_process(rank: int, size: int) -> None:
     torch.manual_seed(0)
     for convert, shared in (
         (
@@ -244,7 +231,7 @@ def converted(rank: int, size: int) -> None:
         assert torch.allclose(ddp(x), single(x), atol=1e-4)
 
 
-def bare(rank: int, size: int) -> None:
+def case_the_module_may_be_the_layer(rank: int, size: int) -> None:
     """The module may itself be the layer."""
     torch.manual_seed(rank)
     x = torch.randn(4, 3)
@@ -257,14 +244,6 @@ def bare(rank: int, size: int) -> None:
         grads.append([p.grad.clone() for p in ddp.parameters()] + [b.clone().float() for b in ddp.buffers()])
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
     assert float(grads[0][0].abs().max()) > 0
-
-
-def test_converted_models_train_on_cpu_like_one_process() -> None:
-    run_ranks(converted, 2)
-
-
-def test_the_module_may_be_the_layer() -> None:
-    run_ranks(bare, 2)
 
 
 class Own(nn.SyncBatchNorm):
@@ -302,3 +281,6 @@ def test_without_a_process_group_it_is_batch_norm() -> None:
     assert torch.equal(ours.eval()(x), twin.eval()(x))
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         gz.SyncBatchNorm(3)(torch.randn(1, 3))
+
+
+test_cases = as_tests(globals(), (2,))
