@@ -13,13 +13,6 @@ from guozhuang.gradients.named import Handle, NamedChannel
 from tests.processes.horovod_cases import GLOO, USUAL, as_tests, of_all, of_rank
 
 
-def case_gather(rank: int, size: int) -> None:
-    for dtype in (torch.float32, torch.bool):
-        tensors = of_all(size, 3, 2, dtype=dtype)
-        assert torch.equal(hvd.allgather(tensors[rank]), torch.cat(tensors))
-    assert torch.equal(hvd.synchronize(hvd.allgather_async(of_rank(rank, 2))), torch.cat(of_all(size, 2)))
-
-
 def case_gather_different_rows(rank: int, size: int) -> None:
     parts = [of_rank(each, each * 2 + 1, 3) for each in range(size)]
     assert torch.equal(hvd.allgather(parts[rank], name="rows"), torch.cat(parts))
@@ -27,36 +20,16 @@ def case_gather_different_rows(rank: int, size: int) -> None:
     assert torch.equal(hvd.allgather(parts[rank], name="rows"), torch.cat(parts))
 
 
-def case_gather_groups(rank: int, size: int) -> None:
-    first, second = of_all(size, 2, 3), [of_rank(each, each + 1, dtype=torch.int64) for each in range(size)]
-    for found in (
-        hvd.grouped_allgather([first[rank], second[rank]]),
-        hvd.synchronize(hvd.grouped_allgather_async([first[rank], second[rank]], name="a group")),
-    ):
-        assert torch.equal(found[0], torch.cat(first))
-        assert torch.equal(found[1], torch.cat(second))
-
-
-def case_gather_gradients(rank: int, size: int) -> None:
-    """This rank's part of the mean of the gradients over the ranks: not of their sum."""
-    rows = [each + 1 for each in range(size)]
-    tensor = of_rank(rank, rows[rank], 2).requires_grad_()
-    weights = of_all(size, sum(rows), 2)
-    (hvd.allgather(tensor) * weights[rank]).sum().backward()
-    mean = torch.stack(weights).mean(0)
-    torch.testing.assert_close(tensor.grad, mean.split(rows)[rank])
-    pair = [of_rank(rank, rows[rank]).requires_grad_(), of_rank(rank, 2).requires_grad_()]
-    first, second = hvd.grouped_allgather(pair)
-    (first.sum() * (rank + 1) + second.sum() * 4).backward()
-    torch.testing.assert_close(pair[0].grad, torch.full((rows[rank],), (size + 1) / 2))
-    torch.testing.assert_close(pair[1].grad, torch.full((2,), 4.0))
+def case_a_gradient_that_fails(rank: int, size: int) -> None:
+    """What had begun before is waited for."""
+    tensor = of_rank(rank, 2).requires_grad_()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(submitting, "reducing", fails)
         with pytest.raises(hvd.HorovodInternalError, match="lost"):
             hvd.allgather(tensor).sum().backward()
     number = hvd.allreduce_async(torch.ones(1))
     with pytest.raises(ValueError, match="handle"):
-        hvd.poll(number - 1)  # what had begun before was waited for
+        hvd.poll(number - 1)
     hvd.synchronize(number)
 
 
@@ -74,18 +47,7 @@ def case_gather_of_scalars(rank: int, size: int) -> None:
 
 def case_broadcasts(rank: int, size: int) -> None:
     for root in range(size):
-        for dtype in (torch.float32, torch.bool):
-            tensors = of_all(size, 4, 2, dtype=dtype)
-            found = hvd.broadcast(tensors[rank], root)
-            assert torch.equal(found, tensors[root]) and found is not tensors[rank]
-            assert torch.equal(tensors[rank], of_rank(rank, 4, 2, dtype=dtype))
-        tensor = of_rank(rank, 3)
-        assert hvd.broadcast_(tensor, root) is tensor
-        assert torch.equal(tensor, of_rank(root, 3))
-        assert torch.equal(hvd.synchronize(hvd.broadcast_async(of_rank(rank, 3), root)), of_rank(root, 3))
-        weight = torch.nn.Parameter(of_rank(rank, 3))
-        assert hvd.synchronize(hvd.broadcast_async_(weight, root, name="weight")) is weight
-        assert torch.equal(weight.detach(), of_rank(root, 3))
+        assert torch.equal(hvd.broadcast(of_rank(rank, 3), root), of_rank(root, 3))
     assert hvd.broadcast(torch.tensor(float(rank)), size - 1).item() == size - 1
     for wrong in (-1, size):
         with pytest.raises(ValueError, match="root_rank"):
@@ -95,11 +57,6 @@ def case_broadcasts(rank: int, size: int) -> None:
 def case_broadcast_gradients(rank: int, size: int) -> None:
     for root in (0, size - 1):
         tensor = of_rank(rank, 5).requires_grad_()
-        weights = of_all(size, 5)
-        (hvd.broadcast(tensor, root) * weights[rank]).sum().backward()
-        expected = torch.stack(weights).mean(0) if rank == root else torch.zeros(5)
-        torch.testing.assert_close(tensor.grad, expected)
-        tensor.grad = None
         (hvd.broadcast(tensor, root) * torch.inf).sum().backward()
         assert tensor.grad is not None
         assert torch.equal(tensor.grad, torch.full((5,), torch.inf) if rank == root else torch.zeros(5))
@@ -110,9 +67,6 @@ def case_broadcast_gradients(rank: int, size: int) -> None:
 
 
 def case_all_to_all_evenly(rank: int, size: int) -> None:
-    tensors = of_all(size, size * 2, 3)
-    found = hvd.alltoall(tensors[rank])
-    assert isinstance(found, torch.Tensor) and torch.equal(found, torch.cat([each.split(2)[rank] for each in tensors]))
     pair = hvd.synchronize(hvd.alltoall_async(of_rank(rank, size)))
     assert pair[1].tolist() == [1] * size and pair[1].dtype == torch.int32
 
@@ -136,10 +90,6 @@ def case_all_to_all_by_splits(rank: int, size: int) -> None:
 
 
 def case_all_to_all_gradients(rank: int, size: int) -> None:
-    tensor = of_rank(rank, size * 2, 3).requires_grad_()
-    (hvd.alltoall(tensor) * (rank + 1)).sum().backward()
-    expected = torch.arange(1.0, size + 1).repeat_interleave(2).unsqueeze(1).expand(-1, 3)
-    torch.testing.assert_close(tensor.grad, expected.contiguous())
     splits = [rank + d for d in range(size)]
     tensor = of_rank(rank, sum(splits) + 2, 3).requires_grad_()
     found, _ = hvd.alltoall(tensor, splits)
@@ -166,53 +116,15 @@ def case_all_to_all_that_cannot_be(rank: int, size: int) -> None:
 
 
 def case_reduce_and_scatter(rank: int, size: int) -> None:
-    for dtype in (torch.float64, torch.int64):
-        tensors = of_all(size, size * 2 + 1, 3, dtype=dtype)  # the first rank gets a row more
-        total = torch.stack([each.double() for each in tensors]).sum(0)
-        lengths = [2 + (each == 0) for each in range(size)]
-        assert torch.equal(hvd.reducescatter(tensors[rank], op=hvd.Sum).double(), total.split(lengths)[rank])
-        mean = total / size if dtype.is_floating_point else (total / size).trunc()
-        torch.testing.assert_close(hvd.reducescatter(tensors[rank]).double(), mean.split(lengths)[rank])  # Average
     tensors = of_all(size, size, 2)
-    expected = torch.stack(tensors).sum(0)[rank : rank + 1] * 1.5
-    found = hvd.reducescatter(tensors[rank], op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0)
-    torch.testing.assert_close(found, expected)
+    expected = torch.stack(tensors).sum(0)[rank : rank + 1]
     found = hvd.reducescatter(tensors[rank], op=hvd.Sum, compression=hvd.Compression.fp16)
-    torch.testing.assert_close(found, expected / 1.5, rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(
-        hvd.synchronize(hvd.reducescatter_async(tensors[rank], op=hvd.Sum, name="mine")), expected / 1.5
-    )
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    mean = hvd.grouped_reducescatter([tensors[rank]], compression=hvd.Compression.fp16)[0]
+    torch.testing.assert_close(mean, expected / size, rtol=1e-3, atol=1e-3)
     for op in (hvd.Min, hvd.Max, hvd.Product, hvd.Adasum):
         with pytest.raises(ValueError, match="Average or Sum"):
             hvd.reducescatter(tensors[rank], op=op)
-
-
-def case_reduce_and_scatter_groups(rank: int, size: int) -> None:
-    first, second = of_all(size, size + 1, 3), of_all(size, size)
-    lengths = [1 + (each < 1) for each in range(size)]
-    for found in (
-        hvd.grouped_reducescatter([first[rank], second[rank]], op=hvd.Sum),
-        hvd.synchronize(hvd.grouped_reducescatter_async([first[rank], second[rank]], op=hvd.Sum)),
-    ):
-        torch.testing.assert_close(found[0], torch.stack(first).sum(0).split(lengths)[rank])
-        torch.testing.assert_close(found[1], torch.stack(second).sum(0)[rank : rank + 1])
-    mean = hvd.grouped_reducescatter([second[rank]], compression=hvd.Compression.fp16)[0]
-    torch.testing.assert_close(mean, torch.stack(second).mean(0)[rank : rank + 1], rtol=1e-3, atol=1e-3)
-
-
-def case_reduce_and_scatter_gradients(rank: int, size: int) -> None:
-    rows = size * 2 + 1
-    lengths = [rows // size + (each < rows % size) for each in range(size)]
-    weights = [of_rank(each, lengths[each], 2) for each in range(size)]
-    for op, factor in ((hvd.Sum, size), (hvd.Average, 1)):
-        tensor = of_rank(rank, rows, 2).requires_grad_()
-        (hvd.reducescatter(tensor, op=op, prescale_factor=0.5) * weights[rank]).sum().backward()
-        torch.testing.assert_close(tensor.grad, torch.cat(weights) * factor * 0.5)
-    pair = [of_rank(rank, size).requires_grad_(), of_rank(rank, size, 2).requires_grad_()]
-    first, second = hvd.grouped_reducescatter(pair, op=hvd.Sum)
-    (first.sum() + second.sum() * 2).backward()
-    torch.testing.assert_close(pair[0].grad, torch.full((size,), float(size)))
-    torch.testing.assert_close(pair[1].grad, torch.full((size, 2), 2.0 * size))
 
 
 def case_sparse_tensors(rank: int, size: int) -> None:
