@@ -69,10 +69,7 @@ def test_two_ranks_on_this_machine(launcher: str, tmp_path: Path) -> None:
     found = members(done.stdout)
     assert [
         (e["rank"], e["size"], e["local_rank"], e["local_size"], e["node_rank"], e["num_nodes"]) for e in found
-    ] == [
-        (0, 2, 0, 2, 0, 1),
-        (1, 2, 1, 2, 0, 1),
-    ], done.stdout
+    ] == [(0, 2, 0, 2, 0, 1), (1, 2, 1, 2, 0, 1)], done.stdout
     assert {each["launcher"] for each in found} == {launcher.rstrip("5")}
     assert [each["sum"] for each in found] == [3, 3]
     assert all(address.startswith("127.") for each in found for address in each["listens"])
@@ -156,10 +153,7 @@ def test_over_two_hosts(launcher: str, rank_0: str, hosts: Hosts, tmp_path: Path
     found = members(done.stdout)
     assert [
         (e["rank"], e["size"], e["local_rank"], e["local_size"], e["node_rank"], e["num_nodes"]) for e in found
-    ] == [
-        (0, 2, 0, 1, 0, 2),
-        (1, 2, 0, 1, 1, 2),
-    ], done.stdout
+    ] == [(0, 2, 0, 1, 0, 2), (1, 2, 0, 1, 1, 2)], done.stdout
     assert [each["sum"] for each in found] == [3, 3]
     assert {each["interface"] for each in found} == {"eth0"}
     door = f"{hosts.address(order[0])}:{found[0]['ports'][0]}"

@@ -38,11 +38,7 @@ def test_a_step_over_two_nodes(cluster: Cluster) -> None:
     found = members(done.stdout)
     assert [
         (e["rank"], e["size"], e["node_rank"], e["num_nodes"], e["local_rank"], e["local_size"]) for e in found
-    ] == [
-        (0, 3, 0, 2, 0, 2),
-        (1, 3, 0, 2, 1, 2),
-        (2, 3, 1, 2, 0, 1),
-    ], done.stdout
+    ] == [(0, 3, 0, 2, 0, 2), (1, 3, 0, 2, 1, 2), (2, 3, 1, 2, 0, 1)], done.stdout
     assert {each["launcher"] for each in found} == {"slurm"}
     assert sums(found) == [6, 6, 6]
     assert all(address.startswith("127.") for each in found for address in each["listens"])

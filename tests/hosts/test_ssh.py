@@ -452,18 +452,7 @@ def test_a_host_that_says_nothing_is_named_at_the_time_out(sshd: Sshd, fast: Any
 
 @slow
 def test_this_machine_needs_no_ssh(folder: Path) -> None:
-    code = [
-        sys.executable,
-        "-m",
-        "guozhuang",
-        "run",
-        "--ssh-config",
-        "/dev/null",
-        "--hostfile",
-        "hosts",
-        "-np",
-        "2",
-    ]
+    code = [sys.executable, "-m", "guozhuang", "run", "--ssh-config", "/dev/null", "--hostfile", "hosts", "-np", "2"]
     (folder / "hosts").write_text("# both are this machine\nlocalhost slots=1\n127.0.0.1:3\n")
     done = subprocess.run(
         [*code, "light.py", "exit1"], cwd=folder, env=environment(), capture_output=True, text=True, timeout=60

@@ -96,6 +96,22 @@ class Run:
         assert announced == started
         return announced
 
+    def lose(self, lost: Worker, *survivors: Worker) -> None:
+        """A worker fails; the survivors come, and are the next round."""
+        self.end(lost, 1)
+        self.turn()
+        self.come(*survivors)
+        assert self.turn().announce == [*survivors]
+
+
+WITHOUT_B = {"a": 1, "c": 1}
+
+
+def three(**limits: Any) -> tuple[Run, Worker, Worker, Worker]:
+    """A job in its first round, and its workers on the hosts a, b and c."""
+    run = Run({"a": 1, "b": 1, "c": 1}, **{"num_proc": 3} | limits)
+    return run, *run.begin()
+
 
 def names(workers: list[Worker]) -> list[str]:
     return [worker.slot.host for worker in workers]
@@ -129,8 +145,7 @@ def test_survivors_go_on_without_the_host_of_the_lost_worker() -> None:
 
 
 def test_rank_0_is_a_survivor() -> None:
-    run = Run({"a": 1, "b": 1, "c": 1}, num_proc=3)
-    a, b, c = run.begin()
+    run, a, b, c = three()
     run.end(a, 1)
     run.turn()
     run.come(b, c, may_skip_sync=True)
@@ -157,10 +172,7 @@ def test_new_workers_come_first_then_the_others_are_told() -> None:
 def test_a_new_worker_that_was_not_synced_does_not_stand_for_the_state() -> None:
     run = Run({"a": 1, "b": 1}, num_proc=2, min_np=1, cooldown=(1, 1))
     a, b = run.begin()
-    run.end(a, 1)
-    run.turn()
-    run.come(b)
-    assert run.turn().announce == [b]
+    run.lose(a, b)
     [new] = run.turn(2.0).start
     run.come(new)
     run.turn()
@@ -176,8 +188,7 @@ def test_a_new_worker_that_was_not_synced_does_not_stand_for_the_state() -> None
 
 
 def test_rank_0_has_the_state() -> None:
-    run = Run({"a": 1, "b": 1, "c": 1}, num_proc=3)
-    a, b, c = run.begin()
+    run, a, b, c = three()
     run.come(a, b, has_state=False)
     run.come(c, has_state=True)
     assert run.turn().announce == [c, a, b]
@@ -188,8 +199,7 @@ def test_rank_0_has_the_state() -> None:
 
 
 def test_a_new_worker_that_is_slow_holds_nobody_up() -> None:
-    run = Run({"a": 1, "b": 1, "c": 1}, num_proc=3, start_timeout_s=30.0)
-    a, b, c = run.begin()
+    run, a, b, c = three(start_timeout_s=30.0)
     run.end(c, 1)
     run.job.found({"a": 1, "b": 1, "c": 1, "d": 1})
     [d] = run.turn().start
@@ -203,9 +213,8 @@ def test_a_new_worker_that_is_slow_holds_nobody_up() -> None:
 
 
 def test_a_removed_host_leaves_by_itself_and_is_no_failure() -> None:
-    run = Run({"a": 1, "b": 1, "c": 1}, num_proc=3)
-    a, b, c = run.begin()
-    run.job.found({"a": 1, "c": 1})
+    run, a, b, c = three()
+    run.job.found(WITHOUT_B)
     assert run.turn().changed == {"removed"}
     run.come(a, b, c, may_skip_sync=True)
     orders = run.turn()
@@ -217,9 +226,8 @@ def test_a_removed_host_leaves_by_itself_and_is_no_failure() -> None:
 
 
 def test_a_removed_worker_that_stays_is_ended() -> None:
-    run = Run({"a": 1, "b": 1, "c": 1}, num_proc=3)
-    a, b, c = run.begin()
-    run.job.found({"a": 1, "c": 1})
+    run, a, b, c = three()
+    run.job.found(WITHOUT_B)
     run.turn()
     run.come(a, c)
     run.turn()
@@ -239,8 +247,7 @@ def test_hosts_that_vanish_for_a_moment_change_nothing() -> None:
 
 
 def test_too_few_slots_for_too_long_end_the_job() -> None:
-    run = Run({"a": 1, "b": 1, "c": 1}, num_proc=3, elastic_timeout_s=60.0)
-    a, b, c = run.begin()
+    run, a, b, c = three(elastic_timeout_s=60.0)
     run.end(b, 3)
     run.end(c, 1)
     orders = run.turn()
@@ -290,24 +297,16 @@ def test_a_script_that_fails_everywhere_is_not_tried_for_ever() -> None:
 
 
 def test_a_host_comes_back_after_its_cooldown() -> None:
-    run = Run({"a": 1, "b": 1, "c": 1}, cooldown=(10, 100), num_proc=3)
-    a, b, c = run.begin()
-    run.end(c, 1)
-    run.turn()
-    run.come(a, b)
-    assert run.turn().announce == [a, b]
+    run, a, b, c = three(cooldown=(10, 100))
+    run.lose(c, a, b)
     assert not run.turn(9.0).start
     [again] = run.turn(2.0).start
     assert again.slot == c.slot and again.number == 3
 
 
 def test_the_limit_of_resets() -> None:
-    run = Run({"a": 1, "b": 1, "c": 1}, num_proc=3, min_np=1, reset_limit=1)
-    a, b, c = run.begin()
-    run.end(c, 1)
-    run.turn()
-    run.come(a, b)
-    assert run.turn().announce == [a, b]
+    run, a, b, c = three(min_np=1, reset_limit=1)
+    run.lose(c, a, b)
     run.end(b, 1)
     run.turn()
     run.come(a)
@@ -317,8 +316,7 @@ def test_the_limit_of_resets() -> None:
 
 
 def test_a_worker_that_hangs_counts_as_failed() -> None:
-    run = Run({"a": 1, "b": 1, "c": 1}, num_proc=3, elastic_timeout_s=60.0)
-    a, b, c = run.begin()
+    run, a, b, c = three(elastic_timeout_s=60.0)
     run.end(c, 1)
     run.come(a)
     run.turn()
@@ -348,9 +346,8 @@ def test_a_worker_that_asks_for_a_new_round_gets_it() -> None:
 
 
 def test_a_removal_gives_those_that_train_all_the_time_they_want() -> None:
-    run = Run({"a": 1, "b": 1, "c": 1}, num_proc=3)
-    a, b, c = run.begin()
-    run.job.found({"a": 1, "c": 1})
+    run, a, b, c = three()
+    run.job.found(WITHOUT_B)
     assert run.turn().changed == {"removed"}
     for _ in range(2):
         orders = run.turn(5000.0)
@@ -360,16 +357,14 @@ def test_a_removal_gives_those_that_train_all_the_time_they_want() -> None:
 
 
 def test_who_does_not_come_after_the_others_have_is_still_ended() -> None:
-    run = Run({"a": 1, "b": 1, "c": 1}, num_proc=3, elastic_timeout_s=60.0)
-    a, b, c = run.begin()
-    run.job.found({"a": 1, "c": 1})
+    run, a, b, c = three(elastic_timeout_s=60.0)
+    run.job.found(WITHOUT_B)
     run.turn(500.0)
     run.come(a)
     assert not run.turn().end
     assert run.turn(61.0).end == [c]
-    run = Run({"a": 1, "b": 1, "c": 1}, num_proc=3, elastic_timeout_s=60.0)
-    a, b, c = run.begin()
-    run.job.found({"a": 1, "c": 1})
+    run, a, b, c = three(elastic_timeout_s=60.0)
+    run.job.found(WITHOUT_B)
     run.turn()
     run.end(b, 1)  # it left by itself, and so broke the collectives of the others
     run.come(a)
@@ -378,22 +373,20 @@ def test_who_does_not_come_after_the_others_have_is_still_ended() -> None:
 
 
 def test_a_second_removal_of_a_host_is_told_too() -> None:
-    run = Run({"a": 1, "b": 1, "c": 1}, num_proc=3)
-    a, b, c = run.begin()
-    run.job.found({"a": 1, "c": 1})
+    run, a, b, c = three()
+    run.job.found(WITHOUT_B)
     assert run.turn().changed == {"removed"}
     run.come(a, b, c, may_skip_sync=True)
     run.job.found({"a": 1, "b": 1, "c": 1})
     assert set(run.turn().announce) == {a, b, c}, "it came back before anybody had left"
-    run.job.found({"a": 1, "c": 1})
+    run.job.found(WITHOUT_B)
     assert run.turn().changed == {"removed"}
     assert not run.turn().changed
 
 
 def test_a_worker_that_was_removed_does_not_end_the_job_with_its_success() -> None:
-    run = Run({"a": 1, "b": 1, "c": 1}, num_proc=3)
-    a, b, c = run.begin()
-    run.job.found({"a": 1, "c": 1})
+    run, a, b, c = three()
+    run.job.found(WITHOUT_B)
     run.turn()
     run.end(b, 0)
     orders = run.turn()
@@ -411,8 +404,7 @@ def test_a_worker_that_was_removed_does_not_end_the_job_with_its_success() -> No
 
 
 def test_after_a_success_a_worker_that_hangs_is_not_waited_for() -> None:
-    run = Run({"a": 1, "b": 1, "c": 1}, num_proc=3, elastic_timeout_s=60.0)
-    a, b, c = run.begin()
+    run, a, b, c = three(elastic_timeout_s=60.0)
     run.end(a, 0)
     assert run.turn().over is None
     run.turn(50.0)

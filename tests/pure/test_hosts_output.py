@@ -103,9 +103,7 @@ def test_nothing_of_a_single_host_is_changed(data: bytes, cuts: list[int]) -> No
         assert out.data == err.data == data
 
 
-def test_the_launcher_speaks_in_lines_of_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_launcher_speaks_in_lines_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     shown, out, _ = display(monkeypatch, Paper)
     shown.take(FIRST, "stdout", b"\r[0] 10%")
     wait(shown)
