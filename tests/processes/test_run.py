@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-import psutil
 import pytest
 
 from guozhuang.launch import crew
@@ -259,7 +258,8 @@ def test_a_port_that_is_taken_is_an_error_of_the_command_line(
             ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port),
         ):
             assert here(*options, script) == 2
-            assert f"port {port} is taken by another process" in capfd.readouterr().err
+            [line] = capfd.readouterr().err.splitlines()
+            assert f"port {port} is taken by another process" in line and "Fix:" in line
             assert not told(tmp_path)
     assert here("--master-port", port, script) == 0
 
@@ -272,32 +272,6 @@ def test_on_one_node_nothing_listens_but_on_loopback(tmp_path: Path) -> None:
         "print(*{address.ip for address in found}, str(found[0].port) == os.environ['MASTER_PORT'])\n"
     )
     assert guozhuang("run", "-np", "1", script, folder=tmp_path).stdout == "127.0.0.1 True\n"
-
-
-def test_more_ranks_than_cores_work_and_are_said_once(
-    here: Callable[..., int], script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    num_cores = usable_cores()
-    assert here("-np", num_cores + 1, script) == 0
-    assert capfd.readouterr().err.count(f"{num_cores + 1} ranks share {num_cores} cores") == 1
-    assert len(told(tmp_path)) == num_cores + 1
-
-
-def test_the_first_failure_is_shown_first_and_its_code_returned(
-    here: Callable[..., int], script: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert here("--nproc_per_node=2", script, "exit1", "sleep") == 31
-    summary = [line for line in capfd.readouterr().err.splitlines() if line.startswith("guozhuang run:")]
-    assert summary[0].startswith("guozhuang run: rank 1 failed first: exit code 31")
-
-
-def test_a_signal_is_named(here: Callable[..., int], script: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    before = set(psutil.Process().children(recursive=True))  # the servers that other tests fork ranks from
-    assert here("-np", "2", script, "kill0", "sleep") == 128 + signal.SIGKILL
-    err = capfd.readouterr().err
-    assert "rank 0 failed first: signal 9 (SIGKILL)" in err
-    assert "out of memory" in err
-    assert set(psutil.Process().children(recursive=True)) <= before, "no rank is left"
 
 
 def test_one_rank_is_replaced_while_the_others_go_on(tmp_path: Path) -> None:
@@ -359,28 +333,6 @@ def test_a_replaced_rank_leaves_its_output_and_no_child(
     assert file.read_text() == "the first process\nthe second, with no child\n", done
 
 
-def test_stopping_the_launcher_stops_the_ranks(script: Path, tmp_path: Path) -> None:
-    launcher = subprocess.Popen(
-        [sys.executable, "-m", "guozhuang", "run", "-np", "2", str(script), "sleep"],
-        cwd=tmp_path,
-        env=environ(tmp_path),
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        until(lambda: len(list((tmp_path / "out").iterdir())) == 2)
-        ranks = [each for each in psutil.Process(launcher.pid).children() if str(script) in each.cmdline()]
-        assert len(ranks) == 2
-        launcher.terminate()
-        _, err = launcher.communicate(timeout=45)
-    finally:
-        launcher.kill()
-        launcher.wait()
-    assert launcher.returncode == 128 + signal.SIGTERM
-    assert "got SIGTERM; the ranks of this node were ended" in err
-    assert not [rank for rank in ranks if rank.is_running()]
-
-
 def test_timelines_of_the_ranks_become_one(
     here: Callable[..., int], script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -420,6 +372,7 @@ def test_a_timeline_that_nobody_wrote_is_said(
         (["run", "--groups", "0", "train.py"], "--groups"),
         (["run", "--groups", "2", "--strategy", "none", "train.py"], "--groups 2"),
         (["run", "-np", "0", "train.py"], "at least 1"),
+        (["run", "-np", "-1", "train.py"], "at least 1"),
         (["run", "-np", "many", "train.py"], "'many'"),
         (["run", "--nnodes", "0", "train.py"], "--nnodes makes no sense"),
         (["run", "--max-restarts", "-1", "train.py"], "torch elastic refused"),
@@ -460,11 +413,10 @@ def test_what_cannot_work_is_one_line_and_starts_nothing(
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "__init__.py").touch()
     assert cli.main(arguments) == 2
-    err = capsys.readouterr().err
-    assert words in err
-    assert err.startswith("guozhuang: ")
-    assert "Traceback" not in err
-    assert not told(tmp_path)
+    out, err = capsys.readouterr()
+    [line] = err.splitlines()
+    assert line.startswith("guozhuang: ") and words in line and "Fix:" in line
+    assert not out and not told(tmp_path)
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,8 +11,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from guozhuang.errors import UsageError
-from guozhuang.launch.options.plan import plan, read
 from tests.launching import Launched, guozhuang, write
 from tests.ranks import free_port
 
@@ -152,13 +150,3 @@ def test_a_server_that_is_killed_ends_both_nodes(tmp_path: Path) -> None:
         assert [each.returncode for each in done] == [1, 1], done
         assert all(named in each.stderr for each in done), done
         assert not any(node.left() for node in nodes)
-
-
-def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--servers is a count"):
-        plan(read(["--servers", "-1", str(write(tmp_path, ""))]), {})
-
-
-def test_the_plan_has_the_servers(tmp_path: Path) -> None:
-    assert plan(read(["--servers", "3", str(write(tmp_path, ""))]), {}).num_servers == 3
-    assert plan(read([str(write(tmp_path, ""))]), {}).num_servers == 0

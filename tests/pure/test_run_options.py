@@ -66,6 +66,7 @@ def plan(*arguments: str, **environ: str) -> Plan:
         (["--hang-timeout", "nan"], "--hang-timeout"),
         (["--hang-timeout", "-1"], "--hang-timeout"),
         (["--log-dir", "a file"], "folder for logs"),
+        (["--servers", "-1"], "--servers is a count"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -103,6 +104,10 @@ def test_a_secret_that_is_empty_is_none() -> None:
 def test_standalone_is_this_node_alone(nodes: Sequence[str]) -> None:
     found = plan("--standalone", *(("--nnodes", *nodes) if nodes else ()))
     assert (found.elastic.nnodes, found.elastic.rdzv_backend) == ("1:1", "static")
+
+
+def test_the_plan_has_the_servers() -> None:
+    assert (plan("--servers", "3").num_servers, plan().num_servers) == (3, 0)
 
 
 def test_a_number_of_nodes_that_may_change() -> None:
