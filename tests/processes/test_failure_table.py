@@ -54,7 +54,7 @@ time.sleep(300)
 def test_a_worker_ends(tmp_path: Path, end: str, code: int, said: list[str]) -> None:
     done = guozhuang("run", "-np", 3, write(tmp_path, STOPS), end, folder=tmp_path)
     assert done.returncode == code, done
-    report = done.stderr[done.stderr.index("guozhuang run: ") :]
+    report = done.stderr[done.stderr.index("guozhuang run: rank") :]
     assert report.startswith("guozhuang run: rank 1 failed first: "), report
     assert all(words in report for words in said), report
     others = (f"  rank {rank}: signal 15 (SIGTERM), sent by guozhuang run\n" for rank in (0, 2))

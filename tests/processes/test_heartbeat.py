@@ -131,21 +131,67 @@ def test_a_rank_stuck_outside_is_named_on_all_with_the_stacks_and_all_end(tmp_pa
     assert not stacks(ended[2]), "whole on rank 0, short on the others"
 
 
-@slow
-def test_a_rank_that_made_another_call_is_seen_by_its_place(tmp_path: Path) -> None:
-    ended = ranks(tmp_path, "skip", 1, HANG_S, GROUP_TIMEOUT_S="30")
-    for each in ended:
-        assert each.code == EXIT_CODE, each.text
-        assert "the ranks wait in different collectives (all_reduce, barrier)" in each.text
+@dataclass(frozen=True)
+class Trouble:
+    """What one rank does, and what the report of it is.
+
+    Attributes:
+        case: of heartbeat_rank.py.
+        said: by each rank that ends.
+        stack: part of the stack of the rank that does it; "" where none is gathered.
+        unsaid: what no rank says.
+        who: the rank that does it.
+        ends: the ranks that end by themselves, with the exit code ``code``.
+    """
+
+    case: str
+    said: tuple[str, ...]
+    stack: str = ""
+    unsaid: str = "no such words"
+    who: int = 1
+    hang_timeout_s: float | None = None
+    group_timeout_s: str = "60"
+    ends: Collection[int] = (0, 2)
+    code: int = 1
 
 
-@slow
-def test_a_rank_that_polls_in_vain_is_a_hang_too(tmp_path: Path) -> None:
-    ended = ranks(tmp_path, "poll", 1, HANG_S)
-    for each in ended:
-        assert each.code == EXIT_CODE, each.text
-        assert "held up by rank 1" in each.text
-    assert "in polls_a_queue" in stacks(ended[0])["rank 1"]
+HANG = {"hang_timeout_s": HANG_S, "code": EXIT_CODE}
+HELD_UP = "held up by rank 1: 20 collectives of the default group started, others 21"
+TROUBLES = {
+    "an exception": Trouble("raise", ("rank 1 ended with ValueError: no such file: data.bin",)),
+    "another call": Trouble("skip", ("wait in different collectives (all_reduce, barrier)",), ends=range(3), **HANG),
+    "polls in vain": Trouble("poll", ("held up by rank 1",), "in polls_a_queue", ends=range(3), **HANG),
+    "left early": Trouble(
+        "leave", ("held up by rank 1, which left the world while others still wait",), unsaid="lost", **HANG
+    ),
+    "holds the lock of Python": Trouble("lock", ("held up by rank 1: no sign of life for",), "gave no stack", **HANG),
+    "rank 0 holds it": Trouble(
+        "lock", ("held up by rank 0: no sign of life for",), "gave no stack", who=0, ends=(1, 2), **HANG
+    ),
+    "stopped, no time-out": Trouble(
+        "stop",
+        ("is stopped (by a signal", "nothing is ended because of this"),
+        unsaid="hang:",
+        group_timeout_s="5",  # torch's own, which ends the others
+    ),
+    "stuck, no time-out": Trouble(
+        "sleep", ("a collective failed on rank", HELD_UP), "in sleeps_in_a_call", group_timeout_s="3"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["an exception", *(pytest.param(each, marks=slow) for each in [*TROUBLES][1:])])
+def test_who_is_in_trouble_is_named(tmp_path: Path, name: str) -> None:
+    trouble = TROUBLES[name]
+    limits = {"hang_timeout_s": trouble.hang_timeout_s, "GROUP_TIMEOUT_S": trouble.group_timeout_s}
+    ended = ranks(tmp_path, trouble.case, trouble.who, awaited=trouble.ends, **limits)
+    for each in (ended[rank] for rank in trouble.ends):
+        assert each.code == trouble.code, each.text
+        assert all(words in each.text for words in trouble.said), each.text
+        assert trouble.unsaid not in each.text.replace("lost one", ""), each.text
+    if trouble.stack:
+        [told] = [stacks(ended[rank]) for rank in trouble.ends if stacks(ended[rank])]
+        assert trouble.stack in told[f"rank {trouble.who}"]
 
 
 @pytest.mark.slow
@@ -220,57 +266,11 @@ def test_a_stopped_rank_is_named_and_ends_the_rest_at_the_time_out(tmp_path: Pat
 
 
 @slow
-def test_without_a_time_out_a_lost_rank_is_reported_and_nothing_ended(tmp_path: Path) -> None:
-    ended = ranks(tmp_path, "stop", 1, None, awaited=(0, 2), GROUP_TIMEOUT_S="5")
-    for rank in (0, 2):
-        assert ended[rank].code == 1, "torch's own time-out"
-        assert "is stopped (by a signal" in ended[rank].text
-        assert "nothing is ended because of this" in ended[rank].text
-        assert "hang:" not in ended[rank].text
-
-
-@pytest.mark.parametrize("who", [pytest.param(0, marks=slow), 1])
-@pytest.mark.slow
-def test_a_rank_that_holds_the_lock_of_python_is_named_and_gives_no_stack(tmp_path: Path, who: int) -> None:
-    others = [rank for rank in range(3) if rank != who]
-    ended = ranks(tmp_path, "lock", who, HANG_S, awaited=others)
-    for rank in others:
-        assert ended[rank].code == EXIT_CODE, ended[rank].text
-        assert f"held up by rank {who}: no sign of life for" in ended[rank].text
-    [told] = [stacks(ended[rank]) for rank in others if stacks(ended[rank])]
-    assert told[f"rank {who}"].startswith("gave no stack")
-
-
-@slow
 def test_a_lock_that_is_held_for_a_while_is_no_loss(tmp_path: Path) -> None:
     ended = ranks(tmp_path, "lock for a while", 1, 30.0, awaited=(1,))
     assert "WENT ON" in ended[1].text
     assert all("lost" not in each.text.split("WENT ON")[0] for each in ended[1:2])
     assert "no sign of life" not in ended[0].text
-
-
-@pytest.mark.slow
-def test_a_rank_that_left_early_holds_the_others_up(tmp_path: Path) -> None:
-    ended = ranks(tmp_path, "leave", 1, HANG_S, awaited=(0, 2))
-    for rank in (0, 2):
-        assert ended[rank].code == EXIT_CODE, ended[rank].text
-        assert "held up by rank 1, which left the world while others still wait" in ended[rank].text
-        assert "lost" not in ended[rank].text.replace("lost one", "")
-
-
-def test_an_exception_is_told_to_the_others(tmp_path: Path) -> None:
-    ended = ranks(tmp_path, "raise", 1, None)
-    for rank in (0, 2):
-        assert "rank 1 ended with ValueError: no such file: data.bin" in ended[rank].text, ended[rank].text
-
-
-@pytest.mark.slow
-def test_the_time_out_of_a_collective_tells_who_held_it_up(tmp_path: Path) -> None:
-    ended = ranks(tmp_path, "sleep", 1, None, awaited=(0, 2), GROUP_TIMEOUT_S="3")
-    for rank in (0, 2):
-        assert "a collective failed on rank" in ended[rank].text, ended[rank].text
-        assert "held up by rank 1: 20 collectives of the default group started, others 21" in ended[rank].text
-    assert "in sleeps_in_a_call" in stacks(ended[0])["rank 1"]
 
 
 @slow
