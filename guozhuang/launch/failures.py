@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from guozhuang.launch import tracebacks
 
 _LAST_LINES = 12  # number of last lines that are shown of the rank that failed first
 _LEAVING_LINES = 3  # number of lines that a rank may print between its traceback and its end
-_OUT_OF_MEMORY = "if nobody sent it, the machine ran out of memory"
+OUT_OF_MEMORY = "if nobody sent it, the machine ran out of memory"
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,16 @@ class Failure:
     times: Sequence[float] = ()
     hang: str = ""
 
+    @functools.cached_property
+    def _found(self) -> tuple[int, int] | None:
+        return tracebacks.last(self.lines)
+
+    @functools.cached_property
+    def _place(self) -> tuple[int, int]:
+        if self._found is None or not (self.exitcode > 0 or self.exitcode == -signal.SIGABRT or self.was_leaving):
+            return 0, 0
+        return self._found[0], tracebacks.with_message(self.lines, self._found[1])
+
     @property
     def traceback(self) -> Sequence[str]:
         """Return the lines of the Python traceback that ended it; empty if it ended by something else, such as SIGKILL."""
@@ -44,30 +55,18 @@ class Failure:
     @property
     def before(self) -> Sequence[str]:
         """Return the last lines it printed before the traceback."""
-        begin = self._place[0]
-        return _without_blanks(self.lines[:begin])[-_LAST_LINES:]
+        return _last_lines(self.lines[: self._place[0]])
 
     @property
     def after(self) -> Sequence[str]:
         """Return the last lines it printed after the traceback, or of all if there is no traceback."""
-        return _without_blanks(self.lines[self._place[1] :])[-_LAST_LINES:]
+        return _last_lines(self.lines[self._place[1] :])
 
     @property
     def stated(self) -> str:
         """Return the line of the traceback that names the exception; "" without a traceback."""
-        if not self.traceback:
-            return ""
-        found = tracebacks.last(self.lines)
-        assert found is not None
-        own = self.lines[found[0] : found[1]]
+        own = self.lines[slice(*self._found)] if self._found and self.traceback else ()
         return next((line for line in reversed(own) if line and not line.startswith((" ", "\t"))), "")
-
-    @property
-    def _place(self) -> tuple[int, int]:
-        found = tracebacks.last(self.lines)
-        if found is None or not (self.exitcode > 0 or self.exitcode == -signal.SIGABRT or self.was_leaving):
-            return 0, 0
-        return found[0], tracebacks.with_message(self.lines, found[1])
 
     @property
     def was_leaving(self) -> bool:
@@ -75,10 +74,8 @@ class Failure:
 
         Shutting down can take a second or more; meanwhile another rank can lose the connection to it and end first.
         """
-        if self.exitcode != -signal.SIGTERM:
-            return False
-        found = tracebacks.last(self.lines)
-        return found is not None and len(self.lines) - found[1] <= _LEAVING_LINES
+        is_terminated = self.exitcode == -signal.SIGTERM
+        return is_terminated and self._found is not None and len(self.lines) - self._found[1] <= _LEAVING_LINES
 
     @property
     def code(self) -> int:
@@ -88,15 +85,21 @@ class Failure:
     @property
     def failed(self) -> float:
         """Return when it failed: when it began to print its traceback, which can be long before its end."""
-        found = tracebacks.last(self.lines) if self.traceback and self.times else None
-        return min(self.times[found[0]] or self.ended, self.ended) if found else self.ended
+        began = self.times[self._place[0]] if self.traceback and self.times else 0.0
+        return min(began or self.ended, self.ended)
 
     @property
     def is_reaction(self) -> bool:
-        """Return whether its output says that another rank had ended before."""
-        return self.exitcode not in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS) and (
-            tracebacks.speaks_of_lost_peer(self.traceback or self.lines[-_LAST_LINES:])
-        )
+        """Return whether another rank's end caused it: the launcher ended it, or its output reports a lost peer."""
+        return self._distance > 0
+
+    @property
+    def _distance(self) -> int:
+        """How far it is from the cause: 0: it may be the cause; 1: it reports a lost peer; 2: the launcher ended it."""
+        if self.code == -signal.SIGTERM:
+            return 2
+        is_crash = self.exitcode in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
+        return int(not is_crash and tracebacks.speaks_of_lost_peer(self.traceback or self.lines[-_LAST_LINES:]))
 
 
 def first(failures: Mapping[int, Failure]) -> int:
@@ -106,14 +109,7 @@ def first(failures: Mapping[int, Failure]) -> int:
     the rest the earliest failure counts. At equal times (a clock may have a resolution of seconds) a signal comes before an
     exception, because a rank that was killed did not react to another rank's end.
     """
-
-    def key(rank: int) -> tuple[int, float, bool, int]:
-        failure = failures[rank]
-        ended = failure.exitcode == -signal.SIGTERM and not failure.was_leaving
-        kind = 2 if ended else 1 if failure.is_reaction else 0
-        return kind, failure.failed, failure.exitcode >= 0, rank
-
-    return min(failures, key=key)
+    return min(failures.values(), key=lambda each: (each._distance, each.failed, each.exitcode >= 0, each.rank)).rank
 
 
 def exit_code(code: int) -> int:
@@ -130,7 +126,7 @@ def headline(failure: Failure, host: str) -> str:
             f"{words}\n  rank {failure.rank} ended itself first: {how_it_ended} (process {failure.pid} on host {host})"
         )
     text = f"rank {failure.rank} failed first: {how_it_ended} (process {failure.pid} on host {host})"
-    return text + (f"; {_OUT_OF_MEMORY}" if failure.exitcode == -signal.SIGKILL else "")
+    return text + (f"; {OUT_OF_MEMORY}" if failure.exitcode == -signal.SIGKILL else "")
 
 
 def describe(failures: Mapping[int, Failure], host: str, num_nodes: int = 1) -> str:
@@ -144,7 +140,7 @@ def describe(failures: Mapping[int, Failure], host: str, num_nodes: int = 1) -> 
     cause = first(failures)
     failure = failures[cause]
     text = [headline(failure, host)]
-    if num_nodes > 1 and (failure.is_reaction or failure.code == -signal.SIGTERM):
+    if num_nodes > 1 and failure.is_reaction:
         text.append("  it was ended by, or lost, a rank of another node: see that node's output for the cause")
     traceback = failure.traceback
     text += _indented(traceback)
@@ -158,12 +154,10 @@ def describe(failures: Mapping[int, Failure], host: str, num_nodes: int = 1) -> 
     return "\n".join(text)
 
 
-def _without_blanks(lines: Sequence[str]) -> Sequence[str]:
-    """Return the lines without empty lines at the end."""
-    end = len(lines)
-    while end and not lines[end - 1].strip():
-        end -= 1
-    return lines[:end]
+def _last_lines(lines: Sequence[str]) -> Sequence[str]:
+    """Return the last lines, without empty lines at the end."""
+    end = max((index + 1 for index, line in enumerate(lines) if line.strip()), default=0)
+    return lines[:end][-_LAST_LINES:]
 
 
 def _consequence(failure: Failure) -> str:
@@ -179,9 +173,13 @@ def _indented(lines: Sequence[str]) -> list[str]:
 
 def how(code: int) -> str:
     """Return ``exit code 3`` or ``signal 9 (SIGKILL)``."""
-    if code >= 0:
-        return f"exit code {code}"
+    name = signal_name(-code)
+    return f"exit code {code}" if code >= 0 else f"signal {-code} ({name})" if name.startswith("SIG") else name
+
+
+def signal_name(number: int) -> str:
+    """Return ``SIGKILL`` for 9; ``signal 40`` for a signal without a name."""
     try:
-        return f"signal {-code} ({signal.Signals(-code).name})"
+        return signal.Signals(number).name
     except ValueError:
-        return f"signal {-code}"
+        return f"signal {number}"

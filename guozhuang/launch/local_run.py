@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import string
 import sys
@@ -254,8 +253,7 @@ class LocalRun(NodeRun):
         failures = self._failures(self._job.failed)
         rank = first(failures)
         failure = failures[rank]
-        is_reaction = failure.is_reaction or failure.code == -signal.SIGTERM
-        elsewhere = rendezvous.give_up(headline(failure, host), exit_code(failure.code), is_reaction)
+        elsewhere = rendezvous.give_up(headline(failure, host), exit_code(failure.code), failure.is_reaction)
         # After the report to the other nodes, because writing may wait for the reader of our output without limit.
         self._output.close()
         failures = self._failures(self._job.failed)
@@ -265,7 +263,8 @@ class LocalRun(NodeRun):
         if elsewhere is not None:
             text = f"the first failure was on {elsewhere}\nhere, then:\n{text}"
             return RunReport(text, host=host, code=elsewhere.code, is_cause=False)
-        return RunReport(text, f"rank {rank}", host, exit_code(failures[rank].code), num_nodes == 1 or not is_reaction)
+        may_be_cause = num_nodes == 1 or not failure.is_reaction
+        return RunReport(text, f"rank {rank}", host, exit_code(failures[rank].code), may_be_cause)
 
     def _first_failure(self) -> str:
         failures = self._failures(self._job.failed)

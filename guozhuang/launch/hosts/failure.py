@@ -6,6 +6,7 @@ import signal
 import sys
 from dataclasses import dataclass
 
+from guozhuang.launch.failures import OUT_OF_MEMORY, signal_name
 from guozhuang.launch.hosts.frames import NodeRefused, ServerEnded
 from guozhuang.launch.hosts.link import Link
 from guozhuang.launch.hosts.supervisor import AgentStarted, HostLacks
@@ -48,9 +49,9 @@ def of(link: Link) -> HostFailure:
         text = f"ends the run: {server.how}; look at what it printed, or in the system's log if it was killed"
         return HostFailure(link, 1, text, is_signal=True, is_of_script=True, report=report)
     if code is not None and code < 0:
-        text = f"lost its agent by {_signal(-code)}; its {link.what} were ended"
+        text = f"lost its agent by {signal_name(-code)}; its {link.what} were ended"
         if -code == signal.SIGKILL:
-            text += "; if nobody sent it, the machine ran out of memory"
+            text += f"; {OUT_OF_MEMORY}"
         return HostFailure(link, 128 - code, text, is_signal=True, is_of_script=True, report=report)
     if code is not None:
         # Codes above 128 are signals, as in a shell. SIGTERM does not count: agents send it to their remaining ranks.
@@ -73,13 +74,6 @@ def summary(failure: HostFailure) -> RunReport:
     if report is not None and report.who:
         return RunReport(who=report.who, host=failure.link.name, code=failure.code)
     return RunReport(host=failure.link.title.removeprefix("host "), code=failure.code)
-
-
-def _signal(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def said(link: Link) -> str:
