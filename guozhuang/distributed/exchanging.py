@@ -12,6 +12,7 @@ from ..errors import UsageError, explain
 from ..exchange import AllReduce, CommHook, GradientExchange
 from ..exchange.cast import Cast
 from ..exchange.comm_hook import Hook, check_hook
+from ..gradients.passes import weakly
 from ..gradients.reducer import Reducer
 from ..weights.around import AroundSteps, check_weight_exchange, exchanged_parameters
 from .precision import Precision
@@ -175,7 +176,7 @@ class Exchanging:
             ddp.process_group,
             ignored=ddp.ignored,
             averages_buffers=ddp.forward_sync_buffers,
-            is_shadowed=_IsShadowed(ddp),
+            is_shadowed=weakly(self._is_shadowed),
         )
         ddp.forward_sync_buffers = False  # set last, when no check can fail any more
         if gradients is not None and ddp.reducer is not None:  # it counts the optimizer's steps
@@ -188,6 +189,12 @@ class Exchanging:
     def keeps_gradients(self) -> bool:
         """Whether gradients of the coming backward stay on this rank, because weights are exchanged instead."""
         return self.around is not None and self.around.keeps_gradients
+
+    def _is_shadowed(self) -> bool:
+        """Tell whether the wrapper is in a join context, where ranks without data shadow the steps of the others."""
+        ddp = cast("DistributedDataParallel", self)
+        config = ddp._join_config
+        return bool(ddp.in_join_context and config.enable and not config.throw_on_early_termination)
 
     def agree(self) -> None:
         """Make the weights of all ranks equal now. Every rank must call it. Does nothing without a weight exchange.
@@ -203,16 +210,3 @@ class Exchanging:
         if not mode:
             self.agree()
         return super().train(mode)  # type: ignore[misc]
-
-
-class _IsShadowed:
-    """Tells whether a wrapper is in a join context, where ranks without data shadow the steps of the others."""
-
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        self._ddp = weakref.ref(ddp)
-
-    def __call__(self) -> bool:
-        ddp = self._ddp()
-        if ddp is None or not ddp.in_join_context:
-            return False
-        return bool(ddp._join_config.enable and not ddp._join_config.throw_on_early_termination)

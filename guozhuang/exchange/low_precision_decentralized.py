@@ -16,7 +16,7 @@ Source: Tang et al. 2018, arXiv:1803.06443 (difference compression, DCD-PSGD); G
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -176,7 +176,8 @@ class LowPrecisionDecentralized(WeightExchange[RingState]):
         alike = all(
             torch.equal(mine, x) for few in state.replicas.values() for mine, x in zip(few, weights, strict=True)
         )
-        found = {} if alike else {name: _by_name(state.flat, few) for name, few in state.replicas.items()}
+        views = {} if alike else {which: state.flat.by_name(few) for which, few in state.replicas.items()}
+        found = {which: {name: view.clone() for name, view in few.items()} for which, few in views.items()}
         return {"ranks": state.group.size(), "replicas": found}
 
     @torch.no_grad()
@@ -200,19 +201,13 @@ class LowPrecisionDecentralized(WeightExchange[RingState]):
             values = saved["replicas"][which]
             if values.keys() != names:
                 raise UsageError(explain("other parameters", value=sorted(values.keys() ^ names), fix=fix))
-            for some, views in zip(state.flat.names, state.flat.views(few), strict=True):
-                for name, view in zip(some, views, strict=True):
-                    view.copy_(values[name])
+            for name, view in state.flat.by_name(few).items():
+                view.copy_(values[name])
 
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> float:
         """Return the bytes of one code to each neighbour divided by ``every``, for weights that are all on one device."""
         num_bytes = _HEADER_BYTES + self.codec.row_bytes(num_elements)
         return min(world_size - 1, 2) * num_bytes / self.every
-
-
-def _by_name(flat: FlatWeights, values: Sequence[Tensor]) -> dict[str, Tensor]:
-    pairs = zip(flat.names, flat.views(values), strict=True)
-    return {name: view.clone() for names, views in pairs for name, view in zip(names, views, strict=True)}
 
 
 def _send_to_neighbours(state: RingState) -> None:

@@ -46,10 +46,7 @@ class NotFinite:
             return True
         if not self._said:
             self._said = True
-            views = zip(flat.names, flat.views(values), strict=True)
-            found = [
-                name for some, few in views for name, v in zip(some, few, strict=True) if not bool(v.isfinite().all())
-            ]
+            found = [name for name, view in flat.by_name(values).items() if not bool(view.isfinite().all())]
             more = f" and {len(found) - 1} more parameters" if len(found) > 1 else ""
             when = f"after step {step} " if step >= 0 else ""
             what = f"{when}the weights of {found[0]!r}{more} hold NaN or infinity; averaging hands them to others"

@@ -118,13 +118,12 @@ def _add_exchange(timeline: Timeline, index: int, start_ns: int) -> None:
     timeline.add(f"exchange {index}", f"exchange {index}", start_ns, timeline.now())
 
 
-def weakly(method: Callable[..., None], *args: Any) -> Callable[..., None]:
-    """Return a hook that calls a bound method as long as its object lives, without keeping that object alive."""
+def weakly(method: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    """Return a hook that calls a bound method while its object lives, and else returns None; it does not keep the object."""
     reference = weakref.WeakMethod(method)
 
-    def hook(*_: Any) -> None:
+    def hook(*_: Any) -> Any:
         alive = reference()
-        if alive is not None:
-            alive(*args)
+        return None if alive is None else alive(*args)
 
     return hook

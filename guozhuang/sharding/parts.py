@@ -150,19 +150,6 @@ class Layout:
         blocks = [block for bucket in self.buckets for block in self._cut(bucket, rank, separate)]
         return sorted(blocks, key=lambda block: (block.group, block.bucket, block.start))
 
-    def pieces_of(self, parameter: int) -> tuple[tuple[int, Piece], ...]:
-        """Return the pieces of a parameter with the ranks that own them, in element order; none if it has no elements."""
-        index, offset = self.places[parameter]
-        bucket, num_elements = self.buckets[index], self.members[parameter].num_elements
-        found = []
-        for rank in range(offset // bucket.slice_elements, self.num_ranks):
-            low, high = bucket.slice_of(rank)
-            low, high = max(low, offset), min(high, offset + num_elements)
-            if low >= high:
-                break
-            found.append((rank, Piece(parameter, low - offset, high - offset, index, low)))
-        return tuple(found)
-
     def pieces_in(self, bucket: FlatBucket, low: int, high: int) -> Iterator[Piece]:
         """Yield the pieces of parameters in the elements ``low`` to ``high`` of a bucket, in element order."""
         for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True):

@@ -286,7 +286,7 @@ class AroundSteps:
 
     @property
     def _may_be_shadowed(self) -> bool:
-        return self._in_step and self._is_shadowed is not None and self._is_shadowed()
+        return self._in_step and self._is_shadowed is not None and bool(self._is_shadowed())
 
     @property
     def _in_step(self) -> bool:

@@ -60,6 +60,11 @@ class FlatWeights:
             for flat, group in zip(flats, self._groups, strict=True)
         ]
 
+    def by_name(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Split flat tensors into views of the parameters' shapes, by the parameters' names."""
+        pairs = zip(self.names, self.views(flats), strict=True)
+        return {name: view for names, views in pairs for name, view in zip(names, views, strict=True)}
+
     @torch.no_grad()
     def read(self, into: Sequence[Tensor]) -> None:
         """Copy the parameters into flat tensors."""

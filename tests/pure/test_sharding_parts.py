@@ -67,13 +67,14 @@ def test_every_element_is_owned_once_and_blocks_stay_inside_their_slice(layout: 
 
 @given(layouts())
 @settings(deadline=None)
-def test_pieces_of_a_parameter_name_their_owners(layout: Layout) -> None:
-    for i, member in enumerate(layout.members):
-        pieces = layout.pieces_of(i)
-        assert [e for _, p in pieces for e in range(p.start, p.end)] == list(range(member.num_elements))
-        for rank, piece in pieces:
-            low, high = layout.buckets[piece.bucket].slice_of(rank)
-            assert low <= piece.offset < high
+def test_the_pieces_in_all_ranks_slices_are_the_parameters(layout: Layout) -> None:
+    elements: list[list[int]] = [[] for _ in layout.members]
+    for bucket in layout.buckets:
+        for low, high in map(bucket.slice_of, range(layout.num_ranks)):
+            for piece in layout.pieces_in(bucket, low, high):
+                assert piece.bucket == bucket.index and low <= piece.offset < high
+                elements[piece.parameter] += range(piece.start, piece.end)
+    assert elements == [list(range(member.num_elements)) for member in layout.members]
 
 
 @given(layouts(), st.data())

@@ -155,12 +155,12 @@ class SharedWeights:
 
         Every rank must call it, between the two meetings of a step.
         """
-        for i in changed:
-            start = self._where.starts[i]
-            for owner, piece in self._layout.pieces_of(i):
-                if owner == self._rank:
-                    itemsize = self._layout.members[i].dtype.itemsize
-                    at, num_bytes = start + piece.start * itemsize, (piece.end - piece.start) * itemsize
+        for bucket in self._layout.buckets:
+            for piece in self._layout.pieces_in(bucket, *bucket.slice_of(self._rank)):
+                if piece.parameter in changed:
+                    itemsize = bucket.dtype.itemsize
+                    at = self._where.starts[piece.parameter] + piece.start * itemsize
+                    num_bytes = (piece.end - piece.start) * itemsize
                     ctypes.memmove(self._segment.address + at, self._view.address + at, num_bytes)
         for i in changed:
             self._view.forget(self._where.starts[i], self._where.starts[i] + self._where.sizes[i])
