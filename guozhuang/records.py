@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import types
@@ -10,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+
+from guozhuang.errors import UsageError, explain
 
 T = TypeVar("T")
 
@@ -33,6 +36,37 @@ def build(cls: type[T], values: Mapping[str, Any]) -> T:
     hints = typing.get_type_hints(cls)
     known = {f.name: _value(hints[f.name], values[f.name]) for f in fields(cls) if f.name in values}  # type: ignore[arg-type]
     return cls(**known)
+
+
+def to_json(document: Mapping[str, Any], not_finite: Callable[[float], Any] = str) -> str:
+    """Return the text of a JSON document; ``not_finite`` as in :func:`plain`."""
+    return json.dumps(plain(document, not_finite), indent=1, allow_nan=False)
+
+
+def from_json(cls: type[T], text: str, version: int, what: str, fix: str) -> T:
+    """Rebuild a dataclass from a JSON document with the field ``schema_version``.
+
+    Args:
+        cls: the dataclass.
+        text: the document; unknown keys are ignored.
+        version: the schema version that this version of guozhuang reads.
+        what: the document's name, for errors: "results.json".
+        fix: what to do about a document of another version.
+
+    Raises:
+        UsageError: the text is no such document, has another schema version, or lacks a field.
+    """
+    try:
+        document = json.loads(text)
+        found = document["schema_version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(explain(f"this is no {what}: {error!r}")) from error
+    if found != version:
+        raise UsageError(explain(f"{what} is of another version of guozhuang", value=found, fix=fix))
+    try:
+        return build(cls, document)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(explain(f"{what} is not complete: {error!r}")) from error
 
 
 def write_text(path: Path, text: str) -> None:

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -23,6 +22,8 @@ from guozhuang.check.worker import DEFAULT_TIMEOUT_S, longest_s, printed_result,
 from guozhuang.errors import UsageError, explain
 from guozhuang.launch.hosts import options as hosts
 from guozhuang.launch.hosts import placement, ssh
+from guozhuang.launch.request import Request, RunReport
+from guozhuang.launch.signals import ENDING
 from guozhuang.world import slurm
 from guozhuang.world.devices import num_cuda
 from guozhuang.world.discovery import discover
@@ -31,7 +32,7 @@ _START_S = 30.0  # time for processes to start
 _GRACE_S = 20.0  # time for the launcher to end its processes
 _MOST_AT_ONCE = 64  # number of simultaneous ssh processes
 _REASON_LINES = 3
-_GOT_SIGNAL = re.compile(r"got SIG[A-Z]+")
+_SIGNALLED = {128 + number for number in ENDING}  # the launcher's code after a signal to it
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -164,9 +165,10 @@ def _run(start: Sequence[str], num_ranks: int, timeout_s: float, start_s: float)
     """
     command = [*start, "-m", "guozhuang.check.worker", "--timeout", f"{timeout_s:g}"]
     limit_s = longest_s(timeout_s) + _START_S + start_s
+    reports: list[RunReport] = []
     with _captured() as streams, _limited(limit_s, streams) as over:
         try:
-            code = launch.main(command)
+            code = launch.main(command, Request(report=reports.append))
         except SystemExit as error:  # raised by its argument parser; the error text is in the stream
             code = error.code if isinstance(error.code, int) else 1
     text = printed_result(streams.out)
@@ -174,12 +176,14 @@ def _run(start: Sequence[str], num_ranks: int, timeout_s: float, start_s: float)
         return replace(from_json(text), launcher="guozhuang run")
     lines = [line.strip() for line in streams.err.splitlines() if line.strip()]
     ours = [line.removeprefix("guozhuang run: ") for line in lines if line.startswith("guozhuang run: ")]
+    failed = reports[-1] if reports else RunReport()
     if over:
         reason = f"no result within {limit_s:g} s"
-    elif any(_GOT_SIGNAL.match(line) for line in ours):
+    elif code in _SIGNALLED and not (failed.who or failed.host):  # no rank and no host failed
         raise KeyboardInterrupt
     else:
-        reason = " | ".join((ours or lines)[:_REASON_LINES]) or f"`guozhuang run` ended with code {code}"
+        found = failed.text.splitlines() or ours or lines
+        reason = " | ".join(found[:_REASON_LINES]) or f"`guozhuang run` ended with code {code}"
     return CheckResults(
         num_ranks, "guozhuang run", absences=(Absence(None, "", "came to no result", "ranks were started", reason),)
     )

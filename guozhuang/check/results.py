@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
-from guozhuang.errors import UsageError, explain
-from guozhuang.records import build, plain
+from guozhuang import records
 
 #: Increased when a field changes its meaning or is removed; adding fields does not change it.
 SCHEMA_VERSION = 1
@@ -311,7 +309,7 @@ def to_json(results: CheckResults, findings: Sequence[Finding]) -> str:
     document = asdict(results)
     document["findings"] = [asdict(each) for each in findings]
     document["exit_code"] = exit_code(findings)
-    return json.dumps(plain(document, lambda _: None), indent=1, allow_nan=False)
+    return records.to_json(document, lambda _: None)
 
 
 def from_json(text: str) -> CheckResults:
@@ -320,14 +318,5 @@ def from_json(text: str) -> CheckResults:
     Raises:
         UsageError: the text is not such a document, or has another schema version.
     """
-    try:
-        document = json.loads(text)
-        version = document["schema_version"]
-        if version != SCHEMA_VERSION:
-            what = "the result is of another version of guozhuang"
-            raise UsageError(explain(what, value=version, fix="install the same version on every host"))
-        return build(CheckResults, document)
-    except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, UsageError):
-            raise
-        raise UsageError(explain(f"this is no result of a check: {error!r}")) from error
+    fix = "install the same version on every host"
+    return records.from_json(CheckResults, text, SCHEMA_VERSION, "result of a check", fix)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from guozhuang.errors import UsageError, explain
-from guozhuang.records import build, plain
+from guozhuang import records
 
 SCHEMA_VERSION = 1
 
@@ -355,7 +353,7 @@ def to_json(results: Results) -> str:
     document = asdict(results)
     for row, out in zip(results.rows, document["rows"], strict=True):
         out["derived"] = _derived(results, row) if row.ok else None
-    return json.dumps(plain(document), indent=1, allow_nan=False)
+    return records.to_json(document)
 
 
 def from_json(text: str) -> Results:
@@ -364,21 +362,8 @@ def from_json(text: str) -> Results:
     Raises:
         UsageError: the text is not a ``results.json``, or has another schema version.
     """
-    try:
-        document = json.loads(text)
-        version = document["schema_version"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(explain(f"this is no results.json: {error}")) from error
-    if version != SCHEMA_VERSION:
-        raise UsageError(
-            explain(
-                "results.json is of another version", value=version, fix="run the comparison again with this version"
-            )
-        )
-    try:
-        return build(Results, document)
-    except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(explain(f"results.json is not complete: {error!r}")) from error
+    fix = "run the comparison again with this version"
+    return records.from_json(Results, text, SCHEMA_VERSION, "results.json", fix)
 
 
 def _derived(results: Results, row: StrategyRow) -> dict[str, Any]:
