@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from guozhuang.check.measure import CONNECTED
 from guozhuang.check.results import CheckResults, Finding, MeasuredLink
@@ -54,113 +54,95 @@ def reductions(results: CheckResults) -> Iterator[Finding]:
             yield Finding("fail", "no-all-reduce", f"all_reduce{backend} failed: {each.failure.rstrip('.')}.")
 
 
-def slow_nodes_and_links(results: CheckResults) -> Iterator[Finding]:
-    """Find nodes and links that are slow compared with the median of their kind."""
-    best, slow_nodes = _nodes_by_best_link(results)
+def bandwidths(results: CheckResults) -> Iterator[Finding]:
+    """Find nodes and links that are slow: compared with the others, by absolute limits, and by what their cards report.
+
+    With three nodes, one of them slow, two of three links are slow, and their median is useless. So nodes are compared
+    before links, by the best link of each, and a slow node's links are left out of all further comparisons.
+    """
+    node_of = {each.rank: each.node for each in results.facts}
+    carried = {each: each.slower_bytes_per_s for each in results.links if each.slower_bytes_per_s}
+    between = {link: value for link, value in carried.items() if link.between_nodes}
+    inside = {link: value for link, value in carried.items() if not link.between_nodes}
+    best: dict[str, float] = {}
+    for link, value in between.items():
+        for node in (node_of[link.a], node_of[link.b]):
+            best[node] = max(best.get(node, 0.0), value)
     median = statistics.median(best.values()) if best else 0.0
-    for node in sorted(slow_nodes, key=lambda each: best[each]):
+    slow = {node for node, value in best.items() if value < SLOW_SHARE * median} if len(best) > 2 else set()
+    for node in sorted(slow, key=lambda each: best[each]):
         ranks = results.nodes[node]
         text = (
             f"The link of {ranks[0].host} is slow: it reaches no other node with more than {speed(best[node])}; "
             f"the median of the nodes is {speed(median)}."
         )
         yield Finding("warn", "slow-link", text, _FIX, tuple(each.rank for each in ranks))
-    yield from _slow_pairs(results, _between(results, slow_nodes), "between nodes")
-    yield from _slow_pairs(results, _inside(results), "inside nodes")
+    fair = {link: value for link, value in between.items() if not {node_of[link.a], node_of[link.b]} & slow}
+    yield from _slow_pairs(results, fair, "between nodes", SLOW_SHARE)
+    yield from _slow_pairs(results, inside, "inside nodes", SLOW_SHARE / 2)  # caches cause differences inside a node
+    yield from _below_floor(results, fair, "between nodes", MIN_BETWEEN_BYTES_PER_S)
+    yield from _below_floor(results, inside, "inside nodes", MIN_INSIDE_BYTES_PER_S)
+    yield from _below_card(results, fair)
 
 
-def _nodes_by_best_link(results: CheckResults) -> tuple[dict[str, float], set[str]]:
-    """Return the bandwidth of each node's best link, and the nodes that are slow compared with the others.
-
-    With three nodes, one of them slow, two of three links are slow, and their median is useless. So nodes are compared
-    before links, by the best link of each.
-    """
-    node_of = {each.rank: each.node for each in results.facts}
-    best: dict[str, float] = {}
-    for link in _between(results, set()):
-        for node in (node_of[link.a], node_of[link.b]):
-            best[node] = max(best.get(node, 0.0), link.slower_bytes_per_s or 0.0)
-    if len(best) < 3:
-        return best, set()
-    median = statistics.median(best.values())
-    return best, {node for node, value in best.items() if value < SLOW_SHARE * median}
-
-
-def _between(results: CheckResults, nodes: set[str]) -> list[MeasuredLink]:
-    """Return the measured links between nodes, without links of ``nodes``."""
-    node_of = {each.rank: each.node for each in results.facts}
-    known = [each for each in results.links if each.between_nodes and each.slower_bytes_per_s]
-    return [each for each in known if not {node_of[each.a], node_of[each.b]} & nodes]
-
-
-def _inside(results: CheckResults) -> list[MeasuredLink]:
-    return [each for each in results.links if not each.between_nodes and each.slower_bytes_per_s]
-
-
-def _slow_pairs(results: CheckResults, links: list[MeasuredLink], kind: str) -> Iterator[Finding]:
-    if len(links) < 3:
+def _slow_pairs(
+    results: CheckResults, carried: Mapping[MeasuredLink, float], kind: str, share: float
+) -> Iterator[Finding]:
+    """Find links that carry less than this share of the median of their kind."""
+    if len(carried) < 3:
         return
-    median = statistics.median(each.slower_bytes_per_s or 0.0 for each in links)
-    share = SLOW_SHARE if kind == "between nodes" else SLOW_SHARE / 2  # caches cause differences inside a node
-    slow = [each for each in links if (each.slower_bytes_per_s or 0.0) < share * median]
-    for link in sorted(slow, key=lambda each: each.slower_bytes_per_s or 0.0)[:3]:
+    median = statistics.median(carried.values())
+    slow = sorted((link for link, value in carried.items() if value < share * median), key=lambda each: carried[each])
+    for link in slow[:3]:
         text = (
-            f"The link between ranks {link.a} and {link.b} ({_hosts(results, link)}) carries {speed(link.slower_bytes_per_s)}"
+            f"The link between ranks {link.a} and {link.b} ({_hosts(results, link)}) carries {speed(carried[link])}"
             f"{_direction(link)}; the median {kind} is {speed(median)}."
         )
-        yield Finding(
-            "warn", "slow-link", text, _FIX if link.between_nodes else "see what else runs there", (link.a, link.b)
-        )
+        fix = _FIX if link.between_nodes else "see what else runs there"
+        yield Finding("warn", "slow-link", text, fix, (link.a, link.b))
     if len(slow) > 3:
         yield Finding("warn", "slow-link", f"{len(slow) - 3} more links {kind} are as slow.", "see the table")
 
 
-def below_floors(results: CheckResults) -> Iterator[Finding]:
-    """Find kinds of links that are slow in general, so that no single link is far below the median."""
-    between_nodes = _between(results, _nodes_by_best_link(results)[1])
-    for links, floor, kind in (
-        (between_nodes, MIN_BETWEEN_BYTES_PER_S, "between nodes"),
-        (_inside(results), MIN_INSIDE_BYTES_PER_S, "inside nodes"),
-    ):
-        known = {each: each.slower_bytes_per_s or 0.0 for each in links}
-        slow = {link: value for link, value in known.items() if value < floor}
-        if not slow or 2 * len(slow) < len(known):
-            continue
-        worst = min(slow, key=lambda each: slow[each])
-        how_many = "The link" if len(known) == 1 else f"{len(slow)} of {len(known)} links"
-        text = (
-            f"{how_many} {kind} carr{'y' if len(known) > 1 else 'ies'} less than {speed(floor)}; the slowest, "
-            f"ranks {worst.a} and {worst.b} ({_hosts(results, worst)}), {speed(slow[worst])}{_direction(worst)}."
-        )
-        fix = (
-            "use a faster network, or a strategy that sends less"
-            if worst.between_nodes
-            else "see what else runs on that machine"
-        )
-        yield Finding("warn", "slow-link", text, fix, (worst.a, worst.b))
-
-
-def below_card(results: CheckResults) -> Iterator[Finding]:
-    """Find that the median link carries far less than the slower of its two cards reports."""
-    by_rank = {each.rank: each.network for each in results.facts}
-    links = sorted(
-        _between(results, _nodes_by_best_link(results)[1]),
-        key=lambda each: each.slower_bytes_per_s or 0.0,
-        reverse=True,
-    )
-    if not links:
+def _below_floor(
+    results: CheckResults, carried: Mapping[MeasuredLink, float], kind: str, floor: float
+) -> Iterator[Finding]:
+    """Find that the links of a kind are slow in general, so that no single link is far below their median."""
+    slow = [link for link, value in carried.items() if value < floor]
+    if not slow or 2 * len(slow) < len(carried):
         return
-    usual = links[len(links) // 2]
-    cards = [network.interface(network.in_use) for network in (by_rank[usual.a], by_rank[usual.b])]
+    worst = min(slow, key=lambda each: carried[each])
+    how_many = "The link" if len(carried) == 1 else f"{len(slow)} of {len(carried)} links"
+    text = (
+        f"{how_many} {kind} carr{'y' if len(carried) > 1 else 'ies'} less than {speed(floor)}; the slowest, "
+        f"ranks {worst.a} and {worst.b} ({_hosts(results, worst)}), {speed(carried[worst])}{_direction(worst)}."
+    )
+    fix = "use a faster network, or a strategy that sends less"
+    yield Finding(
+        "warn",
+        "slow-link",
+        text,
+        fix if worst.between_nodes else "see what else runs on that machine",
+        (worst.a, worst.b),
+    )
+
+
+def _below_card(results: CheckResults, carried: Mapping[MeasuredLink, float]) -> Iterator[Finding]:
+    """Find that the median link between nodes carries far less than the slower of its two cards reports."""
+    if not carried:
+        return
+    usual = sorted(carried, key=lambda each: carried[each], reverse=True)[len(carried) // 2]
+    networks = [each.network for each in results.facts if each.rank in (usual.a, usual.b)]
+    cards = [network.interface(network.in_use) for network in networks]
     speeds = [card.speed_mbit_per_s for card in cards if card and card.is_card and card.speed_mbit_per_s]
     # One connection cannot fill the fastest cards, so those are not judged.
     if len(speeds) < 2 or min(speeds) > MAX_CARD_MBIT_PER_S:
         return
-    carried, promised = usual.slower_bytes_per_s or 0.0, min(speeds) * 1e6 / 8
-    if carried < CARD_SHARE * promised:
-        which = "The link" if len(links) == 1 else "The median of the links"
+    promised = min(speeds) * 1e6 / 8
+    if carried[usual] < CARD_SHARE * promised:
+        which = "The link" if len(carried) == 1 else "The median of the links"
         text = (
-            f"{which} between nodes ({_hosts(results, usual)}) carries {speed(carried)}, but the cards say "
+            f"{which} between nodes ({_hosts(results, usual)}) carries {speed(carried[usual])}, but the cards say "
             f"{card_speed(min(speeds))} ({speed(promised)})."
         )
         yield Finding("warn", "below-card", text, _FIX, (usual.a, usual.b))
@@ -168,25 +150,19 @@ def below_card(results: CheckResults) -> Iterator[Finding]:
 
 def latencies(results: CheckResults) -> Iterator[Finding]:
     """Find links with high latency, compared with the others or in absolute time."""
-    known = [each for each in results.links if each.between_nodes and each.latency_s is not None]
+    known = {each: each.latency_s for each in results.links if each.between_nodes and each.latency_s is not None}
     if not known:
         return
-    median = statistics.median(each.latency_s or 0.0 for each in known)
-    worst = max(known, key=lambda each: each.latency_s or 0.0)
-    latency_s = worst.latency_s or 0.0
+    median, worst = statistics.median(known.values()), max(known, key=lambda each: known[each])
+    latency_s, ranks = known[worst], (worst.a, worst.b)
     pair = f"ranks {worst.a} and {worst.b} ({_hosts(results, worst)})"
     if median > HIGH_LATENCY_S:
         text = f"A small message takes {short_time(median)} between nodes (median), {short_time(latency_s)} at most ({pair})."
-        yield Finding(
-            "warn",
-            "high-latency",
-            text,
-            "hosts so far apart train well only with few, large messages",
-            (worst.a, worst.b),
-        )
+        fix = "hosts so far apart train well only with few, large messages"
+        yield Finding("warn", "high-latency", text, fix, ranks)
     elif len(known) > 2 and latency_s > max(LATENCY_TIMES * median, median + LATENCY_OVER_S):
         text = f"A small message between {pair} takes {short_time(latency_s)}; the median is {short_time(median)}."
-        yield Finding("warn", "high-latency", text, "see what else uses that link or those hosts", (worst.a, worst.b))
+        yield Finding("warn", "high-latency", text, "see what else uses that link or those hosts", ranks)
 
 
 def _hosts(results: CheckResults, link: MeasuredLink) -> str:
