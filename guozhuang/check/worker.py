@@ -28,10 +28,10 @@ from guozhuang.check.facts import collect, network
 from guozhuang.check.results import OTHER_VERSION, Absence, CheckResults, Facts, to_json
 from guozhuang.check.steps import ENDED_S, CheckState, Steps, read, steps_limit_s, store_of, write
 from guozhuang.check.verdict import judge
-from guozhuang.errors import UsageError, WorldError, explain
+from guozhuang.errors import WorldError, explain
 from guozhuang.net.client import OverdueError, PatientStore, attempt, look_s
 from guozhuang.net.interfaces import is_loopback
-from guozhuang.net.meet import WorldStore
+from guozhuang.net.meet import WorldStore, claim
 from guozhuang.records import build
 from guozhuang.world import session
 from guozhuang.world.discovery import discover
@@ -193,9 +193,7 @@ class CheckRank:
     def _enter(self) -> tuple[PatientStore, WorldStore]:
         store, self._meeting = session.meet(self._identity, self._timeout_s)
         self._store = store_of(self._meeting, store, self._identity)
-        if self._store.add(f"claim/{self._rank}", 1) > 1:
-            what = f"two processes say that they are rank {self._rank} of {self._identity.size}"
-            raise UsageError(explain(what, fix="give each process its own RANK; end processes of earlier runs"))
+        claim(self._store, self._rank, self._identity.size)
         return self._store, self._meeting
 
     def _lead(self, store: PatientStore, meeting: WorldStore) -> tuple[dict[int, str], str]:

@@ -24,6 +24,7 @@ import secrets
 import socket
 import threading
 import time
+from dataclasses import dataclass
 
 from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.net import client
@@ -121,6 +122,29 @@ class Door:
             _log.warning("refused a connection from %s to %s: %s (logged once for this address)", peer, where, why)
 
 
+@dataclass(frozen=True)
+class OpenDoor:
+    """A door that let this process in, and the connection through it; a context manager of the connection.
+
+    Attributes:
+        connection: a connection that passed the door's handshake; the door relays it to the store.
+        host: name or address at which the door was found.
+        port: the door's TCP port.
+        store_port: the TCP port of the store, which processes on the door's own node can use directly.
+    """
+
+    connection: socket.socket
+    host: str
+    port: int
+    store_port: int
+
+    def __enter__(self) -> socket.socket:
+        return self.connection
+
+    def __exit__(self, *_: object) -> None:
+        self.connection.close()
+
+
 class Passage(tuple[str, int]):
     """A ``(host, port)`` on loopback of this node that is relayed through a door. ``close`` ends the relaying thread."""
 
@@ -166,7 +190,7 @@ def pass_through(
     deadline, over = time.monotonic() + timeout_s, threading.Event()
     why = "the name is not resolved yet"
 
-    def connect() -> socket.socket | None:
+    def connect() -> OpenDoor | None:
         nonlocal why
         for left_s in client.tries(deadline, over):
             try:
@@ -197,19 +221,17 @@ def pass_through(
         what = f"could not pass the door at {host}:{port} within {timeout_s:g} s: {why}"
         fix = "check that the node that keeps the store is up, its name or address, and that no firewall stands between"
         raise WorldError(explain(what, rank=rank, fix=fix))
-    return passage_from(first, host, port, secret)
+    return passage_from(first, secret)
 
 
-def passage_from(first: socket.socket, host: str, port: int, secret: bytes) -> Passage:
-    """Return a passage to the door at ``host:port``, after a first successful ``knock``.
+def passage_from(first: OpenDoor, secret: bytes) -> Passage:
+    """Return a passage to a door that let this process in.
 
     Args:
-        first: the connection that ``knock`` returned; the passage owns it from now on, and uses it for its first client.
-        host: as given to ``knock``.
-        port: as given to ``knock``.
+        first: the result of ``knock``; the passage owns its connection from now on, and uses it for its first client.
         secret: as given to ``knock``.
     """
-    waiting = [first]
+    waiting, host, port = [first], first.host, first.port
 
     async def follow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         loop = asyncio.get_running_loop()
@@ -220,11 +242,11 @@ def passage_from(first: socket.socket, host: str, port: int, secret: bytes) -> P
         except (OSError, NotOurDoorError) as error:
             _log.warning("could not pass the door at %s:%d again: %s", host, port, error)
             return
-        await relay_both_ways(reader, writer, await asyncio.open_connection(sock=through))
+        await relay_both_ways(reader, writer, await asyncio.open_connection(sock=through.connection))
 
     def drop() -> None:
         while waiting:
-            waiting.pop().close()
+            waiting.pop().connection.close()
 
     try:
         listener = socket.create_server(("127.0.0.1", 0))
@@ -236,7 +258,7 @@ def passage_from(first: socket.socket, host: str, port: int, secret: bytes) -> P
     return passage
 
 
-def knock(host: str, port: int, secret: bytes, timeout_s: float) -> socket.socket:
+def knock(host: str, port: int, secret: bytes, timeout_s: float) -> OpenDoor:
     """Connect to the door at ``host:port``; do the client's side of [Note: the handshake].
 
     Args:
@@ -245,20 +267,12 @@ def knock(host: str, port: int, secret: bytes, timeout_s: float) -> socket.socke
         secret: the secret of the run.
         timeout_s: limit for connection and handshake together, in seconds.
 
-    Returns:
-        The connection, which the door relays to the store.
-
     Raises:
         OSError: no program listens at the address, or the host cannot be reached.
         WrongSecretError: the door does not know our secret.
         NotOurDoorError: the program at the address is not a door: it is silent, or answers something else.
         UsageError: the secret is empty.
     """
-    return enter(host, port, secret, timeout_s)[0]
-
-
-def enter(host: str, port: int, secret: bytes, timeout_s: float) -> tuple[socket.socket, int]:
-    """Connect as ``knock`` does; return also the store's port, which processes on the door's own node can use directly."""
     _check_secret(secret)
     deadline = time.monotonic() + timeout_s
     connection = socket.create_connection((host, port), timeout=timeout_s)
@@ -280,7 +294,7 @@ def enter(host: str, port: int, secret: bytes, timeout_s: float) -> tuple[socket
         if not hmac.compare_digest(proof, _proof(secret, b"door", theirs, ours, port_bytes)):
             raise WrongSecretError("it claims to know the secret of this run, and does not")
         connection.settimeout(None)
-        return connection, int.from_bytes(port_bytes, "big")
+        return OpenDoor(connection, host, port, int.from_bytes(port_bytes, "big"))
     except TimeoutError as error:
         connection.close()
         raise NotOurDoorError(f"it accepted the connection and did not answer within {timeout_s:g} s") from error

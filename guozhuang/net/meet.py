@@ -139,7 +139,7 @@ def _meet_at_a_sequence(point: PortSequence, rank: int, timeout_s: float, log_no
         found.connection.close()
         there = MeetingPoint(interfaces.LOOPBACK, found.store_port)
         return WorldStore(stores.reach(there, rank, left_s, where, is_up=True)[0], found.host)
-    passage = passage_from(found.connection, found.host, found.port, point.secret)
+    passage = passage_from(found, point.secret)
     return _through(passage, found.host, rank, left_s, where)
 
 
@@ -188,6 +188,19 @@ def keep_behind_door(listener: socket.socket, secret: bytes, host: str, timeout_
     return WorldStore(store, host, (Door(listener, port, secret),), port=outer_port, local=(interfaces.LOOPBACK, port))
 
 
+def claim(store: PatientStore, rank: int, size: int) -> None:
+    """Take this rank's number in the store; every rank calls once.
+
+    Raises:
+        UsageError: another process has the number. Ranks that wait in a roll call raise the same text.
+    """
+    if store.add(f"claim/{rank}", 1) > 1:
+        what = f"two processes say that they are rank {rank} of {size}"
+        text = explain(what, fix="give each process its own RANK; end processes that are left from an earlier run")
+        store.set("verdict", text)
+        raise UsageError(text)
+
+
 def roll_call(store: dist.Store, rank: int, size: int, timeout_s: float, note: str = "") -> list[RankCard]:
     """Wait until every rank has joined; return the cards of all ranks, in rank order.
 
@@ -227,11 +240,7 @@ class _RollCall:
 
     def run(self) -> list[RankCard]:
         store, rank, size = self._store, self._rank, self._size
-        if store.add(f"claim/{rank}", 1) > 1:
-            what = f"two processes say that they are rank {rank} of {size}"
-            text = explain(what, fix="give each process its own RANK; end processes that are left from an earlier run")
-            store.set("verdict", text)
-            raise UsageError(text)
+        claim(store, rank, size)
         store.set(f"host/{rank}", f"{node_identity()}\n{self._note}")
         if store.add("present", 1) == size:
             store.set("complete", "1")

@@ -33,30 +33,13 @@ from pathlib import Path
 
 from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.net import client, interfaces
-from guozhuang.net.door import NotOurDoorError, Passage, enter, passage_from
+from guozhuang.net.door import NotOurDoorError, OpenDoor, Passage, knock, passage_from
 from guozhuang.net.meeting_point import PortSequence
 
 # The time limit of a knock grows per round: a silent foreign program must not cost much, a busy rank 0 may need a moment.
 _FIRST_KNOCK_S, _LONGEST_KNOCK_S = 1.0, 5.0
 _STALE_NOTE_S = 24 * 3600.0
 _log = logging.getLogger("guozhuang")
-
-
-@dataclass(frozen=True)
-class OpenDoor:
-    """Rank 0's door, and a connection through it.
-
-    Attributes:
-        connection: a connection that passed the door's handshake.
-        host: name or address at which the door was found.
-        port: the door's TCP port.
-        store_port: the TCP port of the store behind the door, on rank 0's node.
-    """
-
-    connection: socket.socket
-    host: str
-    port: int
-    store_port: int
 
 
 def listener_of(point: PortSequence) -> socket.socket:
@@ -113,8 +96,7 @@ def passage_to_rank_0(point: PortSequence, rank: int, timeout_s: float) -> Passa
     Raises:
         WorldError: no door was found within ``timeout_s``.
     """
-    found = find(point, rank, timeout_s)
-    return passage_from(found.connection, found.host, found.port, point.secret)
+    return passage_from(find(point, rank, timeout_s), point.secret)
 
 
 @dataclass
@@ -191,7 +173,7 @@ class _Search:
                 if self._over.is_set() or left_s <= 0:
                     return
                 try:
-                    connection, store_port = enter(host, port, self.point.secret, min(limit_s, left_s))
+                    found = knock(host, port, self.point.secret, min(limit_s, left_s))
                 except socket.gaierror as error:
                     self.unresolved[host] = client.why_no_connection(error)
                     break
@@ -200,7 +182,7 @@ class _Search:
                 except NotOurDoorError as error:
                     self.seen[host, port] = str(error)
                 else:
-                    self._hand_over(OpenDoor(connection, host, port, store_port))
+                    self._hand_over(found)
                     return
             limit_s = min(2 * limit_s, _LONGEST_KNOCK_S)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -78,18 +77,6 @@ def name_of(method: str) -> str:
 def field(config: object, name: str) -> Any:
     """Return the setting ``name`` of a configuration; None in versions of PyTorch that lack it."""
     return getattr(config, name, None)
-
-
-def call_with_known(kind: Callable[..., Any], target: Callable[..., Any] | None = None, **arguments: Any) -> Any:
-    """Call ``kind`` with those of the arguments that it has a parameter for in this version of PyTorch.
-
-    Args:
-        kind: a class or function of PyTorch, or a subclass that passes the arguments it does not know to ``target``.
-        target: a class or function whose parameters count too.
-        **arguments: arguments for the newest version; those that an older one lacks are dropped, so give settings only.
-    """
-    known = {name for each in (kind, target) if each is not None for name in inspect.signature(each).parameters}
-    return kind(**{name: value for name, value in arguments.items() if name in known})
 
 
 def bound_to_numa(command: list[str], local_rank: int, options: Any) -> list[str]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from guozhuang.errors import UsageError, WorldError
 from guozhuang.net import client
 from guozhuang.net import door as doors
-from guozhuang.net.door import Door, NotOurDoorError, WrongSecretError, enter, knock, pass_through
+from guozhuang.net.door import Door, NotOurDoorError, WrongSecretError, knock, pass_through
 
 SECRET = bytes(range(16))
 LIMIT = datetime.timedelta(seconds=10)
@@ -104,12 +104,12 @@ def test_who_knows_the_secret_gets_through(echo: Echo) -> None:
             assert exchange(connection, b"hello") == b"hello"
             connection.sendall(b"leave")
             assert is_ended(connection, 3), "the end of the store is the end of the connection"
-        inside, store_port = enter(*door.address, SECRET, 5)
-        inside.close()
-        assert store_port == echo.port
+        inside = knock(*door.address, SECRET, 5)
+        inside.connection.close()
+        assert (inside.host, inside.port, inside.store_port) == (*door.address, echo.port)
         for _ in range(20):  # one after the other, and all at once
-            knock(*door.address, SECRET, 5).close()
-        many = [knock(*door.address, SECRET, 5) for _ in range(20)]
+            knock(*door.address, SECRET, 5).connection.close()
+        many = [knock(*door.address, SECRET, 5).connection for _ in range(20)]
         assert [exchange(each, b"%d" % i) for i, each in enumerate(many)] == [b"%d" % i for i in range(20)]
         for each in many:
             each.close()
@@ -250,7 +250,7 @@ def test_an_answer_cannot_be_played_back(echo: Echo) -> None:
 
             thread = threading.Thread(target=listen)
             thread.start()
-            knock(*between.getsockname(), SECRET, 5).close()
+            knock(*between.getsockname(), SECRET, 5).connection.close()
             thread.join(5)
         with socket.create_connection(door.address, timeout=5) as again:
             again.sendall(heard)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import runpy
 import shutil
-import socket
 import sys
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +25,7 @@ from guozhuang.launch.rank_files import RankFiles, Shown, copies_of
 from guozhuang.launch.rendezvous.fixed import Attempt, NodeShare
 from guozhuang.launch.request import Request, RunReport, with_folders
 from guozhuang.net import interfaces
+from guozhuang.net.door import OpenDoor
 from tests.launching import ROOT
 
 
@@ -174,7 +174,7 @@ def test_a_busy_host_of_horovod_run_is_tried_again(
     tried, box = [], task.Mailbox(b"function", None)
     knock = doors.knock
 
-    def sometimes(host: str, port: int, secret: bytes, timeout_s: float) -> socket.socket:
+    def sometimes(host: str, port: int, secret: bytes, timeout_s: float) -> OpenDoor:
         tried.append((host, port))
         if not answers[min(len(tried), len(answers)) - 1]:
             raise TimeoutError("timed out")

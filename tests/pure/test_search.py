@@ -247,7 +247,7 @@ def test_a_note_leads_to_the_door_and_a_stale_one_misleads_nobody(noted: PortSeq
             search.write_note(noted, ("127.0.0.1", port))
             thread.join(10)
             assert [(each.port, each.store_port) for each in found] == [(port, store_port)]
-            passage = passage_from(found[0].connection, found[0].host, found[0].port, noted.secret)
+            passage = passage_from(found[0], noted.secret)
             passage.close()
 
 

@@ -84,7 +84,7 @@ def enter(doors: Sequence[tuple[str, int]], secret: bytes, limit_s: float = 0.0)
         refused = []
         for host, port in doors:
             try:
-                return passage_from(knock(host, port, secret, _KNOCK_S), host, port, secret), host
+                return passage_from(knock(host, port, secret, _KNOCK_S), secret), host
             except (OSError, NotOurDoorError) as error:
                 refused.append(f"{host} port {port}: {error}")
         if time.monotonic() >= deadline:
