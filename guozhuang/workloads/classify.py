@@ -103,19 +103,6 @@ def evaluate(model: torch.nn.Module, data: TokenDataset, pad_id: int) -> dict[st
     return {"accuracy": num_right / len(data), "loss": total_loss / len(data)}
 
 
-def make_optimizer(
-    model: torch.nn.Module, name: str, lr: float, weight_decay: float, momentum: float, fused: bool
-) -> torch.optim.Optimizer:
-    """Return AdamW or SGD over all trainable parameters, in one group, with torch's other defaults.
-
-    ``fused`` False lets torch choose the implementation (it is passed as None, since False would also disable foreach).
-    """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if name == "adamw":
-        return torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay, fused=fused or None)
-    return torch.optim.SGD(parameters, lr=lr, momentum=momentum, weight_decay=weight_decay, fused=fused or None)
-
-
 def _logits(output: Any) -> torch.Tensor:
     logits = output["logits"] if isinstance(output, Mapping) else output.logits
     assert isinstance(logits, torch.Tensor)

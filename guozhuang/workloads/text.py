@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import logging
-import os
 import re
 import sys
 import sysconfig
@@ -22,10 +20,10 @@ import numpy as np
 from guozhuang.errors import UsageError, explain
 from guozhuang.workloads import bert, classify, options, tokens
 from guozhuang.workloads.base import Workload
-from guozhuang.workloads.options import OptionValue, option
+from guozhuang.workloads.options import option
 from guozhuang.workloads.rows import FORMATS, QUOTINGS
 from guozhuang.workloads.samples import Samples, cap, class_numbers, classes_of, hold_out, read_samples
-from guozhuang.workloads.training_options import TrainingOptions, check, describe, learning_rate, optimizer_maker
+from guozhuang.workloads.training_options import TrainingOptions, classification, find_model
 
 # The default corpus: the Python library's docstrings, labelled by package.
 NUM_PACKAGES = 16
@@ -79,25 +77,6 @@ class TextOptions(TrainingOptions):
     )
 
 
-def add_arguments(parser: argparse._ActionsContainer) -> None:
-    """Add this workload's options to a parser or to one of its groups; see ``options.add_arguments``."""
-    options.add_arguments(TextOptions, parser)
-
-
-def options_from(namespace: argparse.Namespace) -> dict[str, OptionValue]:
-    """Return this workload's options from a command line; JSON can represent them. UsageError for an invalid value.
-
-    Paths are made absolute.
-    """
-    given = options.given(TextOptions, namespace)
-    for name in ("data", "eval_data"):  # because ranks may run in another directory
-        if name in given:
-            given[name] = os.path.abspath(os.path.expanduser(str(given[name])))
-    if "model" in given and given["model"] not in bert.SIZES:
-        given["model"] = str(bert.find(str(given["model"])))
-    return given
-
-
 def load(given: Mapping[str, Any], cache: Path | None = None) -> Workload:
     """Build the workload; needs transformers only when its ``model`` is called, tokenizers only to fill the cache.
 
@@ -112,58 +91,30 @@ def load(given: Mapping[str, Any], cache: Path | None = None) -> Workload:
         UsageError: options, files or checkpoints that cannot work.
     """
     chosen = options.read(TextOptions, given)
-    model = bert.find(chosen.model)
-    if not isinstance(model, Path) and chosen.max_length > bert.MAX_POSITIONS:
-        raise UsageError(
-            explain(
-                f"--max-length is beyond the {bert.MAX_POSITIONS} positions of the model",
-                value=chosen.max_length,
-                fix=f"give at most {bert.MAX_POSITIONS}",
-            )
-        )
+    model = find_model(chosen, given, chosen.max_length, "--max-length")
     if isinstance(model, Path) and "vocab_size" in given:
         raise UsageError(
             explain("a checkpoint brings its own vocabulary", value=given["vocab_size"], fix="leave --vocab-size out")
         )
-    check(chosen, given)
     _check_data_options(chosen, given)
     data = tokens.load_or_make(cache, "text-" + _key(chosen, model), partial(_prepare, chosen, model))
     about = data.about
-    pad_id, num_classes = int(about["pad_id"]), len(about["classes"])
-    lr = learning_rate(chosen, model)
-    if isinstance(model, Path):
-        num_parameters = bert.count_checkpoint_parameters(
-            model, num_classes, chosen.max_length, int(about["vocabulary_size"])
-        )
-    else:
-        num_parameters = bert.num_parameters(model, about["vocabulary_size"], num_classes)
-    held_out = classify.TokenDataset(data.held_out, data.held_out_classes)
-    details: dict[str, str | int | float] = {
-        "model": f"{chosen.model} (pretrained)" if isinstance(model, Path) else f"{chosen.model} (from scratch)",
-        "parameters": num_parameters,
-        **about["details"],
-        "max length": chosen.max_length,
-        "padding": "to the longest of the batch" if chosen.pad_to == "longest" else "to the max length",
-        **describe(chosen, lr),
-    }
-    return Workload(
-        name="text",
-        model=partial(
-            bert.build,
-            model,
-            num_classes=num_classes,
-            vocabulary_size=int(about["vocabulary_size"]),
-            pad_id=pad_id,
-            dropout=chosen.dropout,
-            max_length=chosen.max_length,
-        ),
-        optimizer=optimizer_maker(chosen, lr),
+    return classification(
+        "text",
+        chosen,
+        model,
         train=classify.TokenDataset(data.train, data.train_classes),
-        collate=partial(classify.collate, pad_id=pad_id, length=chosen.max_length if chosen.pad_to == "max" else None),
-        loss=classify.loss,
-        evaluate=partial(classify.evaluate, data=held_out, pad_id=pad_id),
-        batch_size=chosen.batch_size,
-        details=details,
+        held_out=classify.TokenDataset(data.held_out, data.held_out_classes),
+        num_classes=len(about["classes"]),
+        vocabulary_size=int(about["vocabulary_size"]),
+        pad_id=int(about["pad_id"]),
+        max_length=chosen.max_length,
+        pad_to=chosen.max_length if chosen.pad_to == "max" else None,
+        details={
+            **about["details"],
+            "max length": chosen.max_length,
+            "padding": "to the longest of the batch" if chosen.pad_to == "longest" else "to the max length",
+        },
     )
 
 
@@ -234,15 +185,13 @@ def _prepare(chosen: TextOptions, model: bert.BertSize | Path) -> tokens.Prepare
         held_classes = [of_train[index] for index in kept]
         of_train = [of_train[index] for index in train_at]
     if isinstance(model, Path):
-        tokenizer = tokens.checkpoint_tokenizer(model)
-        train = tokens.encode_with_checkpoint(tokenizer, train_texts, chosen.max_length)
-        held_out = tokens.encode_with_checkpoint(tokenizer, held_texts, chosen.max_length)
+        tokenizer, encode = tokens.checkpoint_tokenizer(model), tokens.encode_with_checkpoint
         size, pad_id = len(tokenizer), int(tokenizer.pad_token_id)
     else:
         tokenizer = tokens.train_wordpiece(train_texts, chosen.vocab_size)
-        train = tokens.encode(tokenizer, train_texts, chosen.max_length)
-        held_out = tokens.encode(tokenizer, held_texts, chosen.max_length)
+        encode = tokens.encode
         size, pad_id = tokenizer.get_vocab_size(), tokenizer.token_to_id("[PAD]")
+    train, held_out = (encode(tokenizer, each, chosen.max_length) for each in (train_texts, held_texts))
     shown = ", ".join(classes[:20]) + (", ..." if len(classes) > 20 else "")
     details |= {
         "classes": f"{len(classes)}: {shown}",
