@@ -642,7 +642,7 @@ def test_a_dead_rank_is_named_in_the_step() -> None:
     for outcome in (outcomes[0], outcomes[2]):
         assert isinstance(outcome, tuple), outcome
         lost, seconds, finite = outcome
-        assert lost == 1 and seconds < 1.5 and all(finite)
+        assert lost == 1 and seconds < 5 and all(finite)  # far below the time-out
 
 
 def _memory(rank: int, world_size: int) -> dict[str, int]:

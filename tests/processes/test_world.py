@@ -317,7 +317,7 @@ def test_who_did_not_come_is_named_on_every_rank() -> None:
     assert all(1.9 < took[rank] < 6 for rank in (0, 2))
 
 
-def refused(rank: int, world_size: int, timeout_s: float, claims: str = "") -> tuple[str, float]:
+def refused(rank: int, world_size: int, timeout_s: float, claims: str = "", folder: str = "") -> tuple[str, float]:
     """The error of ``init`` on this rank, and its seconds. ``claims``: the rank that all but rank 0 say they are."""
     if claims and rank:
         os.environ["RANK"] = os.environ["LOCAL_RANK"] = claims
@@ -325,7 +325,12 @@ def refused(rank: int, world_size: int, timeout_s: float, claims: str = "") -> t
     with pytest.raises((UsageError, WorldError)) as caught:
         world.init(timeout_s=timeout_s)
     took_s = time.monotonic() - started
-    time.sleep(2 if claims and rank == 0 else 0)  # it keeps the store
+    if claims:
+        Path(folder, str(rank)).touch()
+    deadline = time.monotonic() + 20
+    while claims and rank == 0 and len(os.listdir(folder)) < world_size:  # this rank keeps the store
+        assert time.monotonic() < deadline, os.listdir(folder)
+        time.sleep(0.02)
     return str(caught.value), took_s
 
 
@@ -356,9 +361,9 @@ def test_a_stranger_at_the_port_does_not_hold_us_and_is_named_by_rank_0() -> Non
         assert f"MASTER_PORT is taken by another process of this machine: 127.0.0.1:{port}" in alone_as(0, port, 2.0)
 
 
-def test_two_processes_with_one_rank_are_told() -> None:
+def test_two_processes_with_one_rank_are_told(tmp_path: Path) -> None:
     # Of four, all but rank 0 were given RANK=1, as from a variable that was copied by hand.
-    ends = run_ranks(refused, 4, 10.0, "1", init=False, env={"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"})
+    ends = run_ranks(refused, 4, 10.0, "1", str(tmp_path), init=False, env={"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"})
     assert all("two processes say that they are rank 1 of 4" in text for text, _ in ends)
     assert all(took_s < 7 for _, took_s in ends), "nobody waits for the time-out"
 
