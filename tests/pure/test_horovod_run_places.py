@@ -181,7 +181,6 @@ def test_a_busy_host_of_horovod_run_is_tried_again(
         return knock(host, port, secret, timeout_s)
 
     monkeypatch.setattr(doors, "knock", sometimes)
-    monkeypatch.setattr(doors, "_PAUSE_S", 0.01)
     monkeypatch.setattr(task, "_LIMIT_S", 20.0 if is_in else 0.1)
     secret, _, door = box.variables["GUOZHUANG_TASK"].partition("@")
     host, _, port = door.rpartition(":")

@@ -7,14 +7,13 @@ import secrets
 import time
 from collections.abc import Sequence
 
-from guozhuang.net import interfaces
+from guozhuang.net import client, interfaces
 from guozhuang.net.door import Door, NotOurDoorError, Passage, knock, passage_from
 
 _SECRET_BYTES = 32
 _MAX_DOORS = 16
 _LOOPBACK = "127.0.0.1"
 _KNOCK_S = 5.0
-_PAUSE_S = 0.5  # after no door has let this process in, before it tries all of them again
 _log = logging.getLogger("guozhuang")
 
 
@@ -79,14 +78,12 @@ def enter(doors: Sequence[tuple[str, int]], secret: bytes, limit_s: float = 0.0)
     Raises:
         NotOurDoorError: no door let this process in; the text gives the reason for each.
     """
-    deadline = time.monotonic() + limit_s
-    while True:
+    refused: list[str] = []
+    for _ in client.tries(time.monotonic() + limit_s):
         refused = []
         for host, port in doors:
             try:
                 return passage_from(knock(host, port, secret, _KNOCK_S), secret), host
             except (OSError, NotOurDoorError) as error:
                 refused.append(f"{host} port {port}: {error}")
-        if time.monotonic() >= deadline:
-            raise NotOurDoorError("; ".join(refused))
-        time.sleep(_PAUSE_S)
+    raise NotOurDoorError("; ".join(refused))

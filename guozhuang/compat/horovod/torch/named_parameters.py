@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from guozhuang.errors import explain
+
+from ..common.util import split_list
 
 ParameterGroups: TypeAlias = int | Sequence[Sequence[Tensor]]
 
@@ -98,10 +99,7 @@ def grouped(
         raise ValueError(explain(what, value=strange[0], fix="build the same model on every rank"))
     order = sorted(range(len(names)), key=lambda i: agreed[names[i]])
     if isinstance(groups, int):
-        length, longer = divmod(len(order), groups)
-        ends = [i * length + min(i, longer) for i in range(groups + 1)]
-        chunks = [order[begin:end] for begin, end in pairwise(ends)]
-        return [chunk for chunk in chunks if chunk]
+        return [list(chunk) for chunk in split_list(order, groups) if chunk]
     place_of = {id(p): i for i, p in enumerate(parameters)}
     # Within a group, too, in the order of the first rank: a group may come from a set, whose order differs between ranks.
     rank_of = {i: place for place, i in enumerate(order)}

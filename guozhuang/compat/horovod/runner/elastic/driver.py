@@ -98,8 +98,7 @@ class ElasticDriver:
         self._job = ElasticJob(settings)
         environment = elastic_variables.environment_of_workers(settings.env)
         if settings.network_interfaces:  # every host uses the interface of this name, as in a run that is not elastic
-            chosen = interfaces.named(settings.network_interfaces[0])
-            environment |= interfaces.variables(chosen, environment, override=True)
+            environment |= interfaces.variables_towards("", environment, settings.network_interfaces[0])
         self._environment = environment
         self._most = max(settings.max_np or 0, settings.num_proc, sum(slots for _, slots in settings.hosts or ()))
         listener = socket.create_server((_LOOPBACK, 0))
