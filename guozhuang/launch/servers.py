@@ -15,15 +15,13 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 
-import torch.distributed as dist
-
 from guozhuang.errors import WorldError, explain
 from guozhuang.launch.crew import entry
 from guozhuang.launch.failures import how
 from guozhuang.launch.rendezvous.fixed import Attempt
 from guozhuang.net import interfaces
+from guozhuang.net.meet import WorldStore, keep
 from guozhuang.net.meeting_point import MeetingPoint
-from guozhuang.net.store import listen, serve
 
 VARIABLE = "GUOZHUANG_SERVERS"
 _STORE_S = 300.0  # timeout of the store's operations
@@ -116,7 +114,7 @@ class ServersOfANode:
     def __init__(self, count: int, say: Callable[[str], None]) -> None:
         self._count, self._say = count, say
         self._servers = Servers([], 0, say)
-        self._store: dist.TCPStore | None = None
+        self._store: WorldStore | None = None
         self._is_alone = True
 
     def start(self, attempt: Attempt) -> dict[str, str]:
@@ -134,9 +132,8 @@ class ServersOfANode:
         begin, count = sum(counts[: attempt.node]), sum(counts)
         self._is_alone = len(counts) == 1
         if self._is_alone:
-            listener = listen(MeetingPoint(interfaces.LOOPBACK, 0, is_loopback_meant=True))
-            address = f"{interfaces.LOOPBACK}:{listener.getsockname()[1]}"
-            self._store = serve(listener, _STORE_S)
+            self._store = keep(MeetingPoint(interfaces.LOOPBACK, 0), _STORE_S)
+            address = f"{interfaces.LOOPBACK}:{self._store.port}"
         else:
             # The store of the agents: it is new or emptied in each attempt.
             host = f"[{attempt.host}]" if ":" in attempt.host else attempt.host

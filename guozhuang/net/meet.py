@@ -100,72 +100,101 @@ def open_store(
     if point is None:
         return WorldStore(dist.HashStore())
     if isinstance(point, PortSequence):
-        return _meet_at_a_sequence(point, rank, timeout_s, log_notices)
-    is_open = stores.loopback_address(point.host) is None or not point.is_loopback_meant
+        return keep(point, timeout_s) if rank == 0 else join(point, rank, timeout_s, log_notices=log_notices)
     if rank == 0 and not point.is_kept_by_launcher:
-        listener = stores.listen(point)
-        address = str(listener.getsockname()[0])
-        if is_open and point.secret:
-            return keep_behind_door(listener, point.secret, address, timeout_s)
-        store = stores.serve(listener, timeout_s)
-        if not is_open and not is_one_node:
-            store.set(_LOOPBACK_KEY, f"{address}:{point.port}")
-        return WorldStore(store, address)
-    if is_open and point.secret and not point.is_kept_by_launcher:
-        limit = time.monotonic() + timeout_s
-        host = stores.connect_host(point)
-        passage = pass_through(host, point.port, point.secret, timeout_s, rank=rank, log_notices=log_notices)
-        left_s = max(limit - time.monotonic(), 1.0)
-        return _through(passage, host, rank, left_s, f"{host}:{point.port}")
-    if is_open and point.secret and rank == 0:
+        kept = keep(point, timeout_s)
+        if not _is_open(point) and not is_one_node:
+            kept.store.set(_LOOPBACK_KEY, f"{kept.host}:{point.port}")
+        return kept
+    if _is_open(point) and point.secret and point.is_kept_by_launcher and rank == 0:
         # Only our own launcher has a door in front of its store, and then it gives its ranks a loopback address.
         _log.warning(
             "GUOZHUANG_SECRET is set, but the launcher that keeps the store at %s:%d checks no secret: every process that "
             "reaches it can use it. Start with `guozhuang run`, which puts a door in front of it",
             *(point.host, point.port),
         )
-    where = f"{point.host}:{point.port} (MASTER_ADDR:MASTER_PORT)"
-    return WorldStore(*stores.reach(point, rank, timeout_s, where, log_notices=log_notices))
+    return join(point, rank, timeout_s, log_notices=log_notices)
 
 
-def _meet_at_a_sequence(point: PortSequence, rank: int, timeout_s: float, log_notices: bool) -> WorldStore:
-    if rank == 0:
-        return keep_at(point, timeout_s)
-    started = time.monotonic()
-    found = search.find(point, rank, timeout_s, log_notices=log_notices)
-    where = f"{found.host}:{found.port}"
-    left_s = max(timeout_s - (time.monotonic() - started), 1.0)
-    if point.is_one_node:
-        found.connection.close()
-        there = MeetingPoint(interfaces.LOOPBACK, found.store_port)
-        return WorldStore(stores.reach(there, rank, left_s, where, is_up=True)[0], found.host)
-    passage = passage_from(found, point.secret)
-    return _through(passage, found.host, rank, left_s, where)
+def keep(point: MeetingPoint | PortSequence, timeout_s: float) -> WorldStore:
+    """Start a store of this process; with a secret, and if other nodes reach it, behind a door.
 
-
-def _through(passage: Passage, host: str, rank: int, timeout_s: float, where: str) -> WorldStore:
-    try:
-        store, _ = stores.reach(MeetingPoint(*passage), rank, timeout_s, where, is_up=True)
-    except BaseException:
-        passage.close()
-        raise
-    return WorldStore(store, host, (passage,))
-
-
-def keep_at(point: PortSequence, timeout_s: float) -> WorldStore:
-    """Start a store of this process behind a door at the first free port of ``point``; write the note for the other nodes.
+    Args:
+        point: the address, or the ports of which the first free one is taken; then a note is written for the other nodes.
+        timeout_s: limit of each of the store's operations, in seconds.
 
     Raises:
-        UsageError: none of the ports can be bound.
+        UsageError: the port (or every one of the ports) is taken.
     """
-    listener = search.listener_of(point)
-    address = listener.getsockname()[:2]
-    if address[1] != point.ports[0]:
-        _log.info(
-            "port %d is taken here: the store is at %s:%d, where the other nodes find it", point.ports[0], *address
-        )
-    meeting = keep_behind_door(listener, point.secret, address[0], timeout_s)
-    return replace(meeting, note=point if point.note and search.write_note(point, address) else None)
+    if isinstance(point, PortSequence):
+        listener = search.listener_of(point)
+        address = listener.getsockname()[:2]
+        if address[1] != point.ports[0]:
+            _log.info(
+                "port %d is taken here: the store is at %s:%d, where the other nodes find it", point.ports[0], *address
+            )
+        meeting = keep_behind_door(listener, point.secret, address[0], timeout_s)
+        return replace(meeting, note=point if point.note and search.write_note(point, address) else None)
+    listener = stores.listen(point)
+    host, port = listener.getsockname()[:2]
+    if _is_open(point) and point.secret:
+        return keep_behind_door(listener, point.secret, host, timeout_s)
+    store = stores.serve(listener, timeout_s)
+    return WorldStore(store, host, port=port, local=(store.host, port))
+
+
+def join(
+    point: MeetingPoint | PortSequence,
+    rank: int | None,
+    timeout_s: float,
+    *,
+    log_notices: bool = True,
+    who: str = "rank 0's store",
+    fix: str = "",
+) -> WorldStore:
+    """Connect to the store of another process, through its door if there is one.
+
+    Args:
+        point: the address, or the ports at which the door is searched.
+        rank: of this process, for log and errors; None where it is no rank.
+        timeout_s: limit for the whole call, in seconds.
+        log_notices: whether to log notices when the connection takes long.
+        who: what log and errors call the store.
+        fix: the remedy, for errors; "" for the remedies of MASTER_ADDR and MASTER_PORT.
+
+    Raises:
+        WorldError: no store (or no door with this secret) answered within ``timeout_s``.
+    """
+    deadline = time.monotonic() + timeout_s
+    passage: Passage | None = None
+    if isinstance(point, PortSequence):
+        found = search.find(point, rank or 0, timeout_s, log_notices=log_notices)
+        host, port, inner = found.host, found.port, (interfaces.LOOPBACK, found.store_port)
+        if point.is_one_node:
+            found.connection.close()
+        else:
+            inner = passage = passage_from(found, point.secret)
+    elif _is_open(point) and point.secret and not point.is_kept_by_launcher:
+        host, port = stores.connect_host(point), point.port
+        inner = passage = pass_through(host, port, point.secret, timeout_s, rank=rank, log_notices=log_notices)
+    else:
+        where = f"{point.host}:{point.port}" + ("" if fix else " (MASTER_ADDR:MASTER_PORT)")
+        store, host = stores.reach(point, rank, timeout_s, where, who=who, fix=fix, log_notices=log_notices)
+        return WorldStore(store, host, port=point.port, local=(host, point.port))
+    left_s = max(deadline - time.monotonic(), 1.0)
+    try:
+        there = MeetingPoint(*inner)
+        store, _ = stores.reach(there, rank, left_s, f"{host}:{port}", who=who, fix=fix, is_up=True)
+    except BaseException:
+        if passage is not None:
+            passage.close()
+        raise
+    return WorldStore(store, host, () if passage is None else (passage,), port=port, local=inner)
+
+
+def _is_open(point: MeetingPoint) -> bool:
+    """Return whether other nodes reach the store, so that its keeper puts a door in front of it if there is a secret."""
+    return stores.loopback_address(point.host) is None or not point.is_loopback_meant
 
 
 def keep_behind_door(listener: socket.socket, secret: bytes, host: str, timeout_s: float) -> WorldStore:

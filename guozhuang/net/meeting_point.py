@@ -25,6 +25,7 @@ class MeetingPoint:
             opened in front of the store.
         is_loopback_meant: True: if ``host`` resolves to loopback, all ranks are on this machine. False: it resolves to loopback
             on rank 0's node only, and other ranks connect from other machines.
+        interface: the network interface that the user named; "": the one that leads to ``host``.
     """
 
     host: str
@@ -33,6 +34,7 @@ class MeetingPoint:
     attempt: str = "0"
     secret: bytes = field(default=b"", repr=False)
     is_loopback_meant: bool = True
+    interface: str = ""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from pathlib import Path
 
 from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.net import client, interfaces
-from guozhuang.net.door import NotOurDoorError, OpenDoor, Passage, knock, passage_from
+from guozhuang.net.door import NotOurDoorError, OpenDoor, knock
 from guozhuang.net.meeting_point import PortSequence
 
 # The time limit of a knock grows per round: a silent foreign program must not cost much, a busy rank 0 may need a moment.
@@ -88,15 +88,6 @@ def find(point: PortSequence, rank: int, timeout_s: float, *, log_notices: bool 
         elif not point.is_one_node:
             fix += "; where rank 0 is on another node than those, export MASTER_ADDR with its address"
         raise WorldError(explain(what, rank=rank, fix=fix)) from None
-
-
-def passage_to_rank_0(point: PortSequence, rank: int, timeout_s: float) -> Passage:
-    """Find the door of rank 0, and open a passage to the store behind it, for any number of clients on this node.
-
-    Raises:
-        WorldError: no door was found within ``timeout_s``.
-    """
-    return passage_from(find(point, rank, timeout_s), point.secret)
 
 
 @dataclass

@@ -34,15 +34,21 @@ def loopback_address(host: str) -> str | None:
 
 
 def listening_address(point: MeetingPoint) -> str:
-    """Return the address of rank 0's node at which the store (or its door) listens. See [Note: where rank 0 listens]."""
-    loopback = loopback_address(point.host)
-    if loopback is not None:
-        return loopback if point.is_loopback_meant else interfaces.own_address([], [])
-    address = interfaces.own_address([point.host], [])
-    if address not in interfaces.resolve(point.host):
+    """Return the address of the keeper's node at which the store (or its door) listens. See [Note: where rank 0 listens]."""
+    found = interfaces.resolve(point.host)
+    is_looped = loopback_address(point.host) is not None
+    if is_looped and point.is_loopback_meant:
+        return found[0]
+    address = interfaces.own_address([] if is_looped else [point.host], [])
+    own = [each for each in found if not interfaces.is_loopback(each) and interfaces.is_own(each)]
+    if own:
+        return address if address in own else own[0]
+    if point.interface:
+        return interfaces.named(point.interface).address
+    if not is_looped and address not in found:
         _log.warning(
-            "MASTER_ADDR=%s is no address of this node (%s): rank 0 listens at %s:%d, and MASTER_ADDR must lead there",
-            *(point.host, socket.gethostname(), address, point.port),
+            "%s is no address of this node (%s): the store listens at %s:%d, and %s:%d must lead there",
+            *(point.host, socket.gethostname(), address, point.port, point.host, point.port),
         )
     return address
 
@@ -51,11 +57,11 @@ def connect_host(point: MeetingPoint) -> str:
     """Return the host by which this node reaches the socket of ``listen``: ``point.host``, unless that means loopback here."""
     if point.is_loopback_meant or loopback_address(point.host) is None:
         return point.host
-    return interfaces.own_address([], [])
+    return listening_address(point)
 
 
 def listen(point: MeetingPoint) -> socket.socket:
-    """Bind a socket, on rank 0, for the store or for the door in front of it.
+    """Bind a socket, on rank 0 or in the agent of node 0, for the store or for the door in front of it.
 
     Raises:
         UsageError: the port is taken, or this user may not open it.
@@ -65,12 +71,12 @@ def listen(point: MeetingPoint) -> socket.socket:
         return interfaces.listen_at(address, point.port, _BACKLOG)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            fix = "choose another MASTER_PORT, or start with `guozhuang run`, which finds a free one"
-            what = f"MASTER_PORT is taken by another process of this machine: {address}:{point.port}"
+            fix = "choose another MASTER_PORT (--master-port); on one node `guozhuang run` finds a free one by itself"
+            what = f"port {point.port} is taken by another process of this machine ({address}:{point.port})"
             raise UsageError(explain(what, fix=fix)) from error
-        what = f"rank 0 cannot listen at {address}:{point.port} (MASTER_ADDR:MASTER_PORT): {error}"
-        fix = "set MASTER_ADDR to an address of the node that rank 0 runs on, and MASTER_PORT to one above 1023"
-        raise UsageError(explain(what, rank=0, fix=fix)) from error
+        what = f"no store can be opened at {address}:{point.port}: {error.strerror or error}"
+        fix = "set MASTER_ADDR (--master-addr, --rdzv-endpoint) to an address of rank 0's node, and a port above 1023"
+        raise UsageError(explain(what, fix=fix)) from error
 
 
 def innermost(store: dist.Store) -> dist.Store:

@@ -358,7 +358,7 @@ def test_a_stranger_at_the_port_does_not_hold_us_and_is_named_by_rank_0() -> Non
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         port = stranger.getsockname()[1]
         assert "is no store of PyTorch" in alone_as(1, port, 1.0)
-        assert f"MASTER_PORT is taken by another process of this machine: 127.0.0.1:{port}" in alone_as(0, port, 2.0)
+        assert f"port {port} is taken by another process of this machine (127.0.0.1:{port})" in alone_as(0, port, 2.0)
 
 
 def test_two_processes_with_one_rank_are_told(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ import pytest
 import torch.distributed as dist
 
 from guozhuang.errors import WorldError
-from guozhuang.launch.rendezvous import stores as elastic_stores
 from guozhuang.launch.rendezvous.fixed import Attempt, FixedRendezvous, NodeShare
 from guozhuang.launch.rendezvous.signs import OtherNodeError, Others
 from guozhuang.net.client import PatientStore, look_s
+from guozhuang.net.meeting_point import MeetingPoint
 from tests.ranks import free_port
 from tests.waiting import until
 
@@ -39,7 +39,10 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 def fixed(meetings: list[FixedRendezvous], num_nodes: int, **more: Any) -> list[FixedRendezvous]:
     port = free_port()
-    made = [FixedRendezvous("127.0.0.1", port, node, num_nodes, "run", 10, None, **more) for node in range(num_nodes)]
+    made = [
+        FixedRendezvous(MeetingPoint("127.0.0.1", port), node, num_nodes, "run", 10, **more)
+        for node in range(num_nodes)
+    ]
     meetings += made
     return made
 
@@ -117,7 +120,7 @@ def test_to_look_costs_one_question_however_many_nodes_there_are() -> None:
 
 def test_who_waits_for_many_nodes_asks_seldom(meetings: list[FixedRendezvous]) -> None:
     """63 nodes may wait for the last one; all of them ask the store of the first."""
-    [node] = [FixedRendezvous("127.0.0.1", free_port(), 0, 64, "run", 1.0, None)]
+    [node] = [FixedRendezvous(MeetingPoint("127.0.0.1", 0), 0, 64, "run", 1.0)]
     meetings.append(node)
     store = Counted(dist.HashStore(), num_pollers=64)
     node._others = Others(store, 0, 64, "it", False)
@@ -135,12 +138,13 @@ def test_a_key_of_another_agent_is_not_waited_for_when_that_one_is_gone() -> Non
     def gone() -> None:
         raise OtherNodeError("node 0 is gone")
 
-    with pytest.raises(WorldError, match=r"node 0 did not set the key 'x' within 0\.1 s"):
-        elastic_stores.wait_for(store, "x", 0.1, "node 0")
-    store.while_waiting = gone
+    node = FixedRendezvous(MeetingPoint("127.0.0.1", 1), 1, 2, "run", 0.1)
+    with pytest.raises(WorldError, match=r"the agent of node 0 did not remove the keys .* within 0\.1 s"):
+        node._forget(store)
+    node._timeout_s, store.while_waiting = 60, gone
     with pytest.raises(OtherNodeError, match="node 0 is gone"):
-        elastic_stores.wait_for(store, "x", 60, "node 0")
-    threading.Timer(0.05, store.set, ("y", "z")).start()
+        node._forget(store)
+    threading.Timer(0.05, store.set, ("forgotten", "1")).start()
     store.while_waiting = lambda: None
-    assert elastic_stores.wait_for(store, "y", 5, "node 0") == "z"
+    node._forget(store)
     store.close()

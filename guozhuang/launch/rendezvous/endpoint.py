@@ -6,26 +6,21 @@ import argparse
 import contextlib
 import socket
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 
 from guozhuang.errors import UsageError, WorldError, explain
-from guozhuang.launch.rendezvous.fixed import FixedRendezvous
+from guozhuang.launch.rendezvous.fixed import JOIN_FIX, STORE_S, FixedRendezvous, meeting_point, say_if_open
 from guozhuang.launch.rendezvous.signs import SILENCE_S
-from guozhuang.launch.rendezvous.stores import (
-    LOOPBACK,
-    interface_address,
-    keep,
-    meeting_address,
-    reach,
-    say_if_open,
-)
 from guozhuang.launch.request import Request
 from guozhuang.net import interfaces
-from guozhuang.net.interfaces import resolve
-from guozhuang.net.meet import WorldStore
+from guozhuang.net import store as stores
+from guozhuang.net.interfaces import LOOPBACK
+from guozhuang.net.meet import WorldStore, join, keep
+from guozhuang.net.meeting_point import MeetingPoint
 
 if TYPE_CHECKING:
     from guozhuang.launch.options.plan import Plan
@@ -50,26 +45,20 @@ def open_fixed(plan: Plan, config: LaunchConfig, request: Request) -> FixedRende
     timeout_s = float(config.rdzv_configs["timeout"])
     host, port = _endpoint(options, 0 if num_nodes == 1 else _DEFAULT_PORTS[config.rdzv_backend])
     if num_nodes == 1:
-        return FixedRendezvous("", port, 0, 1, config.run_id, timeout_s, None, attempt=request.attempt)
+        return FixedRendezvous(MeetingPoint(LOOPBACK, port), 0, 1, config.run_id, timeout_s, request.attempt)
     if not 0 <= options.node_rank < num_nodes:
         what = f"--node-rank is the number of this node, from 0 to {num_nodes - 1} with --nnodes {num_nodes}"
         raise UsageError(explain(what, value=options.node_rank, fix="give each node its own"))
-    try:
-        return FixedRendezvous(
-            host,
-            port,
-            options.node_rank,
-            num_nodes,
-            config.run_id,
-            timeout_s,
-            plan.secret,
-            point=plan.node.meeting_point if plan.node is not None else None,
-            attempt=request.attempt,
-            interface=options.interface,
-            silence_s=_silence_s(config.rdzv_configs) if request.max_restarts is None else _UNDER_A_LAUNCHER_S,
-        )
-    except OSError as error:
-        raise _cannot_be_opened(host, port, error) from error
+    given = plan.node.meeting_point if plan.node is not None else None
+    return FixedRendezvous(
+        given or meeting_point(host, port, plan.secret, options.interface),
+        options.node_rank,
+        num_nodes,
+        config.run_id,
+        timeout_s,
+        attempt=request.attempt,
+        silence_s=_silence_s(config.rdzv_configs) if request.max_restarts is None else _UNDER_A_LAUNCHER_S,
+    )
 
 
 def open_for_torch(plan: Plan, config: LaunchConfig) -> WorldStore:
@@ -87,10 +76,12 @@ def open_for_torch(plan: Plan, config: LaunchConfig) -> WorldStore:
     host, port = _endpoint(options, _DEFAULT_PORTS["c10d"])
     said = str(config.rdzv_configs.get("is_host", "")).lower()
     is_keeper = _is_this_node(host) if not said else said in ("1", "true", "t", "yes", "y")
-    try:
-        kept = _keep_or_reach(host, port, plan, is_keeper, float(config.rdzv_configs["timeout"]), is_sure=bool(said))
-    except OSError as error:
-        raise _cannot_be_opened(host, port, error) from error
+    kept = _keep_or_join(
+        meeting_point(host, port, plan.secret, options.interface),
+        is_keeper,
+        float(config.rdzv_configs["timeout"]),
+        is_sure=bool(said),
+    )
     here, port = kept.local
     config.rdzv_endpoint = f"[{here}]:{port}" if ":" in here else f"{here}:{port}"
     config.rdzv_configs["is_host"] = "false"
@@ -100,19 +91,18 @@ def open_for_torch(plan: Plan, config: LaunchConfig) -> WorldStore:
     return kept
 
 
-def _keep_or_reach(host: str, port: int, plan: Plan, is_keeper: bool, timeout_s: float, is_sure: bool) -> WorldStore:
-    interface, who = plan.elastic.interface, "the agent that keeps the store"
+def _keep_or_join(point: MeetingPoint, is_keeper: bool, timeout_s: float, is_sure: bool) -> WorldStore:
     if not is_keeper:
-        return reach(meeting_address(host, interface), port, plan.secret, timeout_s, who)
-    address = interface_address(host, interface)
+        return join(point, None, timeout_s, who="the store of the agent that keeps it", fix=JOIN_FIX)
     try:
-        kept = keep(address, port, plan.secret)
+        kept = keep(point, STORE_S)
     except UsageError:
         if is_sure:
             raise
         # Another agent of this node may keep the store at this port.
-        return reach(address, port, plan.secret, 5.0, "the agent that keeps the port")
-    say_if_open(kept, plan.secret)
+        here = replace(point, host=stores.listening_address(point))
+        return join(here, None, 5.0, who="the store of the agent that keeps the port", fix=JOIN_FIX)
+    say_if_open(kept, point.secret)
     return kept
 
 
@@ -126,11 +116,6 @@ def _endpoint(options: argparse.Namespace, default_port: int) -> tuple[str, int]
     return host, default_port if port is None else port
 
 
-def _cannot_be_opened(host: str, port: int, error: OSError) -> UsageError:
-    what = f"no store can be opened at {host}:{port}: {error.strerror or error}"
-    return UsageError(explain(what, fix="give --master-addr (or --rdzv-endpoint) an address of node 0"))
-
-
 def _silence_s(settings: Mapping[str, Any]) -> float:
     """Return how long an agent may send no heartbeat, in seconds: interval * count of ``--rdzv-conf``, or our default."""
     names = ("keep_alive_interval", "keep_alive_max_attempt")
@@ -140,4 +125,4 @@ def _silence_s(settings: Mapping[str, Any]) -> float:
 
 
 def _is_this_node(host: str) -> bool:
-    return host in (socket.gethostname(), "localhost") or any(map(interfaces.is_own, resolve(host)))
+    return host in (socket.gethostname(), "localhost") or any(map(interfaces.is_own, interfaces.resolve(host)))

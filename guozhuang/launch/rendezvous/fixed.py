@@ -1,7 +1,17 @@
-"""The rendezvous of a fixed number of numbered nodes before each attempt; a single node is the simplest case."""
+"""The rendezvous of a fixed number of numbered nodes before each attempt; a single node is the simplest case.
+
+[Note: stores] Torchrun's own rendezvous has four faults: its store listens on every interface, even if all ranks are on one
+node; it chooses a port by binding a free one and releasing it again; it keeps one store for all attempts, so restarted ranks
+read keys of earlier ranks; and a node that joins later waits for an address that no node writes.
+So here the agent of node 0 keeps the store, and passes it a socket that is already bound (``master_listen_fd``). Each attempt
+starts with an empty store: on one node and in an elastic run it is a new one, between a fixed number of nodes its keys are
+deleted. On one node it listens on loopback. Between nodes it listens at the one address that the other nodes know, or, with
+a secret, on loopback behind a door (``net.door``) at that address. Ranks connect as clients (TORCHELASTIC_USE_AGENT_STORE).
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
@@ -9,26 +19,20 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from guozhuang.errors import WorldError, explain
+from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.launch.console.say import say
 from guozhuang.launch.rendezvous.signs import SILENCE_S, OtherNodeError, Others
-from guozhuang.launch.rendezvous.stores import (
-    LOOPBACK,
-    STORE_S,
-    find,
-    interface_address,
-    keep,
-    keep_or_share,
-    meeting_address,
-    reach,
-    say_if_open,
-    wait_for,
-)
 from guozhuang.net import interfaces
+from guozhuang.net import store as stores
 from guozhuang.net.client import Client, PatientStore
-from guozhuang.net.meet import WorldStore, keep_at
-from guozhuang.net.meeting_point import PortSequence
+from guozhuang.net.interfaces import LOOPBACK
+from guozhuang.net.meet import WorldStore, join, keep
+from guozhuang.net.meeting_point import MeetingPoint, PortSequence
 
+STORE_S = 300.0  # timeout of one operation of a store that an agent keeps
+JOIN_FIX = (
+    "check that `guozhuang run` was started there, the address, the port, and that both or none have GUOZHUANG_SECRET"
+)
 _AGENTS = "guozhuang agents"  # prefix of the agents' keys in the store; all other keys belong to the ranks
 _NODE_0 = "the agent of node 0"
 
@@ -99,63 +103,85 @@ class Attempt:
         return {name: str(value) for name, value in found.items()}
 
 
-class FixedRendezvous:
-    """The rendezvous of as many nodes as the command line gives. See [Note: stores] in stores.py.
+def meeting_point(host: str, port: int, secret: bytes | None, interface: str | None) -> MeetingPoint:
+    """Return the address at which agents meet. Only "localhost" and addresses of loopback mean that all are on one machine.
 
     Args:
-        host: the address of node 0; unused with one node.
-        port: the port of node 0; with one node 0 means any free port.
+        host, port: the address of node 0 in the options of the agents.
+        secret: the secret that joining needs; None without one.
+        interface: the network interface that the user named; None: the one that leads to ``host``.
+    """
+    is_loopback_meant = host == "localhost" or (interfaces.is_address(host) and interfaces.is_loopback(host))
+    return MeetingPoint(
+        host, port, secret=secret or b"", is_loopback_meant=is_loopback_meant, interface=interface or ""
+    )
+
+
+def say_if_open(kept: WorldStore, secret: bytes | None) -> None:
+    """Print the address of the store if it is open to other nodes without a secret."""
+    if not secret and kept.host is not None and not interfaces.is_loopback(kept.host):
+        what = "with the same GUOZHUANG_SECRET on all nodes it would ask for it"
+        say(f"the store is at {kept.host}:{kept.port}, open to whoever reaches that; {what}")
+
+
+class FixedRendezvous:
+    """The rendezvous of as many nodes as the command line gives. See [Note: stores].
+
+    Args:
+        point: the address of node 0, or the ports to search for agents that srun or mpirun started; with one node, an address
+            of loopback, and port 0 means any free port.
         node_rank: the number of this node.
         num_nodes: number of nodes of the run.
         run_id: distinguishes runs whose agents use the same store.
         timeout_s: how long the rendezvous may take, in seconds.
-        secret: the secret that joining needs; None without one.
-        point: the ports to search instead of ``host`` and ``port``, for agents that srun or mpirun started; else None.
         attempt: how many times earlier agents have started the ranks of this run.
-        interface: the network interface that the user named; None: the one that leads to ``host``.
         silence_s: how long an agent may send no heartbeat, in seconds.
 
     Attributes:
         say: prints a message for the user; the agent replaces it by ``Output.say``, which does not cut lines of ranks.
 
     Raises:
-        UsageError: the port is taken.
+        UsageError: the port is taken, or no store can be opened at the address.
     """
 
     def __init__(
         self,
-        host: str,
-        port: int,
+        point: MeetingPoint | PortSequence,
         node_rank: int,
         num_nodes: int,
         run_id: str,
         timeout_s: float,
-        secret: bytes | None,
-        point: PortSequence | None = None,
         attempt: int = 0,
-        interface: str | None = None,
         silence_s: float = SILENCE_S,
     ) -> None:
         self.say: Callable[[str], None] = say
         self._others: Others | None = None
-        self._point = point
-        self._host, self._port = host, port
-        self._node_rank, self._num_nodes = node_rank, num_nodes
-        self._run_id, self._timeout_s, self._secret = run_id, timeout_s, secret
+        self._point, self._node_rank, self._num_nodes = point, node_rank, num_nodes
+        self._run_id, self._timeout_s = run_id, timeout_s
         self._round, self._first_attempt = 0, attempt
-        self._kept: WorldStore | None = None
         self._shared: PatientStore | None = None
         self._silence_s = silence_s
         # Before anything is started: a port that is taken is an error of the command line.
-        if num_nodes == 1:
-            self._kept = keep(LOOPBACK, port)
-        elif node_rank == 0 and point is not None:
-            self._kept = keep_at(point, STORE_S)
-        elif node_rank == 0:
-            self._kept = keep_or_share(interface_address(host, interface), port, secret)
-            say_if_open(self._kept, secret)
-        else:
-            self._host = meeting_address(host, interface)
+        self._kept = self._keep() if node_rank == 0 else None
+
+    def _keep(self) -> WorldStore:
+        """Open a store, or share the one that this process already keeps at that port.
+
+        With -H the process opens a store on loopback before it becomes the agent; other hosts reach that through a door.
+        """
+        try:
+            kept = keep(self._point, STORE_S)
+        except UsageError:
+            if self._num_nodes == 1 or isinstance(self._point, PortSequence):
+                raise
+            host, port = stores.listening_address(self._point), self._point.port
+            with contextlib.suppress(RuntimeError):
+                shared = stores.share(host, port, STORE_S)
+                return WorldStore(shared, host, port=port, local=(shared.host, port))
+            raise
+        if isinstance(self._point, MeetingPoint):
+            say_if_open(kept, self._point.secret)
+        return kept
 
     def meet(self, share: NodeShare) -> Attempt:
         """Meet the agents of all nodes for the next attempt.
@@ -186,10 +212,9 @@ class FixedRendezvous:
 
     def _find_others(self) -> Others:
         """Connect to the store of node 0, and start to send heartbeats there."""
-        if self._kept is None and self._point is not None:
-            self._kept = find(self._point, self._node_rank, self._timeout_s)
-        elif self._kept is None:
-            self._kept = reach(self._host, self._port, self._secret, self._timeout_s, _NODE_0)
+        if self._kept is None:
+            rank = self._node_rank if isinstance(self._point, PortSequence) else None
+            self._kept = join(self._point, rank, self._timeout_s, who=f"the store of {_NODE_0}", fix=JOIN_FIX)
         prefix, answers = f"{_AGENTS}/{self._run_id}/", Client(self._silence_s)
         self._shared = PatientStore(self._kept.store, prefix, answers, num_pollers=self._num_nodes)
         where = "" if self._kept.host == LOOPBACK else f" ({self._kept.host}:{self._kept.port})"
@@ -202,7 +227,7 @@ class FixedRendezvous:
     def _alone(self, share: NodeShare) -> Attempt:
         if self._kept is None or self._round > 1:
             self.close()
-            self._kept = keep(LOOPBACK, 0)
+            self._kept = keep(MeetingPoint(LOOPBACK, 0), STORE_S)
         # MASTER_ADDR is the usual name "localhost" if that name resolves to 127.0.0.1 alone.
         name = "localhost" if interfaces.resolve("localhost") == [LOOPBACK] else LOOPBACK
         return Attempt(self.attempt, 0, [share], name, self._kept.local[1])
@@ -227,7 +252,9 @@ class FixedRendezvous:
                 if not key.startswith(f"{_AGENTS}/"):
                     whole.delete_key(key)
             meeting.set("forgotten", "1")
-        wait_for(meeting, "forgotten", self._timeout_s, _NODE_0)
+        if meeting.read("forgotten", self._timeout_s) is None:
+            what = f"{_NODE_0} did not remove the keys of the last attempt within {self._timeout_s:g} s"
+            raise WorldError(explain(what, fix="look at its output"))
 
     @property
     def attempt(self) -> int:
