@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.run import get_args_parser
 
-from guozhuang.launch.options import command_line
+from guozhuang.launch.options import script as run_script
 from guozhuang.launch.options.plan import parser
 
 OPTIONS = st.sampled_from(
@@ -23,14 +23,14 @@ OPTIONS = st.sampled_from(
 
 def test_words_like_options_of_ours_reach_the_script() -> None:
     behind = ["--max", "3", "--n", "-n", "-np", "7", "--nproc-per-node=4", "-H", "--help", "--", "-x", "--rdzv", "-m"]
-    found = command_line.read(parser(), ["-np", "2", "train.py", *behind])
+    found = run_script.read(parser(), ["-np", "2", "train.py", *behind])
     assert (found.num_ranks, found.training_script, found.training_script_args) == ("2", "train.py", behind)
     assert (found.hosts, found.module) == (None, False)
 
 
 @pytest.mark.parametrize("script", ["train.py", "my script.py", "-", "-odd.py", "--odd"])
 def test_two_dashes_end_the_options(script: str) -> None:
-    found = command_line.read(parser(), ["-np", "2", "--", script, "-np", "3"])
+    found = run_script.read(parser(), ["-np", "2", "--", script, "-np", "3"])
     assert (found.num_ranks, found.training_script, found.training_script_args) == ("2", script, ["-np", "3"])
 
 
@@ -38,7 +38,7 @@ def test_two_dashes_end_the_options(script: str) -> None:
 @given(st.lists(OPTIONS, max_size=5), st.lists(st.sampled_from(["a", "3", "x=y", "-1", ""]), max_size=4))
 def test_as_argparse_reads_it_where_nothing_is_like_an_option(options: list[list[str]], behind: list[str]) -> None:
     words = [word for option in options for word in option] + ["train.py", *behind]
-    assert vars(command_line.read(parser(), words)) == vars(parser().parse_args(words))
+    assert vars(run_script.read(parser(), words)) == vars(parser().parse_args(words))
 
 
 @pytest.mark.parametrize(
@@ -54,11 +54,11 @@ def test_as_argparse_reads_it_where_nothing_is_like_an_option(options: list[list
 )
 def test_what_cannot_be_read_is_said(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        command_line.read(parser(), words)
+        run_script.read(parser(), words)
     assert caught.value.code == 2
     assert said in capsys.readouterr().err
 
 
 def test_torchruns_own_parser_is_served_too() -> None:
-    ours: argparse.Namespace = command_line.read(get_args_parser(), ["--nnodes", "1:4", "train.py", "--nn", "3"])
+    ours: argparse.Namespace = run_script.read(get_args_parser(), ["--nnodes", "1:4", "train.py", "--nn", "3"])
     assert (ours.nnodes, ours.training_script_args) == ("1:4", ["--nn", "3"])

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from guozhuang.errors import UsageError, explain
 from guozhuang.launch.hosts import options as hosts_options
 from guozhuang.launch.job import Policy
-from guozhuang.launch.options import command_line, nodes, script
+from guozhuang.launch.options import nodes, script
 from guozhuang.launch.options import torchrun as torchrun_options
 from guozhuang.launch.options.torchrun import RENDEZVOUS_DEFAULTS
 from guozhuang.net import interfaces
@@ -139,7 +139,7 @@ def read(arguments: Sequence[str]) -> argparse.Namespace:
         UsageError: a PET_ variable has a value that its option does not accept, or options exclude each other.
         SystemExit: an unknown option, or no script; the parser has printed the error.
     """
-    found = command_line.read(parser(), arguments)
+    found = script.read(parser(), arguments)
     if found.num_ranks is not None:
         if found.nproc_per_node not in (None, os.environ.get("PET_NPROC_PER_NODE")):
             what = "-np counts the ranks of all hosts, --nproc-per-node those of each: they exclude each other"

@@ -10,7 +10,7 @@ from typing import Any
 from guozhuang.compat.horovod.runner import engine_options
 from guozhuang.compat.horovod.version import __version__
 from guozhuang.errors import UsageError, explain
-from guozhuang.launch.options import command_line
+from guozhuang.launch.options import script
 
 _HOSTS_FIX = "leave out all but one of them"
 _START_HELP = "Seconds for hosts to be reached, and again to be ready; elastic: for a process to call hvd.init()."
@@ -29,7 +29,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         UsageError: options that cannot work, or not together.
         SystemExit: an unknown option, ``--help`` or ``--version``; the parser has printed a message.
     """
-    found = command_line.read(parser(), arguments)
+    found = script.read(parser(), arguments)
     found.command = [*filter(None, [found.program]), *found.training_script_args]
     if found.config_file is not None:
         engine_options.take_file(found, _read(found.config_file), found.config_file)
