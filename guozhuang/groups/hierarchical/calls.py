@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import functools
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,17 +16,15 @@ from torch import Tensor
 
 from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.groups import roll_call
-from guozhuang.groups.base import PythonGroup
 from guozhuang.groups.gloo import Crossing, choose_address
 from guozhuang.groups.hierarchical.collectives import Collectives
 from guozhuang.groups.hierarchical.failure import Comparison, GroupFailure
 from guozhuang.groups.hierarchical.nodes import Nodes
-from guozhuang.groups.shared_memory.arguments import check_written
 from guozhuang.groups.shared_memory.process_group import SharedMemoryGroup
 from guozhuang.groups.shared_memory.segments import SharedSegments
 from guozhuang.groups.turns import Turns, take_timeout
+from guozhuang.groups.verbs import PreparedCall, VerbGroup
 from guozhuang.watch.processes import Process
-from guozhuang.world import versions
 
 _SLICE = datetime.timedelta(seconds=0.2)  # one wait for the link, before this node's processes are checked
 _SHUTDOWN_S = 5.0
@@ -46,61 +43,7 @@ class _Refused(Exception):
     """The arguments of a call were refused; ``__cause__`` is the reason. The group stays usable."""
 
 
-class PreparedSteps(NamedTuple):
-    """A call whose arguments were checked.
-
-    Attributes:
-        held: the tensors that hold the result.
-        what: the call in words; it must contain everything that must be equal on all ranks.
-        job: runs the call in two steps, inside the node and over the link; None: gloo among all ranks runs it.
-        writes: whether this rank writes to ``held``.
-    """
-
-    held: Sequence[Tensor]
-    what: str
-    job: Callable[[], object] | None = None
-    writes: bool = True
-
-
-Prepare = Callable[..., PreparedSteps]
-
-
-def collective(options: Callable[[], Any]) -> Callable[[Prepare], Callable[..., dist.Work]]:
-    """Turn a method that checks arguments into a call: start the prepared job; if the check fails, report it to the peers.
-
-    Args:
-        options: makes the options (the last argument) of a call without options.
-    """
-
-    def decorate(prepare: Prepare) -> Callable[..., dist.Work]:
-        native, num_arguments = versions.name_of(prepare.__name__), prepare.__code__.co_argcount - 1
-
-        @functools.wraps(prepare)
-        def call(self: Calls, *args: Any, opts: Any = None) -> dist.Work:
-            if len(args) == num_arguments:
-                args, opts = args[:-1], args[-1]
-            opts = options() if opts is None else opts
-            try:
-                held, what, job, writes = prepare(self, *args, opts)
-                for each in held if writes else ():
-                    if each.layout == torch.strided:
-                        check_written(each, what, self._rank)
-            except Exception as error:  # reported: the peers would wait for the whole time-out
-                with contextlib.suppress(Exception):
-                    self._start(
-                        partial(self._refuse, error), [], f"{prepare.__name__}: refused on this rank: {error}", opts
-                    )
-                raise
-            if job is None:
-                job, what = partial(self._by_gloo, native, *args, opts), f"{what}, through gloo"
-            return self._start(job, held, what, opts)
-
-        return call
-
-    return decorate
-
-
-class Calls(PythonGroup):
+class Calls(VerbGroup):
     """A process group over several nodes: checks, turns and errors of each call. Arguments: see ``HierarchicalGroup``."""
 
     def __init__(
@@ -123,11 +66,12 @@ class Calls(PythonGroup):
         address = choose_address(dist.PrefixStore("route", store), rank, others)
         self._whole = Crossing(dist.PrefixStore("whole", store), rank, size, self._timeout_s, address)
         self._inside: SharedMemoryGroup | None = None
+        empty: Callable[[int, torch.dtype], Tensor] = _unshared
         self._lane: Crossing | None = None
         if not nodes.is_flat and len(nodes.here) > 1:
             of_node = dist.PrefixStore(f"node/{nodes.node}", store)
             self._inside = SharedMemoryGroup(of_node, nodes.local_rank, len(nodes.here), timeout)
-            self.empty = self._inside.empty
+            self.empty = empty = self._inside.empty
         if not nodes.is_flat and nodes.lane is not None:
             of_lane = dist.PrefixStore(f"lane/{nodes.lane}", store)
             self._lane = Crossing(of_lane, nodes.node, len(nodes.members), self._timeout_s, address)
@@ -136,7 +80,6 @@ class Calls(PythonGroup):
         self._comparison = Comparison(rank, segments, link, num_linked, self._wait)
         of_failure = dist.PrefixStore("failure", store)
         self._failure = GroupFailure(of_failure, nodes, processes, self._comparison, self._give_up)
-        empty = getattr(self._inside, "empty", lambda num_elements, dtype: torch.empty(num_elements, dtype=dtype))
         self._collectives = Collectives(nodes, self._inside, self._lane, self._wait, self._comparison.settle, empty)
         self._turns = Turns(f"guozhuang hierarchical {rank}", rank)
         # A rank that fails cuts its connections, which must not happen while another rank still makes them.
@@ -173,9 +116,16 @@ class Calls(PythonGroup):
 
     # ---- a call: in its turn, within its time-out, and checking that other ranks still live
 
-    def _refuse(self, error: Exception) -> NoReturn:
-        self._comparison.settle()
-        raise _Refused from error
+    def _begin(self, call: PreparedCall, method: str, args: Sequence[Any]) -> dist.Work:
+        """Start a call in two steps, inside the node and over the link; without a job, gloo among all ranks runs it."""
+        job, tensors, what, _ = call
+        if job is None:
+            job, what = partial(self._by_gloo, method, *args), f"{what}, through gloo"
+        return self._start(job, tensors, what, args[-1])
+
+    def _report_refusal(self, verb: str, why: str, options: Any) -> None:
+        with contextlib.suppress(Exception):  # the caller has an error already
+            self._start(self._comparison.settle, [], f"{verb}: refused on this rank: {why}", options)
 
     def _by_gloo(self, method: str, *arguments: Any) -> None:
         """Call a method of the gloo group of all ranks; its options are the last argument."""
@@ -276,3 +226,7 @@ class Calls(PythonGroup):
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """Set the limit of each collective."""
         self._timeout_s = timeout.total_seconds()
+
+
+def _unshared(num_elements: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(num_elements, dtype=dtype)

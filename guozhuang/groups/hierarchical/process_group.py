@@ -23,9 +23,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions
 
-from guozhuang.groups.hierarchical.calls import Calls, PreparedSteps, collective
+from guozhuang.groups.hierarchical.calls import Calls
+from guozhuang.groups.shared_memory.arguments import Bytes
+from guozhuang.groups.verbs import PreparedCall, collective
 
 _NUM_LISTED = 4  # how many sizes of a call's tensors are written out
 
@@ -51,74 +52,76 @@ class HierarchicalGroup(Calls):
 
     # ---- in two steps
 
-    @collective(dist.AllreduceOptions)
-    def allreduce(self, tensors: Sequence[Tensor] | Tensor, opts: Any) -> PreparedSteps:
+    @collective
+    def allreduce(self, tensors: Sequence[Tensor] | Tensor, opts: Any) -> PreparedCall:
         """Combine a tensor of all ranks, in place on every rank."""
         return self._reduction("all_reduce", listed(tensors), opts.reduceOp)
 
-    @collective(dist.AllreduceCoalescedOptions)
-    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any) -> PreparedSteps:
+    @collective
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any) -> PreparedCall:
         """Combine several tensors of all ranks, in place on every rank."""
         return self._reduction("all_reduce", listed(tensors), opts.reduceOp)
 
-    @collective(dist.ReduceOptions)
-    def reduce(self, tensors: Sequence[Tensor] | Tensor, opts: Any) -> PreparedSteps:
+    @collective
+    def reduce(self, tensors: Sequence[Tensor] | Tensor, opts: Any) -> PreparedCall:
         """Combine a tensor of all ranks into the tensor of rank ``opts.rootRank``; other ranks' tensors are overwritten."""
         return self._reduction("reduce", listed(tensors), opts.reduceOp, opts.rootRank)
 
-    @collective(dist.BroadcastOptions)
-    def broadcast(self, tensors: Sequence[Tensor] | Tensor, opts: Any) -> PreparedSteps:
+    @collective
+    def broadcast(self, tensors: Sequence[Tensor] | Tensor, opts: Any) -> PreparedCall:
         """Copy a tensor of rank ``opts.rootRank`` to all ranks."""
         tensors, writes = listed(tensors), opts.rootRank != self._rank
 
         def job() -> None:
+            held = Bytes()
             for tensor in tensors:
-                with Flat(tensor, writes) as flat:
-                    self._collectives.broadcast(flat.view(torch.uint8), opts.rootRank)
+                plain = held.target(tensor) if writes else held.plain(tensor)
+                self._collectives.broadcast(flat(plain).view(torch.uint8), opts.rootRank)
+            held.put_back()
 
         what = words("broadcast", tensors, root=opts.rootRank)
-        return PreparedSteps(tensors, what, job if self._moves(tensors) else None, writes)
+        return PreparedCall(job if self._moves(tensors) else None, tensors, what, writes)
 
-    @collective(AllgatherOptions)
-    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any) -> PreparedSteps:
+    @collective
+    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any) -> PreparedCall:
         """Concatenate the tensors of all ranks in rank order."""
         return self._gathering([output], [given])
 
-    @collective(AllgatherOptions)
+    @collective
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
-    ) -> PreparedSteps:
+    ) -> PreparedCall:
         """Do several ``all_gather_single`` as one call."""
         return self._gathering(outputs, inputs)
 
-    @collective(AllgatherOptions)
-    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> PreparedSteps:
+    @collective
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> PreparedCall:
         """Copy the tensor of every rank into a list of tensors, in rank order."""
         return self._gathering_lists(outputs, inputs)
 
-    @collective(AllgatherOptions)
+    @collective
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
-    ) -> PreparedSteps:
+    ) -> PreparedCall:
         """Do several ``allgather`` as one call; ``outputs`` has a list per rank, each with one tensor per input."""
         if all(len(each) == len(inputs) for each in outputs):
             outputs = [list(each) for each in zip(*outputs, strict=True)]
         return self._gathering_lists(outputs, inputs)
 
-    @collective(dist.ReduceScatterOptions)
-    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any) -> PreparedSteps:
+    @collective
+    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any) -> PreparedCall:
         """Combine the tensors of all ranks; rank r receives the r-th part."""
         return self._scattering([output], [given], opts.reduceOp)
 
-    @collective(dist.ReduceScatterOptions)
+    @collective
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
-    ) -> PreparedSteps:
+    ) -> PreparedCall:
         """Do several ``reduce_scatter_single`` as one call."""
         return self._scattering(outputs, inputs, opts.reduceOp)
 
-    @collective(dist.ReduceScatterOptions)
-    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> PreparedSteps:
+    @collective
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> PreparedCall:
         """Combine the lists of tensors of all ranks; rank r receives the r-th tensor."""
         given, pairs = [tensor for each in inputs for tensor in each], list(zip(outputs, inputs, strict=True))
         fits = all(len(each) == self._size and all(t.numel() == output.numel() for t in each) for output, each in pairs)
@@ -128,7 +131,7 @@ class HierarchicalGroup(Calls):
             for output, each in pairs:
                 self._reduce_scatter(output, torch.cat([tensor.detach().reshape(-1) for tensor in each]), opts.reduceOp)
 
-        return PreparedSteps(outputs, words("reduce_scatter", given, opts.reduceOp), job if fits else None)
+        return PreparedCall(job if fits else None, outputs, words("reduce_scatter", given, opts.reduceOp))
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Return a work that ends when all ranks have joined."""
@@ -137,31 +140,30 @@ class HierarchicalGroup(Calls):
 
     # ---- through gloo alone
 
-    @collective(dist.GatherOptions)
-    def gather(self, outputs: Any, inputs: Sequence[Tensor], opts: Any) -> PreparedSteps:
+    @collective
+    def gather(self, outputs: Any, inputs: Sequence[Tensor], opts: Any) -> PreparedCall:
         """Copy the tensors of all ranks to the root."""
-        return PreparedSteps(
-            [tensor for each in outputs for tensor in each], words("gather", inputs, root=opts.rootRank)
-        )
+        taken = [tensor for each in outputs for tensor in each]
+        return PreparedCall(None, taken, words("gather", inputs, root=opts.rootRank))
 
-    @collective(dist.ScatterOptions)
-    def scatter(self, outputs: Sequence[Tensor], inputs: Any, opts: Any) -> PreparedSteps:
+    @collective
+    def scatter(self, outputs: Sequence[Tensor], inputs: Any, opts: Any) -> PreparedCall:
         """Copy the r-th tensor of the root's list to rank r."""
-        return PreparedSteps(outputs, words("scatter", outputs, root=opts.rootRank))
+        return PreparedCall(None, outputs, words("scatter", outputs, root=opts.rootRank))
 
     # Sizes may differ between ranks, and both ends of a pair may disagree about a size; gloo checks that.
 
-    @collective(dist.AllToAllOptions)
-    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> PreparedSteps:
+    @collective
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> PreparedCall:
         """Send the r-th tensor of this rank's list to rank r, and receive one from every rank."""
-        return PreparedSteps(outputs, "all_to_all")
+        return PreparedCall(None, outputs, "all_to_all")
 
-    @collective(dist.AllToAllOptions)
+    @collective
     def all_to_all_single(
         self, output: Tensor, given: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any
-    ) -> PreparedSteps:
+    ) -> PreparedCall:
         """Send the r-th part of this rank's tensor to rank r, and receive a part from every rank."""
-        return PreparedSteps([output], "all_to_all")
+        return PreparedCall(None, [output], "all_to_all")
 
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks; the error names the ranks that did not join."""
@@ -184,25 +186,26 @@ class HierarchicalGroup(Calls):
 
     # ---- how a call is prepared
 
-    def _reduction(self, name: str, tensors: Sequence[Tensor], op: Any, root: int | None = None) -> PreparedSteps:
+    def _reduction(self, name: str, tensors: Sequence[Tensor], op: Any, root: int | None = None) -> PreparedCall:
         def job() -> None:
-            for tensor in tensors:
-                with Flat(tensor) as flat:
-                    if root is None:
-                        self._collectives.all_reduce(flat, op)
-                    else:
-                        self._collectives.reduce(flat, op, root)
+            held = Bytes()
+            for plain in map(held.target, tensors):
+                if root is None:
+                    self._collectives.all_reduce(flat(plain), op)
+                else:
+                    self._collectives.reduce(flat(plain), op, root)
+            held.put_back()
 
-        return PreparedSteps(tensors, words(name, tensors, op, root), job if self._reduces(tensors, op) else None)
+        return PreparedCall(job if self._reduces(tensors, op) else None, tensors, words(name, tensors, op, root))
 
-    def _gathering(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> PreparedSteps:
+    def _gathering(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> PreparedCall:
         def job() -> None:
             for output, given in zip(outputs, inputs, strict=True):
                 self._all_gather(output, given)
 
-        return PreparedSteps(outputs, words("all_gather", inputs), job if self._gathers(outputs, inputs) else None)
+        return PreparedCall(job if self._gathers(outputs, inputs) else None, outputs, words("all_gather", inputs))
 
-    def _gathering_lists(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor]) -> PreparedSteps:
+    def _gathering_lists(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor]) -> PreparedCall:
         """Prepare an all_gather of each input into the list of the same index: in two steps if all sizes are equal."""
         held, num_ranks = [tensor for each in outputs for tensor in each], self._size
         fits = self.nodes.is_even and self._moves([*inputs, *held]) and len(outputs) == len(inputs)
@@ -218,43 +221,32 @@ class HierarchicalGroup(Calls):
                 for tensor, row in zip(each, gathered, strict=True):
                     tensor.detach().copy_(row.view(tensor.shape))
 
-        return PreparedSteps(held, words("all_gather", inputs), job if fits else None)
+        return PreparedCall(job if fits else None, held, words("all_gather", inputs))
 
-    def _scattering(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], op: Any) -> PreparedSteps:
+    def _scattering(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], op: Any) -> PreparedCall:
         def job() -> None:
             for output, given in zip(outputs, inputs, strict=True):
                 self._reduce_scatter(output, given, op)
 
         fits = self._gathers(inputs, outputs) and self._reduces(inputs, op)
-        return PreparedSteps(outputs, words("reduce_scatter", inputs, op), job if fits else None)
+        return PreparedCall(job if fits else None, outputs, words("reduce_scatter", inputs, op))
 
     def _all_gather(self, output: Tensor, given: Tensor) -> None:
-        with Flat(output) as gathered, Flat(given, writes=False) as flat:
-            self._collectives.all_gather(gathered.view(torch.uint8), flat.view(torch.uint8))
+        held = Bytes()
+        gathered, plain = flat(held.target(output)), flat(held.plain(given))
+        self._collectives.all_gather(gathered.view(torch.uint8), plain.view(torch.uint8))
+        held.put_back()
 
     def _reduce_scatter(self, output: Tensor, given: Tensor, op: Any) -> None:
-        with Flat(output) as scattered, Flat(given, writes=False) as flat:
-            self._collectives.reduce_scatter(scattered, flat, op)
+        held = Bytes()
+        self._collectives.reduce_scatter(flat(held.target(output)), flat(held.plain(given)), op)
+        held.put_back()
 
 
-class Flat:
-    """The elements of a tensor as a contiguous 1-d tensor of real numbers, inside a ``with`` block.
-
-    For a non-contiguous tensor it is a copy, which is copied back at the end of the block if ``writes`` is true.
-    """
-
-    def __init__(self, tensor: Tensor, writes: bool = True) -> None:
-        self._tensor, self._writes = tensor.detach(), writes
-        plain = self._tensor.is_contiguous() and not self._tensor.is_conj() and not self._tensor.is_neg()
-        self._copy = None if plain else self._tensor.resolve_conj().resolve_neg().contiguous()
-
-    def __enter__(self) -> Tensor:
-        whole = self._tensor if self._copy is None else self._copy
-        return (torch.view_as_real(whole) if whole.is_complex() else whole).view(-1)
-
-    def __exit__(self, *failed: object) -> None:
-        if self._copy is not None and self._writes and failed[0] is None:
-            self._tensor.copy_(self._copy)
+def flat(plain: Tensor) -> Tensor:
+    """Return the elements of a contiguous tensor as a 1-d tensor of real numbers in the same memory."""
+    plain = plain.detach()
+    return (torch.view_as_real(plain) if plain.is_complex() else plain).view(-1)
 
 
 def listed(tensors: Sequence[Tensor] | Tensor) -> list[Tensor]:

@@ -51,13 +51,6 @@ def check(tensors: Sequence[Tensor], what: str, rank: int) -> None:
             refuse(f"{what}: tensors of one call must have one dtype", f"{tensors[0].dtype}, {tensor.dtype}", rank)
 
 
-def check_written(tensor: Tensor, what: str, rank: int) -> None:
-    """Refuse a result tensor whose elements share memory, as ``expand`` makes them."""
-    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-        value = f"shape {tuple(tensor.shape)}, strides {tensor.stride()}"
-        refuse(f"{what}: elements of the tensor share memory", value, rank, "pass tensor.contiguous()")
-
-
 def expect(tensors: Sequence[object], num: int, what: str, rank: int) -> None:
     """Refuse a list whose length is not the number of ranks."""
     if len(tensors) != num:

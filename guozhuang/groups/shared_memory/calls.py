@@ -6,22 +6,18 @@ must call it, in the same order. Tensors that are not on the CPU go to a group f
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions
 
-from guozhuang.errors import UsageError
-from guozhuang.groups.base import PythonGroup
 from guozhuang.groups.gloo import OtherDevices
-from guozhuang.world import versions
 
 from ..turns import Turns, take_timeout
+from ..verbs import PreparedCall, VerbGroup, collective
 from . import arguments
 from .arguments import Bytes
 from .collectives import Combining
@@ -34,68 +30,6 @@ SYNC_SPIN_US: Final = 50
 ASYNC_SPIN_US: Final = 20
 
 
-class _PreparedCall(NamedTuple):
-    """A call whose arguments were checked.
-
-    Attributes:
-        run: does this rank's part of the call.
-        tensors: the tensors that hold the result.
-        what: the call in words.
-        opts: the call's options.
-        writes: whether this rank writes to ``tensors``.
-    """
-
-    run: Callable[[Terms], object]
-    tensors: Sequence[Tensor]
-    what: str
-    opts: Any
-    writes: bool = True
-
-
-_Call = _PreparedCall | Callable[[], dist.Work]  # the second form starts the call on another group
-
-
-def _collective(name: str, options: Callable[[], Any]) -> Callable[[Callable[..., _Call]], Callable[..., dist.Work]]:
-    """Turn a method that checks arguments into a call: start the prepared call; if the check fails, report it to the peers.
-
-    ``options`` makes the options (the last argument) of a call without options.
-    """
-
-    def decorate(prepare: Callable[..., _Call]) -> Callable[..., dist.Work]:
-        native, num_arguments = versions.name_of(prepare.__name__), prepare.__code__.co_argcount - 1
-
-        @functools.wraps(prepare)
-        def call(self: CollectiveCalls, *args: Any, opts: Any = None) -> dist.Work:
-            if len(args) < num_arguments:
-                args = (*args, opts)
-            if args[-1] is None:
-                args = (*args[:-1], options())
-            try:
-                first = args[0]
-                if type(first) is list and first:
-                    first = first[0]
-                tensor = first if type(first) is Tensor else _first_tensor(args[:-1])  # isinstance is slow
-                if tensor is None and num_arguments > 1:
-                    refuse(f"{name} takes tensors", args[0], self._rank)
-                if tensor is not None and not tensor.is_cpu:
-                    prepared: _Call = partial(getattr(self._others.group_on(tensor.device), native), *args)
-                else:
-                    prepared = prepare(self, *args)
-                if type(prepared) is _PreparedCall and prepared.writes:
-                    for each in prepared.tensors:
-                        if not each.is_contiguous():
-                            arguments.check_written(each, name, self._rank)
-            except Exception as error:  # reported: the peers would wait for the whole time-out
-                why = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
-                self._refuse(name, why, args[-1])
-                raise
-            return self._start(prepared) if type(prepared) is _PreparedCall else prepared()  # type: ignore[operator]
-
-        return call
-
-    return decorate
-
-
 def _first_tensor(args: Sequence[Any]) -> Tensor | None:
     """Return the first tensor of a call's arguments, which may be lists of tensors, or lists of such lists."""
     for each in args:
@@ -106,7 +40,7 @@ def _first_tensor(args: Sequence[Any]) -> Tensor | None:
     return None
 
 
-class CollectiveCalls(PythonGroup):
+class CollectiveCalls(VerbGroup):
     """The collectives of a group, as torch.distributed calls them.
 
     Args:
@@ -136,14 +70,14 @@ class CollectiveCalls(PythonGroup):
 
     # Reductions.
 
-    @_collective("all_reduce", dist.AllreduceOptions)
-    def allreduce(self, tensors: list[Tensor] | Tensor, opts: Any) -> _Call:
+    @collective
+    def allreduce(self, tensors: list[Tensor] | Tensor, opts: Any) -> PreparedCall:
         """Combine a tensor of all ranks, on all ranks; each rank gets the same bits."""
         tensor = tensors[0] if len(tensors) == 1 else arguments.one(tensors, "all_reduce", self._rank)
         return self._sparse(tensor, opts) if tensor.layout != torch.strided else self._reduce(tensor, None, opts)
 
-    @_collective("all_reduce", dist.AllreduceCoalescedOptions)
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> _Call:
+    @collective
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> PreparedCall:
         """Combine several tensors of all ranks, on all ranks; small tensors are sent together."""
         arguments.check(tensors, "all_reduce", self._rank)
         how = arguments.combining(opts.reduceOp, tensors[0].dtype, self._size, self._rank)
@@ -160,16 +94,16 @@ class CollectiveCalls(PythonGroup):
                 for tensor, part in zip(small, flat.split([tensor.numel() for tensor in small]), strict=True):
                     tensor.detach().copy_(part.view(tensor.shape))
 
-        return _PreparedCall(run, tensors, "all_reduce of several tensors", opts)
+        return PreparedCall(run, tensors, "all_reduce of several tensors")
 
-    @_collective("reduce", dist.ReduceOptions)
-    def reduce(self, tensors: list[Tensor] | Tensor, opts: Any) -> _Call:
+    @collective
+    def reduce(self, tensors: list[Tensor] | Tensor, opts: Any) -> PreparedCall:
         """Combine a tensor of all ranks, on the root; other ranks' tensors stay as they are."""
         tensor = arguments.one(tensors, "reduce", self._rank)
         return self._reduce(tensor, arguments.root(opts.rootRank, self._size, self._rank), opts)
 
-    @_collective("reduce_scatter", dist.ReduceScatterOptions)
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> _Call:
+    @collective
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> PreparedCall:
         """Combine the r-th tensor of every rank's list on rank r; sizes may differ within the list."""
         output, given = arguments.one(outputs, "reduce_scatter", self._rank), inputs[0]
         arguments.check_list(output, given, self._size, "reduce_scatter", self._rank)
@@ -182,22 +116,22 @@ class CollectiveCalls(PythonGroup):
             self._operations.reduce_scatter(target, pieces, given[0], False, how, terms)
             held.put_back()
 
-        return _PreparedCall(run, [output], "reduce_scatter", opts)
+        return PreparedCall(run, [output], "reduce_scatter")
 
-    @_collective("reduce_scatter", dist.ReduceScatterOptions)
-    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any) -> _Call:
+    @collective
+    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any) -> PreparedCall:
         """Combine the r-th part of every rank's tensor on rank r."""
         return self._pairs("reduce_scatter", [output], [given], opts, opts.reduceOp)
 
-    @_collective("reduce_scatter", dist.ReduceScatterOptions)
-    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> _Call:
+    @collective
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> PreparedCall:
         """Do several ``reduce_scatter_single`` as one work."""
         return self._pairs("reduce_scatter", outputs, inputs, opts, opts.reduceOp)
 
     # Movements.
 
-    @_collective("broadcast", dist.BroadcastOptions)
-    def broadcast(self, tensors: list[Tensor] | Tensor, opts: Any) -> _Call:
+    @collective
+    def broadcast(self, tensors: list[Tensor] | Tensor, opts: Any) -> PreparedCall:
         """Copy the root's tensor to all ranks."""
         tensor = arguments.one(tensors, "broadcast", self._rank)
         arguments.check([tensor], "broadcast", self._rank)
@@ -209,17 +143,17 @@ class CollectiveCalls(PythonGroup):
             self._operations.broadcast(arguments.piece(plain), plain, root, terms)
             held.put_back()
 
-        return _PreparedCall(run, [tensor], "broadcast", opts, root != self._rank)
+        return PreparedCall(run, [tensor], "broadcast", root != self._rank)
 
-    @_collective("all_gather", AllgatherOptions)
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> _Call:
+    @collective
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> PreparedCall:
         """Copy rank r's tensor to the r-th tensor of the list, on all ranks; sizes may differ among ranks."""
         given, taken = arguments.one(inputs, "all_gather", self._rank), outputs[0]
         arguments.check_list(given, taken, self._size, "all_gather", self._rank)
-        return _PreparedCall(lambda terms: self._gather_list(taken, given, terms), list(taken), "all_gather", opts)
+        return PreparedCall(lambda terms: self._gather_list(taken, given, terms), list(taken), "all_gather")
 
-    @_collective("all_gather", AllgatherOptions)
-    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> _Call:
+    @collective
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> PreparedCall:
         """Do several ``allgather`` as one work; ``outputs[r][i]`` receives input i of rank r."""
         arguments.expect(outputs, self._size, "all_gather_coalesced", self._rank)
         if any(len(each) != len(inputs) for each in outputs):
@@ -232,20 +166,20 @@ class CollectiveCalls(PythonGroup):
             for given, taken in zip(inputs, columns, strict=True):
                 self._gather_list(taken, given, terms)
 
-        return _PreparedCall(run, [each for row in outputs for each in row], "all_gather of several tensors", opts)
+        return PreparedCall(run, [each for row in outputs for each in row], "all_gather of several tensors")
 
-    @_collective("all_gather", AllgatherOptions)
-    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any) -> _Call:
+    @collective
+    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any) -> PreparedCall:
         """Copy rank r's tensor to the r-th part of the output, on all ranks."""
         return self._pairs("all_gather", [output], [given], opts)
 
-    @_collective("all_gather", AllgatherOptions)
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> _Call:
+    @collective
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> PreparedCall:
         """Do several ``all_gather_single`` as one work."""
         return self._pairs("all_gather", outputs, inputs, opts)
 
-    @_collective("gather", dist.GatherOptions)
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> _Call:
+    @collective
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> PreparedCall:
         """Copy rank r's tensor to the r-th tensor of the root's list."""
         given, root = arguments.one(inputs, "gather", self._rank), arguments.root(opts.rootRank, self._size, self._rank)
         taken = outputs[0] if root == self._rank else []
@@ -258,10 +192,10 @@ class CollectiveCalls(PythonGroup):
             self._operations.gather(arguments.piece(plain), given, pieces, root, terms)
             held.put_back()
 
-        return _PreparedCall(run, list(taken), "gather", opts)
+        return PreparedCall(run, list(taken), "gather")
 
-    @_collective("scatter", dist.ScatterOptions)
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> _Call:
+    @collective
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> PreparedCall:
         """Copy the r-th tensor of the root's list to rank r."""
         output = arguments.one(outputs, "scatter", self._rank)
         root = arguments.root(opts.rootRank, self._size, self._rank)
@@ -275,10 +209,10 @@ class CollectiveCalls(PythonGroup):
             self._operations.scatter(arguments.piece(target), output, pieces, root, terms)
             held.put_back()
 
-        return _PreparedCall(run, [output], "scatter", opts)
+        return PreparedCall(run, [output], "scatter")
 
-    @_collective("all_to_all", dist.AllToAllOptions)
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> _Call:
+    @collective
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> PreparedCall:
         """Copy the r-th tensor of every rank's list to rank r; sizes may all differ."""
         arguments.check([*outputs, *inputs], "all_to_all", self._rank)
         for tensors in (outputs, inputs):
@@ -291,12 +225,12 @@ class CollectiveCalls(PythonGroup):
             self._operations.all_to_all(taken, sent, outputs[0].dtype, terms)
             held.put_back()
 
-        return _PreparedCall(run, outputs, "all_to_all", opts)
+        return PreparedCall(run, outputs, "all_to_all")
 
-    @_collective("all_to_all", dist.AllToAllOptions)
+    @collective
     def all_to_all_single(
         self, output: Tensor, given: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any
-    ) -> _Call:
+    ) -> PreparedCall:
         """Copy the r-th part of every rank's tensor to rank r; splits are rows of the first dim, no splits mean equal parts."""
         arguments.check([output, given], "all_to_all", self._rank)
         takes = arguments.rows_per_rank(output, output_splits, self._size, self._rank)
@@ -310,36 +244,51 @@ class CollectiveCalls(PythonGroup):
             self._operations.all_to_all(taken, sent, given.dtype, terms)
             held.put_back()
 
-        return _PreparedCall(run, [output], "all_to_all", opts)
+        return PreparedCall(run, [output], "all_to_all")
 
-    @_collective("barrier", dist.BarrierOptions)
-    def barrier(self, opts: Any) -> _Call:
+    @collective
+    def barrier(self, opts: Any) -> PreparedCall:
         """Wait for all ranks."""
-        if opts.device is not None and opts.device.type != "cpu":
-            return partial(self._others.group_on(opts.device).barrier, opts)
-        return _PreparedCall(lambda terms: self._operations.barrier(b"barrier", terms), [], "barrier", opts)
+        return PreparedCall(lambda terms: self._operations.barrier(b"barrier", terms), [], "barrier")
 
     # Shared helpers.
 
-    def _start(self, prepared: _PreparedCall) -> dist.Work:
+    def _elsewhere(self, verb: str, method: str, args: Sequence[Any]) -> Callable[[], dist.Work] | None:
+        """Return the call of the device's group if the first tensor is not on the CPU."""
+        first = args[0]
+        if type(first) is list and first:
+            first = first[0]
+        tensor = first if type(first) is Tensor else _first_tensor(args[:-1])  # isinstance is slow
+        if tensor is not None:
+            if tensor.is_cpu:
+                return None
+            device = tensor.device
+        elif len(args) > 1:
+            refuse(f"{verb} takes tensors", args[0], self._rank)
+        elif (device := args[0].device) is None or device.type == "cpu":  # of a barrier
+            return None
+        return partial(getattr(self._others.group_on(device), method), *args)
+
+    def _begin(self, call: PreparedCall, method: str, args: Sequence[Any]) -> dist.Work:
         """Run a call in its turn: before this returns, or later if the options allow it (``asyncOp``)."""
-        run, tensors, what, opts, _ = prepared
-        timeout_s, perform = take_timeout(opts) or self._timeout_s, self._operations.perform
+        run, tensors, what, _ = call
+        assert run is not None
+        opts, perform = args[-1], self._operations.perform
+        timeout_s = take_timeout(opts) or self._timeout_s
         self._num_calls += 1
         if opts.asyncOp:
             return self._turns.later(lambda: perform(run, what, (timeout_s, self._async_spin_us)), tensors, what)
         return self._turns.now(lambda: perform(run, what, (timeout_s, self._sync_spin_us)), tensors, what)
 
-    def _refuse(self, name: str, why: str, opts: Any) -> None:
-        """Report to the peers, in this call's turn, that this rank refuses its arguments."""
-        give_turn = self._turns.later if getattr(opts, "asyncOp", False) else self._turns.now
-        give_turn(lambda: self._operations.refuse(name, why, (self._timeout_s, self._async_spin_us)), [], name)
+    def _report_refusal(self, verb: str, why: str, options: Any) -> None:
+        give_turn = self._turns.later if getattr(options, "asyncOp", False) else self._turns.now
+        give_turn(lambda: self._operations.refuse(verb, why, (self._timeout_s, self._async_spin_us)), [], verb)
 
-    def _reduce(self, tensor: Tensor, root: int | None, opts: Any) -> _PreparedCall:
+    def _reduce(self, tensor: Tensor, root: int | None, opts: Any) -> PreparedCall:
         how = arguments.combining(opts.reduceOp, tensor.dtype, self._size, self._rank)
         is_plain, name = arguments.is_plain(tensor), "all_reduce" if root is None else "reduce"
         run = partial(self._operations.reduce if is_plain else self._reduce_now, tensor, how, root)
-        return _PreparedCall(run, [tensor], name, opts, not is_plain and root in (None, self._rank))
+        return PreparedCall(run, [tensor], name, not is_plain and root in (None, self._rank))
 
     def _reduce_now(self, tensor: Tensor, how: Combining, root: int | None, terms: Terms, among: bytes = b"") -> None:
         held = Bytes()
@@ -347,7 +296,7 @@ class CollectiveCalls(PythonGroup):
         self._operations.reduce(plain, how, root, terms, among)
         held.put_back()
 
-    def _sparse(self, tensor: Tensor, opts: Any) -> _PreparedCall:
+    def _sparse(self, tensor: Tensor, opts: Any) -> PreparedCall:
         """Sum sparse tensors: every rank gathers the entries of all ranks, and adds them in rank order."""
         if tensor.layout != torch.sparse_coo or opts.reduceOp != dist.ReduceOp.SUM:
             fix = "use a sum of COO tensors, or .to_dense()"
@@ -371,11 +320,11 @@ class CollectiveCalls(PythonGroup):
             with torch.no_grad():
                 tensor.copy_(torch.sparse_coo_tensor(parts[0].t(), parts[1], tensor.shape).coalesce())
 
-        return _PreparedCall(run, [tensor], "all_reduce", opts, writes=False)
+        return PreparedCall(run, [tensor], "all_reduce", writes=False)
 
     def _pairs(
         self, name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any, reduce_op: Any = None
-    ) -> _PreparedCall:
+    ) -> PreparedCall:
         """Prepare an all_gather or a reduce_scatter of each input into the output of the same index."""
         pairs = list(zip(outputs, inputs, strict=True))
         for pair in pairs:
@@ -386,7 +335,7 @@ class CollectiveCalls(PythonGroup):
             for pair in pairs:
                 self._gather_one(*pair, terms) if how is None else self._scatter_one(*pair, how, terms)
 
-        return _PreparedCall(run, outputs, name if len(pairs) == 1 else f"{name} of several tensors", opts)
+        return PreparedCall(run, outputs, name if len(pairs) == 1 else f"{name} of several tensors")
 
     def _gather_list(self, taken: Sequence[Tensor], given: Tensor, terms: Terms) -> None:
         held = Bytes()

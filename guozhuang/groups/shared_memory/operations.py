@@ -255,9 +255,15 @@ class Operations:
         kept: Sequence[tuple[int, MemoryRange]],
         longest: int,
     ) -> None:
-        window = collectives.one_shot_window(self._link.one_shot, ONE_SHOT_BYTES, num_lanes, longest)
-        assert window is not None
-        self._link.begin(what, collectives.exchange(window, self._rank, sent, taken, kept, longest), terms)
+        link = self._link
+
+        def build() -> Program:
+            window = collectives.one_shot_window(link.one_shot, ONE_SHOT_BYTES, num_lanes, longest)
+            assert window is not None
+            return collectives.exchange(window, self._rank, sent, taken, kept, longest)
+
+        key = (num_lanes, longest, link.turn, *sent, *taken, *kept)
+        link.begin(what, link.remembered(key, build), terms)
 
     def _staged(
         self,

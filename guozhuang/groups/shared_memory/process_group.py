@@ -18,6 +18,7 @@ from guozhuang.errors import WorldError, explain
 from guozhuang.groups import roll_call
 from guozhuang.groups.gloo import OtherDevices
 from guozhuang.groups.turns import Turns, refuse_fork
+from guozhuang.groups.verbs import check_written
 
 from . import arguments
 from .arena import Arena
@@ -100,7 +101,7 @@ class SharedMemoryGroup(CollectiveCalls):
             other = self._others.group_on(tensor.device)
             return other.recv_anysource([tensor], tag) if src is None else other.recv([tensor], src, tag)
         arguments.check([tensor], "recv", self._rank)
-        arguments.check_written(tensor, "recv", self._rank)
+        check_written(tensor, "recv", self._rank)
         return self._transfers("recv").recv(tensor, src, tag, self._timeout_s)
 
     def _transfers(self, what: str) -> PointToPoint:

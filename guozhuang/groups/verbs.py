@@ -1,0 +1,125 @@
+"""The collectives that torch.distributed calls on a process group, and what a group does with each call before it starts.
+
+``VERBS`` lists the methods. A group that checks arguments derives from ``VerbGroup`` and decorates its methods with
+``collective``: such a method returns a ``PreparedCall``, which the group then starts. If the check fails on one rank, the other
+ranks would wait for it until the time-out; so the refusal is reported to them in place of the call.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
+
+from guozhuang.errors import UsageError, explain
+from guozhuang.groups.base import PythonGroup
+from guozhuang.world import versions
+
+
+class Verb(NamedTuple):
+    """A collective of a process group.
+
+    Attributes:
+        name: its name in texts, that of the public function.
+        options: makes the options (the last argument) of a call without options.
+    """
+
+    name: str
+    options: Callable[[], Any]
+
+
+#: By the name of the method.
+VERBS: Final[Mapping[str, Verb]] = MappingProxyType(
+    {
+        "allreduce": Verb("all_reduce", dist.AllreduceOptions),
+        "allreduce_coalesced": Verb("all_reduce", dist.AllreduceCoalescedOptions),
+        "reduce": Verb("reduce", dist.ReduceOptions),
+        "broadcast": Verb("broadcast", dist.BroadcastOptions),
+        "allgather": Verb("all_gather", AllgatherOptions),
+        "allgather_coalesced": Verb("all_gather", AllgatherOptions),
+        "all_gather_single": Verb("all_gather", AllgatherOptions),
+        "all_gather_single_coalesced": Verb("all_gather", AllgatherOptions),
+        "reduce_scatter": Verb("reduce_scatter", dist.ReduceScatterOptions),
+        "reduce_scatter_single": Verb("reduce_scatter", dist.ReduceScatterOptions),
+        "reduce_scatter_single_coalesced": Verb("reduce_scatter", dist.ReduceScatterOptions),
+        "gather": Verb("gather", dist.GatherOptions),
+        "scatter": Verb("scatter", dist.ScatterOptions),
+        "alltoall": Verb("all_to_all", dist.AllToAllOptions),
+        "all_to_all_single": Verb("all_to_all", dist.AllToAllOptions),
+        "barrier": Verb("barrier", dist.BarrierOptions),
+    }
+)
+
+
+class PreparedCall(NamedTuple):
+    """A call whose arguments were checked.
+
+    Attributes:
+        job: does this rank's part of the call; its arguments are up to the group.
+        tensors: the tensors that hold the result.
+        what: the call in words.
+        writes: whether this rank writes to ``tensors``.
+    """
+
+    job: Callable[..., object] | None
+    tensors: Sequence[Tensor]
+    what: str
+    writes: bool = True
+
+
+class VerbGroup(PythonGroup):
+    """A group whose collectives are methods decorated with ``collective``. Constructor: see ``PythonGroup``."""
+
+    def _elsewhere(self, verb: str, method: str, args: Sequence[Any]) -> Callable[[], dist.Work] | None:
+        """Return the function that starts a call on another group; None if this group runs it. ``method``: for that group."""
+        return None
+
+    def _begin(self, call: PreparedCall, method: str, args: Sequence[Any]) -> dist.Work:
+        """Start a call in its turn; ``args`` are the arguments of the method, the options last."""
+        raise AssertionError("subclasses override this method")
+
+    def _report_refusal(self, verb: str, why: str, options: Any) -> None:
+        """Report to the peers, in this call's turn, that this rank refuses its arguments."""
+        raise AssertionError("subclasses override this method")
+
+
+def collective(prepare: Callable[..., PreparedCall]) -> Callable[..., dist.Work]:
+    """Turn a method that checks arguments into a call: start the prepared call; if the check fails, report it to the peers."""
+    (verb, options), native = VERBS[prepare.__name__], versions.name_of(prepare.__name__)
+    num_arguments = prepare.__code__.co_argcount - 1
+
+    @functools.wraps(prepare)
+    def call(self: VerbGroup, *args: Any, opts: Any = None) -> dist.Work:
+        if len(args) < num_arguments:
+            args = (*args, opts)
+        if args[-1] is None:
+            args = (*args[:-1], options())
+        try:
+            start = self._elsewhere(verb, native, args)
+            if start is None:
+                prepared = prepare(self, *args)
+                if prepared.writes:
+                    for each in prepared.tensors:
+                        if each.layout is torch.strided and not each.is_contiguous():
+                            check_written(each, verb, self._rank)
+        except Exception as error:  # reported: the peers would wait for the whole time-out
+            why = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
+            self._report_refusal(verb, why.removeprefix(f"[rank {self._rank}] "), args[-1])
+            raise
+        return self._begin(prepared, native, args) if start is None else start()
+
+    return call
+
+
+def check_written(tensor: Tensor, what: str, rank: int) -> None:
+    """Refuse a result tensor whose elements share memory, as ``expand`` makes them."""
+    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        value = f"shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+        text = f"{what}: elements of the tensor share memory"
+        raise UsageError(explain(text, value=value, rank=rank, fix="pass tensor.contiguous()"))
