@@ -39,6 +39,7 @@ class Method:
         says: whether NaN in a gradient is said in the log; an exact exchange hands it on, and the loss shows it.
         refuses: dtypes of parameters that are refused with a UsageError.
         takes_integers: whether it exchanges whole numbers too.
+        has_own_messages: whether it sends messages of its own instead of calling collectives, whose bytes are counted.
         loss: the greatest loss after 60 steps of a task, as a multiple of that of plain averaging; None if not compared.
         of_shapes: the bytes that a rank sends for a bucket of a matrix of 64 x 48 and a vector of 7, where ``traffic`` does
             not see the shapes that they depend on.
@@ -48,6 +49,7 @@ class Method:
     says: bool = True
     refuses: Sequence[torch.dtype] = ()
     takes_integers: bool = False
+    has_own_messages: bool = False
     loss: float | None = 1.3
     of_shapes: Callable[[int], int] | None = None
 
@@ -96,7 +98,7 @@ METHODS: dict[str, Method] = {
     "powersgd": Method(lambda size: PowerSGD(rank=2), of_shapes=power_bytes),
     "warmup": Method(lambda size: Warmup(1, AllReduce(), Compressed(MinMax8(), error_feedback=True))),
     "adasum": Method(lambda size: Adasum(), loss=None, of_shapes=adasum_bytes),
-    "servers": Method(lambda size: ParameterServer(part_bytes=2000), takes_integers=True),
+    "servers": Method(lambda size: ParameterServer(part_bytes=2000), takes_integers=True, has_own_messages=True),
     "hierarchical": Method(
         lambda size: Hierarchical(AllReduce(), Compressed(MinMax8(), error_feedback=True), nodes_of(size))
     ),
