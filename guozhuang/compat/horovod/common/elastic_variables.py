@@ -89,19 +89,19 @@ def environment_of_workers(more: Mapping[str, str]) -> dict[str, str]:
     return own | dict(more)
 
 
-def variables(told: Driver, host: str, num_local: int, environ: Mapping[str, str]) -> dict[str, str]:
+def variables(driver: Driver, host: str, num_local: int, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the additional variables of one worker.
 
     Args:
-        told: the worker's number, and the address of the store from there.
+        driver: the worker's number, and the address of the store from there.
         host: the name of its host, as the user or the discovery script wrote it.
         num_local: the largest number of workers on its host, which share the cores.
         environ: the rest of its environment; if that sets OMP_NUM_THREADS it is kept.
     """
     found = {
-        VARIABLE: f"{told.worker}@{told.host}:{told.port}",
+        VARIABLE: f"{driver.worker}@{driver.host}:{driver.port}",
         "HOROVOD_ELASTIC": "1",
-        "HOROVOD_ELASTIC_TIMEOUT": str(max(1, round(told.timeout_s))),
+        "HOROVOD_ELASTIC_TIMEOUT": str(max(1, round(driver.timeout_s))),
         "HOROVOD_HOSTNAME": host,
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",

@@ -184,12 +184,12 @@ def compare_worlds(group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
     if len(ranks) == group.size():
         return
     limit_s = timeout_s(group)
-    told = notices.read(0, limit_s)
-    missing = [each for each in range(group.size()) if each not in told]
+    answers = notices.read(0, limit_s)
+    missing = [each for each in range(group.size()) if each not in answers]
     if missing:
         what = f"ranks {missing} did not come to hvd.init() within {limit_s:g} s"
         raise WorldError(explain(what, rank=rank, fix="look at their own errors; every process must call it"))
-    worlds = {each: frozenset(json.loads(text)) for each, text in sorted(told.items())}
+    worlds = {each: frozenset(json.loads(text)) for each, text in sorted(answers.items())}
     for (one, first), (other, second) in itertools.combinations(worlds.items(), 2):
         if first != second and first & second:
             what = f"hvd.init(comm=...): rank {one} gave {sorted(first)}, rank {other} gave {sorted(second)}"

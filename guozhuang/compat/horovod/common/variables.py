@@ -149,11 +149,11 @@ def check_world(variables: HorovodVariables, rank: int, size: int) -> None:
     Raises:
         UsageError: the variables hold another rank or size.
     """
-    told = (variables.rank, variables.size)
-    if told[0] in (None, rank) and told[1] in (None, size):
+    given = (variables.rank, variables.size)
+    if given[0] in (None, rank) and given[1] in (None, size):
         return
     what = (
-        f"HOROVOD_RANK and HOROVOD_SIZE say rank {_or_none(told[0])} of {_or_none(told[1])}, but this process is rank {rank} "
+        f"HOROVOD_RANK and HOROVOD_SIZE say rank {_or_none(given[0])} of {_or_none(given[1])}, but this process is rank {rank} "
         f"of {size}: they were set by a launcher that Guozhuang does not know, or are left from another run"
     )
     fix = "start it with Guozhuang's horovodrun or with `guozhuang run`, or unset HOROVOD_RANK and HOROVOD_SIZE"

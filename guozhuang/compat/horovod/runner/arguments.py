@@ -111,7 +111,7 @@ def _add_elastic(parser: argparse.ArgumentParser) -> None:
     )
     add("--min-np", "--min-num-proc", dest="min_num_proc", type=int, metavar="N", help="Processes that must be left.")
     add("--max-np", "--max-num-proc", dest="max_num_proc", type=int, metavar="N", help="Processes that there may be.")
-    add("--slots-per-host", dest="slots", type=int, metavar="N", help="For hosts whose slots are not said.")
+    add("--slots-per-host", dest="slots", type=int, metavar="N", help="For hosts whose number of slots is not given.")
     add(
         "--elastic-timeout",
         type=float,
@@ -138,26 +138,26 @@ def _add_controllers(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("how processes are started: always by Guozhuang's launcher")
     add = group.add_argument
     add("--gloo", dest="use_gloo", action="store_true", help="As it is anyway.")
-    add("--mpi", dest="use_mpi", action="store_true", help="Taken, and said to change nothing.")
+    add("--mpi", dest="use_mpi", action="store_true", help="Accepted; a message says that it changes nothing.")
     add(
         "--jsrun",
         dest="use_jsrun",
         action="store_true",
         help="Refused: give -H, or start `guozhuang run` on each host by jsrun.",
     )
-    add("--mpi-args", metavar="WORDS", help="Means nothing here, and is said to.")
-    add("--binding-args", metavar="WORDS", help="Means nothing here, and is said to.")
+    add("--mpi-args", metavar="WORDS", help="Accepted; a message says that it means nothing here.")
+    add("--binding-args", metavar="WORDS", help="Accepted; a message says that it means nothing here.")
     add("--tcp", dest="tcp_flag", action="store_true", help="No InfiniBand: NCCL_IB_DISABLE=1.")
 
 
 class _ConfigFile(argparse.Action):
-    """Keep the path, and forget which options were given: the file overrides those before it, and later ones override it."""
+    """Keep the path, and forget the options before it, which the file overrides; later options override the file."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
     ) -> None:
         namespace.config_file = values
-        namespace.said = set()
+        namespace.given_later = set()
 
 
 def _names(text: str) -> list[str]:

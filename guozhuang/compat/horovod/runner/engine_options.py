@@ -149,14 +149,14 @@ SETTINGS = (
 
 
 class Store(argparse.Action):
-    """Store the value, and add the option to ``said``: those after the last ``--config-file``, which it does not override."""
+    """Store the value, and add the option to ``given_later``: the options after the last ``--config-file``, which win."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
     ) -> None:
         """Store the value; argparse calls this for each option."""
         setattr(namespace, self.dest, self.const if self.nargs == 0 else values)
-        namespace.said = {*getattr(namespace, "said", ()), self.dest}
+        namespace.given_later = {*getattr(namespace, "given_later", ()), self.dest}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -181,7 +181,7 @@ def take_file(found: argparse.Namespace, content: object, path: str) -> None:
     Raises:
         UsageError: a section or key is unknown, or a value is not allowed.
     """
-    said: set[str] = getattr(found, "said", set())
+    given_later: set[str] = getattr(found, "given_later", set())
     if content is not None and not isinstance(content, Mapping):
         raise UsageError(explain(f"{path} holds no sections", value=content, fix=_SECTIONS_FIX))
     for section, values in (content or {}).items():
@@ -190,7 +190,7 @@ def take_file(found: argparse.Namespace, content: object, path: str) -> None:
             if not isinstance(values, bool):
                 fix = "write true, or leave it out"
                 raise UsageError(explain(f"{where} must be true or false", value=values, fix=fix))
-            if "verbose" not in said:
+            if "verbose" not in given_later:
                 found.verbose = values
         elif section == "controller":
             if str(values).lower() not in ("gloo", "mpi"):
@@ -201,11 +201,15 @@ def take_file(found: argparse.Namespace, content: object, path: str) -> None:
         elif section not in _KEYS:
             raise UsageError(explain(f"{path} has a section that is unknown", value=section, fix=_SECTIONS_FIX))
         else:
-            _take_section(found, _KEYS[section], values, where, said)
+            _take_section(found, _KEYS[section], values, where, given_later)
 
 
 def _take_section(
-    found: argparse.Namespace, settings: Mapping[str, tuple[Setting, bool]], values: object, where: str, said: set[str]
+    found: argparse.Namespace,
+    settings: Mapping[str, tuple[Setting, bool]],
+    values: object,
+    where: str,
+    given_later: set[str],
 ) -> None:
     keys = ", ".join(sorted(settings))
     if values is not None and not isinstance(values, Mapping):
@@ -214,7 +218,7 @@ def _take_section(
         if key not in settings:
             raise UsageError(explain(f"{where} has a key that is unknown", value=key, fix=f"its keys are {keys}"))
         setting, is_opposite = settings[key]
-        if value is not None and setting.name not in said:
+        if value is not None and setting.name not in given_later:
             checked = setting.checked(value, f"{where}.{key}")
             setattr(found, setting.name, not checked if is_opposite else checked)
 
@@ -225,7 +229,7 @@ def variables(found: argparse.Namespace) -> dict[str, str]:
     Raises:
         UsageError: a number that is not allowed.
     """
-    told = {}
+    values = {}
     for each in SETTINGS:
         value = getattr(found, each.name)
         if value is None:
@@ -233,10 +237,10 @@ def variables(found: argparse.Namespace) -> dict[str, str]:
         value = each.checked(value, each.option)
         if each.off is not None:
             value = int(value != each.variable.startswith("!"))
-        told["HOROVOD_" + each.variable.removeprefix("!")] = str(
+        values["HOROVOD_" + each.variable.removeprefix("!")] = str(
             value if each.factor == 1 else int(value) * each.factor
         )
-    return told
+    return values
 
 
 # By section and key: the setting, and whether the key means the opposite of it.

@@ -98,15 +98,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def notes(found: argparse.Namespace) -> list[str]:
     """Return a sentence for each given option that has no effect, or another effect than the user may expect."""
-    said = []
+    lines = []
     if found.use_mpi:
-        said.append("--mpi changes nothing: processes are started by Guozhuang's launcher, without mpirun")
+        lines.append("--mpi changes nothing: processes are started by Guozhuang's launcher, without mpirun")
     given = [name for name, value in (("--mpi-args", found.mpi_args), ("--binding-args", found.binding_args)) if value]
     if given:
-        said.append(f"{' and '.join(given)} mean nothing here: no mpirun is started")
+        lines.append(f"{' and '.join(given)} mean nothing here: no mpirun is started")
     if found.nics and len(set(found.nics)) > 1:
-        said.append(f"of the network interfaces the first is used for all: {found.nics[0]}")
-    return said
+        lines.append(f"of the network interfaces the first is used for all: {found.nics[0]}")
+    return lines
 
 
 def _features() -> str:

@@ -121,13 +121,13 @@ def variables_for(found: argparse.Namespace) -> dict[str, str]:
     Raises:
         UsageError: a number that is not allowed.
     """
-    told = {"PYTHONUNBUFFERED": "1", **engine_options.variables(found)}
+    values = {"PYTHONUNBUFFERED": "1", **engine_options.variables(found)}
     if found.tcp_flag:
-        told["NCCL_IB_DISABLE"] = "1"
+        values["NCCL_IB_DISABLE"] = "1"
     if found.start_timeout is not None:
-        told["HOROVOD_START_TIMEOUT"] = f"{found.start_timeout:g}"
-    horovod_variables.read(told)  # raises here for a value that the processes would refuse
-    return told
+        values["HOROVOD_START_TIMEOUT"] = f"{found.start_timeout:g}"
+    horovod_variables.read(values)  # raises here for a value that the processes would refuse
+    return values
 
 
 def are_here(names: Sequence[str]) -> bool:

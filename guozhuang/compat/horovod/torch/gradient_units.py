@@ -184,10 +184,10 @@ class GradientUnits(BackwardPasses):
         )  # the tuner needs each gradient's own name
         if self._is_agreed or self._is_grouped or not (self._is_elementwise and self.hooked and fuses):
             return
-        told = [
+        description = [
             (one.name, str(one.parameter.dtype), one.parameter.device.type, *form_of(one)[2:]) for one in self.hooked
         ]
-        digest = int.from_bytes(hashlib.sha256(repr(told).encode()).digest()[:7], "big") + 1
+        digest = int.from_bytes(hashlib.sha256(repr(description).encode()).digest()[:7], "big") + 1
         vote = torch.tensor([digest, -digest])
         name = f"allreduce.guozhuang.layout.{min(one.name for one in self.hooked)}"
         submission = Submission(Kind.ALLREDUCE, name, (vote,), (vote,), Reduction.MIN)

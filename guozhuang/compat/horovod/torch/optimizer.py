@@ -189,8 +189,8 @@ class _DistributedOptimizer(_Distributed):
                 self.synchronize()
         again = None if closure is None else self._synchronizing(closure, self._should_synchronize)
         # Pass a closure only if there is one: the ``step`` of some optimizers takes none.
-        told = (again, *args) if again is not None or args else ()
-        result = super().step(*told, **kwargs)
+        arguments = (again, *args) if again is not None or args else ()
+        result = super().step(*arguments, **kwargs)
         self._synchronized = False
         self._stepped()
         return result
@@ -369,8 +369,8 @@ def _form_groups(exchange: GradientUnits, groups: ParameterGroups, process_set: 
     first = process_set.ranks[0]
 
     def of_first_rank(names: list[str]) -> list[str]:
-        told: list[str] = broadcast_object(names, root_rank=first, process_set=process_set)
-        return told
+        agreed: list[str] = broadcast_object(names, root_rank=first, process_set=process_set)
+        return agreed
 
     names = [one.name for one in exchange.hooked]
     exchange.group(grouped(names, [one.parameter for one in exchange.hooked], groups, of_first_rank))

@@ -209,12 +209,12 @@ def sparse_allreduce_async(
     return finish
 
 
-def _check_shapes(told: list[int], ranks: Sequence[int]) -> None:
+def _check_shapes(gathered: list[int], ranks: Sequence[int]) -> None:
     shapes = []
-    while told:
-        num_dims = told[0]
-        shapes.append(tuple(told[1 : 1 + num_dims]))
-        told = told[1 + num_dims :]
+    while gathered:
+        num_dims = gathered[0]
+        shapes.append(tuple(gathered[1 : 1 + num_dims]))
+        gathered = gathered[1 + num_dims :]
     for rank, shape in zip(ranks, shapes, strict=True):
         if shape != shapes[0]:
             what = f"rank {ranks[0]} has {shapes[0]}, and rank {rank} has {shape}"

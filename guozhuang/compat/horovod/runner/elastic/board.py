@@ -101,12 +101,12 @@ class DriverBoard:
         self, number: int, may_skip_sync: bool, workers: Sequence[Sequence[int]], towards: Sequence[str]
     ) -> None:
         """Announce a round, which begins it; see ``Round`` for the arguments."""
-        told = Round(number, may_skip_sync, workers, towards, self._updated)
+        announced = Round(number, may_skip_sync, workers, towards, self._updated)
         old = number - _KEPT_ROUNDS
         for name in (f"round/{old}", f"lost/{old}"):
             self._store.delete_key(name)
         self._whole.delete_key(verdict_key(old))
-        self._store.set(f"round/{number}", json.dumps(asdict(told)))
+        self._store.set(f"round/{number}", json.dumps(asdict(announced)))
         self._store.set("newest", str(number))
 
     def give_up(self, number: int, why: str) -> None:
@@ -140,8 +140,8 @@ class DriverBoard:
         found = {}
         for worker in running:
             if self._store.check([f"waiting/{worker}"]):
-                after, *told = json.loads(self._store.get(f"waiting/{worker}"))
-                may_skip_sync, has_state, has_entered = map(bool, told)
+                after, *flags = json.loads(self._store.get(f"waiting/{worker}"))
+                may_skip_sync, has_state, has_entered = map(bool, flags)
                 found[worker] = (int(after), may_skip_sync, has_state, has_entered)
         return found
 

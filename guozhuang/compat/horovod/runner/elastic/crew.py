@@ -46,10 +46,10 @@ class LocalWorkers:
         Raises:
             OSError: it cannot be started: no memory, too many processes, arguments too long or with a zero byte.
         """
-        told = elastic_variables.Driver(*self._store, worker, self._timeout_s)
+        driver = elastic_variables.Driver(*self._store, worker, self._timeout_s)
         environ = {**self._environment}
         environ |= with_folders(environ.get("PYTHONPATH", ""), EXTENSION.python_path)
-        environ |= elastic_variables.variables(told, host, num_local, environ)
+        environ |= elastic_variables.variables(driver, host, num_local, environ)
         try:
             pid = self._crew.start(worker, [*entry(), *command], environ, stdout, stderr)
         except (OSError, ValueError) as error:

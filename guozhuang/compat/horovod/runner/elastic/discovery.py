@@ -104,8 +104,8 @@ class HostDiscovery:
         if code is None:
             raise DiscoveryError(f"the discovery script did not end within {_SCRIPT_S:g} s: {self._script}")
         if code != 0:
-            said = f", saying: {err.strip()[-500:]}" if err.strip() else ""
-            raise DiscoveryError(f"the discovery script {self._script} ended with exit code {code}{said}")
+            printed = f", saying: {err.strip()[-500:]}" if err.strip() else ""
+            raise DiscoveryError(f"the discovery script {self._script} ended with exit code {code}{printed}")
         self.newest = parse(out, self._default_slots)
         return True
 

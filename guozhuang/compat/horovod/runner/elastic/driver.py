@@ -175,8 +175,8 @@ class ElasticDriver:
         for worker in running:
             if lines := self._output.traces[worker.number].lines:
                 self._job.heard(worker.number, lines[-1][0])
-        for number, told in self._board.arrivals([worker.number for worker in running]).items():
-            self._job.came(number, *told)
+        for number, report in self._board.arrivals([worker.number for worker in running]).items():
+            self._job.came(number, *report)
         if time.monotonic() >= self._next_beat:
             self._next_beat = time.monotonic() + _BEAT_S
             self._board.beat()
@@ -271,7 +271,7 @@ class ElasticDriver:
         failed = self._job.first_failure
         if code == 0 or failed is None:
             return code
-        if failed.is_told:
+        if failed.is_signalled:
             text = [f"the job has failed: the first worker that failed is {failed.title}, which did not answer"]
         else:
             assert failed.code is not None
@@ -285,7 +285,7 @@ class ElasticDriver:
     def _end_workers(self) -> None:
         for at_once in (False, True):
             for worker in self._running:
-                worker.is_told = True
+                worker.is_signalled = True
                 self._end(worker, at_once)
             deadline = time.monotonic() + (0.0 if at_once else GRACE_S) + _LAST_S
             num_signals = len(self._signals)  # another signal: kill at once, without waiting for the grace

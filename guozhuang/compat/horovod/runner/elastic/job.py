@@ -45,7 +45,7 @@ class Worker:
         has_entered: it had completed ``hvd.init()`` in its last round when it last reported.
         heard: the time when it last printed something.
         leaving: the time since when it is no longer part of the run, so that its end is no failure; None: it is part of it.
-        is_told: the driver has sent it a signal to end.
+        is_signalled: the driver has sent it a signal to end.
         code: its return code, as ``subprocess`` gives it; None while it runs.
         pid: its process id; 0 where it is not known.
     """
@@ -61,7 +61,7 @@ class Worker:
     has_entered: bool = True
     heard: float = -math.inf
     leaving: float | None = None
-    is_told: bool = False
+    is_signalled: bool = False
     code: int | None = None
     pid: int = 0
 
@@ -122,9 +122,11 @@ class ElasticJob:
         self._succeeded: Worker | None = None
         self._succeeded_at = -math.inf
         self._is_dismissed = False
-        self._told: set[int] = set()  # numbers of new and leaving workers that the running ones know of, in this round
+        self._notified: set[int] = (
+            set()
+        )  # numbers of new and leaving workers that the running ones know of, in this round
         self._num_empty = 0  # rounds in a row in which no worker completed hvd.init()
-        self._said: list[str] = []
+        self._messages: list[str] = []
         self._short_since = self._broken_since = -math.inf
         self._has_started = False
 
@@ -138,7 +140,7 @@ class ElasticJob:
         self._hosts = {host: hosts[host] for host in dict.fromkeys([*stay, *hosts])}
         there = ", ".join(f"{host}:{slots}" for host, slots in self._hosts.items()) or "none"
         if self._has_started:
-            self._said.append(f"hosts are now: {there}" + (f" (gone: {gone})" if gone else ""))
+            self._messages.append(f"hosts are now: {there}" + (f" (gone: {gone})" if gone else ""))
 
     def came(self, number: int, after: int, may_skip_sync: bool, has_state: bool, has_entered: bool = True) -> None:
         """Record that a worker waits for the round after round ``after``; ``Worker`` describes the other arguments."""
@@ -155,23 +157,23 @@ class ElasticJob:
         """Record that the process of a worker has ended; ``code`` is its return code as ``subprocess`` gives it."""
         worker = self.workers[number]
         worker.code, worker.is_waiting = code, False
-        if worker.is_told:
+        if worker.is_signalled:
             return
         others = [each for each in self.workers if each.code is None and each.leaving is None and self._has_slot(each)]
         # Without a slot an end with 0 counts as success only if no other running worker has one, as when all hosts seem gone.
         if worker.leaving is not None or (not self._has_slot(worker) and (code != 0 or others)):
-            self._said.append(f"{worker.title} has left with {how(code)}: its slot is gone")
+            self._messages.append(f"{worker.title} has left with {how(code)}: its slot is gone")
         elif code == 0:
             self._succeeded, self._succeeded_at = self._succeeded or worker, now
         elif self._succeeded is not None:
-            self._said.append(f"{worker.title} ended with {how(code)} after {self._succeeded.title} had ended well")
+            self._messages.append(f"{worker.title} ended with {how(code)} after {self._succeeded.title} had ended well")
         else:
-            self._said.append(f"{worker.title} ended with {how(code)}; {self._fail(worker, now)}")
+            self._messages.append(f"{worker.title} ended with {how(code)}; {self._fail(worker, now)}")
 
     def turn(self, now: float) -> Orders:
         """Decide what to do at the time ``now``."""
-        orders = Orders(say=self._said)
-        self._said = []
+        orders = Orders(say=self._messages)
+        self._messages = []
         running = [worker for worker in self.workers if worker.code is None]
         self._end_those_that_stay(running, now, orders)
         if self._succeeded is not None:
@@ -216,9 +218,9 @@ class ElasticJob:
             self._is_dismissed = True
             orders.dismiss = f"the job is over: {self._succeeded.title} has ended well"
         for worker in running:
-            if worker.round == 0 and not worker.is_told:
+            if worker.round == 0 and not worker.is_signalled:
                 self._end(worker, -math.inf, orders)
-            elif not worker.is_told and now >= max(self._succeeded_at, worker.heard) + timeout_s:
+            elif not worker.is_signalled and now >= max(self._succeeded_at, worker.heard) + timeout_s:
                 orders.say.append(
                     f"ending {worker.title}: {self._succeeded.title} has ended well, and it has neither ended nor printed "
                     f"anything for {timeout_s:g} s (--elastic-timeout)"
@@ -228,7 +230,7 @@ class ElasticJob:
             orders.over = 0
 
     def _end(self, worker: Worker, now: float, orders: Orders) -> None:
-        worker.leaving, worker.is_told, worker.is_waiting = now, True, False
+        worker.leaving, worker.is_signalled, worker.is_waiting = now, True, False
         orders.end.append(worker)
 
     def _let_go(self, unwanted: list[Worker], now: float, orders: Orders) -> list[Worker]:
@@ -247,7 +249,7 @@ class ElasticJob:
     def _end_those_that_stay(self, running: list[Worker], now: float, orders: Orders) -> None:
         """End workers that still run long after their slot was removed, though the newest round told them to leave."""
         for worker in running:
-            if worker.leaving is not None and not worker.is_told and now > worker.leaving + _REMOVED_S:
+            if worker.leaving is not None and not worker.is_signalled and now > worker.leaving + _REMOVED_S:
                 orders.say.append(f"ending {worker.title}: its slot has been gone for {_REMOVED_S:.0f} s")
                 self._end(worker, now, orders)
 
@@ -354,9 +356,9 @@ class ElasticJob:
     def _tell(self, ready: list[Worker], going: list[Worker], orders: Orders) -> None:
         """Notify the running workers of removed slots at once, and of new workers when these wait for a round."""
         gone, new = {worker.number for worker in going}, {worker.number for worker in ready}
-        if self.round and (gone | new) - self._told:
+        if self.round and (gone | new) - self._notified:
             orders.changed = frozenset(["removed"] * bool(gone) + ["added"] * bool(new))
-            self._told |= gone | new
+            self._notified |= gone | new
 
     def _end_the_silent(self, members: list[Worker], late: list[Worker], now: float, orders: Orders) -> bool:
         """End workers that were waited for too long, as failed ones; return whether there were any.
@@ -388,4 +390,4 @@ class ElasticJob:
             worker.leaving = now
         orders.announce = chosen
         self._round_failed, self._broken_since = False, -math.inf
-        self._told.clear()
+        self._notified.clear()

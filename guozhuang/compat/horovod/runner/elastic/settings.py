@@ -69,7 +69,7 @@ def settings_of(found: argparse.Namespace, more: Mapping[str, str] | None = None
     Raises:
         UsageError: hosts or variables that cannot be read; srun or mpirun started several horovodruns, and no host was named.
     """
-    told = horovod_variables.read()
+    environment = horovod_variables.read()
     named = static_run.hosts_of(found)
     hosts: list[tuple[str, int]] | None = None
     if found.host_discovery_script is None:
@@ -86,7 +86,7 @@ def settings_of(found: argparse.Namespace, more: Mapping[str, str] | None = None
         slots_per_host=found.slots,
         host_discovery_script=found.host_discovery_script,
         hosts=hosts,
-        elastic_timeout_s=found.elastic_timeout or told.elastic_timeout or _ELASTIC_TIMEOUT_S,
+        elastic_timeout_s=found.elastic_timeout or environment.elastic_timeout or _ELASTIC_TIMEOUT_S,
         reset_limit=found.reset_limit,
         cooldown_range=None if found.cooldown_range is None else (found.cooldown_range[0], found.cooldown_range[1]),
         ssh_port=found.ssh_port,
@@ -94,7 +94,7 @@ def settings_of(found: argparse.Namespace, more: Mapping[str, str] | None = None
         env={**static_run.variables_for(found), **(more or {})},
         output_filename=found.output_filename,
         prefix_timestamp=found.prefix_output_with_timestamp,
-        start_timeout_s=found.start_timeout or told.start_timeout or _START_TIMEOUT_S,
+        start_timeout_s=found.start_timeout or environment.start_timeout or _START_TIMEOUT_S,
         verbose=found.verbose,
         network_interfaces=tuple(dict.fromkeys(found.nics or ())),
     )

@@ -175,7 +175,7 @@ class Membership:
     ``join`` reports ``may_skip_sync``, ``has_state`` and ``has_entered`` to the driver.
 
     Args:
-        told: the driver's address and this worker's number, from the environment.
+        driver: the driver's address and this worker's number, from the environment.
 
     Attributes:
         current: the newest round that this worker joined; None before the first.
@@ -188,17 +188,19 @@ class Membership:
         SilentDriverError: the driver does not answer.
     """
 
-    def __init__(self, told: elastic_variables.Driver) -> None:
-        self._told, self._variables = told, RoundVariables()
+    def __init__(self, driver: elastic_variables.Driver) -> None:
+        self._driver, self._variables = driver, RoundVariables()
         self.current: Round | None = None
         self.may_skip_sync = self.has_state = self.has_entered = False
-        share_s = _SHARE_OF_TIMEOUT * told.timeout_s
+        share_s = _SHARE_OF_TIMEOUT * driver.timeout_s
         self.world_timeout_s = min(max(share_s, _LEAST_TIMEOUT_S), _MOST_TIMEOUT_S)
         self._newest_update = 0.0
-        limit_s, where = told.timeout_s, f"the driver's store at {told.host}:{told.port}"
-        store = _asked(lambda: client.within(limit_s, where, lambda: connect(told.host, told.port, limit_s), fix=_FIX))
+        limit_s, where = driver.timeout_s, f"the driver's store at {driver.host}:{driver.port}"
+        store = _asked(
+            lambda: client.within(limit_s, where, lambda: connect(driver.host, driver.port, limit_s), fix=_FIX)
+        )
         self._store = client.PatientStore(store, client=client.Client(limit_s), name=where)
-        self._board = WorkerBoard(self._store, told.worker)
+        self._board = WorkerBoard(self._store, driver.worker)
         self._lost_peers = LostPeers(self._board)
         # The interpreter must not end while a thread is inside a call of PyTorch's store.
         atexit.register(self.close)
@@ -252,7 +254,7 @@ class Membership:
 
     def _wait(self, may_skip_sync: bool) -> Round:
         after = 0 if self.current is None else self.current.number
-        worker, timeout_s = self._told.worker, self._told.timeout_s
+        worker, timeout_s = self._driver.worker, self._driver.timeout_s
         _asked(self._board.come, after, may_skip_sync, self.has_state, self.has_entered)
         began = heard = time.monotonic()
         beat, looked, notices = -1, after, client.Notices()
@@ -283,7 +285,7 @@ class Membership:
 
     def _enter(self, found: Round, node: int, local_rank: int) -> Round:
         shares = [NodeShare(len(each)) for each in found.workers]
-        attempt = Attempt(found.number, node, shares, self._told.host, self._told.port)
+        attempt = Attempt(found.number, node, shares, self._driver.host, self._driver.port)
         self._variables.write(attempt, local_rank, found.towards[node])
         self.current, self._newest_update = found, max(self._newest_update, found.updated)
         if node == local_rank == 0:
@@ -312,11 +314,11 @@ _here = _Membership()
 
 def membership() -> Membership | None:
     """Return the membership of this process; None if no elastic driver started it, as in a process that a worker started."""
-    told = elastic_variables.driver()
-    if told is None:
+    driver = elastic_variables.driver()
+    if driver is None:
         return None
     if _here.membership is None:
-        _here.membership = Membership(told)
+        _here.membership = Membership(driver)
         elastic_variables.claim()
     return _here.membership
 
