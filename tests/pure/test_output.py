@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from guozhuang.launch.console import output
+from guozhuang.launch.console.lines import Lines
 from guozhuang.launch.console.output import Output
-from guozhuang.launch.console.screen import Lines, Screen
+from guozhuang.launch.console.screen import Screen
 from guozhuang.launch.console.streams import NamedPipe, OwnTerminal, Stream, Trace
 from guozhuang.launch.console.target import Target
 from tests.waiting import until
@@ -176,7 +177,7 @@ def test_a_mistake_with_one_rank_stops_nobody(tmp_path: Path, monkeypatch: pytes
     with monkeypatch.context() as patch:
         patch.setattr(Lines, "feed", lambda lines, data: 1 // 0)
         write(stream._way.path, b"one\n")
-        assert stream.read() and stream._screen is None
+        assert stream.read() and stream._shown is None
     write(stream._way.path, b"two\n")
     assert stream.read() and not stream.read()
     stream.finish()

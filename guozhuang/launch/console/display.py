@@ -9,9 +9,8 @@ from __future__ import annotations
 import select
 from collections.abc import Callable
 
+from guozhuang.launch.console.lines import LiveText, WholeLines
 from guozhuang.launch.console.say import WHO
-from guozhuang.launch.console.screen import Lines
-from guozhuang.launch.console.streams import LiveText
 from guozhuang.launch.console.target import Target, is_same
 from guozhuang.launch.hosts.link import Link
 
@@ -31,8 +30,8 @@ class Display:
         self._takes_nothing: set[int] = set()
         out = Target(1, wait=self._wait_for_room)
         self._targets = {"stdout": out, "stderr": out if is_same(1, 2) else Target(2, wait=self._wait_for_room)}
-        self._lines: dict[tuple[int, str], Lines] = {}
         self._live = {name: LiveText(target.screen, b"") for name, target in self._targets.items()}  # of the first host
+        self._others: dict[tuple[int, str], WholeLines] = {}
 
     @property
     def terminals(self) -> list[list[bool]]:
@@ -47,11 +46,8 @@ class Display:
             stream: "stdout" or "stderr".
             data: the bytes, which may end inside a line.
         """
-        if link.node_rank:
-            self._targets[stream].screen.lines(b"", self._of(link, stream).feed(data))
-        else:
-            self._live[stream].feed(data)
-            self.show_what_waits()
+        self._of(link, stream).feed(data)
+        self.show_what_waits()
 
     @property
     def is_holding(self) -> bool:
@@ -65,11 +61,8 @@ class Display:
 
     def close(self, link: Link) -> None:
         """Show the unfinished lines of a host whose link has closed."""
-        for stream, target in self._targets.items():
-            if link.node_rank:
-                target.screen.lines(b"", self._of(link, stream).rest())
-            else:
-                self._live[stream].show_what_waits(patience_s=0)
+        for stream in self._targets:
+            self._of(link, stream).finish()
 
     def say(self, text: str) -> None:
         """Print a message of the launcher on standard error, in a line of its own."""
@@ -92,5 +85,7 @@ class Display:
         self._takes_nothing.discard(descriptor)
         return True
 
-    def _of(self, link: Link, stream: str) -> Lines:
-        return self._lines.setdefault((link.node_rank, stream), Lines())
+    def _of(self, link: Link, stream: str) -> LiveText | WholeLines:
+        if link.node_rank == 0:
+            return self._live[stream]
+        return self._others.setdefault((link.node_rank, stream), WholeLines(self._targets[stream].screen, b""))

@@ -313,7 +313,7 @@ class Output:
     def _do_run(self) -> None:
         while not self._ending:
             with self._lock:
-                waits = [stream.patience_s / 2 for stream in self._streams if stream.is_waiting]
+                waits = [patience_s / 2 for stream in self._streams if (patience_s := stream.patience_s) is not None]
                 waits += [_LOOK_S] if self._files else []
             for key, _ in self._selector.select(min(waits) if waits else None):
                 with self._lock:
@@ -357,7 +357,7 @@ class Output:
             self._finish(self._streams[0], deadline)
         while self._files:
             file, trace = self._files[0]
-            _keep(trace, file.finish())
+            trace.keep(file.finish())
             self._files.pop(0)
         for target in self._targets:
             target.screen.end()
@@ -372,7 +372,7 @@ class Output:
 
     def _look(self) -> None:
         for file, trace in self._files:
-            _keep(trace, file.read())
+            trace.keep(file.read())
 
     def _on_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -380,8 +380,3 @@ class Output:
                 if number == signal.SIGWINCH:
                     for stream in self._streams:
                         stream.resize()
-
-
-def _keep(trace: Trace, lines: Sequence[str]) -> None:
-    now = time.monotonic()
-    trace.lines.extend((now, line) for line in lines)

@@ -19,12 +19,9 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
-from guozhuang.launch.console.escapes import ESCAPE, RESET, is_plain, number, only_colours, rows_up, width
+from guozhuang.launch.console.escapes import ESCAPE, RESET, is_plain, number, only_colours, width
 
 _COLOURS = (36, 33, 35, 32, 34, 31)  # of the marks: cyan first; red last, because it looks like an error
-# A longer line is passed on in pieces, so that memory stays bounded whatever a rank writes.
-MAX_LINE = 65536
-_MAX_DRAWN = 4096  # an unfinished line with carriage returns that is longer is reduced to its last state
 _ERASE_REST = b"\x1b[K"  # erases the rest of the row
 _ERASE_BELOW = b"\r\x1b[J"
 _END_FULL_SCREEN, _SHOW_CURSOR = b"\x1b[?1049l", b"\x1b[?25h"
@@ -45,42 +42,6 @@ def mark(rank: int | str, colour: bool) -> bytes:
     text = f"[{rank}]"
     is_coloured = colour and isinstance(rank, int)
     return (f"\x1b[{_COLOURS[int(rank) % len(_COLOURS)]}m{text}\x1b[0m " if is_coloured else f"{text} ").encode()
-
-
-class Lines:
-    """Cuts the output of a rank into lines. Of a line that was overwritten by carriage returns only the last state is kept.
-
-    Args:
-        moves: whether cursor movements up in the overwritten part are kept, as one escape sequence before the line.
-    """
-
-    def __init__(self, moves: bool = False) -> None:
-        self._rest = b""
-        self._moves = moves
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """Add bytes; return the lines that they complete, without line ends."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > _MAX_DRAWN and b"\r" in self._rest:
-            self._rest = b"\r" + self._last_state(self._rest)
-        if len(self._rest) > MAX_LINE:
-            lines.append(self._rest)
-            self._rest = b""
-        return [self._last_state(line) for line in lines]
-
-    def is_waiting(self) -> bool:
-        """Return whether there is an unfinished line that is no progress bar (has no carriage return)."""
-        return bool(self._rest) and b"\r" not in self._rest
-
-    def rest(self) -> list[bytes]:
-        """Remove the unfinished line and return it as a list of one line; empty if there is none."""
-        line, self._rest = self._last_state(self._rest), b""
-        return [line] if line else []
-
-    def _last_state(self, line: bytes) -> bytes:
-        before, _, last = line.rstrip(b"\r").rpartition(b"\r")
-        up = rows_up(before) if self._moves else 0
-        return b"\x1b[%dA" % up + last if up else last
 
 
 @dataclass(eq=False)

@@ -24,9 +24,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from guozhuang.launch.console.escapes import is_plain_begin, rows_up, without_escapes
+from guozhuang.launch.console.escapes import rows_up, without_escapes
+from guozhuang.launch.console.lines import PATIENCE_S, Lines, LiveText, WholeLines
 from guozhuang.launch.console.say import WHO, say
-from guozhuang.launch.console.screen import Lines, Screen, mark
+from guozhuang.launch.console.screen import Screen, mark
 
 _MAX_FOLLOWED_BYTES = (
     1 << 17
@@ -34,11 +35,6 @@ _MAX_FOLLOWED_BYTES = (
 _KEPT_LINES = 400  # number of last lines that are kept of each rank, for the report of a failure
 _READ_BYTES = 65536
 _KEPT_BYTES = 1 << 20  # number of last bytes that are kept of a stream until the place of its copy is known
-# An unfinished line of a rank is held back this long before it is shown like a whole line.
-PATIENCE_S = 1.0
-# The same for rank 0, whose output is shown as it comes: Python writes the parts of a line one by one, and without a delay
-# lines of other ranks would come between them; and a pipe may cut a line anywhere.
-LIVE_PATIENCE_S = 0.05
 _SIZE = "HHHH"  # rows, columns, and both in pixels
 _OUTPUT_FLAGS, _LOCAL_FLAGS = 1, 3  # indices into the list that termios.tcgetattr returns
 
@@ -56,6 +52,19 @@ class Trace:
     pid: int = 0
     ended: float | None = None
     lines: collections.deque[tuple[float, str]] = field(default_factory=lambda: collections.deque(maxlen=_KEPT_LINES))
+
+    def keep(self, lines: Sequence[bytes], draws: bool = False) -> None:
+        """Add lines that were read now.
+
+        Args:
+            lines: without line ends.
+            draws: whether a line that moves the cursor up is drawn over earlier lines, which are removed then.
+        """
+        now = time.monotonic()
+        for line in lines[-_KEPT_LINES:]:
+            for _ in range(min(rows_up(line) if draws else 0, len(self.lines))):
+                self.lines.pop()
+            self.lines.append((now, without_escapes(line).decode(errors="replace")))
 
 
 class NamedPipe:
@@ -133,42 +142,6 @@ def _say_no_copy(path: str, error: OSError) -> None:
     say(f"no more of what a rank prints is written to {path}: {error.strerror}", within_s=PATIENCE_S)
 
 
-class LiveText:
-    """The output of a stream that is shown as it comes, except that the beginning of a plain line is held back for a moment.
-
-    Args:
-        screen: shows it.
-        mark: the prefix of each line.
-    """
-
-    def __init__(self, screen: Screen, mark: bytes) -> None:
-        self._screen, self._mark = screen, mark
-        self._held = b""
-        self._since = 0.0  # when the held text began to wait
-
-    def feed(self, data: bytes) -> None:
-        """Show whole lines and progress bars at once."""
-        whole, end, held = (self._held + data).rpartition(b"\n")
-        if not is_plain_begin(held):
-            whole, end, held = whole + end, held, b""
-        if end or not self._held:
-            self._since = time.monotonic()
-        self._held = held
-        if end:
-            self._screen.live(self, self._mark, whole + end)
-
-    @property
-    def is_waiting(self) -> bool:
-        """Return whether the beginning of a line is held back."""
-        return bool(self._held)
-
-    def show_what_waits(self, patience_s: float = LIVE_PATIENCE_S) -> None:
-        """Show the beginning of a line that has been held back for ``patience_s`` seconds."""
-        if self._held and time.monotonic() >= self._since + patience_s:
-            held, self._held = self._held, b""
-            self._screen.live(self, self._mark, held)
-
-
 class Stream:
     """Reads one stream of a rank, or both through one pipe, keeps the last lines, and shows them.
 
@@ -193,15 +166,15 @@ class Stream:
         copy: str | None = None,
     ) -> None:
         self._way, self.source = way, way.source
-        self._screen, self._mark, self._colour = screen, mark(rank, colour), colour
-        self._timestamps = timestamps
+        self._screen, self._colour = screen, colour
         self._draws = rank == 0 and not timestamps  # whether it may draw over earlier lines
-        self._live = LiveText(screen, self._mark) if self._draws and screen is not None else None
+        self._shown: LiveText | WholeLines | None = None
+        if screen is not None:
+            prefix = mark(rank, colour)
+            self._shown = LiveText(screen, prefix) if self._draws else WholeLines(screen, prefix, timestamps)
         self._copy = _opened(copy) if copy else None
         self._uncopied = bytearray() if copy == "" else None  # the output until the place of the copy is known
         self._trace, self._lines = trace, Lines(moves=self._draws)
-        self.patience_s = LIVE_PATIENCE_S if self._live is not None else PATIENCE_S
-        self._since = 0.0  # when the unfinished line began to wait
         self._is_closed = False
 
     def read(self) -> bool:
@@ -220,7 +193,8 @@ class Stream:
 
     def rename(self, rank: int | str, copy: str | None) -> None:
         """Show further lines under this rank or name; ``copy``, if given, is the file that gets the output from now on."""
-        self._mark = mark(rank, self._colour)
+        if self._shown is not None:
+            self._shown.mark = mark(rank, self._colour)
         if copy is None:
             return
         self._close_copy()
@@ -249,50 +223,33 @@ class Stream:
         try:
             what()
         except Exception as error:
-            self._lines, self._live, screen, self._screen = Lines(), None, self._screen, None
-            if screen is not None:
+            self._lines, shown, self._shown = Lines(), self._shown, None
+            if shown is not None and self._screen is not None:
                 text = f"{WHO}: no more is shown of what this rank prints there: {type(error).__name__}: {error}"
-                screen.lines(self._mark, [text.encode(errors="replace")])
+                self._screen.lines(shown.mark, [text.encode(errors="replace")])
 
     def _take_in(self, data: bytes) -> None:
-        if not self.is_waiting:
-            self._since = time.monotonic()
-        self._take(self._lines.feed(data))
-        if self._live is not None:
-            self._live.feed(data)
-
-    def _take(self, lines: Sequence[bytes]) -> None:
-        now = time.monotonic()
-        for line in lines:
-            # A line that moves the cursor up draws over earlier lines, so these are removed: only the last state is kept.
-            for _ in range(min(rows_up(line) if self._draws else 0, len(self._trace.lines))):
-                self._trace.lines.pop()
-            self._trace.lines.append((now, without_escapes(line).decode(errors="replace")))
-        if self._screen is not None and self._live is None:
-            self._screen.lines(self._stamp() + self._mark, lines)
-
-    def _stamp(self) -> bytes:
-        return time.strftime("%Y-%m-%d %H:%M:%S ").encode() if self._timestamps else b""
+        self._trace.keep(self._lines.feed(data), self._draws)
+        if self._shown is not None:
+            self._shown.feed(data)
 
     @property
-    def is_waiting(self) -> bool:
-        """Return whether an unfinished line is held back."""
-        return self._lines.is_waiting() if self._live is None else self._live.is_waiting
+    def patience_s(self) -> float | None:
+        """How long an unfinished line that is held back may wait, in seconds; None: nothing is held back."""
+        return self._shown.patience_s if self._shown is not None and self._shown.is_waiting else None
 
     def show_what_waits(self) -> None:
         """Show an unfinished line that has been held back long enough."""
-        if self._live is not None:
-            self._surely(self._live.show_what_waits)
-        elif self.is_waiting and time.monotonic() > self._since + self.patience_s:
-            self._surely(lambda: self._take(self._lines.rest()))
+        if self._shown is not None:
+            self._surely(self._shown.show_what_waits)
 
     def finish(self) -> None:
         """Show the remaining output, and close the descriptors. Further calls do nothing."""
         if self._is_closed:
             return
-        if self._live is not None:
-            self._live.show_what_waits(patience_s=0)
-        self._surely(lambda: self._take(self._lines.rest()))
+        self._surely(lambda: self._trace.keep(self._lines.rest(), self._draws))
+        if self._shown is not None:
+            self._surely(self._shown.finish)
         self._is_closed = True
         self._way.close()
         self._close_copy()
@@ -331,7 +288,7 @@ class LogFile:
         with contextlib.suppress(OSError):
             self._offset = 0 if whole else os.stat(path).st_size
 
-    def read(self) -> list[str]:
+    def read(self) -> list[bytes]:
         """Return the whole lines that were added since the last call."""
         try:
             if self._file < 0:
@@ -348,18 +305,18 @@ class LogFile:
         except OSError:
             return []
         self._offset += len(data)
-        return self._texts(self._lines.feed(data))
+        return self._without_head(self._lines.feed(data))
 
-    def finish(self) -> list[str]:
+    def finish(self) -> list[bytes]:
         """Return the new lines, including an unfinished one, and close the file."""
-        lines = self.read() + self._texts(self._lines.rest())
+        lines = self.read() + self._without_head(self._lines.rest())
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
         return lines
 
-    def _texts(self, lines: list[bytes]) -> list[str]:
+    def _without_head(self, lines: list[bytes]) -> list[bytes]:
         if self._skipped and lines:
             lines = lines[lines[0].startswith(self._skipped) :]
             self._skipped = b""
-        return [without_escapes(line).decode(errors="replace") for line in lines]
+        return lines
