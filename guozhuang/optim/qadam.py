@@ -16,10 +16,8 @@ until some v is not 0.
 
 from __future__ import annotations
 
-import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,19 +25,14 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Adam, AdamW, Optimizer
 
 from ..errors import UsageError, explain
+from .wrapped import WrappedOptimizer
 
 if TYPE_CHECKING:
     from ..exchange.base import GradientExchange
     from ..exchange.codecs.base import Codec
 
-_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-_STATE_HOOKS = (
-    *("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"),
-    *("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
-)
 
-
-class QAdam(Optimizer):
+class QAdam(WrappedOptimizer):
     """Adam that sends few bytes: ``ddp.use_exchange(optimizer.exchange())``. Use it with the same settings on every rank.
 
     It steps an Adam or AdamW of torch, ``inner``, and shares its ``param_groups`` and ``state``, so checkpoints are Adam's and
@@ -68,8 +61,7 @@ class QAdam(Optimizer):
         grad_scaler: the GradScaler whose scale the gradients are multiplied by; None without one.
     """
 
-    # Makes GradScaler pass itself to step(), which reads the scale from it.
-    _step_supports_amp_scaling = True
+    inner: Adam
 
     def __init__(
         self,
@@ -123,34 +115,19 @@ class QAdam(Optimizer):
         if warmup_steps < 1:
             what = "warmup_steps must be at least 1: without a second moment no step has a length"
             raise UsageError(explain(what, value=warmup_steps, fix="give 100, or a tenth of all steps"))
-        # Optimizer.__init__ is not called, because it would make param_groups and state separate from those of ``inner``.
-        self.defaults = inner.defaults
-        for name in _STEP_HOOKS:
-            setattr(self, name, getattr(inner, name))  # the same dictionaries, so that the user's handles work
-            setattr(inner, name, OrderedDict())
-        for name in _STATE_HOOKS:
-            setattr(self, name, getattr(inner, name))
-        self._patch_step_function()
-        self.inner: Adam = inner
+        self.wrap(inner, moves_state_hooks=False)
         self.warmup_steps = warmup_steps
         self._codec, self._error_feedback, self._seed = codec, error_feedback, seed
         self._frozen: set[Tensor] = set()
-        self._is_stepping = self._assumed_unscaled = False
+        self._assumed_unscaled = False
         self.grad_scaler: Any = None
         self._check_groups()
-        inner.register_step_pre_hook(self._refuse_other_steps)
-        warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)
 
     def _check_groups(self) -> None:
         for group in self.param_groups:
             for option in ("capturable", "differentiable"):
                 if group.get(option):
                     raise UsageError(explain(f"QAdam does not support {option}=True", fix="leave it out"))
-
-    def _refuse_other_steps(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._is_stepping:
-            what = f"this {type(optimizer).__name__} steps through the QAdam that was made around it"
-            raise UsageError(explain(what, fix="step that one; gz.prepare() returns it"))
 
     def exchange(self) -> GradientExchange[Any]:
         """Return the exchange for ``ddp.use_exchange``: an all-reduce in the warm-up, then the coded momentum."""
@@ -213,17 +190,11 @@ class QAdam(Optimizer):
             return loss
         self._assumed_unscaled = False
         frozen, others = self._divide()
-        whole = [group["params"] for group in self.param_groups]
-        self._is_stepping = True
-        try:
-            if others:
-                for group in self.param_groups if frozen else ():
-                    group["params"] = [p for p in group["params"] if p not in self._frozen]
+        if others:
+            whole = [group["params"] for group in self.param_groups]
+            rest = [[p for p in some if p not in self._frozen] for some in whole] if frozen else whole
+            with self.inner_holds(rest):
                 self.inner.step()
-        finally:
-            self._is_stepping = False
-            for group, params in zip(self.param_groups, whole, strict=True):
-                group["params"] = params
         for group, members in zip(self.param_groups, frozen, strict=False):
             if members:
                 self._step_frozen(group, members)
@@ -305,21 +276,12 @@ class QAdam(Optimizer):
     # ---- used by other parts of torch --------------------------------------------------------------------------------------
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The parameter groups of ``inner``."""
-        return self.inner.param_groups
-
-    @property
     def state(self) -> Any:  # type: ignore[override]
         """The state of ``inner``."""
         return self.inner.state
 
     def __repr__(self) -> str:
         return f"QAdam(warmup_steps={self.warmup_steps}, around {self.inner!r})"
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        what = "a QAdam cannot be copied or pickled: an exchange refers to it"
-        raise UsageError(explain(what, fix="keep optimizer.state_dict()"))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as in torch; its parameters have a warm-up of their own."""

@@ -1,9 +1,8 @@
 """``ShardedOptimizer``: wraps the user's own optimizer, with which each rank steps its part of the weights.
 
-[Note: two views of one optimizer] The user's instance makes the steps, so that its class, its groups, its schedulers and
-all edits of ``param_groups`` keep their meaning. Between steps its groups hold the user's parameters; while it steps, and
-only then, they hold this rank's blocks. Its ``state`` belongs to the blocks at all times. Its hooks are moved to the
-wrapper, which the program calls; a direct call of the instance's own ``step()`` is refused.
+[Note: two views of one optimizer] The user's instance makes the steps, see [Note: a wrapped optimizer] in optim/wrapped.py.
+Between steps its groups hold the user's parameters; while it steps, and only then, they hold this rank's blocks. Its ``state``
+belongs to the blocks at all times.
 
 [Note: one scale for all ranks] ``torch.amp.GradScaler`` keeps a flag "infinity found" in tensors of its own, and adapts its
 scale by it in ``update()``. So if one rank found an infinity in its part, the flag must be set in the scalers of all ranks:
@@ -14,10 +13,10 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NoReturn
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +27,7 @@ from torch.optim import Optimizer
 from ..errors import UsageError, explain
 from ..groups import agree
 from ..groups.subgroups import timeout_s
+from ..optim.wrapped import WrappedOptimizer
 from .carrier import Carrier
 from .elementwise import steps_as_torch
 from .parts import Layout, Member, lay_out
@@ -35,14 +35,8 @@ from .state import Values, apart, check_kinds, cut, regroup, signs, whole
 
 MakeCarrier = Callable[[Sequence[str], Sequence[nn.Parameter], Layout], Carrier]
 
-_HOOKS = (
-    *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
-    *("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"),
-    *("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
-)
 
-
-class ShardedOptimizer(Optimizer):
+class ShardedOptimizer(WrappedOptimizer):
     """Steps this rank's part of the weights with the user's optimizer, and lets every rank see all new weights.
 
     Made by :func:`guozhuang.sharding.shard`. Every rank must call ``step``, ``state_dict`` and ``load_state_dict``.
@@ -55,35 +49,18 @@ class ShardedOptimizer(Optimizer):
         group: the ranks.
     """
 
-    # With this flag GradScaler lets step() unscale and skip, so that all ranks can decide alike.
-    _step_supports_amp_scaling = True
-
     def __init__(self, model: nn.Module, inner: Optimizer, group: dist.ProcessGroup, make_carrier: MakeCarrier) -> None:
-        # Optimizer.__init__ is not called: it would create groups and state of its own.
-        self.defaults = inner.defaults
-        for name in _HOOKS:
-            setattr(self, name, getattr(inner, name))  # not copied: the user's handles still remove hooks
-            setattr(inner, name, OrderedDict())
-        self._patch_step_function()
-        self.inner, self.group = inner, group
-        self._model, self._make_carrier = model, make_carrier
+        self.wrap(inner, moves_state_hooks=True)
+        self.group, self._model, self._make_carrier = group, model, make_carrier
         self._who = type(inner).__name__
-        self._is_stepping = self._kinds_checked = False
+        self._kinds_checked = False
         # A subclass may count its calls of step(): then step() is called once for all blocks.
         self._steps_in_parts = steps_as_torch(type(inner))
         self.carrier: Carrier
         own = {p: inner.state.pop(p) for g in inner.param_groups for p in g["params"] if p in inner.state}
         self._connect(own)
-        inner.register_step_pre_hook(self._refuse_other_steps)
-        # A warning to authors of optimizers, which is shown to users: GradScaler may stop passing itself to step().
-        warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)
 
     # ---- attributes that PyTorch's other parts read ----------------------------------------------------------------------
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups of the user's optimizer, with the user's parameters."""
-        return self.inner.param_groups
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:  # type: ignore[override]
@@ -110,10 +87,6 @@ class ShardedOptimizer(Optimizer):
     def device(self) -> torch.device:
         """The device of the parameters."""
         return self._parameters[0].device if self._parameters else torch.device("cpu")
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        what = "a ShardedOptimizer cannot be copied or pickled: it holds a part of the state, and a process group"
-        raise UsageError(explain(what, fix="keep optimizer.state_dict(), called on every rank"))
 
     # ---- a step ------------------------------------------------------------------------------------------------------------
 
@@ -299,29 +272,12 @@ class ShardedOptimizer(Optimizer):
 
     # ---- the two views -----------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _as_blocks(self, chosen: Iterable[int] | None = None) -> Iterator[None]:
+    def _as_blocks(self, chosen: Iterable[int] | None = None) -> AbstractContextManager[None]:
         """Let the inner optimizer hold the chosen blocks, by default all. See [Note: two views of one optimizer]."""
-        whole_groups = [group["params"] for group in self.inner.param_groups]
-        parts: list[list[nn.Parameter]] = [[] for _ in whole_groups]
+        parts: list[list[nn.Parameter]] = [[] for _ in self.param_groups]
         for i in range(len(self._blocks)) if chosen is None else chosen:
             parts[self._blocks[i].group].append(self._weights[i])
-        for group, part in zip(self.inner.param_groups, parts, strict=True):
-            group["params"] = part
-        self._is_stepping = True
-        try:
-            yield
-        finally:
-            self._is_stepping = False
-            for group, params in zip(self.inner.param_groups, whole_groups, strict=True):
-                group["params"] = params
-
-    def _refuse_other_steps(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._is_stepping:
-            what = f"this {self._who} steps through the optimizer that prepare() returned"
-            raise UsageError(
-                explain(what, fix="write `model, optimizer = gz.prepare(model, optimizer)`, step that one")
-            )
+        return self.inner_holds(parts)
 
     def _signature(self) -> list[list[int]]:
         return [[id(p) for p in group["params"] if p.requires_grad] for group in self.inner.param_groups]

@@ -466,7 +466,7 @@ def case_what_cannot_be_divided_is_refused(rank: int, world_size: int) -> None:
     refused(mlp(), "LBFGS cannot step parts", torch.optim.LBFGS)
     both = Both()
     refused(both.model, "divided among ranks already")
-    with pytest.raises(UsageError, match="through the optimizer that prepare"):
+    with pytest.raises(UsageError, match="steps through the ShardedOptimizer"):
         both.inner.step()
     for copier in (copy.deepcopy, lambda o: torch.save(o, io.BytesIO())):
         with pytest.raises(UsageError, match="cannot be copied or pickled"):

@@ -1,0 +1,88 @@
+"""The base class of optimizers that wrap the user's own one, which makes the steps."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..errors import UsageError, explain
+
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_STATE_HOOKS = (
+    *("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"),
+    *("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
+)
+
+
+class WrappedOptimizer(Optimizer):
+    """An optimizer whose steps another one makes; a subclass calls :meth:`wrap` in place of ``Optimizer.__init__``.
+
+    [Note: a wrapped optimizer] The user's instance makes the steps, so that its class, its groups, its schedulers and all edits
+    of ``param_groups`` keep their meaning. Its hooks are moved to the wrapper, which the program calls; a direct call of the
+    instance's own ``step()`` is refused.
+
+    Attributes:
+        inner: the user's optimizer.
+    """
+
+    inner: Optimizer
+
+    # Makes GradScaler pass itself to step(), which can then read the scale, and unscale or skip by itself.
+    _step_supports_amp_scaling = True
+
+    def wrap(self, inner: Optimizer, moves_state_hooks: bool) -> None:
+        """Take over an optimizer.
+
+        Args:
+            inner: the user's optimizer.
+            moves_state_hooks: whether hooks of ``state_dict`` and ``load_state_dict`` are no longer called by ``inner``.
+        """
+        # Optimizer.__init__ is not called: it would create groups and state separate from those of ``inner``.
+        self.inner, self.defaults, self._is_stepping = inner, inner.defaults, False
+        for name in (*_STEP_HOOKS, *_STATE_HOOKS):
+            setattr(self, name, getattr(inner, name))  # the same dictionaries: the user's handles still remove hooks
+            if moves_state_hooks or name in _STEP_HOOKS:
+                setattr(inner, name, OrderedDict())
+        self._patch_step_function()
+        inner.register_step_pre_hook(self._refuse_other_steps)
+        # A warning to authors of optimizers, which is shown to users: GradScaler may stop passing itself to step().
+        warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The groups of the user's optimizer, with the user's parameters."""
+        return self.inner.param_groups
+
+    @contextmanager
+    def inner_holds(self, parameters: Iterable[list[Any]]) -> Iterator[None]:
+        """Let the groups of ``inner`` hold other parameters inside this context, and allow ``inner.step()`` there.
+
+        Args:
+            parameters: the parameters of each group.
+        """
+        whole: list[list[Tensor]] = [group["params"] for group in self.param_groups]
+        for group, some in zip(self.param_groups, parameters, strict=True):
+            group["params"] = some
+        self._is_stepping = True
+        try:
+            yield
+        finally:
+            self._is_stepping = False
+            for group, params in zip(self.param_groups, whole, strict=True):  # loading a state makes new groups
+                group["params"] = params
+
+    def _refuse_other_steps(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._is_stepping:
+            what = f"this {type(optimizer).__name__} steps through the {type(self).__name__} that was made around it"
+            fix = "write `model, optimizer = gz.prepare(model, optimizer)`, step that one"
+            raise UsageError(explain(what, fix=fix))
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        what = f"a {type(self).__name__} cannot be copied or pickled: it belongs to process groups and their exchange"
+        raise UsageError(explain(what, fix="keep optimizer.state_dict(), called on every rank"))
