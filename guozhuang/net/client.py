@@ -228,16 +228,16 @@ class PatientStore:
 
     def within(self, prefix: str) -> PatientStore:
         """Return the part of the store whose keys begin with ``prefix``."""
-        return self._part(f"{self._prefix}{prefix}/")
+        return self._with_prefix(f"{self._prefix}{prefix}/")
 
     @property
     def whole(self) -> PatientStore:
         """The whole store, with keys without a prefix."""
-        return self._part("")
+        return self._with_prefix("")
 
-    def _part(self, prefix: str) -> PatientStore:
-        named = {"name": self._name, "rank": self._rank, "num_pollers": self._num_pollers}
-        return PatientStore(self.inner, prefix, self._client, **named)  # type: ignore[arg-type]
+    def _with_prefix(self, prefix: str) -> PatientStore:
+        name, rank, num_pollers = self._name, self._rank, self._num_pollers
+        return PatientStore(self.inner, prefix, self._client, name=name, rank=rank, num_pollers=num_pollers)
 
     @property
     def lost(self) -> str:

@@ -31,9 +31,8 @@ def losses(lost: Mapping[int, str], size: int) -> str:
     if not lost:
         return ""
     lines = [f"{ranks_text(ranks)} of {size}: {text}" for ranks, text in merged(lost)]
-    more = [f"and {len(lines) - _MAX_NAMED} lines more like these"] if len(lines) > _MAX_NAMED else []
     noun = "a rank is lost" if len(lost) == 1 else f"{len(lost)} ranks are lost"
-    return "\n".join([f"{noun}:", *(f"  {line}" for line in [*lines[:_MAX_NAMED], *more])])
+    return "\n".join([f"{noun}:", *(f"  {line}" for line in _first(lines))])
 
 
 def hang(judge: Judge, lost: Mapping[int, str], now_s: float, held_up: str) -> str:
@@ -52,8 +51,13 @@ def trouble(troubled: Mapping[int, str], held_up: str) -> str:
     """
     alike = {rank: re.sub(r"\d+", "0", text) for rank, text in troubled.items()}
     lines = [f"a collective failed on {ranks_text(ranks)}: {troubled[ranks[0]]}" for ranks, _ in merged(alike)]
+    return "\n".join(filter(None, [*_first(lines), held_up]))
+
+
+def _first(lines: Sequence[str]) -> list[str]:
+    """Return these lines; of too many the first ones, and how many more there are."""
     more = [f"and {len(lines) - _MAX_NAMED} lines more like these"] if len(lines) > _MAX_NAMED else []
-    return "\n".join(filter(None, [*lines[:_MAX_NAMED], *more, held_up]))
+    return [*lines[:_MAX_NAMED], *more]
 
 
 def held_up_by(judge: Judge, lost: Mapping[int, str], now_s: float) -> str:

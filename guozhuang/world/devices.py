@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from guozhuang.errors import UsageError, explain
+from guozhuang.units import ranks_text
 from guozhuang.world import torchrun
 from guozhuang.world.identity import Identity
 
@@ -158,19 +159,13 @@ def check_own(hosts: Sequence[str], seen: Sequence[Sequence[str]], launcher: str
         num = len({uuid for other in node for uuid in seen[other]})
         what = (
             f"rank {rank} has no CUDA device of its own: it sees {_devices(seen[rank])}, "
-            f"which {_ranks(rivals)} of the same node {'has' if len(rivals) == 1 else 'have'}; NCCL needs one for each rank"
+            f"which {ranks_text(rivals)} of the same node {'has' if len(rivals) == 1 else 'have'}; NCCL needs one for each rank"
         )
         raise UsageError(explain(what, fix=f"{_fix(launcher, num)}, or share them with the backend gloo"))
 
 
 def _devices(found: Sequence[str]) -> str:
     return f"{found[0]} alone" if len(found) == 1 else f"{len(found)} devices ({', '.join(found[:8])})"
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    found = list(ranks)
-    more = f" and {len(found) - 8} more" if len(found) > 8 else ""
-    return f"rank{'' if len(found) == 1 else 's'} {', '.join(map(str, found[:8]))}{more}"
 
 
 def _fix(launcher: str, num: int) -> str:
