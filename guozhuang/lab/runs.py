@@ -19,7 +19,7 @@ import psutil
 
 from guozhuang import strategies
 from guozhuang.lab.results import RankRecord, RunFailure
-from guozhuang.lab.worker import RunSpec
+from guozhuang.lab.worker import RankFailure, RunSpec
 from guozhuang.launch.crew import Crew, entry
 from guozhuang.launch.request import environment_of_launchers
 from guozhuang.records import build, write_text
@@ -133,15 +133,15 @@ def first_cause(folder: Path, log: Path, code: int | None, timeout_s: float) -> 
         code: the exit code; None if the time ran out.
         timeout_s: the time limit.
     """
-    told = [json.loads(path.read_text()) for path in folder.glob("error-*.json")]
+    failures = [build(RankFailure, json.loads(path.read_text())) for path in folder.glob("error-*.json")]
     text = log.read_text(errors="replace") if log.exists() else ""
     # A rank that a signal killed left no error file; the errors of other ranks only say that they lost it.
     ended = re.search(r"^guozhuang run: ((rank \d+) failed first: signal .*)$", text, re.MULTILINE)
-    if ended and all(one["who"] != ended[2] for one in told):
+    if ended and all(one.who != ended[2] for one in failures):
         return ended[1]
-    if told:
-        first = min(told, key=lambda one: float(one["time"]))
-        return f"{first['who']}: {first['text']}"[:_CAUSE_CHARACTERS]
+    if failures:
+        first = min(failures, key=lambda one: one.time)
+        return f"{first.who}: {first.text}"[:_CAUSE_CHARACTERS]
     if code is None:
         fix = "find who waits, or raise --timeout"
         return f"no end after {timeout_s:g} s; the log holds the stacks of every rank. Fix: {fix}"

@@ -80,6 +80,21 @@ class RunSpec:
     num_groups: int = 1
 
 
+@dataclass(frozen=True)
+class RankFailure:
+    """The exception that ended one process of a run, in ``error-PID.json`` of the run's folder.
+
+    Attributes:
+        time: of ``time.monotonic``, which all processes of a machine share: the earliest failure is the cause.
+        who: the rank, "rank 3", or the process if it had not joined the others.
+        text: the exception.
+    """
+
+    time: float
+    who: str
+    text: str
+
+
 @dataclass
 class _Recording:
     """The marks and losses of all steps; marks are those of the clock, converted to seconds at the end."""
@@ -138,7 +153,7 @@ class _Trainer:
         self.recording.marks.append((start, fetched, computed, last_gradient, returned, stepped))
         self.recording.losses.append(loss)
         if self._progress is not None:
-            self._progress.tell(number)
+            self._progress.show(number)
 
 
 def main(arguments: list[str]) -> None:
@@ -289,7 +304,7 @@ class _Progress:
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), 8)
 
-    def tell(self, step: int) -> None:
+    def show(self, step: int) -> None:
         struct.pack_into("=q", self._map, 0, step)
 
 
@@ -297,8 +312,8 @@ def _write_error(folder: Path, error: Exception) -> None:
     here = world.current()
     who = f"rank {here.rank}" if here is not None else f"process {os.getpid()}, before it joined the others"
     kind = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "
-    told = {"time": time.monotonic(), "who": who, "text": f"{kind}{error}"}
-    write_text(folder / f"error-{os.getpid()}.json", json.dumps(told))
+    failure = RankFailure(time.monotonic(), who, f"{kind}{error}")
+    write_text(folder / f"error-{os.getpid()}.json", json.dumps(asdict(failure)))
 
 
 if __name__ == "__main__":
