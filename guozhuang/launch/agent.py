@@ -20,7 +20,7 @@ from guozhuang.launch.console.say import say
 from guozhuang.launch.hosts import options as hosts_options
 from guozhuang.launch.hosts import ssh
 from guozhuang.launch.options.plan import Plan, plan, read
-from guozhuang.launch.rendezvous.signs import OtherNodeError
+from guozhuang.launch.rendezvous.agents import OtherNodeError
 from guozhuang.launch.request import Request, RunReport, with_folders
 
 _log = logging.getLogger("guozhuang")

@@ -70,12 +70,12 @@ def end_all(run: str, sessions: Mapping[int, int], grace_s: float, spared: Colle
     """
     there = belonging(run, sessions, spared)
     left, begin = there, time.monotonic()
-    told: set[int] = set()
+    signalled: set[int] = set()
     while left and time.monotonic() < begin + grace_s + _LIMIT_S:
         number = signal.SIGTERM if time.monotonic() < begin + grace_s else signal.SIGKILL
         for pid in left:
-            if number == signal.SIGKILL or pid not in told:
-                told.add(pid)
+            if number == signal.SIGKILL or pid not in signalled:
+                signalled.add(pid)
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, number)
         time.sleep(0.01)
@@ -113,11 +113,11 @@ class Guard:
         """Send the guard the process ids of ranks that were started."""
         if self._process is not None:
             self._process.wait()  # this process only forks the real guard and exits at once
-        self._tell("".join(f"{pid} {start_of(pid)}\n" for pid in pids))
+        self._send("".join(f"{pid} {start_of(pid)}\n" for pid in pids))
 
     def close(self) -> None:
         """End the guard, because the agent has ended all processes itself."""
-        self._tell("done\n")
+        self._send("done\n")
         if self._process is not None:
             assert self._process.stdin is not None
             with contextlib.suppress(OSError):
@@ -125,7 +125,7 @@ class Guard:
             self._process.wait()
             self._process = None
 
-    def _tell(self, text: str) -> None:
+    def _send(self, text: str) -> None:
         if self._process is not None and not self._process.stdin.closed:  # type: ignore[union-attr]
             with contextlib.suppress(OSError):  # the guard was killed; the ranks still end with the agent
                 self._process.stdin.write(text.encode())  # type: ignore[union-attr]
@@ -139,7 +139,7 @@ def main(arguments: Sequence[str]) -> None:
         os._exit(0)  # the remaining process is no child of the agent, so it is not taken for a rank
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
-    told = b""
+    received = b""
     try:
         # The pipe may stay open after the agent's end, because a child of the agent may hold it; a pidfd shows the end.
         agent_ended = pidfd_open(agent)
@@ -149,12 +149,12 @@ def main(arguments: Sequence[str]) -> None:
     while True:
         ready, _, _ = select.select(sources, [], [])
         data = os.read(0, 65536) if 0 in ready else b""
-        told += data
-        if told.endswith(b"done\n"):
+        received += data
+        if received.endswith(b"done\n"):
             return
         if agent_ended in ready or not data:
             break
-    words = [line.split() for line in told.decode().splitlines()]
+    words = [line.split() for line in received.decode().splitlines()]
     end_all(run, {int(pid): int(when) for pid, when in words}, 0)
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -143,14 +143,14 @@ class WarmParent:
             return
         try:
             self._channel.settimeout(limit_s)
-            said = self._channel.recv(4096)
+            answer = self._channel.recv(4096)
         except (BlockingIOError, TimeoutError):
             raise NotWarmError("the warm parent is still importing") from None
         except OSError as error:
             raise NotWarmError(f"the warm parent has ended: {error}") from error
         self._channel.settimeout(_LIMIT_S)
-        if said != _READY:
-            raise NotWarmError(f"the warm parent has ended: {said.decode(errors='replace') or 'it was killed'}")
+        if answer != _READY:
+            raise NotWarmError(f"the warm parent has ended: {answer.decode(errors='replace') or 'it was killed'}")
         self._is_ready = True
 
     def fork(
@@ -193,10 +193,10 @@ class WarmParent:
             with theirs, _reaper_of_orphans():
                 socket.send_fds(self._channel, [b"fork"], [*files, file.fileno(), theirs.fileno()])
                 theirs.close()  # so that ``recv`` ends if no process is left that could report
-                told = ours.recv(64)
-            if not told:
+                reply = ours.recv(64)
+            if not reply:
                 raise OSError("no rank reported")
-            rank = ForkedRank(int(told))
+            rank = ForkedRank(int(reply))
             ours.send(b"begin")
         return rank
 

@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from guozhuang.errors import WorldError
+from guozhuang.launch.rendezvous.agents import OtherAgents, OtherNodeError
 from guozhuang.launch.rendezvous.fixed import Attempt, FixedRendezvous, NodeShare
-from guozhuang.launch.rendezvous.signs import OtherNodeError, Others
 from guozhuang.net.client import PatientStore, look_s
 from guozhuang.net.meeting_point import MeetingPoint
 from tests.ranks import free_port
@@ -101,16 +101,16 @@ def test_to_look_costs_one_question_however_many_nodes_there_are() -> None:
     shared = dist.HashStore()
     store, teller = Counted(shared), PatientStore(shared)
     try:
-        one, other = (Others(each, node, 64, "it", False) for node, each in enumerate((store, teller)))
+        one, other = (OtherAgents(each, node, 64, "it", False) for node, each in enumerate((store, teller)))
         one._look_s = 0
         for _ in range(10):
             one.look()
         assert store.asked == 10
-        other._tell("gave up", 1, 1, 1, "lost a peer")  # a reaction: the cause is waited for
+        other._send("gave up", 1, 1, 1, "lost a peer")  # a reaction: the cause is waited for
         for _ in range(10):
             one.look()
         assert store.asked == 10 + 10 + 2, "each look asks once, and what is new is read once, when it is there"
-        other._tell("gave up", 1, 0, 7, "boom")
+        other._send("gave up", 1, 0, 7, "boom")
         with pytest.raises(OtherNodeError, match="node 1: boom"):
             one.look()
     finally:
@@ -123,7 +123,7 @@ def test_who_waits_for_many_nodes_asks_seldom(meetings: list[FixedRendezvous]) -
     [node] = [FixedRendezvous(MeetingPoint("127.0.0.1", 0), 0, 64, "run", 1.0)]
     meetings.append(node)
     store = Counted(dist.HashStore(), num_pollers=64)
-    node._others = Others(store, 0, 64, "it", False)
+    node._others = OtherAgents(store, 0, 64, "it", False)
     store.while_waiting = node._others.look
     with pytest.raises(WorldError, match=r"63 of 64 nodes did not come within 1 s: 1, 2, .* and 47 more"):
         node._roll_call(store, NodeShare(1))

@@ -59,13 +59,13 @@ def of(link: Link) -> HostFailure:
         is_cause = report is None or report.is_cause
         return HostFailure(link, code, f"failed: exit code {code}", is_cause, is_signal, True, report)
     if link.last(AgentStarted) is not None:
-        return HostFailure(link, LOST, f"was lost: the connection to it broke{said(link)}", report=report)
+        return HostFailure(link, LOST, f"was lost: the connection to it broke{last_words(link)}", report=report)
     client = link.client_code
     if client in (126, 127):
-        return HostFailure(link, client, f"has no such interpreter: {sys.executable}{said(link)}")
+        return HostFailure(link, client, f"has no such interpreter: {sys.executable}{last_words(link)}")
     if client == LOST:
-        return HostFailure(link, LOST, f"could not be reached (ssh ended with {client}){said(link)}")
-    return HostFailure(link, 1, f"was reached, but the supervisor there ended with {client}{said(link)}")
+        return HostFailure(link, LOST, f"could not be reached (ssh ended with {client}){last_words(link)}")
+    return HostFailure(link, 1, f"was reached, but the supervisor there ended with {client}{last_words(link)}")
 
 
 def summary(failure: HostFailure) -> RunReport:
@@ -76,7 +76,7 @@ def summary(failure: HostFailure) -> RunReport:
     return RunReport(host=failure.link.title.removeprefix("host "), code=failure.code)
 
 
-def said(link: Link) -> str:
+def last_words(link: Link) -> str:
     """Return the last lines that ssh or the host's shell printed, as the end of a sentence; "" if there are none."""
     words = [line.strip() for line in link.words.replace("\r", "\n").splitlines() if line.strip()]
     return f": {'; '.join(words[-4:])}" if words else ""

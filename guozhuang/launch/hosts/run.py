@@ -26,7 +26,7 @@ from guozhuang.launch.console.display import Display
 from guozhuang.launch.hosts import failure as hosts_failure
 from guozhuang.launch.hosts import frames, ssh
 from guozhuang.launch.hosts import link as hosts_link
-from guozhuang.launch.hosts.failure import LOST, HostFailure, said
+from guozhuang.launch.hosts.failure import LOST, HostFailure, last_words
 from guozhuang.launch.hosts.link import Link
 from guozhuang.launch.hosts.meeting import candidates, choose
 from guozhuang.launch.hosts.supervisor import AgentStarted, EndAgent, PauseHost
@@ -87,12 +87,12 @@ class HostsRun:
         self._selector = selectors.DefaultSelector()
         self._display = Display(is_over=lambda: bool(self._signals))
         self._failures: list[HostFailure] = []
-        self._told_to_end: set[int] = set()
+        self._asked_to_end: set[int] = set()
         self._caught = Signals(dict.fromkeys((*ENDING, *wanted.signals)))
         self._caught.note()
         self._signals = self._caught.noted
         self._wants_pause = False
-        self._rings = threading.Event()
+        self._is_over = threading.Event()
         self._has_met = False
         self.may_try_again = False
         self.failed: RunReport | None = None
@@ -109,14 +109,14 @@ class HostsRun:
                     self._has_met = True
                     self._follow(lambda: all(link.is_closed for link in self._of_ranks))
                     self._end(_FINISHED_GRACE_S)  # the servers
-                    self._tell_of_ended(says_all=False)
+                    self._report_ended(says_all=False)
                     return 0
                 except _Failed:
                     return self._fail()
                 except _Stopped:
                     return self._stop()
         finally:
-            self._rings.set()
+            self._is_over.set()
             if pings.is_alive():
                 pings.join()
             for link in self._links:
@@ -194,7 +194,7 @@ class HostsRun:
             for link in links:
                 if kind not in link.messages:
                     doing = f"was reached, but was not {state}" if link.messages else "could not be reached"
-                    text = f"{doing} within {self._wanted.start_timeout_s:g} s (--start-timeout){said(link)}"
+                    text = f"{doing} within {self._wanted.start_timeout_s:g} s (--start-timeout){last_words(link)}"
                     self._failures.append(HostFailure(link, LOST, text))
             raise _Failed from None
 
@@ -251,7 +251,7 @@ class HostsRun:
 
     def _closed(self, link: Link) -> None:
         self._display.close(link)
-        if link.node_rank not in self._told_to_end and link.code != 0:
+        if link.node_rank not in self._asked_to_end and link.code != 0:
             self._failures.append(hosts_failure.of(link))
 
     def _pause(self) -> float:
@@ -300,7 +300,7 @@ class HostsRun:
                 how = failure.text if failure.is_cause else "was ended because of it"
                 how = "did so too, in the same words" if how == first.text else how
                 self._display.say(f"then {failure.link.title} {how}")
-        self._tell_of_ended()
+        self._report_ended()
         return first.code
 
     def _stop(self) -> int:
@@ -309,7 +309,7 @@ class HostsRun:
         name = signal.Signals(number).name
         self._display.say(f"got {name}; ending the ranks of {len(self._of_ranks)} hosts")
         self._end(self._grace_s(_ASKED_GRACE_S), number)
-        self._tell_of_ended()
+        self._report_ended()
         return 128 + number
 
     def _grace_s(self, least_s: float) -> float:
@@ -325,7 +325,7 @@ class HostsRun:
             number: the signal that the launcher got. The agents get a signal of ``--signals-to-handle`` unchanged;
                 for the usual signals (``ENDING``) they get SIGTERM.
         """
-        self._told_to_end = {link.node_rank for link in self._links if not link.is_closed}
+        self._asked_to_end = {link.node_rank for link in self._links if not link.is_closed}
         num_signals = len(self._signals)
         self._end_these(self._of_ranks, grace_s, signal.SIGTERM if number in ENDING else number)
         # See [Note: hosts of servers].
@@ -350,10 +350,10 @@ class HostsRun:
                         link.say(EndAgent(0.0))
             self._turn(0.1)
 
-    def _tell_of_ended(self, says_all: bool = True) -> None:
+    def _report_ended(self, says_all: bool = True) -> None:
         """Report for each host that the launcher ended whether it confirmed; ``says_all`` False: only if it did not."""
         for link in self._links:
-            if link.node_rank in self._told_to_end and AgentStarted in link.messages:
+            if link.node_rank in self._asked_to_end and AgentStarted in link.messages:
                 has_ended = link.is_closed and link.code is not None
                 how = "was ended because of it" if has_ended else (
                     f"did not confirm its end: the connection is gone, and it ends its {link.what} by itself within "
@@ -363,7 +363,7 @@ class HostsRun:
                     self._display.say(f"then {link.title} {how}")
 
     def _ping(self) -> None:
-        while not self._rings.wait(_PING_S):
+        while not self._is_over.wait(_PING_S):
             for link in self._links:
                 if not link.is_closed:
                     link.ping()

@@ -170,8 +170,8 @@ def plan(found: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
         chosen.append(f"{found.nproc_per_node} ranks per node ({why})")
     num_local_ranks = _num_local_ranks(found.nproc_per_node)
     found.nproc_per_node = str(num_local_ranks)
-    said = _said(found)
-    node = None if said else nodes.of_this_agent(environ)
+    names_nodes = _names_nodes(found)
+    node = None if names_nodes else nodes.of_this_agent(environ)
     if node is not None:
         found.nnodes, found.node_rank, found.rdzv_id = str(node.num_nodes), node.node_rank, "step"
         chosen.append(f"node {node.node_rank} of {node.num_nodes}, as the launcher of this agent says")
@@ -180,7 +180,7 @@ def plan(found: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
     torchrun_options.check(found, environ, num_local_ranks, most_nodes)
     is_torchruns = torchrun_options.is_torchruns(found, most_nodes)
     _check_servers(found.servers, least_nodes, most_nodes, found.rdzv_backend if is_torchruns else "")
-    if found.standalone or (not said and most_nodes == 1):
+    if found.standalone or (not names_nodes and most_nodes == 1):
         found.standalone, found.rdzv_backend, found.rdzv_endpoint, found.master_port = True, "static", "", None
         found.rdzv_id = secrets.token_hex(8)
         # Torch would use the host name, which need not resolve; no other node has to reach this one.
@@ -328,7 +328,7 @@ def _num_local_ranks(text: str) -> int:
     return number
 
 
-def _said(found: argparse.Namespace) -> bool:
+def _names_nodes(found: argparse.Namespace) -> bool:
     """Return whether any option on the number of nodes or their rendezvous is set."""
     return any(getattr(found, name) != default for name, default in RENDEZVOUS_DEFAULTS.items())
 

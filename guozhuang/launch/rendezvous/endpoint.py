@@ -13,8 +13,8 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 
 from guozhuang.errors import UsageError, WorldError, explain
+from guozhuang.launch.rendezvous.agents import SILENCE_S
 from guozhuang.launch.rendezvous.fixed import JOIN_FIX, STORE_S, FixedRendezvous, meeting_point, say_if_open
-from guozhuang.launch.rendezvous.signs import SILENCE_S
 from guozhuang.launch.request import Request
 from guozhuang.net import interfaces
 from guozhuang.net import store as stores
@@ -74,13 +74,13 @@ def open_for_torch(plan: Plan, config: LaunchConfig) -> WorldStore:
     """
     options = plan.elastic
     host, port = _endpoint(options, _DEFAULT_PORTS["c10d"])
-    said = str(config.rdzv_configs.get("is_host", "")).lower()
-    is_keeper = _is_this_node(host) if not said else said in ("1", "true", "t", "yes", "y")
+    asked = str(config.rdzv_configs.get("is_host", "")).lower()
+    is_keeper = _is_this_node(host) if not asked else asked in ("1", "true", "t", "yes", "y")
     kept = _keep_or_join(
         meeting_point(host, port, plan.secret, options.interface),
         is_keeper,
         float(config.rdzv_configs["timeout"]),
-        is_sure=bool(said),
+        is_sure=bool(asked),
     )
     here, port = kept.local
     config.rdzv_endpoint = f"[{here}]:{port}" if ":" in here else f"{here}:{port}"

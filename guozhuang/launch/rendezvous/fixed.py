@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.launch.console.say import say
-from guozhuang.launch.rendezvous.signs import SILENCE_S, OtherNodeError, Others
+from guozhuang.launch.rendezvous.agents import SILENCE_S, OtherAgents, OtherNodeError
 from guozhuang.net import interfaces
 from guozhuang.net import store as stores
 from guozhuang.net.client import Client, PatientStore
@@ -155,7 +155,7 @@ class FixedRendezvous:
         silence_s: float = SILENCE_S,
     ) -> None:
         self.say: Callable[[str], None] = say
-        self._others: Others | None = None
+        self._others: OtherAgents | None = None
         self._point, self._node_rank, self._num_nodes = point, node_rank, num_nodes
         self._run_id, self._timeout_s = run_id, timeout_s
         self._round, self._first_attempt = 0, attempt
@@ -210,7 +210,7 @@ class FixedRendezvous:
             raise OtherNodeError(self._others.who_is_gone()) from error
         return Attempt(self.attempt, self._node_rank, shares, *self._kept.local)
 
-    def _find_others(self) -> Others:
+    def _find_others(self) -> OtherAgents:
         """Connect to the store of node 0, and start to send heartbeats there."""
         if self._kept is None:
             rank = self._node_rank if isinstance(self._point, PortSequence) else None
@@ -218,7 +218,7 @@ class FixedRendezvous:
         prefix, answers = f"{_AGENTS}/{self._run_id}/", Client(self._silence_s)
         self._shared = PatientStore(self._kept.store, prefix, answers, num_pollers=self._num_nodes)
         where = "" if self._kept.host == LOOPBACK else f" ({self._kept.host}:{self._kept.port})"
-        others = Others(
+        others = OtherAgents(
             self._shared, self._node_rank, self._num_nodes, _NODE_0 + where, self._node_rank == 0, self._silence_s
         )
         others.begin()
@@ -262,7 +262,7 @@ class FixedRendezvous:
         return self._first_attempt + self._round - 1
 
     def give_up(self, text: str, code: int, is_reaction: bool) -> OtherNodeError | None:
-        """Report to the other nodes that this one aborts the run, and why; see ``Others.give_up``."""
+        """Report to the other nodes that this one aborts the run, and why; see ``OtherAgents.give_up``."""
         return None if self._others is None else self._others.give_up(text, code, is_reaction)
 
     def are_all_done(self) -> bool:

@@ -130,7 +130,7 @@ class RemoteWorkers:
             self._end(worker, self._codes.pop(worker))
         if not self.address and now > self._began + self._start_timeout_s:
             doing = "was reached, but did not come to the driver" if link.messages else "could not be reached"
-            self._lose(f"{doing} within {self._start_timeout_s:g} s (--start-timeout){hosts_failure.said(link)}")
+            self._lose(f"{doing} within {self._start_timeout_s:g} s (--start-timeout){hosts_failure.last_words(link)}")
         elif link.look():
             self._lose(hosts_failure.of(link).text)
 

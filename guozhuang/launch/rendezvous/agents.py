@@ -1,18 +1,18 @@
 """The messages between the agents of a run: heartbeats, the end of their ranks, and the reason of an abort.
 
-[Note: signs of life] An agent that was killed, or a host that was switched off or cut off, cannot report it; and ranks that
-sleep, or wait in a collective, may not notice for half an hour. So each agent publishes a heartbeat every second, and two of
-the agents read those of all agents and judge them, as a rank that watches does (``watch.watcher``, ``watch.judge``). An agent
-without a new heartbeat for ``SILENCE_S`` is lost, and the watcher reports that to all agents. Stacks and hangs are the business
-of ranks, so an agent needs none of the other threads and reports of ``watch.heartbeat``. The loss of the agent that keeps the
-store shows in the store itself: it is gone or does not answer (see [Note: waiting for a store] in net.client).
+[Note: heartbeats of agents] An agent that was killed, or a host that was switched off or cut off, cannot report it; and ranks
+that sleep, or wait in a collective, may not notice for half an hour. So each agent publishes a heartbeat every second, and two
+of the agents read those of all agents and judge them, as a rank that watches does (``watch.watcher``, ``watch.judge``). An
+agent without a new heartbeat for ``SILENCE_S`` is lost, and the watcher reports that to all agents. An agent has no stacks and
+no collectives to watch, so it needs none of the threads and reports of ``watch.heartbeat``. The loss of the agent that keeps
+the store shows in the store itself: it is gone or does not answer (see [Note: waiting for a store] in net.client).
 
 [Note: who was first] A rank that fails makes ranks of other nodes fail, and their agents may be faster to report it. So each
 report says whether the failure may be a reaction to another one. If it is not, it is the cause. While all reports are
 reactions, the agents let their own ranks run until every other agent has answered; then the report of the lowest node counts.
 An agent that is found lost meanwhile is the cause.
 
-[Note: words] All messages stand in one key, to which each agent appends lines, and a counter gives their number. So an agent
+[Note: messages] All messages stand in one key, to which each agent appends lines, and a counter gives their number. So an agent
 without new messages makes one request per look, however many nodes and messages there are. That matters because the store
 answers all agents from one thread, which shares its node's cores with ranks.
 """
@@ -35,8 +35,8 @@ from guozhuang.watch.processes import this_process
 from guozhuang.watch.watcher import read_beats, use_store
 
 SILENCE_S = ANSWER_S
-_SIGN_S = 1.0
-_TELL_S = 3.0  # time for other agents to read why this one aborts, and to report a failure that came before ours
+_BEAT_S = 1.0
+_REPORT_S = 3.0  # time for other agents to read why this one aborts, and to report a failure that came before ours
 _LOOK_S = 0.02
 # Time between two reads of the messages: per node of the run, and the maximum.
 _LOOK_PER_NODE_S, _LONGEST_LOOK_S = 0.002, 0.2
@@ -52,7 +52,7 @@ class OtherNodeError(WorldError):
         self.code = code
 
 
-class Others:
+class OtherAgents:
     """An agent's connection to the other agents of a run. After ``begin``, ``close`` must be called.
 
     Args:
@@ -79,15 +79,15 @@ class Others:
         self._others = [other for other in range(num_nodes) if other != node]
         self._me = this_process(socket.gethostname())
         # A single limit: no agent looks at the process of another one.
-        limits = replace(Limits.of(_SIGN_S), silent_s=silence_s, lost_s=silence_s)
-        self._clock = AwakeClock(2 * _SIGN_S)
+        limits = replace(Limits.of(_BEAT_S), silent_s=silence_s, lost_s=silence_s)
+        self._clock = AwakeClock(2 * _BEAT_S)
         self._judge = Judge(num_nodes, limits, None, self._clock())
         self._reported: set[int] = set()  # the nodes that this one has reported as lost
         self._beating = threading.Lock()
         self._left: str | None = None  # "" once this node needs the store no more
         self._look_s = min(_LONGEST_LOOK_S, _LOOK_PER_NODE_S * num_nodes)
         self._looked = float("-inf")
-        self._num_words = 0  # number of messages at the last read
+        self._num_messages = 0  # number of messages at the last read
         self._given_up: dict[int, tuple[int, int, int, str]] = {}
         self._answered: set[int] = set()
         self._lost: tuple[int, str] | None = None
@@ -111,7 +111,7 @@ class Others:
             self._beat()
         except dist.DistNetworkError as error:
             raise OtherNodeError(self.who_is_gone()) from error
-        self._thread = threading.Thread(target=self._run, name="guozhuang signs of life", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="guozhuang heartbeat", daemon=True)
         self._thread.start()
 
     def _beat(self) -> None:
@@ -124,9 +124,9 @@ class Others:
         last = time.monotonic()
         # A lost store ends this thread silently: the next call of the main thread raises the error.
         with contextlib.suppress(dist.DistNetworkError):
-            while not self._end.wait(_SIGN_S):
+            while not self._end.wait(_BEAT_S):
                 now = time.monotonic()
-                self._stood_still_s = max(self._stood_still_s, now - last - _SIGN_S)
+                self._stood_still_s = max(self._stood_still_s, now - last - _BEAT_S)
                 last = now
                 self._beat()
                 if self._node < _WATCHERS:
@@ -136,20 +136,20 @@ class Others:
         read_beats(self._store, self._num_nodes, self._judge, clock_s)
         for other in self._judge.lost(clock_s).keys() - self._reported:
             self._reported.add(other)
-            self._tell("lost", other, self._judge.beats()[other].node)
+            self._send("lost", other, self._judge.beats()[other].node)
 
-    def _tell(self, *words: str | int) -> None:
-        """Send a message to all agents; see ``_hear`` and [Note: words]."""
-        self._store.append("words", json.dumps(words) + "\n")
-        self._store.add("number of words", 1)
+    def _send(self, *words: str | int) -> None:
+        """Send a message to all agents; see ``_receive`` and [Note: messages]."""
+        self._store.append("messages", json.dumps(words) + "\n")
+        self._store.add("number of messages", 1)
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         """Read the messages of all agents if there are new ones."""
         self._looked = time.monotonic()
-        number = self._store.add("number of words", 0)
-        if number == self._num_words:
+        number = self._store.add("number of messages", 0)
+        if number == self._num_messages:
             return
-        for line in self._store.get("words").decode().splitlines():
+        for line in self._store.get("messages").decode().splitlines():
             kind, *words = json.loads(line)
             if kind == "gave up":
                 node, is_reaction, code, text = words
@@ -161,12 +161,12 @@ class Others:
                 self._lost = self._lost or (words[0], words[1])
             elif kind == "round":
                 self.round = max(self.round, words[0])
-        self._num_words = number
+        self._num_messages = number
 
     def begin_round(self, number: int) -> None:
         """Report that a new rendezvous begins, unless another node has already reported it."""
         if self.round < number:
-            self._tell("round", number)
+            self._send("round", number)
 
     def who_is_gone(self) -> str:
         """Return the error text for a store that is lost: which agent kept it, and why it is lost."""
@@ -202,7 +202,7 @@ class Others:
 
     def _cause(self) -> OtherNodeError | None:
         """Return the reason why the run is over, or None. See [Note: who was first]."""
-        self._hear()
+        self._receive()
         lost = self._loss()
         if not self._given_up:
             return lost
@@ -213,11 +213,11 @@ class Others:
         now = time.monotonic()
         self._reactions_since = now if self._reactions_since is None else self._reactions_since
         waited_s = now - self._reactions_since
-        if waited_s > _TELL_S and self._node not in self._answered:
+        if waited_s > _REPORT_S and self._node not in self._answered:
             self._answered.add(self._node)
-            self._tell("answer", self._node)
-        is_known = waited_s > _TELL_S and self._answered >= set(self._others)
-        return first if is_known or waited_s > self._silence_s + _TELL_S else None
+            self._send("answer", self._node)
+        is_known = waited_s > _REPORT_S and self._answered >= set(self._others)
+        return first if is_known or waited_s > self._silence_s + _REPORT_S else None
 
     def _loss(self) -> OtherNodeError | None:
         if self._lost is None:
@@ -244,7 +244,7 @@ class Others:
             self._store.hurry()
         self._gave_up = True
         try:
-            self._tell("gave up", self._node, int(is_reaction), code, text)
+            self._send("gave up", self._node, int(is_reaction), code, text)
             cause = None
             while is_reaction and cause is None:
                 time.sleep(max(_LOOK_S, self._look_s))
@@ -281,7 +281,7 @@ class Others:
             if not self._has_ended and not self._store.lost:
                 self.give_up("its agent ended", 1, False)
             if self._is_keeper:
-                self._wait_for_readers(_TELL_S if self._gave_up else self._silence_s)
+                self._wait_for_readers(_REPORT_S if self._gave_up else self._silence_s)
         except dist.DistNetworkError:
             pass
         finally:

@@ -9,26 +9,26 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch.distributed as dist
 
-from guozhuang.launch.rendezvous import signs as elastic_signs
-from guozhuang.launch.rendezvous.signs import OtherNodeError, Others
+from guozhuang.launch.rendezvous import agents as module
+from guozhuang.launch.rendezvous.agents import OtherAgents, OtherNodeError
 from guozhuang.net.client import PatientStore
 from tests.waiting import until
 
-Make = Callable[..., list[Others]]
+Make = Callable[..., list[OtherAgents]]
 
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    monkeypatch.setattr(elastic_signs, "_SIGN_S", 0.05)
-    made: list[Others] = []
+    monkeypatch.setattr(module, "_BEAT_S", 0.05)
+    made: list[OtherAgents] = []
     stores: list[PatientStore] = []
 
-    def agents(number: int, silence_s: float = 10.0, tell_s: float = 0.3) -> list[Others]:
-        monkeypatch.setattr(elastic_signs, "_TELL_S", tell_s)
+    def agents(number: int, silence_s: float = 10.0, tell_s: float = 0.3) -> list[OtherAgents]:
+        monkeypatch.setattr(module, "_REPORT_S", tell_s)
         shared = dist.HashStore()
         for node in range(number):
             stores.append(PatientStore(shared))
-            made.append(Others(stores[-1], node, number, "the agent of node 0", False, silence_s))
+            made.append(OtherAgents(stores[-1], node, number, "the agent of node 0", False, silence_s))
             made[-1].begin()
         return made
 
@@ -39,13 +39,13 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         store.close()
 
 
-def fall_silent(agent: Others) -> None:
+def fall_silent(agent: OtherAgents) -> None:
     agent._end.set()
     if agent._thread is not None:
         agent._thread.join(5)
 
 
-def hears(agent: Others) -> OtherNodeError:
+def hears(agent: OtherAgents) -> OtherNodeError:
     def look() -> OtherNodeError | None:
         try:
             agent.look()
