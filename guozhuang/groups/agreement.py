@@ -80,6 +80,9 @@ def store_of(group: dist.ProcessGroup) -> Store:
 class StoreNotices:
     """Notices that ranks leave in a store for each other when a step has failed.
 
+    Readers ask for the number of notices, and for the notices themselves only if there are new ones: ranks that wait may read
+    every second, and one process serves them all.
+
     Args:
         store: a store used for this purpose only.
         rank: this process.
@@ -93,6 +96,7 @@ class StoreNotices:
         """Write this rank's notice about a step; do nothing if the store is gone."""
         with contextlib.suppress(RuntimeError):
             self._store.set(f"{step}/{self._rank}", text)
+            self._store.add(f"{step}/count", 1)  # after the notice, so that readers of the number find it
 
     def read(
         self, step: int, patience_s: float, is_enough: Callable[[dict[int, str]], bool] = lambda found: False
@@ -111,9 +115,9 @@ class StoreNotices:
         found: dict[int, str] = {}
         while True:
             try:
-                for rank, key in keys.items():
-                    if rank not in found and self._store.check([key]):
-                        found[rank] = self._store.get(key).decode()
+                if self._store.add(f"{step}/count", 0) > len(found):
+                    new = (rank for rank, key in keys.items() if rank not in found and self._store.check([key]))
+                    found |= {rank: self._store.get(keys[rank]).decode() for rank in new}
             except RuntimeError:  # DistNetworkError, DistStoreError
                 return {}
             if len(found) == self._size or time.monotonic() >= deadline or is_enough(found):

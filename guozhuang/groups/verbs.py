@@ -7,6 +7,7 @@ ranks would wait for it until the time-out; so the refusal is reported to them i
 
 from __future__ import annotations
 
+import abc
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -80,13 +81,13 @@ class VerbGroup(PythonGroup):
         """Return the function that starts a call on another group; None if this group runs it. ``method``: for that group."""
         return None
 
+    @abc.abstractmethod
     def _begin(self, call: PreparedCall, method: str, args: Sequence[Any]) -> dist.Work:
         """Start a call in its turn; ``args`` are the arguments of the method, the options last."""
-        raise AssertionError("subclasses override this method")
 
+    @abc.abstractmethod
     def _report_refusal(self, verb: str, why: str, options: Any) -> None:
         """Report to the peers, in this call's turn, that this rank refuses its arguments."""
-        raise AssertionError("subclasses override this method")
 
 
 def collective(prepare: Callable[..., PreparedCall]) -> Callable[..., dist.Work]:

@@ -9,6 +9,7 @@ The lowest rank that has submitted it logs a warning.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import threading
@@ -19,6 +20,8 @@ from typing import TYPE_CHECKING, Final
 import torch.distributed as dist
 
 from ...errors import explain
+from ...groups import roll_call
+from ...groups.agreement import StoreNotices
 from ...net.client import Client
 from ...watch.processes import SHARE_MEMORY, Process, node_identity, this_process
 from .settings import Settings
@@ -51,6 +54,7 @@ class EngineStore:
         self._node = node_identity(SHARE_MEMORY)
         self._processes: dict[int, Process] = {}  # by rank, of ranks whose cards were read
         self._client = Client(_STORE_S, retries=True, starts=True)
+        self._notices = StoreNotices(store, rank, size)  # of step 0: why ranks left or failed
         store.set(f"card/{rank}", str(this_process(self._node)))
 
     def close(self) -> None:
@@ -60,28 +64,23 @@ class EngineStore:
     def read_processes(self) -> None:
         """Read the process (node and pid) of each rank that has written its card; every rank does so on construction."""
         with contextlib.suppress(RuntimeError):
-            for rank in range(self._size):
-                card = None if rank in self._processes else self._read(f"card/{rank}")
-                if card is not None:
-                    self._processes[rank] = Process.read(card)
+            for rank in set(range(self._size)) - self._processes.keys():
+                process = self._client.call(functools.partial(roll_call.process_of, self._store, "card", rank))
+                if process is not None:
+                    self._processes[rank] = process
 
     # ---- Failures.
 
     def report(self, cause: str) -> None:
         """Write to the store why this rank leaves or has failed; ignore a store that does not answer."""
-
-        def write() -> None:
-            self._store.set(f"report/{self._rank}", cause)
-            self._store.add("reports", 1)
-
         with contextlib.suppress(RuntimeError):
-            self._client.call(write)
+            self._client.call(lambda: self._notices.leave(0, cause))
 
     def reports(self) -> dict[int, str]:
         """Return by rank why other ranks left or failed, as they wrote it; empty if the store does not answer."""
         with contextlib.suppress(RuntimeError):
-            if self._client.call(lambda: self._store.add("reports", 0)):
-                return self._of_all("report", but=self._rank)
+            found = self._client.call(lambda: self._notices.read(0, 0.0))
+            return {rank: text for rank, text in found.items() if rank != self._rank}
         return {}
 
     def ends(self, patience_s: float) -> tuple[dict[int, int], dict[int, str]]:
@@ -106,16 +105,13 @@ class EngineStore:
 
     def pending(self) -> dict[int, dict[int, list[str]]]:
         """Return the pending names that ranks have written, by rank and channel."""
-        found = self._of_all("pending")
-        return {rank: {int(key): names for key, names in json.loads(text).items()} for rank, text in found.items()}
-
-    def _of_all(self, what: str, but: int = -1) -> dict[int, str]:
-        texts = {rank: self._read(f"{what}/{rank}") for rank in range(self._size) if rank != but}
-        return {rank: text for rank, text in texts.items() if text is not None}
-
-    def _read(self, key: str) -> str | None:
-        """Return the value of a key; None if it does not exist. Raises RuntimeError if the store does not answer."""
-        return self._client.call(lambda: self._store.get(key).decode() if self._store.check([key]) else None)
+        found = {}
+        for rank in range(self._size):
+            key = f"pending/{rank}"
+            text = self._client.call(lambda key=key: self._store.get(key) if self._store.check([key]) else None)
+            if text is not None:
+                found[rank] = {int(number): names for number, names in json.loads(text).items()}
+        return found
 
 
 class StallWatch:

@@ -20,6 +20,7 @@ from guozhuang.groups.gloo import Crossing, choose_address
 from guozhuang.groups.hierarchical.collectives import Collectives
 from guozhuang.groups.hierarchical.failure import Comparison, GroupFailure
 from guozhuang.groups.hierarchical.nodes import Nodes
+from guozhuang.groups.shared_memory.endpoint import cut
 from guozhuang.groups.shared_memory.process_group import SharedMemoryGroup
 from guozhuang.groups.shared_memory.segments import SharedSegments
 from guozhuang.groups.turns import Turns, take_timeout
@@ -142,7 +143,7 @@ class Calls(VerbGroup):
         self, job: Callable[[], object], tensors: Sequence[Tensor], what: str, opts: Any, node_first: bool = False
     ) -> dist.Work:
         """Submit a job to the group's turns; it begins with a comparison of ``what`` among all ranks."""
-        limit_s = take_timeout(opts)
+        limit_s, what = take_timeout(opts), cut(what.encode()).decode(errors="replace")
 
         def run() -> None:
             self._failure.check()

@@ -40,7 +40,7 @@ from guozhuang.errors import MismatchError, PeerLost, WorldError, explain, rank_
 from guozhuang.groups.agreement import StoreNotices
 from guozhuang.groups.gloo import Crossing
 from guozhuang.groups.hierarchical.nodes import Nodes
-from guozhuang.groups.shared_memory.endpoint import cut, different_calls
+from guozhuang.groups.shared_memory.endpoint import different_calls
 from guozhuang.groups.shared_memory.segments import SharedSegments
 from guozhuang.net.client import Client
 from guozhuang.watch.processes import GONE, STOPPED, Process, state_of
@@ -88,7 +88,7 @@ class Comparison:
         """Begin the comparison of a call, and finish it among the ranks of the node.
 
         Args:
-            what: the call in words; it must contain everything that must be equal on all ranks.
+            what: the call in words; it must contain everything that must be equal on all ranks. At most 256 bytes.
             node_first: send the digest over the link only after all ranks of the node have joined.
 
         Raises:
@@ -99,7 +99,7 @@ class Comparison:
         if not node_first:
             self._send()
         if self._inside is not None:
-            self._inside.meet(cut(what.encode()))
+            self._inside.meet(what.encode())
         if node_first:
             self._send()
 

@@ -16,7 +16,6 @@ rounds the result; gloo then adds the nodes' sums in the dtype itself.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,8 +26,6 @@ from torch import Tensor
 from guozhuang.groups.hierarchical.calls import Calls
 from guozhuang.groups.shared_memory.arguments import Bytes
 from guozhuang.groups.verbs import PreparedCall, collective
-
-_NUM_LISTED = 4  # how many sizes of a call's tensors are written out
 
 
 class HierarchicalGroup(Calls):
@@ -263,13 +260,11 @@ def words(collective: str, tensors: Sequence[Tensor], op: Any = None, root: int 
         op: the ReduceOp of a reduction.
         root: the rank that sends or receives.
     """
-    text = collective
-    if tensors:
-        sizes = [tensor.numel() for tensor in tensors]
-        kinds = [_kind_of(tensor) for tensor in tensors]
-        one_kind = len(set(kinds)) == 1
-        listed = [str(size) if one_kind else f"{size} {kind}" for size, kind in zip(sizes, kinds, strict=True)]
-        text = f"{collective} of {_in_short(listed)}{' ' + kinds[0] if one_kind else ''}"
+    text, kinds = collective, [_kind_of(tensor) for tensor in tensors]
+    if len(set(kinds)) == 1:
+        text += f" of {' + '.join(str(tensor.numel()) for tensor in tensors)} {kinds[0]}"
+    elif kinds:
+        text += f" of {' + '.join(f'{t.numel()} {kind}' for t, kind in zip(tensors, kinds, strict=True))}"
     if op is not None:
         text += f", {getattr(op, 'op', op).name.lower()}"
     return text if root is None else f"{text}, root {root}"
@@ -280,11 +275,3 @@ def _kind_of(tensor: Tensor) -> str:
     if tensor.layout != torch.strided:
         kind += " sparse"
     return kind if tensor.is_cpu else f"{kind} on {tensor.device.type}"
-
-
-def _in_short(listed: list[str]) -> str:
-    whole = " + ".join(listed)
-    if len(listed) <= _NUM_LISTED:
-        return whole
-    rest = hashlib.blake2b(whole.encode(), digest_size=8).hexdigest()
-    return f"{' + '.join(listed[:_NUM_LISTED])} + ... ({len(listed)} tensors, sizes {rest})"

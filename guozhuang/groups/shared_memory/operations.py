@@ -21,7 +21,6 @@ from .endpoint import MEETING, Endpoint, Terms, cut, refuse
 from .engine import DESCRIPTOR_BYTES, ONE_SHOT_BYTES
 from .program import Program
 
-NO_PIECE: Final = MemoryRange(0, 0)
 _NUM_KEPT_PLANS: Final = 1024
 
 

@@ -151,12 +151,6 @@ class Peers:
         while self._freed_by_peers:
             self._freed_by_peers.popleft().close()
 
-    def is_gone(self, rank: int) -> bool:
-        """Return whether the process of a rank has ended."""
-        poller = select.poll()
-        poller.register(self.pidfds[rank], ended_events(self.pidfds[rank]))
-        return bool(poller.poll(0))
-
     def close(self) -> None:
         """Close sockets, descriptors and segments; a mapping with tensors in it is unmapped with the last of them.
 

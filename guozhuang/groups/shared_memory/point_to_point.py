@@ -33,7 +33,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -81,6 +81,7 @@ class PointToPoint:
         self._failure: BaseException | None = None  # the error that ended the thread
         # The attributes below belong to the thread. See [Note: one thread owns the state].
         self._poller = select.poll()
+        self._channels = [(peer, channel) for peer, channel in enumerate(peers.channels) if channel is not None]
         self._under_way = UnderWay(self._rank, self._size)
         self._numbers = itertools.count(1)
         self._streams: list[deque[Transfer]] = [deque() for _ in pages]  # per receiver: sends with a requested payload
@@ -156,7 +157,7 @@ class PointToPoint:
         error: BaseException = self._world_error(*_DESTROYED)
         try:
             self._poller.register(self._wake_fd, select.POLLIN)
-            for peer, channel in self._channels():
+            for peer, channel in self._channels:
                 self._poller.register(channel, select.POLLIN)
                 self._poller.register(self._peers.pidfds[peer], ended_events(self._peers.pidfds[peer]))
             while not self._is_closed:
@@ -166,7 +167,7 @@ class PointToPoint:
             what = f"sends and receives ended after {type(unexpected).__name__}: {unexpected}"
             self._failure = error = self._world_error(what, "mend the cause and make a new group")
             error.__cause__ = unexpected
-            for _, channel in self._channels():  # so that peers that wait for this rank fail too
+            for _, channel in self._channels:  # so that peers that wait for this rank fail too
                 with contextlib.suppress(OSError):
                     channel.shutdown(socket.SHUT_RDWR)
         with self._closing:
@@ -178,9 +179,6 @@ class PointToPoint:
         for slots in (*self._sending.values(), *self._receiving.values()):
             slots.segment.close()
 
-    def _channels(self) -> Iterator[tuple[int, socket.socket]]:
-        return ((peer, channel) for peer, channel in enumerate(self._peers.channels) if channel is not None)
-
     def _turn(self) -> None:
         """Wait for an event or a deadline, and process everything that is ready."""
         sleep_s = _LONGEST_SLEEP_S
@@ -190,7 +188,7 @@ class PointToPoint:
         if self._wake_fd in ready:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake_fd)
-        for peer, channel in self._channels():
+        for peer, channel in self._channels:
             if peer in self._under_way.lost:
                 continue
             if channel.fileno() in ready:
@@ -202,7 +200,7 @@ class PointToPoint:
         while self._new:
             self._take(self._new[0])
             self._new.popleft()
-        for peer, _ in self._channels():
+        for peer, _ in self._channels:
             if self._out[peer] or self._streams[peer]:
                 self._flush(peer)
         if time.monotonic() >= self._earliest_deadline:
@@ -416,7 +414,7 @@ class PointToPoint:
         for streams in self._streams:
             streams.clear()
         while any(self._out) and time.monotonic() < deadline:
-            for peer, _ in self._channels():
+            for peer, _ in self._channels:
                 self._flush(peer)
             if any(self._out):
                 time.sleep(0.01)
