@@ -145,7 +145,7 @@ def test_a_second_interrupt_does_not_wait(start: Callable[..., Started]) -> None
     begin = time.monotonic()
     run.launcher.send(signal.SIGINT)
     assert run.wait()[0] == 130
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 15, "the ranks would have half a minute"
     assert not run.left()
 
 

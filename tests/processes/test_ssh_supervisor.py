@@ -144,7 +144,7 @@ def test_who_does_not_end_is_killed_after_the_grace(begin: Any) -> None:
     start = time.monotonic()
     host.link.say(EndAgent(1.0))
     host.wait()
-    assert 0.9 < time.monotonic() - start < 6
+    assert 0.9 < time.monotonic() - start < 15
     assert host.link.code == -signal.SIGKILL
     assert gone(processes, 0.5)
 

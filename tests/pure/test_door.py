@@ -193,7 +193,7 @@ def test_a_wrong_secret_is_said_of_an_address_that_sent_garbage_before(
 def test_garbage_and_silence_are_refused_and_hold_up_nobody(
     garbage: bytes, echo: Echo, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doors, "HANDSHAKE_S", 1.0)
+    monkeypatch.setattr(doors, "HANDSHAKE_S", 1.5)
     with door_before(echo.port) as door, caplog.at_level(logging.WARNING, "guozhuang"):
         strangers = [socket.create_connection(door.address, timeout=5) for _ in range(5)]
         for each in strangers:
@@ -201,8 +201,8 @@ def test_garbage_and_silence_are_refused_and_hold_up_nobody(
         started = time.monotonic()
         with knock(*door.address, SECRET, 5) as connection:
             assert exchange(connection, b"x") == b"x"
-        assert time.monotonic() - started < 0.9, "nobody waits for a stranger"
-        assert all(is_ended(each, 3) for each in strangers)
+        assert time.monotonic() - started < 1.2, "nobody waits for a stranger"
+        assert all(is_ended(each, 10) for each in strangers)
         for each in strangers:
             each.close()
         assert echo.visitors == 1
@@ -328,7 +328,7 @@ def test_a_door_that_never_opens_is_named() -> None:
     with pytest.raises(WorldError, match=f"door at {host}:{port} within 0.6 s") as caught:
         pass_through(host, port, SECRET, 0.6)
     assert "Fix:" in str(caught.value)
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 10
 
 
 def test_who_waits_for_a_door_is_named_and_says_so(

@@ -149,7 +149,7 @@ def test_who_is_told_to_end_waits_for_no_reader(monkeypatch: pytest.MonkeyPatch)
         for _ in range(100):
             shown.take(SECOND, "stdout", b"[1] hello\n" * 1000)
         shown.say("got SIGALRM")
-        assert told and time.monotonic() - begin < 5
+        assert told and time.monotonic() - begin < 20
         os.read(reading, 65536)
         shown.say("the reader takes something again")
         os.set_blocking(reading, False)

