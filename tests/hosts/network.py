@@ -13,7 +13,10 @@ links and processes.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -22,6 +25,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from tests.waiting import until
 
 COMMANDS = ("ip", "tc", "unshare")
 _BURST, _QUEUE = "128kb", "50ms"
@@ -75,6 +80,23 @@ class Hosts:
         )  # fmt: skip
         self._processes.append(process)
         return process
+
+    def run(self, host: int, command: Sequence[str], env: Mapping[str, str], path: Path, **options: Any) -> Running:
+        """As ``start``, with what is printed in a file, so that it can be read meanwhile."""
+        into = ["sh", "-c", f'exec "$@" > {shlex.quote(str(path))} 2>&1', "sh"]
+        return Running(self.start(host, [*into, *command], env, **options), path)
+
+    def listening(self, host: int) -> set[str]:
+        """The addresses, besides loopback, on which anything but ssh listens on a host."""
+        table = _ip("netns", "exec", self._name(host), "cat", "/proc/net/tcp", "/proc/net/tcp6")
+        found = set()
+        for fields in (line.split() for line in table.splitlines()):
+            if len(fields) > 3 and fields[3] == "0A":
+                address, port = fields[1].split(":")
+                raw = b"".join(bytes.fromhex(address[k : k + 8])[::-1] for k in range(0, len(address), 8))
+                if int(port, 16) != 22 and not ipaddress.ip_address(raw).is_loopback:
+                    found.add(str(ipaddress.ip_address(raw)))
+        return found
 
     def sent_bytes(self, host: int) -> int:
         """What the host has put on its link so far, frames and all."""
@@ -131,6 +153,31 @@ class Hosts:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(int(pid), signal.SIGKILL)
                 _ip("netns", "del", name)
+
+
+class Running:
+    """A process, and what it has printed to a file so far."""
+
+    def __init__(self, process: subprocess.Popen[str], path: Path) -> None:
+        self.process, self._path = process, path
+
+    @property
+    def text(self) -> str:
+        return self._path.read_text() if self._path.exists() else ""
+
+    def says(self, *patterns: str, limit_s: float = 100.0) -> str:
+        """Wait until it has printed all of that; return what it has printed."""
+        until(
+            lambda: all(re.search(pattern, self.text) for pattern in patterns),
+            limit_s,
+            goes_on=lambda: self.process.poll() is None,
+            told=lambda: f"{patterns}:\n{self.text}",
+        )
+        return self.text
+
+    def wait(self, limit_s: float = 60.0) -> tuple[int, str]:
+        """Its exit code, and all that it printed."""
+        return self.process.wait(limit_s), self.text
 
 
 def run_everywhere(

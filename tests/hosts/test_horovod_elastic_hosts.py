@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.hosts import network
-from tests.hosts.network import Hosts
+from tests.hosts.network import Hosts, Running
 from tests.hosts.sshd import Sshd, missing, none_left, with_ssh
-from tests.waiting import until
 
 pytestmark = [
     pytest.mark.waits,
@@ -72,25 +71,6 @@ def command(folder: Path, *options: str, script: str) -> list[str]:
     return [*words, *options, sys.executable, script]
 
 
-class Watched:
-    """What a process prints, kept in a file."""
-
-    def __init__(self, process: subprocess.Popen[str], path: Path) -> None:
-        self.process, self._path = process, path
-
-    def until(self, *words: str, limit_s: float = 60.0) -> str:
-        until(
-            lambda: all(word in self._path.read_text() for word in words),
-            limit_s,
-            goes_on=lambda: self.process.poll() is None,
-            told=self._path.read_text,
-        )
-        return self._path.read_text()
-
-    def wait(self, limit_s: float = 60.0) -> tuple[int, str]:
-        return self.process.wait(limit_s), self._path.read_text()
-
-
 def test_workers_over_ssh(tmp_path: Path) -> None:
     folder = tmp_path / "work"
     folder.mkdir()
@@ -106,17 +86,17 @@ def test_workers_over_ssh(tmp_path: Path) -> None:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        run = Watched(process, tmp_path / "out")
+        run = Running(process, tmp_path / "out")
         try:
-            run.until("[0] round 1 0 2 localhost 127.0.0.1 carried", "[1] round 1 1 2 a0 127.0.0.1 carried")
+            run.says(r"\[0\] round 1 0 2 localhost 127.0.0.1 carried", r"\[1\] round 1 1 2 a0 127.0.0.1 carried")
             (folder / "hosts").write_text("localhost:1\na0:1\na1:1\n")
-            run.until("hosts are now: localhost:1, a0:1, a1:1")
+            run.says("hosts are now: localhost:1, a0:1, a1:1")
             (folder / "over1").touch()
-            run.until("[2] round 2 2 3 a1 127.0.0.1 carried")
+            run.says(r"\[2\] round 2 2 3 a1 127.0.0.1 carried")
             os.kill(int((folder / "pid1").read_text()), signal.SIGKILL)
-            run.until("rank 1 (host a0", "signal 9 (SIGKILL)")
+            run.says(r"rank 1 \(host a0", r"signal 9 \(SIGKILL\)")
             (folder / "over2").touch()
-            run.until("[1] round 3 1 2 a1 127.0.0.1 carried")
+            run.says(r"\[1\] round 3 1 2 a1 127.0.0.1 carried")
             (folder / "all_over").touch()
             (folder / "over3").touch()
             code, printed = run.wait()
@@ -138,7 +118,7 @@ def test_a_host_that_cannot_be_reached(tmp_path: Path) -> None:
         process = subprocess.Popen(
             words, env=with_ssh(tmp_path, sshd, MINE="-"), cwd=folder, stdout=out, stderr=subprocess.STDOUT, text=True
         )
-        code, printed = Watched(process, tmp_path / "out").wait()
+        code, printed = Running(process, tmp_path / "out").wait()
         assert code == 0 and "host nowhere.invalid could not be reached" in printed, printed
         assert "[0] round 1 0 1 localhost" in printed
 
@@ -152,21 +132,18 @@ def test_two_hosts_with_a_network_between_them(tmp_path: Path, how: str) -> None
     (folder / "hosts").write_text("h0:1\n")
     with Hosts(2) as hosts, Sshd(tmp_path, hosts, 2) as sshd:
         words = command(folder, "-np", "1", "--min-np", "1", "--max-np", "2", script="train.py")
-        to_file = ["sh", "-c", f'exec "$@" > {tmp_path}/out 2>&1', "sh", *words]
-        (tmp_path / "out").touch()
-        process = hosts.start(0, to_file, with_ssh(tmp_path, sshd), cwd=folder)
-        run = Watched(process, tmp_path / "out")
-        run.until(" 0 1 h0 ")
+        run = hosts.run(0, words, with_ssh(tmp_path, sshd), tmp_path / "out", cwd=folder)
+        run.says(" 0 1 h0 ")
         (folder / "hosts").write_text("h0:1\nh1:1\n")
-        printed = run.until(" 1 2 h1 ", " 0 2 h0 ")
+        printed = run.says(" 1 2 h1 ", " 0 2 h0 ")
         [line, *_] = [line for line in printed.splitlines() if " 1 2 h1 " in line]
         assert line.endswith(" eth0"), "gloo uses the interface between the hosts"
         if how == "killed":
             os.kill(int(line.split()[-2]), signal.SIGKILL)
-            run.until("signal 9 (SIGKILL)")
+            run.says(r"signal 9 \(SIGKILL\)")
         else:
             hosts.cut(1)
-            run.until("host h1 was lost", "round 3 begins: 1 ranks on h0", limit_s=40)
+            run.says("host h1 was lost", "round 3 begins: 1 ranks on h0", limit_s=40)
         (folder / "over").touch()
         code, printed = run.wait()
         assert code == 0 and "the end 1" in printed, printed

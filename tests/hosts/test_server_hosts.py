@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +15,10 @@ import psutil
 import pytest
 
 from tests.hosts import network
-from tests.hosts.network import Hosts
+from tests.hosts.network import Hosts, Running
 from tests.hosts.sshd import Sshd, missing, none_left, processes_with
 from tests.hosts.test_ssh import ours
 from tests.launching import environment
-from tests.waiting import until
 
 _LACKS = network.missing() or missing()
 pytestmark = [
@@ -83,25 +81,10 @@ def folder(tmp_path: Path) -> Path:
     return found
 
 
-class Launcher:
-    """``guozhuang run`` on host 0; what it prints goes to a file, so that it can be read meanwhile."""
-
-    def __init__(self, hosts: Hosts, sshd: Sshd, folder: Path, *arguments: str) -> None:
-        self.said = folder / "said"
-        words = [sys.executable, "-m", "guozhuang", "run", "--ssh-config", str(sshd.config), *arguments]
-        into = ["sh", "-c", f'exec "$@" > {self.said} 2>&1', "sh"]
-        self.process: subprocess.Popen[str] = hosts.start(0, [*into, *words], environment(), cwd=folder)
-
-    def wait(self, limit_s: float = LIMIT_S) -> tuple[int, str]:
-        return self.process.wait(limit_s), self.said.read_text()
-
-    def until(self, text: str, count: int) -> None:
-        until(
-            lambda: self.said.exists() and self.said.read_text().count(text) >= count,
-            LIMIT_S,
-            goes_on=lambda: self.process.poll() is None,
-            told=self.said.read_text,
-        )
+def launch(hosts: Hosts, sshd: Sshd, folder: Path, *arguments: str) -> Running:
+    """``guozhuang run`` on host 0."""
+    words = [sys.executable, "-m", "guozhuang", "run", "--ssh-config", str(sshd.config), *arguments]
+    return hosts.run(0, words, environment(), folder / "said", cwd=folder)
 
 
 def told(out: str) -> list[dict[str, Any]]:
@@ -118,9 +101,8 @@ def server_process(number: int, folder: Path) -> psutil.Process:
 def test_with_servers_on_spare_hosts_a_worker_sends_each_byte_once(tmp_path: Path, folder: Path) -> None:
     with Hosts(5) as hosts, Sshd(tmp_path, hosts, 5) as sshd:
         before = [hosts.sent_bytes(host) for host in range(5)]
-        code, out = Launcher(
-            hosts, sshd, folder, "-H", "h0,h1,h2", "--server-hosts", "h3,h4", "train.py", "2", "4"
-        ).wait()
+        launcher = launch(hosts, sshd, folder, "-H", "h0,h1,h2", "--server-hosts", "h3,h4", "train.py", "2", "4")
+        code, out = launcher.wait(LIMIT_S)
         by_servers = [hosts.sent_bytes(host) - begin for host, begin in zip(range(5), before, strict=True)][3:]
         assert code == 0, out
         found = told(out)
@@ -138,14 +120,14 @@ def test_with_servers_on_spare_hosts_a_worker_sends_each_byte_once(tmp_path: Pat
 
 
 @pytest.fixture
-def running(tmp_path: Path, folder: Path) -> Iterator[tuple[Hosts, Launcher]]:
+def running(tmp_path: Path, folder: Path) -> Iterator[tuple[Hosts, Running]]:
     with Hosts(2) as hosts, Sshd(tmp_path, hosts, 2) as sshd:
-        launcher = Launcher(hosts, sshd, folder, "-H", "h0:2", "--server-hosts", "h1:2", "train.py", "2", "100000")
-        launcher.until("under way", 2)
+        launcher = launch(hosts, sshd, folder, "-H", "h0:2", "--server-hosts", "h1:2", "train.py", "2", "100000")
+        launcher.says("(?s)under way.*under way", limit_s=LIMIT_S)
         yield hosts, launcher
 
 
-def test_a_server_that_is_killed_is_named_with_its_host(running: tuple[Hosts, Launcher], folder: Path) -> None:
+def test_a_server_that_is_killed_is_named_with_its_host(running: tuple[Hosts, Running], folder: Path) -> None:
     _, launcher = running
     victim = server_process(1, folder)
     victim.kill()
@@ -161,7 +143,7 @@ def test_a_server_that_is_killed_is_named_with_its_host(running: tuple[Hosts, La
 
 
 @pytest.mark.parametrize("what", ["launcher", "interrupt", "supervisor", "rank"])
-def test_nothing_is_left_of_servers(running: tuple[Hosts, Launcher], folder: Path, what: str) -> None:
+def test_nothing_is_left_of_servers(running: tuple[Hosts, Running], folder: Path, what: str) -> None:
     _, launcher = running
     if what in ("launcher", "interrupt"):
         os.kill(launcher.process.pid, signal.SIGKILL if what == "launcher" else signal.SIGINT)

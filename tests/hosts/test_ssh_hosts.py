@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import re
 import signal
@@ -64,19 +63,6 @@ def wait_for(process: subprocess.Popen[str], folder: Path, num_ranks: int) -> No
     )
 
 
-def listening(hosts: Hosts, host: int) -> set[str]:
-    """The addresses, besides loopback, on which anything but ssh listens on a host."""
-    table, _ = hosts.start(host, ["cat", "/proc/net/tcp", "/proc/net/tcp6"], {}).communicate(timeout=10)
-    found = set()
-    for fields in (line.split() for line in table.splitlines()):
-        if len(fields) > 3 and fields[3] == "0A":
-            address, port = fields[1].split(":")
-            raw = b"".join(bytes.fromhex(address[k : k + 8])[::-1] for k in range(0, len(address), 8))
-            if int(port, 16) != 22 and not ipaddress.ip_address(raw).is_loopback:
-                found.add(str(ipaddress.ip_address(raw)))
-    return found
-
-
 def test_two_hosts_train_and_use_the_interface_between_them(two: tuple[Hosts, Sshd], folder: Path) -> None:
     hosts, sshd = two
     # The first host is the launcher's own, and known by its address; the other by a name that only ssh knows.
@@ -93,8 +79,8 @@ def test_the_store_is_behind_a_door_on_the_one_interface(two: tuple[Hosts, Sshd]
     hosts, sshd = two
     process = begin(hosts, sshd, folder, "-H", "h0:1,h1:1", "light.py", "sleep")
     wait_for(process, folder, 2)
-    assert listening(hosts, 0) == {hosts.address(0)}, "the door, and nothing on other addresses"
-    assert listening(hosts, 1) == set()
+    assert hosts.listening(0) == {hosts.address(0)}, "the door, and nothing on other addresses"
+    assert hosts.listening(1) == set()
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGTERM
