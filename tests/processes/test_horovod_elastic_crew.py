@@ -46,9 +46,9 @@ def test_the_end_of_a_worker_takes_what_it_started_along(tmp_path: Path) -> None
     def started(worker: int, script: str) -> int:
         return workers.start(worker, "a", 1, ["/bin/sh", "-c", script], os.devnull, os.devnull)
 
-    def codes(limit_s: float = 20.0) -> dict[int, int]:
+    def codes() -> dict[int, int]:
         found: dict[int, int] = {}
-        until(lambda: found.update(workers.wait(0.05)) or found, limit_s)
+        until(lambda: found.update(workers.wait(0.05)) or found)
         return found
 
     with closing(LocalWorkers(str(tmp_path), NOWHERE, 60.0, dict(os.environ))) as workers:
@@ -59,7 +59,7 @@ def test_the_end_of_a_worker_takes_what_it_started_along(tmp_path: Path) -> None
         workers.end(1)
         assert workers.wait(0.5) == {} and sleeping(), "it has a grace"
         workers.end(1, at_once=True)
-        assert codes(3.0) == {1: -signal.SIGKILL} and not sleeping()
+        assert codes() == {1: -signal.SIGKILL} and not sleeping()
         assert not (workers._jobs or workers._pids or workers._crew.sessions), "nothing is kept of who has ended"
 
 

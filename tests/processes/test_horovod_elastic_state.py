@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import logging
 from typing import Any
 
 import pytest
 import torch
 
+from tests.processes.cases import said
 from tests.ranks import run_ranks
 
 
@@ -24,12 +24,8 @@ def _step(model: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _everything(state: Any) -> list[Any]:
-    return [
-        copy.deepcopy(state.model.state_dict()),
-        copy.deepcopy(state.optimizer.state_dict()),
-        state.epoch,
-        list(state.notes),
-    ]
+    parts = (state.model, state.optimizer)
+    return [*(copy.deepcopy(each.state_dict()) for each in parts), state.epoch, list(state.notes)]
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -172,13 +168,10 @@ def _registry(rank: int, world_size: int) -> list[Any]:
     state.sync()
     counter.value += 1
     state.restore()
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("guozhuang").addHandler(handler)
-    hvd.elastic.run(lambda state: None)(state)
-    hvd.shutdown()
-    return [counter.value, state.counter is counter, [text for text in records if "elastic driver" in text]]
+    with said() as texts:
+        hvd.elastic.run(lambda state: None)(state)
+        hvd.shutdown()
+    return [counter.value, state.counter is counter, [text for text in texts if "elastic driver" in text]]
 
 
 def test_own_types_and_the_word_that_there_is_no_driver() -> None:

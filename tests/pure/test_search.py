@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -27,9 +28,14 @@ OTHER_JOB = ports.secret(b"", ["another"])
 
 @pytest.fixture
 def point(request: pytest.FixtureRequest) -> PortSequence:
-    """Of its own for every test, so that two test runs do not meet."""
-    key = [request.node.nodeid, str(os.getpid())]
-    return PortSequence(("127.0.0.1",), ports.sequence(key), ports.secret(b"", key), is_one_node=True)
+    """Of its own for every test, so that two test runs do not meet; nobody listens at its ports."""
+    for number in itertools.count():
+        key = [request.node.nodeid, str(os.getpid()), str(number)]
+        with contextlib.suppress(OSError):
+            for port in ports.sequence(key):
+                socket.create_server(("127.0.0.1", port)).close()
+            return PortSequence(("127.0.0.1",), ports.sequence(key), ports.secret(b"", key), is_one_node=True)
+    raise AssertionError("no ports are free")
 
 
 @contextlib.contextmanager
