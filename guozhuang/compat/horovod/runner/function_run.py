@@ -15,6 +15,7 @@ from guozhuang.compat.horovod.runner import arguments, launch, static_run
 from guozhuang.compat.horovod.runner.task import Mailbox
 from guozhuang.errors import UsageError, explain
 from guozhuang.launch.console.say import say
+from guozhuang.launch.hosts import ssh
 
 _TASK = "guozhuang.compat.horovod.runner.task"
 # Options of `guozhuang run`, whose names differ from those of horovodrun, and options that `horovod.run` has by another name.
@@ -91,8 +92,7 @@ def _run(found: argparse.Namespace, mailbox: Mailbox) -> int:
 def _nics_for_the_mailbox(found: argparse.Namespace) -> Sequence[str] | None:
     if found.host_discovery_script is not None:
         return list(found.nics or ())
-    named = static_run.hosts_of(found)
-    here = not named or static_run.are_here([host.name for host in named])
+    here = all(ssh.is_here(host.name) for host in static_run.hosts_of(found))
     return None if here else list(found.nics or ())
 
 

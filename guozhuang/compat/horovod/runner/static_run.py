@@ -92,7 +92,7 @@ def words_for(found: argparse.Namespace, placed: Sequence[tuple[str, int]]) -> t
     """
     words = ["-np", str(found.num_proc)]
     of_the_job: dict[str, str] = {}
-    if len(placed) == 1 and are_here([placed[0][0]]):
+    if len(placed) == 1 and ssh.is_here(placed[0][0]):
         words.append("--standalone")  # one node only, even if a scheduler's variables name more
         if found.hosts is None and found.hostfile is None:
             nodes.refuse_others("horovodrun")
@@ -128,8 +128,3 @@ def variables_for(found: argparse.Namespace) -> dict[str, str]:
         values["HOROVOD_START_TIMEOUT"] = f"{found.start_timeout:g}"
     horovod_variables.read(values)  # raises here for a value that the processes would refuse
     return values
-
-
-def are_here(names: Sequence[str]) -> bool:
-    """Return whether all these hosts are this machine."""
-    return all(map(ssh.is_here, names))

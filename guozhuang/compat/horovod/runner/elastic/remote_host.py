@@ -16,7 +16,6 @@ import contextlib
 import os
 import select
 import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -29,6 +28,7 @@ from guozhuang.compat.horovod.runner.elastic.crew import CANNOT_BE_STARTED, Loca
 from guozhuang.errors import explain
 from guozhuang.launch.console.streams import NamedPipe
 from guozhuang.launch.hosts.link import NodeRefused, decode, encode
+from guozhuang.launch.signals import ENDING, Signals
 from guozhuang.net.door import NotOurDoorError
 from guozhuang.watch.processes import node_identity
 
@@ -179,9 +179,13 @@ class WorkerHost:
 
 def main(arguments: Sequence[str]) -> int:
     """Start and end workers at the driver's requests, until the driver or a signal ends it; return the exit code."""
-    ending: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda number, _: ending.append(number))
+    signals = Signals(ENDING)
+    signals.note()
+    with signals:
+        return _run(arguments, signals.noted)
+
+
+def _run(arguments: Sequence[str], ending: Sequence[int]) -> int:
     reading, writing = map(int, arguments)
     for descriptor in (reading, writing):
         os.set_inheritable(descriptor, False)
