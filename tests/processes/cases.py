@@ -140,7 +140,10 @@ _GENERATOR = threading.Lock()
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Random numbers of torch's generator from this seed; ranks that are threads draw one after the other."""
+    """Random numbers of torch's generator from this seed; ranks that are threads draw one after the other.
+
+    No collective may be called inside: the other ranks could not come to it. So a model is made here, and wrapped outside.
+    """
     with _GENERATOR:
         torch.manual_seed(seed)
         yield

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from guozhuang import DistributedDataParallel
 from guozhuang.exchange.weights import WeightExchange
 from guozhuang.weights.flat import FlatWeights, Named
+from tests.processes.cases import seeded
 
 
 @dataclass
@@ -61,8 +62,8 @@ class MeanOfTwo(WeightExchange[MeanState]):
 
 
 def made(norm: bool = False) -> nn.Module:
-    torch.manual_seed(0)
-    layers = [nn.Linear(4, 6), *([nn.BatchNorm1d(6)] if norm else []), nn.Tanh(), nn.Linear(6, 3)]
+    with seeded(0):
+        layers = [nn.Linear(4, 6), *([nn.BatchNorm1d(6)] if norm else []), nn.Tanh(), nn.Linear(6, 3)]
     return nn.Sequential(*layers)
 
 

@@ -20,6 +20,7 @@ from tests.processes.cases import (
     batch,
     grads,
     mlp,
+    seeded,
     twin_of,
 )
 
@@ -35,8 +36,8 @@ class Layers(nn.Module):
 
     def __init__(self, plan: str, num_layers: int = 3) -> None:
         super().__init__()
-        torch.manual_seed(5)
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(num_layers))
+        with seeded(5):
+            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(num_layers))
         self.plan = plan
 
     def forward(self, x: Tensor, plan: str | None = None) -> Tensor:
@@ -407,4 +408,4 @@ def case_hooks_of_the_user_run_and_change_what_is_exchanged(rank, world_size):
             assert_same_grads(ddp, mean)
 
 
-test_on_two_ranks = as_tests(globals(), (2,))
+test_cases = as_tests(globals(), (2,), on="threads")

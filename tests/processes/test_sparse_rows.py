@@ -185,7 +185,7 @@ def case_what_cannot_work(rank: int, size: int) -> None:
             SparseRows(wrong)  # type: ignore[arg-type]
 
 
-test_cases = as_tests(globals(), (2, 3))
+test_cases = as_tests(globals(), (2, 3), on="threads")
 
 
 def test_few_bytes() -> None:

@@ -277,7 +277,8 @@ def case_constants_in_buffers_stay(rank: int, size: int) -> None:
 
 def case_sparse_gradients_stay_local(rank: int, size: int) -> None:
     with seeded(0):
-        ddp = DistributedDataParallel(nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Linear(3, 1)))
+        model = nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Linear(3, 1))
+    ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     ddp.use_weight_exchange(MeanOfTwo(), optimizer)
     ddp(torch.tensor([rank])).sum().backward()
@@ -325,20 +326,7 @@ def case_what_cannot_work(rank: int, size: int) -> None:
     plain.agree()
 
 
-test_cases = as_tests(
-    globals(),
-    (2,),
-    slow=(3,),
-    not_slow=[  # a third rank makes a difference
-        case_gradients_stay_local_and_weights_meet,
-        case_gradients_are_averaged_in_the_first_steps,
-        case_buffers_are_averaged,
-        case_uneven_inputs,
-        case_uneven_inputs_while_gradients_are_averaged,
-        case_loaded_and_then_no_batch_in_a_join,
-        case_constants_in_buffers_stay,
-    ],
-)
+test_cases = as_tests(globals(), (2, 3), on="threads")
 
 
 def evaluate_alone(rank: int, size: int) -> None:
