@@ -18,7 +18,7 @@ from typing import Any
 from guozhuang import launch
 from guozhuang.check.results import Absence, CheckResults, exit_code, from_json, to_json
 from guozhuang.check.verdict import judge
-from guozhuang.check.worker import DEFAULT_TIMEOUT_S, longest_s, printed_result, take_part
+from guozhuang.check.worker import DEFAULT_TIMEOUT_S, longest_s, printed_result, redirected, take_part
 from guozhuang.errors import UsageError, explain
 from guozhuang.launch.hosts import options as hosts
 from guozhuang.launch.hosts import placement, ssh
@@ -174,7 +174,7 @@ def _run(start: Sequence[str], num_ranks: int, timeout_s: float, start_s: float)
     text = printed_result(streams.out)
     if text is not None:
         return replace(from_json(text), launcher="guozhuang run")
-    lines = [line.strip() for line in streams.err.splitlines() if line.strip()]
+    lines = _lines(streams.err)
     ours = [line.removeprefix("guozhuang run: ") for line in lines if line.startswith("guozhuang run: ")]
     failed = reports[-1] if reports else RunReport()
     if over:
@@ -182,7 +182,7 @@ def _run(start: Sequence[str], num_ranks: int, timeout_s: float, start_s: float)
     elif code in _SIGNALLED and not (failed.who or failed.host):  # no rank and no host failed
         raise KeyboardInterrupt
     else:
-        found = failed.text.splitlines() or ours or lines
+        found = _lines(failed.text) or ours or lines
         reason = " | ".join(found[:_REASON_LINES]) or f"`guozhuang run` ended with code {code}"
     return CheckResults(
         num_ranks, "guozhuang run", absences=(Absence(None, "", "came to no result", "ranks were started", reason),)
@@ -216,8 +216,12 @@ def _refusal(host: str, how: ssh.SshOptions, limit_s: float) -> str | None:
         return f"no answer within {limit_s + 2.0:g} s"
     if done.returncode == 0:
         return None
-    lines = [line.strip() for line in done.stderr.splitlines() if line.strip() and not line.startswith("Warning:")]
+    lines = [line for line in _lines(done.stderr) if not line.startswith("Warning:")]
     return lines[-1] if lines else f"ssh ended with code {done.returncode}"
+
+
+def _lines(text: str) -> list[str]:
+    return [line.strip() for line in text.splitlines() if line.strip()]
 
 
 @dataclass
@@ -235,25 +239,14 @@ class _Streams:
 
 @contextlib.contextmanager
 def _captured() -> Iterator[_Streams]:
-    """Redirect both streams to anonymous files, at the level of descriptors, because child processes inherit those."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    """Redirect both streams of this process and its children to anonymous files."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        kept = os.dup(1), os.dup(2)
-        streams = _Streams(kept[1])
-        try:
-            os.dup2(out.fileno(), 1)
-            os.dup2(err.fileno(), 2)
+        with redirected({1: out.fileno(), 2: err.fileno()}) as kept:
+            streams = _Streams(kept[2])
             yield streams
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            for number, descriptor in enumerate(kept, 1):
-                os.dup2(descriptor, number)
-                os.close(descriptor)
-            for name, file in (("out", out), ("err", err)):
-                file.seek(0)
-                setattr(streams, name, file.read().decode(errors="replace"))
+        for name, file in (("out", out), ("err", err)):
+            file.seek(0)
+            setattr(streams, name, file.read().decode(errors="replace"))
 
 
 @contextlib.contextmanager

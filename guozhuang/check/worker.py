@@ -21,7 +21,7 @@ import signal
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 
 from guozhuang.check.facts import collect, network
@@ -110,7 +110,7 @@ def take_part(timeout_s: float, show: Callable[[CheckResults], int]) -> int:
     identity = discover()
     worker = CheckRank(identity, timeout_s)
     try:
-        with _quiet_stdout():
+        with redirected({1: 2}):  # libraries such as gloo print to stdout, which is to hold only the result
             results = worker.run()
     except ExcludedError as error:
         print(f"guozhuang check: {error}", file=sys.stderr)
@@ -318,17 +318,28 @@ def _addresses(facts: dict[int, Facts]) -> dict[int, str]:
 
 
 @contextlib.contextmanager
-def _quiet_stdout() -> Iterator[None]:
-    """Redirect stdout to stderr, since libraries such as gloo print there, so that stdout holds only the result."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
+def redirected(targets: Mapping[int, int]) -> Iterator[dict[int, int]]:
+    """Redirect descriptors 1 and 2 inside the ``with`` block, also for child processes, which inherit them.
+
+    Args:
+        targets: the descriptor to write to instead, for each that is redirected.
+
+    Yields:
+        The original of each redirected descriptor, under another number.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    kept = {number: os.dup(number) for number in targets}
     try:
-        yield
+        for number, target in targets.items():
+            os.dup2(target, number)
+        yield kept
     finally:
-        sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        for number, original in kept.items():
+            os.dup2(original, number)
+            os.close(original)
 
 
 if __name__ == "__main__":
