@@ -25,7 +25,7 @@ from ..gradients.passes import ReducerOptions
 from ..gradients.reducer import Reducer
 from ..sync_batch_norm import use_on_cpu
 from ..timeline import Timeline
-from ..weights.equal_start import broadcast_tensors, describe, sparse_names, state_of, verify_equal_layout
+from ..weights.equal_start import broadcast_tensors, describe, sparse_names, start_equal, verify_equal_layout
 from .additions import Additions
 from .arguments import (
     bucket_caps,
@@ -161,7 +161,15 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
             m = mixed_precision
             self._precision = Precision(m.param_dtype, m.reduce_dtype, m.buffer_dtype, self.ignored)
         if init_sync:
-            self._make_equal(init_sync_buffers)
+            options = (
+                "find_unused_parameters",
+                "static_graph",
+                "forward_sync_buffers",
+                "skip_all_reduce_unused_params",
+            )
+            line = ", ".join(f"{name}={getattr(self, name)}" for name in options)
+            lines = [f"{line}, bucket caps {self._caps.each} bytes"]
+            start_equal(self.module, self.process_group, self.ignored, init_sync_buffers, lines)
         if self._precision is not None:
             self._precision.cast_buffers(self.module)
         self._connect()
@@ -172,15 +180,6 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
     def ignored(self) -> frozenset[str]:
         """Names of the parameters and buffers that are neither averaged nor broadcast."""
         return frozenset(self.parameters_to_ignore) - frozenset(self._delayed_names)
-
-    def _make_equal(self, buffers: bool) -> None:
-        state = state_of(self.module, self.ignored, buffers)
-        verify_equal_layout(self.process_group, [self._options_line(), *describe(state, sparse_names(self.module))])
-        broadcast_tensors([tensor for _, tensor in state], self.process_group, source=0)
-
-    def _options_line(self) -> str:
-        names = ("find_unused_parameters", "static_graph", "forward_sync_buffers", "skip_all_reduce_unused_params")
-        return ", ".join(f"{name}={getattr(self, name)}" for name in names) + f", bucket caps {self._caps.each} bytes"
 
     def _connect(self) -> None:
         """Initialize the attributes that a pickle does not contain; the reducer itself is created when first needed."""

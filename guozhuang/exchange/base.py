@@ -140,6 +140,13 @@ class GradientExchange(Exchange[State]):
                 ``WeightExchange`` returned this exchange from its ``gradients()``.
         """
 
+    def scale_and_start(self, bucket: Bucket, state: State, step: int, world_size: int) -> Work:
+        """Multiply the gradients by :meth:`input_scale`, which the reducer has not done, and :meth:`start` their exchange."""
+        scale = self.input_scale(world_size)
+        if scale != 1.0:
+            bucket.flat.mul_(scale)
+        return self.start(bucket, state, step)
+
     @abstractmethod
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> int | None:
         """Return the bytes that one rank sends per step for ``num_elements`` gradients; None if they can only be measured."""

@@ -247,16 +247,15 @@ class DiLoCo(WeightExchange[DiLoCoState]):
     @torch.no_grad()
     def _send(self, state: DiLoCoState, fragment: _Fragment, step: int) -> None:
         fragment.sent_step = step
-        scale = state.exchange.input_scale(state.group.size())
         for part in fragment.parts:
             part.bucket.renew()
             difference = part.bucket.flat
             part.weights.subtract_from([part.start()], out=[difference])
             part.not_finite.look(part.weights, [difference], step)
             part.own = difference.clone() if self.keep_progress else None
-            if scale != 1.0:
-                difference *= scale
-            fragment.works.append(state.exchange.start(part.bucket, state.exchange_state, state.num_exchanges))
+            exchange, size = state.exchange, state.group.size()
+            work = exchange.scale_and_start(part.bucket, state.exchange_state, state.num_exchanges, size)
+            fragment.works.append(work)
             state.num_exchanges += 1
 
     def _wait(self, state: DiLoCoState, fragment: _Fragment) -> None:

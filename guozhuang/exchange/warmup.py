@@ -74,10 +74,7 @@ class Warmup(AroundGradients[tuple[Any, Any, int]], inner="then"):
         chosen, its_state = (self.first, state[0]) if step < self.steps else (self.then, state[1])
         if self.restarts and step >= self.steps:
             step -= self.steps
-        scale = chosen.input_scale(state[2])
-        if scale != 1.0:
-            bucket.flat.mul_(scale)
-        return chosen.start(bucket, its_state, step)
+        return chosen.scale_and_start(bucket, its_state, step, state[2])
 
     @override
     def state_dict(self, state: tuple[Any, Any, int]) -> dict[str, Any]:

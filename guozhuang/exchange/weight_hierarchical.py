@@ -26,6 +26,7 @@ it in that step, and it waits for its node in the next backward, up to the time-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from ..errors import UsageError, WorldError, explain
+from ..errors import UsageError, explain
 from ..gradients.buckets import Bucket
 from ..groups.subgroups import end_together
 from ..weights.flat import FlatWeights, Named
@@ -53,7 +54,7 @@ from .node_groups import (
     on_leaders,
 )
 from .warmup import after_warmups
-from .weight_lane import as_real
+from .weight_lane import as_real, naming_peers
 from .weights import WeightExchange
 
 
@@ -124,10 +125,7 @@ class InsideNodes(GradientExchange[InsideNodesState]):
             if state.node is None or state.node.size() == 1:
                 return Done()
             chosen, its_state, size = self.inner, state.inner, state.node.size()
-        scale = chosen.input_scale(size)
-        if scale != 1.0:
-            bucket.flat.mul_(scale)
-        return chosen.start(bucket, its_state, step)
+        return chosen.scale_and_start(bucket, its_state, step, size)
 
     @override
     def state_dict(self, state: InsideNodesState) -> dict[str, Any]:
@@ -376,11 +374,9 @@ def _greatest(state: WeightHierarchicalState, *numbers: int) -> list[int]:
         return [int(each) for each in numbers]
     flags = state.flags[: len(numbers)]
     flags.copy_(torch.tensor(numbers))
-    try:
+    with _naming_the_node(state):
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=state.groups.inside)
         return [int(each) for each in flags.tolist()]
-    except RuntimeError as error:
-        raise _lost(state.groups, error) from error
 
 
 @torch.no_grad()
@@ -392,20 +388,18 @@ def _follow(state: WeightHierarchicalState, source: int) -> None:
         return
     is_source = state.groups.nodes.local_rank == source
     flats = state.flat.copy() if is_source else state.flat.empty()
-    try:
+    with _naming_the_node(state):
         for flat in flats:
             if flat.numel():
                 dist.broadcast(flat, group=inside, group_src=source)
-    except RuntimeError as error:
-        raise _lost(state.groups, error) from error
     if not is_source:
         state.flat.write(flats)
 
 
-def _lost(groups: NodeGroups, error: RuntimeError) -> WorldError:
-    if isinstance(error, WorldError):
-        return error
-    ranks = list(groups.nodes.here)
-    what = f"the ranks {ranks} of one node, which act as one between nodes, came apart: {error}"
+def _naming_the_node(state: WeightHierarchicalState) -> AbstractContextManager[None]:
+    """Turn an error of a collective inside the node into a WorldError that names the ranks of the node."""
+    assert state.groups is not None
+    ranks = list(state.groups.nodes.here)
+    what = f"the ranks {ranks} of one node, which act as one between nodes, came apart"
     fix = f"look for their first error; rank {ranks[0]}, which leads, may have waited for another node"
-    return WorldError(explain(what, rank=groups.nodes.rank, fix=fix))
+    return naming_peers(lambda: what, state.group, fix)

@@ -26,7 +26,7 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 )
 # Methods that a subclass must not override to count as stepping like its parent.
 _STEPS_BY = ("step", "_init_group")
-_WHY_NOT = {
+WHY_NOT = {
     "LBFGS": "it searches along a line through all weights at once",
     "Muon": "it orthogonalizes each weight matrix as a whole",
     "Adafactor": "it keeps a sum per row and column of each weight matrix",
@@ -45,14 +45,14 @@ def check_elementwise(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     declared: Any = getattr(optimizer, "elementwise", None)
     if declared is None and not steps_as_torch(type(optimizer)):
-        why = _WHY_NOT.get(name, "it is not known to")
+        why = WHY_NOT.get(name, "it is not known to")
         fix = "use one of " + ", ".join(known.__name__ for known in ELEMENTWISE) + "; or train with the strategy ddp"
-        if name not in _WHY_NOT:
+        if name not in WHY_NOT:
             alone = "if each element's step depends on its own weight, gradient and state alone"
             fix += f"; or, {alone}, declare it: {name}.elementwise = True"
         raise UsageError(
             explain(f"{name} cannot step parts of the weights: {why} act element by element", fix=fix)
-            if name not in _WHY_NOT
+            if name not in WHY_NOT
             else explain(f"{name} cannot step parts of the weights: {why}", fix=fix)
         )
     if declared is not None and not declared:

@@ -22,17 +22,15 @@ from torch.optim import Optimizer
 
 from ..errors import UsageError, explain
 from ..sync_batch_norm import use_on_cpu
-from .prepared import EqualBuffers, start_equal
+from ..weights.equal_start import start_equal
+from .elementwise import WHY_NOT
+from .prepared import EqualBuffers
 from .state import is_elementwise
 
 _log = logging.getLogger("guozhuang")
 
 # Optimizers that keep their parameters, or the parameters' shapes, in attributes of their own.
-_CANNOT_FOLLOW = {
-    "LBFGS": "it steps along a line through all weights at once",
-    "SparseAdam": "it steps rows of sparse gradients",
-    "Adafactor": "it keeps a sum per row and column of each whole weight matrix",
-}
+_CANNOT_FOLLOW = ("LBFGS", "SparseAdam", "Adafactor")
 
 
 def shard_fully(
@@ -71,7 +69,7 @@ def shard_fully(
             "with torch.distributed.checkpoint.state_dict.get_model_state_dict(..., StateDictOptions(full_state_dict=True))"
         )
     if who in _CANNOT_FOLLOW:
-        what = f"{who} cannot step divided weights: {_CANNOT_FOLLOW[who]}"
+        what = f"{who} cannot step divided weights: {WHY_NOT[who]}"
         raise UsageError(explain(what, fix="train with the strategy ddp"))
     flat = [name for name, p in model.named_parameters() if p.dim() == 0]
     if flat:

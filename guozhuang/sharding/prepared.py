@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..errors import UsageError, explain
 from ..exchange.base import GradientExchange
 from ..sync_batch_norm import use_on_cpu
-from ..weights.equal_start import broadcast_tensors, describe, sparse_names, state_of, verify_equal_layout
+from ..weights.equal_start import broadcast_tensors, sparse_names, start_equal
 from .carrier import Carrier, arrival_of
 from .elementwise import check_elementwise
 from .gathered import GatheredCarrier
@@ -88,17 +88,6 @@ def shard(
         return GatheredCarrier(model, names, parameters, layout, ranks, overlap_gather, exchange)
 
     return model, ShardedOptimizer(model, optimizer, group, make_carrier)
-
-
-def start_equal(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Compare the ranks' models and copy rank 0's weights and buffers to all of them. Every rank must call it.
-
-    Raises:
-        MismatchError: names, shapes, dtypes or memory layouts differ.
-    """
-    state = state_of(model, frozenset(), buffers=True)
-    verify_equal_layout(group, describe(state, sparse_names(model)))
-    broadcast_tensors([tensor for _, tensor in state], group, source=0)
 
 
 class EqualBuffers:

@@ -116,10 +116,8 @@ class KeepPart(AroundGradients[Parts]):
         copy = state.copies[bucket.index]
         with torch.no_grad():
             torch._foreach_copy_(copy.views, bucket.views)
-            scale = self.inner.input_scale(state.group.size())
-            if scale != 1.0:
-                copy.flat.mul_(scale)
-        return Then(self.inner.start(copy, state.inner, step), lambda: _keep(*state.kept[bucket.index]))
+        work = self.inner.scale_and_start(copy, state.inner, step, state.group.size())
+        return Then(work, lambda: _keep(*state.kept[bucket.index]))
 
 
 def _keep(pieces: list[Tensor], places: list[Tensor]) -> None:

@@ -66,6 +66,31 @@ def verify_equal_layout(group: dist.ProcessGroup, lines: Sequence[str]) -> None:
     agree(group, "the parameters of the model", lines, timeout_s(group), fix)
 
 
+def start_equal(
+    module: nn.Module,
+    group: dist.ProcessGroup,
+    ignored: frozenset[str] = frozenset(),
+    buffers: bool = True,
+    options: Sequence[str] = (),
+) -> None:
+    """Compare the ranks' modules and copy rank 0's weights and buffers to all of them. Every rank must call it.
+
+    Args:
+        module: equal on all ranks but for its values.
+        group: the ranks.
+        ignored: names of parameters and buffers that are neither compared nor copied.
+        buffers: whether buffers are compared and copied.
+        options: further lines that must be equal on all ranks.
+
+    Raises:
+        MismatchError: names, shapes, dtypes, memory layouts or options differ.
+        WorldError: a rank did not call within the group's time-out.
+    """
+    state = state_of(module, ignored, buffers)
+    verify_equal_layout(group, [*options, *describe(state, sparse_names(module))])
+    broadcast_tensors([tensor for _, tensor in state], group, source=0)
+
+
 def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup, source: int) -> None:
     """Copy the tensors' values from one rank of the group to all, in place, flattened into few messages.
 
