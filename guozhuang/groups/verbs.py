@@ -58,6 +58,21 @@ VERBS: Final[Mapping[str, Verb]] = MappingProxyType(
 )
 
 
+def start(group: Any, method: str, *args: Any, **fields: Any) -> Any:
+    """Call a collective of any group for a caller that waits at once, and return its work.
+
+    Args:
+        group: the group; PyTorch's own or one of this package.
+        method: the method's name, a key of ``VERBS``.
+        args: the arguments before the options.
+        fields: fields of the options, such as ``reduceOp`` and ``rootRank``.
+    """
+    options = VERBS[method].options()
+    for field, value in {"asyncOp": False, **fields}.items():
+        setattr(options, field, value)
+    return getattr(group, versions.RENAMED.get(method, method))(*args, options)
+
+
 class PreparedCall(NamedTuple):
     """A call whose arguments were checked.
 

@@ -11,14 +11,14 @@ engine, when it ends, tells the two apart by that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import MismatchError
+from ...groups.verbs import start
 
 
 class CarrierError(RuntimeError):
@@ -27,35 +27,33 @@ class CarrierError(RuntimeError):
 
 def all_reduce(tensor: Tensor, op: Any, group: Any) -> None:
     """Reduce a tensor over all ranks, in place."""
-    _wait(group.allreduce, [tensor], dist.AllreduceOptions(), reduceOp=op)
+    _wait(group, "allreduce", [tensor], reduceOp=op)
 
 
 def broadcast(tensor: Tensor, root: int, group: Any) -> None:
     """Copy the tensor of rank ``root`` of the group to all ranks, in place."""
-    _wait(group.broadcast, [tensor], dist.BroadcastOptions(), rootRank=root)
+    _wait(group, "broadcast", [tensor], rootRank=root)
 
 
 def all_gather(output: Tensor, given: Tensor, group: Any) -> None:
     """Write the tensors of all ranks into ``output``, one after the other."""
-    _wait(group._allgather_base, output, given, torch._C._distributed_c10d.AllgatherOptions())
+    _wait(group, "all_gather_single", output, given)
 
 
 def reduce_scatter(output: Tensor, given: Tensor, op: Any, group: Any) -> None:
     """Reduce the r-th parts of all ranks' tensors into ``output`` on rank r."""
-    _wait(group._reduce_scatter_base, output, given, dist.ReduceScatterOptions(), reduceOp=op)
+    _wait(group, "reduce_scatter_single", output, given, reduceOp=op)
 
 
 def all_to_all(output: Tensor, given: Tensor, takes: Sequence[int], gives: Sequence[int], group: Any) -> None:
     """Send part r of each rank's tensor to rank r; sizes of the parts are in elements, and empty lists mean equal parts."""
-    _wait(group.alltoall_base, output, given, list(takes), list(gives), dist.AllToAllOptions())
+    _wait(group, "all_to_all_single", output, given, list(takes), list(gives))
 
 
-def _wait(method: Callable[..., Any], *arguments: Any, **fields: Any) -> None:
-    """Call a method of a group, whose last argument are its options with these further fields, and wait for the result."""
-    for name, value in {"asyncOp": False, **fields}.items():
-        setattr(arguments[-1], name, value)
+def _wait(group: Any, method: str, *arguments: Any, **fields: Any) -> None:
+    """Call a method of a group, whose options have these fields, and wait for the result."""
     try:
-        method(*arguments).wait()
+        start(group, method, *arguments, **fields).wait()
     except (MismatchError, torch.OutOfMemoryError):
         raise
     except RuntimeError as error:

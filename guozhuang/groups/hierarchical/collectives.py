@@ -20,10 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions
 
 from guozhuang.groups.gloo import Crossing
 from guozhuang.groups.hierarchical.nodes import Nodes, part_of, pieces_of
+from guozhuang.groups.verbs import start
 
 #: Bytes of one lane in one piece. Long enough that latency does not matter, short enough that the steps that overlap with
 #: nothing (the first piece before the link, the last one after it) do not matter either.
@@ -64,34 +64,32 @@ class Collectives:
         """Return when all ranks have joined; the call's comparison must have begun with ``node_first``."""
         self._settle()
         if self._inside is not None:
-            self._inside.barrier(_quiet(dist.BarrierOptions())).wait()
+            start(self._inside, "barrier").wait()
 
     def all_reduce(self, flat: Tensor, op: Any) -> None:
         """Combine ``flat`` of all ranks in place. ``op``: a ReduceOp; AVG for floating point only."""
-        average = op == dist.ReduceOp.AVG
-        inside_op = dist.ReduceOp.SUM if average else op
+        inside_op, divisor = self._as_sum(op)
 
         def cross(part: Tensor) -> Any:
-            return self._link().allreduce([part], _reducing(dist.AllreduceOptions(), inside_op))
+            return start(self._link(), "allreduce", [part], reduceOp=inside_op)
 
         def land(part: Tensor) -> None:
-            if average:
-                part.div_(self._nodes.size)
+            if divisor != 1:
+                part.div_(divisor)
 
         self._pipeline(flat, inside_op, cross, land, "all_reduce")
 
     def reduce(self, flat: Tensor, op: Any, root: int) -> None:
         """Combine ``flat`` of all ranks into ``flat`` of rank ``root``; on other ranks its values are undefined afterwards."""
-        average = op == dist.ReduceOp.AVG
-        inside_op = dist.ReduceOp.SUM if average else op
+        inside_op, divisor = self._as_sum(op)
         node = self._nodes.node_of(root)
 
         def cross(part: Tensor) -> Any:
-            return self._link().reduce([part], _rooted(_reducing(dist.ReduceOptions(), inside_op), node))
+            return start(self._link(), "reduce", [part], reduceOp=inside_op, rootRank=node)
 
         def land(part: Tensor) -> None:
-            if average and self._nodes.node == node:
-                part.div_(self._nodes.size)
+            if divisor != 1 and self._nodes.node == node:
+                part.div_(divisor)
 
         self._pipeline(flat, inside_op, cross, land, "reduce", gather=self._nodes.node == node)
 
@@ -99,11 +97,10 @@ class Collectives:
         """Copy ``flat`` of rank ``root`` to all ranks; it crosses the link once for each other node."""
         node = self._nodes.node_of(root)
         if self._inside is not None and self._nodes.node == node:
-            options = _rooted(dist.BroadcastOptions(), self._nodes.here.index(root))
-            self._inside.broadcast([flat], options).wait()
+            start(self._inside, "broadcast", [flat], rootRank=self._nodes.here.index(root)).wait()
 
         def cross(part: Tensor) -> Any:
-            return self._link().broadcast([part], _rooted(dist.BroadcastOptions(), node))
+            return start(self._link(), "broadcast", [part], rootRank=node)
 
         def land(part: Tensor) -> None:
             del part
@@ -115,12 +112,12 @@ class Collectives:
         assert self._nodes.is_even
         members = self._nodes.members
         of_lane = torch.empty(len(members) * flat.numel(), dtype=flat.dtype)
-        self._wait(self._link()._allgather_base(of_lane, flat, _quiet(AllgatherOptions())), "all_gather")
+        self._wait(start(self._link(), "all_gather_single", of_lane, flat), "all_gather")
         if self._inside is None:
             gathered = of_lane
         else:
             gathered = torch.empty(output.numel(), dtype=output.dtype)
-            self._inside._allgather_base(gathered, of_lane, _quiet(AllgatherOptions())).wait()
+            start(self._inside, "all_gather_single", gathered, of_lane).wait()
         blocks = gathered.view(self._nodes.num_lanes, len(members), -1)  # by lane, then by node
         rows = output.view(self._nodes.size, -1)
         for node, ranks in enumerate(members):
@@ -130,8 +127,7 @@ class Collectives:
     def reduce_scatter(self, output: Tensor, flat: Tensor, op: Any) -> None:
         """Combine ``flat`` of all ranks and write its r-th part to ``output`` of rank r. Only for nodes of equal size."""
         assert self._nodes.is_even
-        average = op == dist.ReduceOp.AVG
-        inside_op = dist.ReduceOp.SUM if average else op
+        inside_op, divisor = self._as_sum(op)
         members = self._nodes.members
         order = [members[node][lane] for lane in range(self._nodes.num_lanes) for node in range(len(members))]
         arranged = torch.empty(flat.numel(), dtype=flat.dtype)
@@ -139,12 +135,11 @@ class Collectives:
         of_lane = arranged
         if self._inside is not None:
             of_lane = torch.empty(flat.numel() // self._nodes.num_lanes, dtype=flat.dtype)
-            options = _reducing(dist.ReduceScatterOptions(), inside_op)
-            self._inside._reduce_scatter_base(of_lane, arranged, options).wait()
-        options = _reducing(dist.ReduceScatterOptions(), inside_op)
-        self._wait(self._link()._reduce_scatter_base(output, of_lane, options), "reduce_scatter")
-        if average:
-            output.div_(self._nodes.size)
+            start(self._inside, "reduce_scatter_single", of_lane, arranged, reduceOp=inside_op).wait()
+        crossing = start(self._link(), "reduce_scatter_single", output, of_lane, reduceOp=inside_op)
+        self._wait(crossing, "reduce_scatter")
+        if divisor != 1:
+            output.div_(divisor)
 
     def _pipeline(
         self,
@@ -182,14 +177,12 @@ class Collectives:
         if self._inside is None or inside_op is None:
             return
         if self._is_even_here and self._nodes.num_lanes > 1:
-            options = _reducing(dist.ReduceScatterOptions(), inside_op)
-            self._inside._reduce_scatter_base(piece.hold(), piece.padded(), options).wait()
+            start(self._inside, "reduce_scatter_single", piece.hold(), piece.padded(), reduceOp=inside_op).wait()
             return
         for lane in range(self._nodes.num_lanes):
             part = piece.part_of(lane)
             if part.numel():
-                options = _rooted(_reducing(dist.ReduceOptions(), inside_op), lane)
-                self._inside.reduce([part], options).wait()
+                start(self._inside, "reduce", [part], reduceOp=inside_op, rootRank=lane).wait()
 
     def _leave(
         self, piece: _LanePiece, work: dist.Work | None, land: Callable[[Tensor], None], what: str, gather: bool
@@ -200,14 +193,18 @@ class Collectives:
             land(piece.part)
         if self._inside is not None and gather:
             if self._is_even_here and self._nodes.num_lanes > 1:
-                self._inside._allgather_base(piece.padded(), piece.held(), _quiet(AllgatherOptions())).wait()
+                start(self._inside, "all_gather_single", piece.padded(), piece.held()).wait()
                 piece.put_back()
             else:
                 for lane in range(self._nodes.num_lanes):
                     part = piece.part_of(lane)
                     if part.numel():
-                        self._inside.broadcast([part], _rooted(dist.BroadcastOptions(), lane)).wait()
+                        start(self._inside, "broadcast", [part], rootRank=lane).wait()
         piece.release()
+
+    def _as_sum(self, op: Any) -> tuple[Any, int]:
+        """Return the operation of both steps, and the number by which its result is divided: a mean is a sum at first."""
+        return (dist.ReduceOp.SUM, self._nodes.size) if op == dist.ReduceOp.AVG else (op, 1)
 
     def _link(self) -> Any:
         """Return gloo among the ranks of the lane, after a check that they all make the same call."""
@@ -299,19 +296,3 @@ class _LanePiece:
             self._parts.give_back(self._part_buffer)
         if self._whole_buffer is not None:
             self._wholes.give_back(self._whole_buffer)
-
-
-def _quiet(options: Any) -> Any:
-    """Return the options with asyncOp off, for a call whose caller waits at once."""
-    options.asyncOp = False
-    return options
-
-
-def _reducing(options: Any, op: Any) -> Any:
-    options.reduceOp = op
-    return _quiet(options)
-
-
-def _rooted(options: Any, root: int) -> Any:
-    options.rootRank = root
-    return _quiet(options)

@@ -34,7 +34,6 @@ from typing import Final, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions
 
 from guozhuang.errors import MismatchError, PeerLost, WorldError, explain, rank_table
 from guozhuang.groups.agreement import StoreNotices
@@ -42,6 +41,7 @@ from guozhuang.groups.gloo import Crossing
 from guozhuang.groups.hierarchical.nodes import Nodes
 from guozhuang.groups.shared_memory.endpoint import different_calls
 from guozhuang.groups.shared_memory.segments import SharedSegments
+from guozhuang.groups.verbs import start
 from guozhuang.net.client import Client
 from guozhuang.watch.processes import GONE, STOPPED, Process, state_of
 
@@ -78,8 +78,6 @@ class Comparison:
     ) -> None:
         self._rank, self._inside, self._lane, self._wait = rank, inside, lane, wait
         self._mine, self._of_lane = torch.empty(0), torch.empty(2 * num_nodes, dtype=torch.int64)
-        self._options = AllgatherOptions()
-        self._options.asyncOp = False
         self._work: dist.Work | None = None
         self.number = 0
         self.calls: deque[tuple[int, str]] = deque(maxlen=_NUM_REMEMBERED)
@@ -119,7 +117,7 @@ class Comparison:
         if self._lane is not None:
             digest = hashlib.blake2b(self.calls[-1][1].encode(), digest_size=16).digest()
             self._mine = torch.frombuffer(bytearray(digest), dtype=torch.int64)
-            self._work = self._lane.group._allgather_base(self._of_lane, self._mine, self._options)
+            self._work = start(self._lane.group, "all_gather_single", self._of_lane, self._mine)
 
 
 class _Kind(enum.IntEnum):
