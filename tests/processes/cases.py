@@ -99,7 +99,7 @@ def as_tests(
         sizes: numbers of ranks.
         slow: numbers of ranks in tests that are marked slow.
         on: "processes"; or "threads", where no case needs processes.
-        in_processes: these do: they change what a process has once, such as the filters of warnings.
+        in_processes: cases that need processes all the same, for example because they change the filters of warnings.
         not_slow: cases that are not marked slow on any number of ranks: there another rank makes a difference.
     """
     names, module = names_of_cases(namespace), namespace["__name__"]

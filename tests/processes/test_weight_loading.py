@@ -226,11 +226,10 @@ def counted(settle_s: float) -> tuple[int, int, int]:
 
 test_cases = as_tests(
     globals(),
-    (2,),
-    slow=(3,),
-    not_slow=[  # a third rank makes a difference
-        case_a_part_of_the_module_is_loaded,
+    (2, 3),
+    on="threads",
+    in_processes=[  # they count a process's threads and sockets, and wait for the time-out of a group
+        case_loads_leave_no_groups_and_threads_behind,
         case_who_left_out_a_step_loads,
-        case_who_is_far_behind_loads_and_holds_nobody,
     ],
 )
