@@ -48,7 +48,7 @@ STANDS_ONLY_IN = {
     "BytePS, Bagua": (r"(?i)\bbyteps\b|\bbagua\b", {"compat", "exchange", "optim"}),
 }
 REMAINING: dict[str, dict[str, int]] = {
-    "threading.Thread(": {"compat": 1, "gradients": 3, "weights": 1},
+    "threading.Thread(": {"compat": 1, "gradients": 2},
     "compat": {"compat": 33},
 }
 READS_ENVIRONMENT = {"world", "launch", "compat"}  # scripts of another library have variables of their own
