@@ -115,22 +115,25 @@ class LocalRun(NodeRun):
                     self._output.follow(rank, path, whole=True)
         else:
             self._files.begin(environs)
-        self._job.begin(ranks.values())
+        self._job.begin(())
         for local, environ in environs.items():
             self._start_rank(local, environ)
         if self._plan.is_warm and self._job.restarts_left > 0:
             self._crew.keep_warm(self._words)
 
     def _start_rank(self, local_rank: int, environ: dict[str, str]) -> None:
+        """Start the process of a rank, which counts as living from then on: a rank that cannot be started is not waited for."""
+        rank = int(environ["RANK"])
+        self._job.living.discard(rank)
         if self._logs is not None:
             places = [each.get(local_rank) or "" for each in (self._logs.files.stdouts, self._logs.files.stderrs)]
         else:
             places = list(self._files.open(local_rank, environ))
         command = self._with_local_rank(self._command, str(local_rank))
         command = versions.bound_to_numa(command, local_rank, versions.field(self._config, "numa_options"))
-        rank = int(environ["RANK"])
         self._error_files[rank] = environ.get("TORCHELASTIC_ERROR_FILE", "")
         pid = self._crew.start(rank, command, os.environ | environ, *places)
+        self._job.living.add(rank)
         self._pids[rank] = pid
         self._output.watch({rank: pid})
 

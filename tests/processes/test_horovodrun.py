@@ -130,24 +130,6 @@ def test_the_first_failure_ends_the_others(tmp_path: Path, hosts: list[str], end
     assert (tmp_path / "out" / "rank.1" / "stdout").read_text() == "the last words\n"
 
 
-def test_what_needs_no_process(tmp_path: Path) -> None:
-    done = horovodrun("--check-build", folder=tmp_path)
-    assert done.returncode == 0
-    rows = dict(reversed(row) for row in re.findall(r"(?m)^    \[(.)\] (.+)$", done.stdout))
-    assert (rows["PyTorch"], rows["Gloo"], rows["TensorFlow"], rows["MPI"]) == ("X", "X", " ", " ")
-    assert "Horovod v0.28.1" in done.stdout and "Available Tensor Operations:" in done.stdout
-    assert horovodrun("-v", folder=tmp_path).stdout == "0.28.1\n"
-    done = horovodrun("-np", 2, "-H", "a:1", "python", "x.py", folder=tmp_path)
-    assert done.returncode == 2 and done.stderr.startswith("horovodrun: -np asks for more ranks")
-    done = horovodrun("-np", 1, "no-such-program", folder=tmp_path)
-    assert done.returncode == 2 and "there is no such program" in done.stderr
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "rank.0").touch()
-    done = horovodrun("-np", 1, "--output-filename", "out", "python", "-c", "0", folder=tmp_path)
-    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    assert f"what rank 0 prints cannot be written to {tmp_path}/out/rank.0: " in done.stderr
-
-
 def test_copies_take_what_comes_after_a_full_disk_too(tmp_path: Path) -> None:
     """A rank goes on, and is shown, where its copy cannot be written; that is said once."""
     full = tmp_path / "out" / "rank.0"

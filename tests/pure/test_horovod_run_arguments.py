@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import os
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -345,6 +346,38 @@ def test_the_driver_of_elastic_runs_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     told = settings_of(found)
     assert (told.num_proc, told.min_np, told.hosts, told.elastic_timeout_s) == (2, 2, [("a", 1), ("b", 3)], 77.0)
     assert settings_of(arguments.parse(["-np", "2", "--min-np", "1", *PROGRAM])).hosts == [("localhost", 2)]
+
+
+def test_what_is_built(capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch.run_commandline(["--check-build"]) == 0
+    printed = capfd.readouterr().out
+    rows = dict(reversed(row) for row in re.findall(r"(?m)^    \[(.)\] (.+)$", printed))
+    assert (rows["PyTorch"], rows["Gloo"], rows["TensorFlow"], rows["MPI"]) == ("X", "X", " ", " ")
+    assert "Horovod v0.28.1" in printed and "Available Tensor Operations:" in printed
+    with pytest.raises(SystemExit) as caught:
+        launch.run_commandline(["-v"])
+    assert caught.value.code in (None, 0) and capfd.readouterr().out == "0.28.1\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("-np 2 -H a:1 python x.py", "-np asks for more ranks"),
+        ("-np 1 no-such-program", "there is no such program"),
+        ("-np 1 --output-filename out python -c 0", "what rank 0 prints cannot be written to "),
+    ],
+)
+def test_what_this_host_finds_wrong_is_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], line: str, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "rank.0").touch()  # where a folder is to be
+    began = time.monotonic()
+    assert launch.run_commandline(line.split()) == 2
+    assert time.monotonic() - began < 20, "a rank that was not started is not waited for"
+    out, err = capfd.readouterr()
+    assert not out and err.startswith(f"horovodrun: {words}") and "Traceback" not in err, err
 
 
 def test_the_text_of_a_failure_names_the_process() -> None:
