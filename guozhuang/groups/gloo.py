@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import ipaddress
 import os
 import socket
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from guozhuang.errors import UsageError, WorldError, explain
+from guozhuang.net.interfaces import is_loopback, own_address_towards
 from guozhuang.net.store import innermost
 from guozhuang.watch.processes import open_descriptors
 from guozhuang.world import requested_gloo_interface
@@ -129,18 +129,9 @@ def _host_of(store: dist.Store) -> str:
 
 def _route_to(host: str) -> str:
     """Return the local address of the route to a host; "" if it is a loopback address or no route exists. Sends nothing."""
-    if not host:
-        return ""
-    try:
-        found = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)
-    except OSError:
-        return ""
-    for family, kind, protocol, _, where in sorted(found, key=lambda info: info[0] != socket.AF_INET):
-        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
-            probe.connect(where)
-            address = str(probe.getsockname()[0])
-            if not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
-                return address
+    with contextlib.suppress(WorldError):
+        if host and not is_loopback(address := own_address_towards(host)):
+            return address
     return ""
 
 

@@ -58,7 +58,7 @@ def is_local_bridge(name: str) -> bool:
 
 def is_reachable(address: str) -> bool:
     """Return whether other nodes may reach an address of this node: it is neither loopback nor link-local."""
-    parsed = ipaddress.ip_address(address.partition("%")[0])
+    parsed = ipaddress.ip_address(_plain(address))
     return not (parsed.is_loopback or parsed.is_link_local or parsed.is_unspecified)
 
 
@@ -72,7 +72,7 @@ def is_address(host: str) -> bool:
 
 
 def own_address_towards(host: str) -> str:
-    """Return the source address of packets from this node to ``host``; nothing is sent.
+    """Return the source address of packets from this node to ``host``, of IPv4 if there is one; nothing is sent.
 
     Args:
         host: a name, or an IPv4 or IPv6 address.
@@ -86,7 +86,7 @@ def own_address_towards(host: str) -> str:
         fix = "give its address, or put the name into DNS or /etc/hosts of this node"
         raise WorldError(explain(f"the name of the host cannot be resolved: {error}", value=host, fix=fix)) from error
     reason: OSError | None = None
-    for family, kind, protocol, _, target in found:
+    for family, kind, protocol, _, target in sorted(found, key=lambda info: info[0] != socket.AF_INET):
         try:
             with socket.socket(family, kind, protocol) as asking:
                 asking.connect(target)
@@ -99,7 +99,7 @@ def own_address_towards(host: str) -> str:
 
 def is_own(address: str) -> bool:
     """Return whether an address belongs to this node; every loopback address does."""
-    if ipaddress.ip_address(_plain(address)).is_loopback:
+    if is_loopback(address):
         return True
     try:
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -282,4 +282,4 @@ def _outward_address(mine: set[str]) -> str:
 
 def is_loopback(address: str) -> bool:
     """Return whether only processes of the same node can reach the address."""
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    return ipaddress.ip_address(_plain(address)).is_loopback
