@@ -74,16 +74,19 @@ def with_folders(path: str, folders: Sequence[str]) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([*([path] if path else []), *missing])} if missing else {}
 
 
-def environment_of_launchers(num_threads: int, python_path: Sequence[str]) -> dict[str, str]:
-    """Return this process's environment with what an agent would add that programs read when they are loaded.
+def environment_of_launchers(
+    num_threads: int, python_path: Sequence[str], environ: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Return an environment with what an agent would add that programs read when they are loaded.
 
     An agent with this environment gives its ranks the same value of these variables, so one warm parent can fork both.
 
     Args:
         num_threads: the value of OMP_NUM_THREADS, unless the environment sets it.
         python_path: ``Extension.python_path``.
+        environ: the environment; None: the one of this process.
     """
-    found = {"OMP_NUM_THREADS": str(num_threads)} | os.environ
+    found = {"OMP_NUM_THREADS": str(num_threads), **(os.environ if environ is None else environ)}
     return found | with_folders(found.get("PYTHONPATH", ""), python_path)
 
 

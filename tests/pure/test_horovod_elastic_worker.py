@@ -15,12 +15,13 @@ import pytest
 
 from guozhuang.compat.horovod.common import elastic_variables
 from guozhuang.compat.horovod.common.exceptions import HorovodInternalError
-from guozhuang.compat.horovod.runner.elastic import worker
+from guozhuang.compat.horovod.runner.elastic import crew, worker
 from guozhuang.compat.horovod.runner.elastic.board import DriverBoard, HostUpdateResult, WorkerBoard
 from guozhuang.compat.horovod.runner.elastic.worker import LostPeers
 from guozhuang.errors import MismatchError, UsageError, WorldError
 from guozhuang.gradients.named import NegotiationError
 from guozhuang.launch.rendezvous.fixed import Attempt, NodeShare
+from guozhuang.launch.request import environment_of_launchers
 from guozhuang.net.client import PatientStore
 from guozhuang.net.meet import roll_call
 from guozhuang.net.store import serve
@@ -31,11 +32,11 @@ from tests.waiting import until
 
 def test_the_variables_of_a_worker() -> None:
     told = elastic_variables.Driver("127.0.0.1", 4123, 7, 600)
-    variables = elastic_variables.variables(told, "a", 2, {})
+    variables = crew.variables(told, "a")
     assert elastic_variables.driver(variables) == told and variables["HOROVOD_HOSTNAME"] == "a"
     assert variables["HOROVOD_CONTROLLER"] == variables["HOROVOD_CPU_OPERATIONS"] == "gloo"
-    assert "OMP_NUM_THREADS" in variables
-    assert "OMP_NUM_THREADS" not in elastic_variables.variables(told, "a", 2, {"OMP_NUM_THREADS": "3"})
+    for environ, threads in ((dict[str, str](), "2"), ({"OMP_NUM_THREADS": "3"}, "3")):
+        assert environment_of_launchers(2, [], environ)["OMP_NUM_THREADS"] == threads
     assert elastic_variables.driver({}) is None
     for wrong in ("7", "x@h:1", "7@h", "7@:3", "7@h:1 by me"):
         with pytest.raises(ValueError, match="GUOZHUANG_HOROVOD_ELASTIC"):
@@ -73,7 +74,7 @@ def test_workers_get_the_users_variables_and_none_of_an_outer_run(monkeypatch: p
     outer += ["GUOZHUANG_SECRET", "GUOZHUANG_HOROVOD_ELASTIC", "HOROVOD_ELASTIC", "HOROVOD_CROSS_RANK"]
     for name, value in {**users, **dict.fromkeys(outer, "1")}.items():
         monkeypatch.setenv(name, value)
-    found = elastic_variables.environment_of_workers({"MORE": "1"})
+    found = crew.environment_of_workers({"MORE": "1"})
     assert found.items() >= {**users, "MORE": "1"}.items() and not found.keys() & set(outer)
 
 

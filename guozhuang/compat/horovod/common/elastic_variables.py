@@ -7,21 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from guozhuang.compat.horovod.common.extension import ELASTIC as VARIABLE
-from guozhuang.compat.horovod.common.extension import OF_A_PROCESS
 from guozhuang.compat.horovod.common.variables import parsed
 from guozhuang.errors import UsageError, explain
-from guozhuang.world import machine
 
 DEFAULT_TIMEOUT_S = 600
 # Stands in the variable before the process id of the worker, once ``claim`` has added it.
 _CLAIMED_BY = " by "
-# Variables that an outer run may have left in the driver's environment, and that each round sets.
-_STALE = frozenset({
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME",
-    "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GUOZHUANG_LOCAL_RANK", "GUOZHUANG_SECRET",
-    VARIABLE, *OF_A_PROCESS,
-})  # fmt: skip
-_STALE_BEGINNING = "TORCHELASTIC_"
 
 
 @dataclass(frozen=True)
@@ -77,39 +68,6 @@ def claim() -> None:
     assert driver() is not None
     if _CLAIMED_BY not in text:
         os.environ[VARIABLE] = f"{text}{_CLAIMED_BY}{os.getpid()}"
-
-
-def environment_of_workers(more: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of workers on this machine: that of this process without leftovers of outer runs, and ``more``."""
-    own = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _STALE and not name.startswith(_STALE_BEGINNING)
-    }
-    return own | dict(more)
-
-
-def variables(driver: Driver, host: str, num_local: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the additional variables of one worker.
-
-    Args:
-        driver: the worker's number, and the address of the store from there.
-        host: the name of its host, as the user or the discovery script wrote it.
-        num_local: the largest number of workers on its host, which share the cores.
-        environ: the rest of its environment; if that sets OMP_NUM_THREADS it is kept.
-    """
-    found = {
-        VARIABLE: f"{driver.worker}@{driver.host}:{driver.port}",
-        "HOROVOD_ELASTIC": "1",
-        "HOROVOD_ELASTIC_TIMEOUT": str(max(1, round(driver.timeout_s))),
-        "HOROVOD_HOSTNAME": host,
-        "HOROVOD_CONTROLLER": "gloo",
-        "HOROVOD_CPU_OPERATIONS": "gloo",
-        "PYTHONUNBUFFERED": "1",
-    }
-    if "OMP_NUM_THREADS" not in environ:
-        found["OMP_NUM_THREADS"] = str(max(1, machine.usable_cores() // num_local))
-    return found
 
 
 def verdict_key(round_number: int) -> str:

@@ -2,19 +2,52 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
 
-from guozhuang.compat.horovod.common import elastic_variables
-from guozhuang.compat.horovod.common.extension import EXTENSION
+from guozhuang.compat.horovod.common.elastic_variables import Driver
+from guozhuang.compat.horovod.common.extension import ELASTIC, EXTENSION, OF_A_PROCESS
 from guozhuang.launch.crew import Crew, entry
 from guozhuang.launch.job import Job, Send
-from guozhuang.launch.request import with_folders
+from guozhuang.launch.rendezvous.fixed import Attempt, NodeShare
+from guozhuang.launch.request import environment_of_launchers
+from guozhuang.world import machine
 
 CANNOT_BE_STARTED = 126  # the exit code that shells use for it
 # Seconds between SIGTERM and SIGKILL.
 GRACE_S = 5.0
+# Variables that an outer run may have left in the driver's environment, and that each round sets.
+_STALE = frozenset({
+    *Attempt(0, 0, [NodeShare(1)], "", 0).environment(0), "GUOZHUANG_LOCAL_RANK", "GUOZHUANG_SECRET", ELASTIC, *OF_A_PROCESS,
+})  # fmt: skip
+_STALE_BEGINNING = "TORCHELASTIC_"
+
+
+def environment_of_workers(more: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of workers on this machine: that of this process without leftovers of outer runs, and ``more``."""
+    own = os.environ.items()
+    kept = {name: text for name, text in own if name not in _STALE and not name.startswith(_STALE_BEGINNING)}
+    return kept | dict(more)
+
+
+def variables(driver: Driver, host: str) -> dict[str, str]:
+    """Return the variables of one worker.
+
+    Args:
+        driver: the worker's number, and the address of the driver's store from there.
+        host: the name of its host, as the user or the discovery script wrote it.
+    """
+    return {
+        ELASTIC: f"{driver.worker}@{driver.host}:{driver.port}",
+        "HOROVOD_ELASTIC": "1",
+        "HOROVOD_ELASTIC_TIMEOUT": str(max(1, round(driver.timeout_s))),
+        "HOROVOD_HOSTNAME": host,
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "PYTHONUNBUFFERED": "1",
+    }
 
 
 class LocalWorkers:
@@ -46,10 +79,9 @@ class LocalWorkers:
         Raises:
             OSError: it cannot be started: no memory, too many processes, arguments too long or with a zero byte.
         """
-        driver = elastic_variables.Driver(*self._store, worker, self._timeout_s)
-        environ = {**self._environment}
-        environ |= with_folders(environ.get("PYTHONPATH", ""), EXTENSION.python_path)
-        environ |= elastic_variables.variables(driver, host, num_local, environ)
+        num_threads = max(1, machine.usable_cores() // num_local)
+        environ = environment_of_launchers(num_threads, EXTENSION.python_path, self._environment)
+        environ |= variables(Driver(*self._store, worker, self._timeout_s), host)
         try:
             pid = self._crew.start(worker, [*entry(), *command], environ, stdout, stderr)
         except (OSError, ValueError) as error:

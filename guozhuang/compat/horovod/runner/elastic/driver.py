@@ -17,12 +17,16 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 
-from guozhuang.compat.horovod.common import elastic_variables
 from guozhuang.compat.horovod.common.extension import EXTENSION
 from guozhuang.compat.horovod.runner import static_run
 from guozhuang.compat.horovod.runner.doors import Doors
 from guozhuang.compat.horovod.runner.elastic.board import DriverBoard, HostUpdateResult
-from guozhuang.compat.horovod.runner.elastic.crew import CANNOT_BE_STARTED, GRACE_S, LocalWorkers
+from guozhuang.compat.horovod.runner.elastic.crew import (
+    CANNOT_BE_STARTED,
+    GRACE_S,
+    LocalWorkers,
+    environment_of_workers,
+)
 from guozhuang.compat.horovod.runner.elastic.discovery import DiscoveryError, HostDiscovery
 from guozhuang.compat.horovod.runner.elastic.job import ElasticJob, Orders, Worker
 from guozhuang.compat.horovod.runner.elastic.remote_crew import RemoteWorkers
@@ -96,7 +100,7 @@ class ElasticDriver:
     def __init__(self, settings: ElasticSettings, signals: Sequence[int], ending: contextlib.ExitStack) -> None:
         self._settings, self._signals = settings, signals
         self._job = ElasticJob(settings)
-        environment = elastic_variables.environment_of_workers(settings.env)
+        environment = environment_of_workers(settings.env)
         if settings.network_interfaces:  # every host uses the interface of this name, as in a run that is not elastic
             environment |= interfaces.variables_towards("", environment, settings.network_interfaces[0])
         self._environment = environment

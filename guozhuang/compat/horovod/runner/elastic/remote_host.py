@@ -22,9 +22,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from guozhuang.compat.horovod.common import elastic_variables
 from guozhuang.compat.horovod.runner.doors import enter
-from guozhuang.compat.horovod.runner.elastic.crew import CANNOT_BE_STARTED, LocalWorkers
+from guozhuang.compat.horovod.runner.elastic.crew import CANNOT_BE_STARTED, LocalWorkers, environment_of_workers
 from guozhuang.errors import explain
 from guozhuang.launch.console.streams import NamedPipe
 from guozhuang.launch.hosts.link import NodeRefused, decode, encode
@@ -205,7 +204,7 @@ def _run(arguments: Sequence[str], ending: Sequence[int]) -> int:
         here.say(NodeRefused(explain(f"the driver's host cannot be reached from here ({error})", fix=fix)))
         return 1
     folder = tempfile.mkdtemp(prefix="guozhuang-run-")
-    environment = elastic_variables.environment_of_workers({})
+    environment = environment_of_workers({})
     with contextlib.closing(passage), contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         workers = stack.enter_context(
