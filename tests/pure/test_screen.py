@@ -70,6 +70,7 @@ SHOWN: dict[str, tuple[bool, list[bytes | list[bytes] | None], bytes]] = {
     "as it comes": (False, [b"load", b"ing\nnext\n\n", b"a\0b\r\n"], b"[0] loading\n[0] next\n[0] \n[0] a\0b\r\n"),
     "an unfinished line is shown": (False, [b"load"], b"[0] load"),
     "cut characters": (False, [b"\xe2", b"\x96", b"\x88\xc3", b"\xa9\n"], "[0] █é\n".encode()),
+    "what another screen has erased is gone": (True, [b"\r10%\r   \x1b[K", b"\r", None], b"\r[0] 10%\r   \x1b[K\x1b[K\r"),
     "an unfinished line is ended once": (True, [b"bye", None, None], b"[0] bye\n"),
     "a cursor that was sent back is there again": (
         True, [b"one\r", [b"hello"], b"two\n"], b"[0] one\r\r\x1b[J[1] hello\n[0] one\r[0] two\n",

@@ -96,9 +96,8 @@ class Output:
         self._selector.register(self._woken, selectors.EVENT_READ, self._on_wake)
         self._lock = threading.Lock()  # guards the selector's map, streams and screens; never held while blocking
         self._streams: list[Stream] = []
-        self._named: dict[
-            int, dict[str, Stream]
-        ] = {}  # the streams of processes whose rank may change, by "stdout", "stderr"
+        # The streams of processes whose rank may change, by "stdout", "stderr".
+        self._named: dict[int, dict[str, Stream]] = {}
         self._files: list[tuple[LogFile, Trace]] = []
         self._handlers: dict[int, Any] = {}  # signal -> the handler before ours
         self._ending = self._is_closed = False

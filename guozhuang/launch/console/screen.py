@@ -185,16 +185,13 @@ class Screen:
     def _to_start(self, piece: bytes) -> None:
         self._out.append(piece)
         self._at_start = True
-        row = self._rows[self._at]
-        if self._is_terminal and row.data.isspace():
-            row.data = b""
 
     def _down(self) -> None:
         row = self._rows[self._at]
         if self._is_ended:
             self._is_ended = False
             return
-        if self._at_start and not row.data:  # an empty line gets a mark too
+        if self._at_start and not row.data.strip():  # an empty line gets a mark too
             self._out.append(self._mark)
             row.is_own, row.data = True, self._mark
         self._out.append(b"\n")
@@ -242,12 +239,12 @@ class Screen:
             if self._at_start:
                 piece = b"\r" + self._mark + piece
             row.is_own, row.data, self._at_start = True, row.data + piece, False
-        elif kind == b"K" and (parameters == b"2" or (self._at_start and parameters in (b"", b"0"))):
-            row.data = b""
-        else:
-            if kind == b"J" and parameters != b"1":
+        elif kind in (b"J", b"K") and parameters != b"1":
+            if self._at_start or parameters == b"2":
+                row.data = b""
+            if kind == b"J":
                 del self._rows[self._at + 1 :]
-                row.data = b"" if self._at_start else row.data
+        else:
             if kind == b"m":
                 is_reset = parameters.strip(b"0") == b""
                 self._colours = [] if is_reset else [*self._colours, piece][-_MAX_COLOURS:]
@@ -317,9 +314,9 @@ class Screen:
 
     def _is_fresh(self) -> bool:
         """Return whether the cursor is in an empty row below everything."""
-        while len(self._rows) - 1 > self._at and not self._rows[-1].data:
+        while len(self._rows) - 1 > self._at and not self._rows[-1].data.strip():
             self._rows.pop()  # erased by the stream
-        return self._at == len(self._rows) - 1 and not self._rows[-1].data
+        return self._at == len(self._rows) - 1 and not self._rows[-1].data.strip()
 
     def _forget(self, at_start: bool) -> None:
         self._rows, self._at, self._at_start = [_Row()], 0, at_start

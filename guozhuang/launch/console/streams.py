@@ -29,9 +29,8 @@ from guozhuang.launch.console.lines import PATIENCE_S, Lines, LiveText, WholeLin
 from guozhuang.launch.console.say import WHO, say
 from guozhuang.launch.console.screen import Screen, mark
 
-_MAX_FOLLOWED_BYTES = (
-    1 << 17
-)  # of a log file at most so many of the newest bytes are read; a report needs only the last lines
+# Of a log file at most so many of the newest bytes are read, because a report needs only the last lines.
+_MAX_FOLLOWED_BYTES = 1 << 17
 _KEPT_LINES = 400  # number of last lines that are kept of each rank, for the report of a failure
 _READ_BYTES = 65536
 _KEPT_BYTES = 1 << 20  # number of last bytes that are kept of a stream until the place of its copy is known
