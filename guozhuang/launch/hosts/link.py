@@ -31,6 +31,7 @@ _Message = TypeVar("_Message")
 # A host that receives nothing from the launcher for this long ends its ranks; shorter gaps of the network are tolerated. Its
 # ranks then have the grace time between SIGTERM and SIGKILL. Both in seconds.
 LOST_AFTER_S, LOST_GRACE_S = 20.0, 10.0
+PING_S = 2.0  # between two heartbeats of the launcher
 _HEAD_BYTES = 5
 _CHUNK_BYTES = 1 << 16
 _MAX_WORDS_BYTES = 1 << 14

@@ -36,7 +36,6 @@ from guozhuang.launch.signals import ENDING, Signals
 if TYPE_CHECKING:
     from guozhuang.launch.hosts.options import HostsPlan
 
-_PING_S = 2.0
 # Time between SIGTERM and SIGKILL: after a signal from the user (as in torchrun); after a failure; and for an agent whose ranks
 # have ended, since it may be blocked in a call that a signal does not interrupt.
 _ASKED_GRACE_S, _FAILED_GRACE_S, _FINISHED_GRACE_S = 30.0, 10.0, 2.0
@@ -363,7 +362,7 @@ class HostsRun:
                     self._display.say(f"then {link.title} {how}")
 
     def _ping(self) -> None:
-        while not self._is_over.wait(_PING_S):
+        while not self._is_over.wait(hosts_link.PING_S):
             for link in self._links:
                 if not link.is_closed:
                     link.ping()

@@ -15,7 +15,8 @@ payload. "O" and "E" are output of the agent and its ranks on stdout and stderr,
 the network is cut, stdin does not close, so silence longer than ``lost_after_s`` counts as the end of the launcher too, unless
 it has sent "pause" (Ctrl-Z). Then, and when the agent has ended, every descendant of the supervisor is killed. Ranks have
 sessions of their own; but the supervisor is the reaper of orphans (PR_SET_CHILD_SUBREAPER), so a walk over its tree of
-processes finds them all.
+processes finds them all. It listens to the pipe and not to a store, as ``watch`` does, because it runs before the hosts have
+met, and also on a host that lacks the package.
 """
 
 from __future__ import annotations

@@ -17,9 +17,8 @@ from guozhuang.compat.horovod.runner.elastic import remote_host as there
 from guozhuang.launch.console.output import RankPlaces
 from guozhuang.launch.hosts import failure as hosts_failure
 from guozhuang.launch.hosts import ssh
-from guozhuang.launch.hosts.link import EndAgent, Link
+from guozhuang.launch.hosts.link import PING_S, EndAgent, Link
 
-_PING_S = 2.0
 _PROGRAM = "guozhuang.compat.horovod.runner.elastic.remote_host"
 _KINDS = (there.HostReached, there.WorkerStarted, there.WorkerPrinted, there.WorkerEnded)
 
@@ -123,7 +122,7 @@ class RemoteWorkers:
         for descriptor in self.reading:
             link.receive(descriptor)
         link.send_more()
-        if now > self._pinged + _PING_S:
+        if now > self._pinged + PING_S:
             self._pinged = now
             link.ping()
         for worker in [each for each in self._codes if not any(p.unsent for p in self._pipes[each].values())]:
