@@ -5,6 +5,8 @@ is an address of this node, or resolves to one, rank 0 listens there; if it mean
 loopback. But the name of a node often resolves to loopback on that node alone (Debian writes 127.0.1.1), and Kubernetes'
 operators give rank 0 "localhost" and the others the name of its service; then rank 0 listens at the address by which
 other nodes reach it. If MASTER_ADDR is translated to this node, as a service's is, it is the source address of the route to it.
+The agent of node 0 finds its address by ``--master-addr`` in the same way; an interface that the user named (``--interface``)
+decides where that name gives no address of this node.
 """
 
 from __future__ import annotations
