@@ -137,7 +137,7 @@ def pair_of(pairs: list[Pair], hosts: Hosts, folder: Path, options: str, *second
 def test_an_agent_that_is_killed(pairs: list[Pair], hosts: Hosts, tmp_path: Path, host: int) -> None:
     pair = pair_of(pairs, hosts, tmp_path, FIXED)
     pair.signal(host, signal.SIGKILL)
-    code, text = pair.end(1 - host, 10)
+    code, text = pair.end(1 - host, 30)
     assert code == 1, text
     if host == 1:
         assert "node 1 (host h1): no sign of life of its agent for" in text
@@ -151,7 +151,7 @@ def test_a_cable_that_is_cut(pairs: list[Pair], hosts: Hosts, tmp_path: Path) ->
     """To the other node it is the same as a host that is switched off."""
     pair = pair_of(pairs, hosts, tmp_path, FIXED)
     hosts.cut(1)
-    ends = [pair.end(host, 15) for host in (0, 1)]
+    ends = [pair.end(host, 30) for host in (0, 1)]
     assert [code for code, _ in ends] == [1, 1], ends
     assert "node 1 (host h1): no sign of life of its agent for" in ends[0][1]
     assert re.search(
@@ -170,11 +170,11 @@ def test_a_signal_ends_an_agent_whose_store_does_not_answer(
     time.sleep(0.5)
     pair.signal(1, number)
     begin = time.monotonic()
-    code, text = pair.end(1, 15)
+    code, text = pair.end(1, 30)
     assert code == 128 + number, text
     assert time.monotonic() - begin < 8
     pair.signal(0, signal.SIGTERM)
-    assert pair.end(0, 10)[0] == 143
+    assert pair.end(0, 30)[0] == 143
 
 
 def test_a_node_that_has_finished_hears_of_the_end_of_the_others(
@@ -183,13 +183,13 @@ def test_a_node_that_has_finished_hears_of_the_end_of_the_others(
     pair = pair_of(pairs, hosts, tmp_path, FIXED, 600, 0.1)
     time.sleep(0.5)
     pair.signal(0, signal.SIGKILL)
-    code, text = pair.end(1, 10)
+    code, text = pair.end(1, 30)
     assert code == 1 and "which keeps the store, is gone" in text, text
 
 
 def test_nodes_that_end_at_different_times_end_well(pairs: list[Pair], hosts: Hosts, tmp_path: Path) -> None:
     pair = pair_of(pairs, hosts, tmp_path, FIXED, 0.2, 1.5)
-    ends = [pair.end(host, 10) for host in (0, 1)]
+    ends = [pair.end(host, 30) for host in (0, 1)]
     assert [code for code, _ in ends] == [0, 0], ends
 
 
@@ -200,7 +200,7 @@ def test_an_agent_that_was_stopped_for_a_moment_goes_on(pairs: list[Pair], hosts
         pair.signal(host, signal.SIGSTOP)
         time.sleep(1.5)
         pair.signal(host, signal.SIGCONT)
-    ends = [pair.end(host, 10) for host in (0, 1)]
+    ends = [pair.end(host, 30) for host in (0, 1)]
     assert [code for code, _ in ends] == [0, 0], ends
 
 
@@ -211,11 +211,11 @@ def test_an_agent_that_was_stopped_for_long_is_given_up(
 ) -> None:
     pair = pair_of(pairs, hosts, tmp_path, FIXED)
     pair.signal(host, signal.SIGSTOP)
-    code, text = pair.end(1 - host, 15)
+    code, text = pair.end(1 - host, 30)
     assert code == 1 and ("no sign of life" in text or "has not answered" in text), text
     time.sleep(3)
     pair.signal(host, signal.SIGCONT)
-    code, text = pair.end(host, 15)
+    code, text = pair.end(host, 30)
     assert code == 1, text
     assert not pair.left()
 
@@ -233,9 +233,9 @@ def test_a_failure_is_told_to_the_others_also_where_nobody_reads(
     if max_restarts:
         pair.says(0, "here\n(.*\n)*.*here", 20)
         pair.signal(0, signal.SIGTERM)
-        assert pair.end(0, 10)[0] == 143
+        assert pair.end(0, 30)[0] == 143
     else:
-        code, text = pair.end(0, 20)
+        code, text = pair.end(0, 30)
         assert code == 3 and "node 1: rank 1 failed first: exit code 3" in text, text
         pipe = os.open(tmp_path / "out1", os.O_RDONLY | os.O_NONBLOCK)
         read, deadline = b"", time.monotonic() + 10

@@ -171,9 +171,9 @@ def test_a_run_can_be_stopped_and_go_on(tmp_path: Path) -> None:
         def are(stopped: bool) -> bool:
             return all((psutil.Process(pid).status() == psutil.STATUS_STOPPED) == stopped for pid in all_of_it)
 
-        there.read_until(lambda: are(True), 10)
+        there.read_until(lambda: are(True))
         os.killpg(there.run.pid, signal.SIGCONT)
-        there.read_until(lambda: are(False), 10)
+        there.read_until(lambda: are(False))
         (tmp_path / "out" / "go").touch()
     finally:
         code = there.end()

@@ -82,7 +82,7 @@ def process_of(launched: Launched, mark: str) -> psutil.Process:
 
 def test_a_server_that_is_killed_is_named_and_ends_the_run(running: Launched) -> None:
     process_of(running, "--number 1").kill()
-    done = running.wait(20)
+    done = running.wait()
     assert done.returncode == 1
     assert "parameter server 1 (process" in done.stderr and "signal 9 (SIGKILL)" in done.stderr, done.stderr
     assert not running.left()
@@ -91,7 +91,7 @@ def test_a_server_that_is_killed_is_named_and_ends_the_run(running: Launched) ->
 @pytest.mark.slow
 def test_a_rank_that_is_killed_is_named_and_ends_the_servers(running: Launched) -> None:
     process_of(running, "train.py 2 100000").kill()
-    done = running.wait(20)
+    done = running.wait()
     assert done.returncode == 128 + 9
     assert "signal 9 (SIGKILL)" in done.stderr and "server 0: parameter server: rank" in done.stderr, done.stderr
     assert not running.left()
@@ -101,7 +101,7 @@ def test_a_rank_that_is_killed_is_named_and_ends_the_servers(running: Launched) 
 def test_nothing_is_left_when_the_launcher_is_ended(running: Launched, number: signal.Signals) -> None:
     assert len(running.processes()) >= 4
     running.send(number)
-    done = running.wait(20)
+    done = running.wait()
     assert done.returncode == (-9 if number == signal.SIGKILL else 128 + 2)
     assert not running.left()
 
@@ -145,7 +145,7 @@ def test_a_server_that_is_killed_ends_both_nodes(tmp_path: Path) -> None:
             node.until(lambda node=node: "under way" in node.printed)
         victim = process_of(nodes[1], "--number 1")
         victim.kill()
-        done = [node.wait(30) for node in nodes]
+        done = [node.wait() for node in nodes]
         named = f"parameter server 1 (process {victim.pid}) ended with signal 9 (SIGKILL) on host"
         assert [each.returncode for each in done] == [1, 1], done
         assert all(named in each.stderr for each in done), done
