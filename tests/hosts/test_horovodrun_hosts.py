@@ -71,7 +71,7 @@ def test_two_hosts_train_and_the_first_failure_is_named(two: tuple[Hosts, dict[s
     out, _ = process.communicate(timeout=90)
     assert process.returncode == 0, out
     assert sorted(re.findall(r"told (.+)", out)) == [
-        "0 3 0 2 0 2 1.0 h0 2.0 /data", "1 3 1 2 0 1 1.0 h0 2.0 /data", "2 3 0 1 1 2 1.0 h1 2.0 /data"
+        "0 3 0 2 0 2 1.0 h0 2 /data", "1 3 1 2 0 1 1.0 h0 2 /data", "2 3 0 1 1 2 1.0 h1 2 /data"
     ]  # fmt: skip
     # Each host has written its own, here into one folder.
     assert (folder / "out" / "rank.2" / "stdout").read_text().startswith("told 2 3")
