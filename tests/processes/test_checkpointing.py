@@ -408,4 +408,6 @@ def case_hooks_of_the_user_run_and_change_what_is_exchanged(rank, world_size):
             assert_same_grads(ddp, mean)
 
 
-test_cases = as_tests(globals(), (2,), on="threads")
+test_cases = as_tests(
+    globals(), (2,), on="threads", in_processes=[case_hooks_of_the_user_run_and_change_what_is_exchanged]
+)

@@ -23,6 +23,7 @@ from tests.processes.cases import (
     local_loss,
     mlp,
     normed,
+    seeded,
     twin_of,
 )
 from tests.ranks import RankError, run_ranks
@@ -144,8 +145,8 @@ def case_unused_parameters_inside(rank, world_size):
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            torch.manual_seed(3)
-            self.branches = nn.ModuleList(nn.Linear(6, 3) for _ in range(3))
+            with seeded(3):
+                self.branches = nn.ModuleList(nn.Linear(6, 3) for _ in range(3))
 
         def forward(self, x: Tensor, use: str) -> Tensor:
             return sum(self.branches[int(name)](x) for name in use)
@@ -165,7 +166,8 @@ def case_unused_parameters_inside(rank, world_size):
 
 
 def case_sparse_gradients_inside(rank, world_size):
-    bare = nn.Sequential(nn.Embedding(7, 4, sparse=True), nn.Flatten(), nn.Linear(8, 2))
+    with seeded(3):
+        bare = nn.Sequential(nn.Embedding(7, 4, sparse=True), nn.Flatten(), nn.Linear(8, 2))
 
     def loss(model: nn.Module, r: int, step: int) -> Tensor:
         return model((torch.arange(6).view(3, 2) * (r + 2) + step) % 7).pow(2).mean()
@@ -286,7 +288,16 @@ def case_everything_is_frozen(rank, world_size):
     assert_equal_across_ranks(ddp)
 
 
-test_on_two_ranks = as_tests(globals(), (2,))
+test_cases = as_tests(
+    globals(),
+    (2,),
+    on="threads",
+    in_processes=[
+        case_the_same_as_torch,
+        case_disabled,
+        case_evaluation_inside,
+    ],  # PyTorch's own waits with Python's lock
+)
 
 
 def three_ranks(rank, world_size):
