@@ -1,4 +1,4 @@
-"""Sends Adam's momentum, in a code, instead of gradients: each rank updates the momentum with its gradient before sending it.
+"""Sends Adam's momentum in a lossy code instead of gradients; each rank updates it with its own gradient before sending.
 
 Formula, with n ranks, m Adam's momentum (equal on all ranks), b1 its decay and C the coded exchange of ``compressed.py``:
 rank r sends m_r = b1 m + (1 - b1) g_r; M = mean_r C(m_r), and each rank gets g = (M - b1 m) / (1 - b1) as its gradient, from
@@ -55,7 +55,7 @@ class MomentumState:
 
 @dataclass(frozen=True)
 class AdamMomentum(AroundGradients[MomentumState], inner="compressed"):
-    """Sends momentum in place of gradients; each rank gets mean gradients that follow from the mean momentum.
+    """Exchanges Adam's momentum in place of gradients; each rank computes the mean gradients from the mean momentum.
 
     Args:
         optimizer: holds m, which is equal on all ranks that have data.

@@ -31,14 +31,14 @@ from ..world import versions
 from .base import Done, GradientExchange, Work
 from .numbers import check_floating_point, num_numbers, numbers, warn_unless_finite
 
-_NUM_LANES = 2  # so that one lane computes while the other sends
-_NUM_COLUMNS = 1 << 18  # how many columns are converted to float64 at a time, to limit memory
-_LEAST = 1e-12  # |a|^2 of a node below this share of its greatest possible value is rounding error and counts as 0
+_NUM_LANES = 2  # background threads with a group each: one computes while the other sends
+_NUM_COLUMNS = 1 << 18  # this many columns of the gradients are converted to float64 at a time, to limit memory
+_LEAST = 1e-12  # a squared norm below this share of its greatest possible value is rounding error and counts as 0
 
 
 @dataclass
 class _AdasumRows:
-    """The buffers of one bucket.
+    """The buffers with which :class:`Adasum` exchanges one bucket.
 
     Attributes:
         sent: this rank's gradients, cut into n equal rows, the last one padded.
@@ -53,7 +53,7 @@ class _AdasumRows:
 
 @dataclass
 class AdasumState:
-    """The group, the lanes, and the buffers by bucket index; made once per bucket layout."""
+    """The state of :class:`Adasum` for one bucket layout: the group, the background threads, and buffers by bucket index."""
 
     group: dist.ProcessGroup
     lanes: Sequence[Lane]
@@ -67,7 +67,7 @@ class Adasum(GradientExchange[AdasumState]):
     @property
     @override
     def averages(self) -> bool:
-        """False: the zero gradients of ranks without data do not change an adaptive sum."""
+        """False: no rescaling is needed, because the zero gradients of ranks without data do not change an adaptive sum."""
         return False
 
     @override
@@ -137,7 +137,7 @@ class Adasum(GradientExchange[AdasumState]):
 
 
 def factors(grams: Tensor) -> Tensor:
-    """Return the factors of the gradients in their adaptive sum. See [Note: all pairs at once].
+    """Return the factor by which each gradient is multiplied in the adaptive sum. See [Note: all pairs at once].
 
     Args:
         grams: (parameters, n, n), float64: the scalar products of the n gradients.
@@ -147,7 +147,7 @@ def factors(grams: Tensor) -> Tensor:
     """
     size = grams.shape[-1]
     identity = torch.eye(size, dtype=grams.dtype, device=grams.device).expand_as(grams)
-    nodes = list(identity.unbind(1))  # each node as the factors of its n gradients, (parameters, n)
+    nodes = list(identity.unbind(1))  # a node of the tree of sums: factors of all n gradients, (parameters, n)
     while len(nodes) > 1:
         pairs = [_pair(a, b, grams) for a, b in zip(nodes[::2], nodes[1::2], strict=False)]
         nodes = pairs + nodes[2 * len(pairs) :]

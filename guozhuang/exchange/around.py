@@ -81,7 +81,7 @@ class AroundWeights(_Around[State], WeightExchange[State]):
     """An exchange of weights that wraps another one. A subclass defines ``prepare``."""
 
     def inner_step(self, step: int) -> int:
-        """Return the number that the inner exchange gives to the wrapper's step ``step``."""
+        """Return the step number to pass to the inner exchange in the wrapper's step ``step``."""
         return step
 
     @property

@@ -44,7 +44,7 @@ from ..weights.flat import Named
 from .weight_lane import WeightLane, mean
 from .weights import WeightExchange
 
-_LOOK_EVERY_S = 0.005  # pause between two looks at the rounds, while waiting in ``agree`` for other ranks
+_LOOK_EVERY_S = 0.005  # while ``agree`` waits for other ranks, it checks this often whether a round has ended
 
 
 @dataclass
@@ -99,7 +99,7 @@ class AsyncModelAverage(WeightExchange[AsyncState]):
 
     @property
     def in_step(self) -> bool:
-        """False: each rank makes its own number of steps, after the first ``start_step`` ones."""
+        """False: after the first ``start_step`` steps each rank may make another number of steps."""
         return False
 
     def averages_gradients(self, step: int) -> bool:
@@ -115,7 +115,7 @@ class AsyncModelAverage(WeightExchange[AsyncState]):
         return AsyncState(group, WeightLane(parameters, group, num_copies=2), Lane(group), notices, device, now_s)
 
     def after_step(self, state: AsyncState, step: int) -> None:
-        """Add the result of a round that has ended to the weights, and start a round if it is time. Does not wait.
+        """Add the result of an ended averaging round to the weights; start a round if the interval has passed. Does not wait.
 
         Raises:
             WorldError: a rank has ended, or did not take part within the group's time-out.
@@ -132,7 +132,7 @@ class AsyncModelAverage(WeightExchange[AsyncState]):
             _begin(state, lane, step)
 
     def agree(self, state: AsyncState) -> None:
-        """Take part in rounds until all ranks have called this; finish all started rounds; replace the weights by their mean.
+        """Take part in averaging rounds until all ranks have called this and all rounds have ended; then average the weights.
 
         Raises:
             WorldError: a rank did not call this within the group's time-out; the text names it.
@@ -160,7 +160,7 @@ class AsyncModelAverage(WeightExchange[AsyncState]):
 
         def greatest() -> None:
             dist.all_reduce(rounds, op=dist.ReduceOp.MAX, group=meeting.group)
-            rounds.item()  # on an accelerator this waits for the result, in the thread of the lane
+            rounds.item()  # on an accelerator this blocks the lane's thread until the result is there
 
         here = meeting.run(greatest)
         while not here.is_completed():
@@ -177,11 +177,11 @@ class AsyncModelAverage(WeightExchange[AsyncState]):
                 _begin(state, lane, -1)
 
     def close(self, state: AsyncState) -> None:
-        """Let the lanes' threads end; a round that not all ranks have started ends with the process group."""
+        """Let the background threads end; an averaging round that some rank has not started ends with the process group."""
         state.lane = state.meeting = None
 
     def end(self, state: AsyncState) -> None:
-        """Finish all rounds that any rank has started, without using their results; end both groups. Every rank must call."""
+        """Finish averaging rounds that any rank has started, drop their results, and end both groups. Every rank must call."""
         if state.lane is not None and state.meeting is not None:
             self._meet(state, state.lane, state.meeting, applies=False)
             state.lane.drop()

@@ -51,7 +51,7 @@ class Average(WeightExchange[AverageState]):
     """Mean of the weights after every step; less often with ``Every(H, Average())``. Memory: a copy of the weights."""
 
     def prepare(self, parameters: Named, group: dist.ProcessGroup) -> AverageState:
-        """Allocate the copies; nothing is sent."""
+        """Allocate flat copies of the weights; nothing is sent."""
         real = as_real(parameters)
         kinds = sorted({wide(p.dtype) for _, p in real}, key=str)
         weights = [FlatWeights([(n, p) for n, p in real if wide(p.dtype) == kind], kind) for kind in kinds]

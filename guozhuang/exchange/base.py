@@ -33,10 +33,10 @@ class Work(Protocol):
 
 
 class Done:
-    """A work that is complete from the start: the exchange had nothing to send."""
+    """A ``Work`` that is complete from the start, for an exchange that had nothing to send."""
 
     def wait(self) -> None:
-        """Return at once."""
+        """Return at once, because nothing was started."""
 
     def is_completed(self) -> bool:
         """Return True, because there is nothing to wait for."""
@@ -66,7 +66,7 @@ class Then:
 
 
 class Exchange(ABC, Generic[State]):
-    """The methods that exchanges of gradients and exchanges of weights share: those for checkpoints."""
+    """Base class of exchanges of gradients and of weights: the methods that save and restore their state in checkpoints."""
 
     def state_dict(self, state: State) -> dict[str, Any]:
         """Return the values that a resumed run needs to continue exactly, besides the weights; often empty.
@@ -112,7 +112,7 @@ class GradientExchange(Exchange[State]):
 
     @property
     def averages(self) -> bool:
-        """Whether the result is a mean. ``join(divide_by_initial_world_size=False)`` rescales the result only if it is."""
+        """Whether the result is a mean; if not, ``join(divide_by_initial_world_size=False)`` does not rescale it."""
         return True
 
     def input_scale(self, world_size: int) -> float:

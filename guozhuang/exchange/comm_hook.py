@@ -21,7 +21,7 @@ from ..errors import UsageError, explain
 from ..gradients.buckets import Bucket
 from .base import GradientExchange, Work
 
-# PyTorch's hooks of one collective, by name, so that their module is not imported unless the user does.
+# PyTorch's hooks that issue a single collective; names, so that their module is imported only if the user imports it.
 _ONE_ROUND_MODULE = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 _ONE_ROUND_HOOKS = {"allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"}
 
@@ -74,7 +74,7 @@ class _HookWork:
         if self._future is None:
             return
         value = self._future.wait()
-        self._future = None  # it may hold a copy of all gradients
+        self._future = None  # drop the future, which may hold a copy of the bucket's gradients
         if isinstance(value, (list, tuple)) and len(value) == 1:
             value = value[0]
         flat = self._bucket.flat
@@ -105,7 +105,7 @@ class CommHook(GradientExchange[None]):
 
     @property
     def one_round(self) -> bool:
-        """True for PyTorch's hooks of one collective, and for hooks with an attribute ``one_round`` that is True."""
+        """True for PyTorch's hooks that issue one collective, and for hooks with an attribute ``one_round`` that is True."""
         known = getattr(self.hook, "__module__", "") == _ONE_ROUND_MODULE
         known = known and getattr(self.hook, "__qualname__", "") in _ONE_ROUND_HOOKS
         return known or getattr(self.hook, "one_round", False) is True
@@ -114,14 +114,14 @@ class CommHook(GradientExchange[None]):
         """Do nothing: a hook keeps its own state."""
 
     def start(self, bucket: Bucket, state: None, step: int) -> Work:
-        """Call the hook.
+        """Call the hook with the bucket; the returned work waits for the hook's future.
 
         Raises:
             TypeError: the hook did not return a future.
         """
         name = getattr(self.hook, "__qualname__", type(self.hook).__name__)
         future = self.hook(self.state, HookBucket(bucket))
-        if not isinstance(future, torch._C.Future):  # the base class, which the get_future() of a Work returns
+        if not isinstance(future, torch._C.Future):  # also accepts this base class, which Work.get_future() returns
             raise TypeError(
                 explain(
                     f"communication hook {name!r} must return a torch.futures.Future",

@@ -39,18 +39,18 @@ from .codecs.base import Codec
 from .codecs.topk import Sparsifier
 from .numbers import check_floating_point, is_finite, num_numbers, numbers, some_of, warn_unless_finite
 
-_NUM_LANES = 2  # so that one lane computes while the other sends
-# Two float32 before each row's code: first 0.0, or NaN for a row that is not finite and so was not coded; then 0.0, or 1.0 for
-# a row of a rank that has nothing to add.
+_NUM_LANES = 2  # background threads with a group each: one computes while the other sends
+# A header of two float32 precedes each row's code: the first is NaN if the row is not finite and so was not coded, else 0.0;
+# the second is 1.0 if the rank has nothing to add to the mean, else 0.0.
 _HEADER_BYTES = 8
 _log = logging.getLogger("guozhuang")
 
 
 class Around(Protocol):
-    """Changes the values of a bucket before they are coded and after they were decoded; called in a lane's thread."""
+    """An object that changes a bucket's values before coding and after decoding; called in a background thread."""
 
     def enter(self, values: Tensor) -> bool:
-        """Change this rank's gradients, in place.
+        """Change this rank's gradients in place, before they are coded.
 
         Args:
             values: 1-dimensional, float32, finite.
@@ -61,7 +61,7 @@ class Around(Protocol):
         ...
 
     def leave(self, values: Tensor, share: float) -> None:
-        """Change the mean, in place. It has equal bits on all ranks before this call, and should have them after it.
+        """Change the decoded mean in place. It has equal bits on all ranks before this call, and should have them after it.
 
         Args:
             values: as in ``enter``: the sum over the ranks that added something, divided by the number of all ranks. NaN in
@@ -152,7 +152,7 @@ class Residuals:
 
 @dataclass
 class _BucketMemory:
-    """The buffers of one bucket.
+    """The buffers with which :class:`Compressed` exchanges one bucket.
 
     ``rows`` holds the bucket as float32 rows, or is None if the bucket's own memory can be viewed as such rows. ``scratch`` is
     for the decoded values that were sent, or is None if momentum is not masked. ``sent`` and ``got`` hold one code per rank.
@@ -333,7 +333,7 @@ class Compressed(GradientExchange[CompressedState]):
         memory: _BucketMemory,
         place: tuple[int, int, int, int],
     ) -> bool:
-        """Write the header and, if ``which`` is (finite, has something to add) = (True, True), the code of each row.
+        """Write each row's header and, if ``which``, (rows are finite, rank has something to add), is (True, True), its code.
 
         The values in ``rows`` may change. Errors of the code are kept in ``feedback``. Return whether rows were coded.
         """
@@ -342,9 +342,9 @@ class Compressed(GradientExchange[CompressedState]):
         header[:, 0] = 0.0 if fine else math.nan
         header[:, 1] = 0.0 if adds else 1.0
         if not (fine and adds):
-            return False  # the feedback stays for later steps
+            return False  # nothing was coded, so the kept errors wait for a later step
         index = place[1]
-        memory.random.manual_seed(hash((self.seed, *place)) & (2**63 - 1))  # of integers: equal in all processes
+        memory.random.manual_seed(hash((self.seed, *place)) & (2**63 - 1))  # hash of integers: same in all processes
         body = codes[:, _HEADER_BYTES:]
         if feedback is None:
             self.codec.encode(rows, body, memory.random)
@@ -376,8 +376,8 @@ class Compressed(GradientExchange[CompressedState]):
         momentum.masked_fill_(memory.scratch != 0, 0.0)
 
     def _decode_mean(self, codes: Tensor, mean: Tensor) -> int:
-        """Write the mean over ranks; return how many ranks had nothing to add."""
-        if bool((codes[:, :_HEADER_BYTES].view(torch.float32) == 0).all()):  # else some codes are out of date or unset
+        """Decode the codes of all ranks and write their mean; return how many ranks had nothing to add."""
+        if bool((codes[:, :_HEADER_BYTES].view(torch.float32) == 0).all()):  # all rows were coded in this step
             self.codec.decode_mean(codes[:, _HEADER_BYTES:], mean)
             return 0
         rows = mean.new_empty(codes.shape[0], mean.shape[1])

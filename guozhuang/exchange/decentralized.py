@@ -78,7 +78,7 @@ class Decentralized(WeightExchange[DecentralizedState]):
             raise UsageError(explain("every is a number of steps, at least 1", value=self.every))
 
     def prepare(self, parameters: Named, group: dist.ProcessGroup) -> DecentralizedState:
-        """Allocate a copy of the weights, with "shift_one" two, and a twin of the group. Every rank must call."""
+        """Allocate a copy of the weights, two for "shift_one", and make a second group of the ranks. Every rank must call."""
         num_copies = 1 if self.peers == "all" else 2
         return DecentralizedState(group, WeightLane(parameters, group, num_copies) if group.size() > 1 else None)
 
@@ -113,14 +113,14 @@ class Decentralized(WeightExchange[DecentralizedState]):
             pairs = enumerate(zip(mine, lane.copies[1], strict=True))
             swap([(other, x, y, tag) for tag, (x, y) in pairs], group, "whose turn it was")
             for x, y in zip(mine, lane.copies[1], strict=True):
-                if x.itemsize < 4:  # float16 and bfloat16, whose sum could overflow
+                if x.itemsize < 4:  # the sum of two float16 or bfloat16 could overflow
                     x.copy_((x.float() + y) / 2)
                 else:
                     x += y
                     x /= 2
 
     def agree(self, state: DecentralizedState) -> None:
-        """Replace the weights by the mean over all ranks. A running average, which is of these same weights, is dropped."""
+        """Replace the weights by the mean over all ranks; the result of a running average of these weights is dropped."""
         if state.lane is not None:
             state.lane.agree()
 
@@ -129,7 +129,7 @@ class Decentralized(WeightExchange[DecentralizedState]):
         state.lane = None
 
     def end(self, state: DecentralizedState) -> None:
-        """Wait for a running average, drop its result, and end the twin of the group. Every rank must call."""
+        """Wait for a running average, drop its result, and end the second group of the ranks. Every rank must call."""
         if state.lane is not None:
             state.lane.end(state.group)
         self.close(state)

@@ -45,7 +45,7 @@ def _unfilled(num_elements: int, dtype: torch.dtype, device: torch.device) -> Te
 
 
 class _FlatPart:
-    """The weights of a fragment that share a dtype, as flat tensors.
+    """The weights of a fragment that share a device and a dtype, as flat tensors.
 
     Attributes:
         bucket: holds the difference d during its exchange; its memory is released afterwards.
@@ -80,7 +80,7 @@ class _FlatPart:
         return self.globals if same else self.globals.to(self._dtype).to(self.globals.dtype)
 
     def saved(self, flat: Tensor, into: dict[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
-        """Copy a flat tensor of this part into tensors of whole parameters, by name; allocate missing ones."""
+        """Copy a flat tensor of this part into ``into``, tensors of whole parameters by name; allocate missing ones there."""
         [views] = self.weights.views([flat])
         for piece, view in zip(self._pieces, views, strict=True):
             if piece.parameter not in into:
@@ -88,7 +88,7 @@ class _FlatPart:
             piece.of(into[piece.parameter]).copy_(view)
 
     def load(self, flat: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Copy this part out of tensors of whole parameters, by name, into a flat tensor."""
+        """Fill a flat tensor with this part of ``values``, tensors of whole parameters by name."""
         [views] = self.weights.views([flat])
         for piece, view in zip(self._pieces, views, strict=True):
             view.copy_(piece.of(values[piece.parameter]))
@@ -96,7 +96,7 @@ class _FlatPart:
 
 @dataclass
 class _Fragment:
-    """The weights that are exchanged in one turn.
+    """A fragment of the model: the weights that are exchanged together in one turn.
 
     Attributes:
         parts: the weights by device and dtype.
@@ -219,7 +219,7 @@ class DiLoCo(WeightExchange[DiLoCoState]):
                 buckets.append(parts[-1].bucket)
             fragments.append(_Fragment(parts))
         exchange = self._exchange
-        # In a group of its own, collectives that run during inner steps need no order relative to those of the program.
+        # In a group of their own, collectives that run during inner steps need no common order with those of the program.
         own_group = twin(group) if self.codec is None and group.size() > 1 else group
         exchange_state = exchange.prepare(buckets, own_group)
         for fragment in fragments:
@@ -230,7 +230,7 @@ class DiLoCo(WeightExchange[DiLoCoState]):
         return DiLoCoState(group, made, exchange, exchange_state, fragments, {name: p.shape for name, p in real})
 
     def after_step(self, state: DiLoCoState, step: int) -> None:
-        """Finish the exchanges whose overlap has passed, and start that of the fragment whose turn it is."""
+        """Finish exchanges that have run for ``overlap_steps`` steps; start the exchange of the fragment whose turn it is."""
         state.num_steps += 1
         for fragment in state.fragments:
             if fragment.works and step - fragment.sent_step >= self.overlap_steps:
@@ -276,7 +276,7 @@ class DiLoCo(WeightExchange[DiLoCoState]):
                 change.add_(part.momentum, alpha=self.outer_momentum)
             own = part.own
             if own is not None and kept != 0:
-                own -= part.start()  # now the negative of the weights at the time of sending
+                own -= part.start()  # ``own`` is now the negative of this rank's weights at the time of sending
             part.globals.add_(change, alpha=-self.outer_lr)
             if kept == 0:
                 part.weights.write([part.globals])
@@ -295,7 +295,7 @@ class DiLoCo(WeightExchange[DiLoCoState]):
             part.release()
 
     def agree(self, state: DiLoCoState) -> None:
-        """Finish running exchanges; make fragments that had inner steps since equal, by ``agree_by``. Every rank must call.
+        """Finish running exchanges; make fragments that may differ between ranks equal, by ``agree_by``. Every rank must call.
 
         Afterwards all ranks hold equal weights: with "outer" the global weights, with "mean" the mean.
         """
@@ -337,7 +337,7 @@ class DiLoCo(WeightExchange[DiLoCoState]):
 
     @torch.no_grad()
     def load_state_dict(self, state: DiLoCoState, saved: Mapping[str, Any]) -> None:
-        """Restore a saved state; the number of fragments may differ from then. Every rank must call.
+        """Restore a saved state; it may be of a run with another number of fragments. Every rank must call.
 
         Raises:
             UsageError: the state was saved by another method, or for other parameters.

@@ -18,7 +18,7 @@ from ..weights.flat import Named
 
 @dataclass(frozen=True)
 class FragmentPiece:
-    """A part of one parameter, or a whole one.
+    """A whole parameter, or a part of one, that belongs to one fragment.
 
     Attributes:
         parameter: the parameter's name.

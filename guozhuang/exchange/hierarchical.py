@@ -47,7 +47,7 @@ from .warmup import Warmup
 
 
 class _Passage:
-    """The work of a bucket that passes through both lanes. See [Note: two lanes in a row]."""
+    """The ``Work`` of a bucket whose exchange runs in two threads, one after the other. See [Note: two lanes in a row]."""
 
     def __init__(self) -> None:
         self.entering: SerialWork | None = None
@@ -58,7 +58,7 @@ class _Passage:
         return self.leaving is not None and self.leaving.is_completed()
 
     def wait(self) -> None:
-        """Wait until the result is in the bucket; raise the error of either lane."""
+        """Wait until the result is in the bucket; raise the error of either thread."""
         assert self.entering is not None
         self.entering.wait()
         assert self.leaving is not None
@@ -185,7 +185,7 @@ class Hierarchical(AroundGradients[HierarchicalState], inner="outer"):
         (entering, leaving), passage, devices = state.lanes, _Passage(), [bucket.flat.device]
 
         def enter() -> None:
-            if not is_plain(self.outer):  # a lossy outer exchange gets a sum, so it cannot name the rank
+            if not is_plain(self.outer):  # a lossy ``outer`` gets the node's sum and could not name the rank
                 assert state.groups is not None
                 rank = state.groups.nodes.rank
                 warn_unless_finite(bucket, in_float32(numbers(bucket)), step, rank, "it reaches all ranks")
@@ -220,7 +220,7 @@ class Hierarchical(AroundGradients[HierarchicalState], inner="outer"):
         work.wait()
         if held.part is not None:
             own, part = wire if held.own is None else held.own, numbers(held.part)
-            if own.data_ptr() != part.data_ptr():  # also if alone on the node, so that all ranks round alike
+            if own.data_ptr() != part.data_ptr():  # also on a node of one rank, to round as others do
                 own[: part.numel()].copy_(part)
         if held.own is not None:
             versions.all_gather_single(wire, held.own, group=group)
@@ -270,13 +270,13 @@ class Hierarchical(AroundGradients[HierarchicalState], inner="outer"):
         self.outer.load_state_dict(state.outer, kept)
 
     def _kept(self, state: HierarchicalState) -> Any:
-        """Return the saved state of ``outer``, by whole parameters. Every rank of the node must call."""
+        """Return the state of ``outer`` for a checkpoint, gathered into whole parameters. Every rank of the node must call."""
         assert state.groups is not None
         return whole_values(self.outer.state_dict(state.outer), state.parts.values(), state.groups.inside)
 
     @override
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> int | None:
-        """Return the bytes if ``identities`` give all nodes equally many ranks and the bucket can be cut; else None.
+        """Return the bytes that a rank sends if all nodes in ``identities`` have equally many ranks and buckets can be cut.
 
         With gloo inside a node, (k-1)/k of the bucket is sent in addition, because gloo's reduce-scatter is a whole all-reduce.
         """

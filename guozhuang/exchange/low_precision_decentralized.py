@@ -34,7 +34,7 @@ from .numbers import is_finite
 from .weight_lane import NotFinite, as_real, mean, swap
 from .weights import WeightExchange
 
-_HEADER_BYTES = 8  # a float32 before the code: 0.0, or NaN if t is not finite and so was not coded; padded to 8 bytes
+_HEADER_BYTES = 8  # a float32 before the code, padded: NaN if the difference is not finite and so not coded, else 0.0
 _REPLICAS = ("own", "left", "right")
 
 
@@ -54,7 +54,7 @@ class RingState:
     """The state of :class:`LowPrecisionDecentralized`.
 
     Attributes:
-        group: a twin of ``whole_group``, in which codes are sent; ``whole_group`` itself if there is one rank.
+        group: a second group of the same ranks, in which codes are sent; ``whole_group`` itself if there is one rank.
         whole_group: the group of the ranks that was passed to ``prepare``.
         flat: the layout of the parameters in flat tensors of float32.
         whole: the layout of the parameters in flat tensors of their own dtypes.
@@ -81,7 +81,7 @@ class LowPrecisionDecentralized(WeightExchange[RingState]):
     Args:
         every: how many optimizer steps from one exchange to the next; the first step exchanges.
         codec: the code of the differences.
-        seed: of the codec's random bits, if it draws any.
+        seed: the seed of the codec's random bits, if it draws any.
 
     Raises:
         UsageError: ``every`` is below 1.
@@ -96,7 +96,7 @@ class LowPrecisionDecentralized(WeightExchange[RingState]):
             raise UsageError(explain("every is a number of steps, at least 1", value=self.every))
 
     def prepare(self, parameters: Named, group: dist.ProcessGroup) -> RingState:
-        """Copy the weights into three replicas, and make a twin of the group. Every rank must call, with equal weights."""
+        """Copy the weights into three replicas; make a second group of the ranks. Every rank must call, with equal weights."""
         real = as_real(parameters)
         flat, whole = FlatWeights(real, torch.float32), FlatWeights(real)
         replicas: dict[str, list[Tensor]] = {}
@@ -135,14 +135,14 @@ class LowPrecisionDecentralized(WeightExchange[RingState]):
 
     def _encode(self, state: RingState, index: int, memory: _RingMemory, step: int) -> None:
         own, left, right = (state.replicas[name][index] for name in _REPLICAS)
-        # (L + R - 2 W) / 3 + (x - W): equal to the formula, but rounds less because it subtracts nearly equal numbers first.
+        # (L + R - 2 W) / 3 + (x - W) equals the module's formula, but rounds less: it subtracts nearly equal numbers first.
         t = torch.add(left, right, out=memory.difference)
         t.sub_(own, alpha=2).div_(3)
         t += memory.weights - own
         fine = is_finite(t)
         memory.sent[:, :_HEADER_BYTES].view(torch.float32).fill_(0.0 if fine else math.nan)
         if fine:
-            place = hash((self.seed, step, index, state.group.rank()))  # of integers: the same hash in every process
+            place = hash((self.seed, step, index, state.group.rank()))  # a hash of integers is equal in all processes
             state.random[index].manual_seed(place & (2**63 - 1))
             self.codec.encode(t.view(1, -1), memory.sent[:, _HEADER_BYTES:], state.random[index])
 
@@ -166,7 +166,7 @@ class LowPrecisionDecentralized(WeightExchange[RingState]):
             state.flat.read(replica)
 
     def end(self, state: RingState) -> None:
-        """End the twin of the group. Every rank must call."""
+        """End the second group of the ranks, in which codes were sent. Every rank must call."""
         if state.group is not state.whole_group:
             end_together([state.group], state.whole_group)
 

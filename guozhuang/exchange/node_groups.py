@@ -71,11 +71,11 @@ def inside_of(group: dist.ProcessGroup, nodes: Nodes) -> dist.ProcessGroup:
 
 
 def make_groups(group: dist.ProcessGroup, nodes: Nodes) -> NodeGroups:
-    """Make both groups, with the backend and the time-out of ``group``. Every rank must call."""
+    """Make the groups inside and between nodes, with the backend and the time-out of ``group``. Every rank must call."""
     inside = inside_of(group, nodes)
     if nodes.is_even:
         return NodeGroups(nodes, inside, _own_of(group, [nodes.peers_of_lane(i) for i in range(nodes.num_lanes)]))
-    # Ranks that take no part between nodes get a group of their own: see [Note: equally many groups].
+    # A rank that exchanges nothing between nodes gets a group of itself alone: see [Note: equally many groups].
     others = [(rank,) for ranks in nodes.members for rank in ranks[1:]]
     return NodeGroups(nodes, inside, _own_of(group, [nodes.peers_of_lane(0), *others]))
 
@@ -110,7 +110,7 @@ def on_leaders(
     if groups.leads:
         try:
             act()
-        except Exception as error:  # raised below, once the ranks of the node know it
+        except Exception as error:  # raised below, after the ranks of the node were informed
             failed = error
     outcome: list[Any] = [num_groups() - before, type(failed).__name__, isinstance(failed, UsageError), str(failed)]
     dist.broadcast_object_list(outcome, group_src=0, group=groups.inside, device=device)
@@ -130,5 +130,5 @@ def groups_alone(groups: NodeGroups, num: int) -> list[dist.ProcessGroup]:
 
 
 def _own_of(group: dist.ProcessGroup, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-    """Make a group of the part that holds this rank; every rank of ``group`` is in exactly one part and must call."""
+    """Make a group of the ranks in this rank's part; every rank of ``group`` is in exactly one part and must call."""
     return subgroup(group, next(sorted(part) for part in parts if group.rank() in part))

@@ -43,7 +43,7 @@ def numbers(bucket: Bucket) -> Tensor:
 
 def is_finite(values: Tensor) -> bool:
     """Return whether all values are finite: no NaN, no infinity."""
-    # The sum needs a single pass; only if it is not finite is every value checked.
+    # The sum needs a single pass over the values; each value is checked only if the sum is not finite.
     return bool(values.sum().isfinite()) or bool(values.isfinite().all())
 
 

@@ -67,7 +67,7 @@ def cut(bucket: Bucket, place: int, size: int, wire_dtype: torch.dtype) -> Part:
         begin += count
     one, part = flat.new_empty(1), None
     if pieces:
-        stand_ins = [one.expand(piece.end - piece.begin) for piece in pieces]  # shapes only, one element of memory
+        stand_ins = [one.expand(piece.end - piece.begin) for piece in pieces]  # right shapes, memory of one
         part = Bucket(bucket.index, bucket.is_last, [piece.name for piece in pieces], stand_ins)
     wire = None
     if wire_dtype != flat.dtype or length * size != flat.numel():
@@ -78,14 +78,14 @@ def cut(bucket: Bucket, place: int, size: int, wire_dtype: torch.dtype) -> Part:
 
 
 def uncut(bucket: Bucket, leads: bool, wire_dtype: torch.dtype) -> Part:
-    """Return a ``Part`` that is the whole bucket on the rank that leads, and None on other ranks; arguments as for ``cut``."""
+    """Return a ``Part`` of an uncut bucket: the whole bucket on the leading rank, nothing on other ranks. See ``cut``."""
     flat = numbers(bucket)
     wire = None if wire_dtype == flat.dtype else torch.empty_like(flat, dtype=wire_dtype)
     return Part(bucket, bucket if leads else None, [], wire, None)
 
 
 def whole_values(kept: Any, parts: Iterable[Part], group: dist.ProcessGroup) -> Any:
-    """Return ``kept`` with each mapping from slices to tensors replaced by one from whole parameters. Every rank must call.
+    """Return ``kept`` with values per slice gathered into values per whole parameter. Every rank must call.
 
     Args:
         kept: nested mappings; a mapping whose keys are the names of all slices of this rank holds a flat tensor for each slice.

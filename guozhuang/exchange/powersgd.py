@@ -218,7 +218,7 @@ class PowerSGD(GradientExchange[PowerState]):
         return torch.div(thin, lengths)
 
     def _mean(self, parts: list[Tensor], group: dist.ProcessGroup, size: int) -> None:
-        """Average all parts over the ranks with one collective, in place."""
+        """Average these tensors over the ranks in place, with one collective."""
         flat = torch.cat([part.reshape(-1) for part in parts]).div_(size)
         dist.all_reduce(flat, group=group)
         begin = 0

@@ -35,8 +35,8 @@ from .around import AroundGradients
 from .base import GradientExchange, Work
 from .kernels import used_rows
 
-# A matrix is a table from this many bytes on (smaller ones are not worth the extra all-reduce), and from this many rows per
-# column on (weights of other layers have a smaller ratio). Each table is sent as a message of its own.
+# A matrix counts as a table, sent in a message of its own, if it has at least this many bytes (smaller ones are not worth the
+# extra all-reduce) and at least this many rows per column (weights of other layers than embeddings have fewer).
 _LEAST_BYTES, _LEAST_RATIO = 1 << 18, 16
 _ITEM_BYTES = (2, 4, 8)
 
@@ -93,7 +93,7 @@ class _Pieces:
 
 @dataclass(frozen=True)
 class SparseRows(AroundGradients[SparseRowsState]):
-    """Sends the used rows of tables, and other gradients through ``inner``. Exact if ``inner`` is.
+    """Sends the used rows of tables (long matrices, as of embeddings), and other gradients through ``inner``. Exact if it is.
 
     A table is a matrix of 256 KiB or more with at least 16 times as many rows as columns. Each step decides anew, from the
     number of rows that are not zero, whether sending rows is cheaper.
@@ -137,7 +137,7 @@ class SparseRows(AroundGradients[SparseRowsState]):
     @override
     def start(self, bucket: Bucket, state: SparseRowsState, step: int) -> Work:
         pieces = state.pieces[bucket.index]
-        for piece in pieces:  # the bucket's memory may have changed since the last pass
+        for piece in pieces:  # the bucket's memory may have been replaced since the last backward
             num_parameters = len(piece.part.parameters)
             piece.part.flat = bucket.flat.narrow(0, piece.start, sum(p.numel() for p in piece.part.parameters))
             piece.part.views = bucket.views[piece.first : piece.first + num_parameters]
@@ -217,7 +217,7 @@ def _may_be_table(view: Tensor) -> bool:
 
 
 def _largest(counts: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[int]:
-    """Return the largest count of any rank for each table."""
+    """Return for each table the largest of the counts that the ranks pass. Every rank must call."""
     if not counts:
         return []
     most = torch.tensor(counts, dtype=torch.int64, device=device)
@@ -252,7 +252,7 @@ def _lengths(table: Tensor, num_rows: int) -> tuple[int, int]:
 
 
 def _opened(message: Tensor, table: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return views of the row numbers in a message (-1 for unused places) and of the rows."""
+    """Return views of a message's row numbers (-1 where it has fewer rows than fit) and of the values of the rows."""
     numbers, rows = message.split(_lengths(table, num_rows))
     shape = num_rows, table.shape[1]
     return numbers.view(torch.int32)[:num_rows], rows.view(table.dtype)[: shape[0] * shape[1]].view(shape)

@@ -89,7 +89,7 @@ class Warmup(AroundGradients[tuple[Any, Any, int]], inner="then"):
 
 @dataclass
 class WeightWarmupState:
-    """The arguments of ``then.prepare``, kept until the warm-up ends, and the state that it returned.
+    """The state of :class:`WeightWarmup`: the arguments of ``then.prepare``, and its result once the warm-up has ended.
 
     Attributes:
         parameters: the parameters that are trained.
@@ -194,7 +194,7 @@ class WeightWarmup(AroundWeights[WeightWarmupState], inner="then"):
 
     @override
     def load_state_dict(self, state: WeightWarmupState, saved: Mapping[str, Any]) -> None:
-        if not saved:  # saved during the warm-up
+        if not saved:  # a checkpoint made during the warm-up holds no state of ``then``
             return
         check_saved(saved, {"then"}, "this warm-up")
         if not state.begun:

@@ -236,7 +236,7 @@ class WeightHierarchical(AroundWeights[WeightHierarchicalState], inner="outer"):
 
     @override
     def averages_gradients(self, step: int) -> bool:
-        return True  # inside nodes, or over all ranks in steps in which ``outer`` averages gradients
+        return True  # gradients are averaged inside nodes, or over all ranks in steps in which ``outer`` does so
 
     @override
     def gradients(self) -> GradientExchange[Any]:
@@ -324,7 +324,7 @@ class WeightHierarchical(AroundWeights[WeightHierarchicalState], inner="outer"):
 
     @override
     def state_dict(self, state: WeightHierarchicalState) -> dict[str, Any]:
-        """Return "nodes" (the ranks of each), "outer" (the state of ``outer``, on leaders), "keeps" (whether it has any)."""
+        """Return "nodes" (each node's ranks), "outer" (on leaders, its state), "keeps" (whether ``outer`` has a state)."""
         kept = super().state_dict(state)
         keeps = bool(kept) if state.groups is None else bool(_greatest(state, bool(kept))[0])
         return {"nodes": state.members, "keeps": keeps, "outer": kept}

@@ -28,7 +28,7 @@ def as_real(parameters: Named) -> list[tuple[str, Tensor]]:
 
 
 class NotFinite:
-    """Logs which weights hold NaN or infinity, once until they are finite again."""
+    """Logs which weights hold NaN or infinity; it logs again only after all weights were finite in between."""
 
     def __init__(self) -> None:
         self._said = False
@@ -97,7 +97,7 @@ def mean(flats: Sequence[Tensor], group: dist.ProcessGroup) -> None:
 
 
 def swap(messages: Sequence[tuple[int, Tensor, Tensor, int]], group: dist.ProcessGroup, why: str) -> None:
-    """Send tensors to single ranks and receive others from them. Every peer must call, with the counterparts.
+    """Send a tensor to each of some ranks and receive one from each. Each of them must call, with the matching messages.
 
     Args:
         messages: the rank of a peer, the tensor to send to it, the tensor to receive from it, and a tag for both.
@@ -127,11 +127,11 @@ def swap(messages: Sequence[tuple[int, Tensor, Tensor, int]], group: dist.Proces
 
 
 class WeightLane(Lane):
-    """A lane with flat copies of the weights. Every rank must construct it.
+    """A ``Lane`` (a thread with a group of its own) with flat copies of the weights. Every rank must construct it.
 
     Args:
         parameters: the parameters whose weights are copied.
-        group: the ranks; the lane makes a twin of it (another group of the same ranks).
+        group: the ranks; the lane makes another group of the same ranks.
         num_copies: the number of copies, each a list of flat tensors.
 
     Attributes:

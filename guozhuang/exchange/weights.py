@@ -52,14 +52,14 @@ class WeightExchange(Exchange[State]):
         """
 
     def miss_step(self, state: State, step: int) -> None:
-        """Note that this rank will shadow the next step, without an optimizer step. Not collective."""
+        """Note that this rank has no data for the next step, and will not step its optimizer. Not collective."""
 
     def before_step(self, state: State, step: int) -> None:
-        """Act after backward and before the optimizer; by default do nothing. ``step`` counts optimizer steps from 0."""
+        """Exchange weights between backward and the optimizer's step; by default do nothing. ``step`` counts from 0."""
 
     @abstractmethod
     def after_step(self, state: State, step: int) -> None:
-        """Act after the optimizer."""
+        """Exchange weights after the optimizer's step, or start to. ``step`` counts optimizer steps from 0."""
 
     @abstractmethod
     def agree(self, state: State) -> None:
@@ -69,7 +69,7 @@ class WeightExchange(Exchange[State]):
         """
 
     def rest(self, state: State) -> None:
-        """Let other ranks no longer wait for this one, whose data has ended. For methods not ``in_step``; not collective."""
+        """Let other ranks no longer wait for this rank, whose data has ended; for methods not ``in_step``. Not collective."""
 
     def close(self, state: State) -> None:
         """Stop the background threads of the state, which is not used again. Not collective."""

@@ -1,4 +1,4 @@
-"""The interface of lossy codes for gradients, which turn rows of numbers into rows of bytes and back; also codes by blocks."""
+"""The interface of lossy codes for gradients, which turn rows of numbers into rows of bytes; and base classes of codes."""
 
 from __future__ import annotations
 
@@ -93,17 +93,17 @@ class KernelCodec(Codec):
     @property
     @abstractmethod
     def kernel(self) -> CodeKind | None:
-        """The kernel that encodes; None if there is no kernel for these settings."""
+        """The C kernel that encodes; None if there is no kernel for these settings."""
 
     @property
     def kernel_to_decode(self) -> CodeKind | None:
-        """The kernel that decodes."""
+        """The C kernel that decodes; by default the one that encodes."""
         return self.kernel
 
     def run(
         self, task: Task, rows: Tensor, codes: Tensor, seeds: tuple[int, int] = (0, 0), lost: Tensor | None = None
     ) -> bool:
-        """Run a task in the C kernel if it supports it; return whether it was run. For the arguments see ``kernels.run``."""
+        """Run a task in the C kernel if it supports these tensors; return whether it did. For the arguments see ``kernels.run``."""
         kind = self.kernel if task is Task.ENCODE else self.kernel_to_decode
         if kind is None or not kernels.serves(rows, codes):
             return False
@@ -142,7 +142,7 @@ class BlockCodec(KernelCodec):
         return aligned(4 * blocks) + aligned(blocks * self.block * self.bits // 8)
 
     def parts(self, codes: Tensor, num_elements: int) -> tuple[Tensor, Tensor]:
-        """Return views of the scales, (rows, blocks), and of the packed levels, (rows, bytes), in codes."""
+        """Split codes into views of their scales, (rows, blocks), and of their packed levels, (rows, bytes)."""
         blocks = -(-num_elements // self.block)
         begin = aligned(4 * blocks)
         return codes[:, : 4 * blocks].view(torch.float32), codes[
@@ -165,7 +165,7 @@ class BlockCodec(KernelCodec):
             packed.bitwise_left_shift_(self.bits).bitwise_or_(parts[..., i])
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """Return the levels as float32, (rows, blocks, block)."""
+        """Undo :meth:`pack`: return the levels as float32, (rows, blocks, block)."""
         each, mask = 8 // self.bits, 2**self.bits - 1
         parts = [packed >> self.bits * (each - 1 - i) & mask for i in range(each)]
         return torch.stack(parts, dim=2).to(torch.float32).view(packed.shape[0], -1, self.block)

@@ -101,7 +101,7 @@ class Dithering(BlockCodec):
         values = self.blocks_of(rows)
         greatest = values.abs().amax(dim=2)
         values /= greatest.clamp(min=_TINY).unsqueeze(2)
-        if self.normalize == "l2":  # after the division above, so that squares neither overflow nor vanish
+        if self.normalize == "l2":  # values are at most 1 now, so their squares neither overflow nor vanish
             norms = values.norm(dim=2)
             values /= norms.clamp(min=1.0).unsqueeze(2)
             greatest *= norms
@@ -110,7 +110,7 @@ class Dithering(BlockCodec):
         levels = (
             (values * level).add_(chance).floor_() if self.partition == "linear" else _natural(values, chance, level)
         )
-        levels.clamp_(-level, level)  # a quotient may be rounded up past 1
+        levels.clamp_(-level, level)  # rounding may have raised a value past the greatest level
         self.pack(levels.add_(level + 1).to(torch.uint8), packed)
 
     @override
@@ -158,7 +158,7 @@ def _natural(values: Tensor, chance: Tensor, num_levels: int) -> Tensor:
     lower = torch.where(mantissa > 0, exponent + (num_levels - 1), 0)
     above = chance < 2 * mantissa - 1
     levels = (lower + above).to(torch.float32)
-    # A magnitude below the least level is rounded to 0 or to that level.
+    # A magnitude below the least level is rounded at random to 0 or to that level.
     least = 2.0 ** (1 - num_levels)
     levels = torch.where(lower >= 1, levels, (chance < values.abs() / least).to(torch.float32))
     return levels.copysign_(values)

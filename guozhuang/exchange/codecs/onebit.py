@@ -59,12 +59,12 @@ class OneBit(BlockCodec):
             super().encode_with_feedback(rows, codes, random, lost)
 
     def encode_by_torch(self, rows: Tensor, codes: Tensor) -> None:
-        """Encode by torch operations; see the formula above."""
+        """Encode by torch operations; the module's docstring gives the formula."""
         scales, packed = self.parts(codes, rows.shape[1])
         values = self.blocks_of(rows)
         if self.scaling:
             counts = torch.full((scales.shape[1],), self.block, dtype=torch.float32, device=rows.device)
-            counts[-1] = rows.shape[1] - (len(counts) - 1) * self.block  # without the padding of the last block
+            counts[-1] = rows.shape[1] - (len(counts) - 1) * self.block  # the last block counts without its padding
             torch.div(_sum(values.abs()), counts, out=scales)
             over = ~scales.isfinite()
             if bool(over.any()):

@@ -21,7 +21,7 @@ from ..kernels import CodeKind, Task
 from .base import KernelCodec, aligned
 
 _EPSILON = 1e-7
-_LARGE = 1e38  # bound of products, below the greatest float32
+_LARGE = 1e38  # upper bound of products, below the greatest float32 so that they do not overflow
 _LEVELS = 255.0
 
 
@@ -44,7 +44,7 @@ class MinMax8(KernelCodec):
             self.encode_by_torch(rows, codes)
 
     def encode_by_torch(self, rows: Tensor, codes: Tensor) -> None:
-        """Encode by torch operations; see the formula above."""
+        """Encode by torch operations; the module's docstring gives the formula."""
         low, high = torch.aminmax(rows, dim=1, keepdim=True)
         bounds = codes[:, :8].view(torch.float32)
         bounds[:, :1], bounds[:, 1:] = low + 0.0, high + 0.0  # turns -0.0 into 0.0
@@ -52,7 +52,7 @@ class MinMax8(KernelCodec):
         levels = torch.mul(rows, scale).round_()
         torch.minimum(levels, upper, out=levels)
         levels -= upper - _LEVELS
-        levels.clamp_(0.0, _LEVELS)  # rounding of large numbers may leave this range
+        levels.clamp_(0.0, _LEVELS)  # the rounding of large numbers may have left this range
         codes[:, 8 : 8 + rows.shape[1]] = levels
 
     @override
@@ -67,7 +67,7 @@ def _scale_and_upper(bounds: Tensor) -> tuple[Tensor, Tensor]:
     low, high = bounds[:, :1], bounds[:, 1:]
     span = high - low + _EPSILON
     scale = _divide(_LEVELS, span)
-    # If all elements are large and nearly equal, their product with the first bound would overflow.
+    # If all elements are large and nearly equal, this scale times an element could overflow, so the scale is limited.
     torch.minimum(scale, _divide(_LARGE, torch.maximum(high.abs(), low.abs()).clamp_(min=_EPSILON)), out=scale)
     return scale, (high * scale).round_()
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...errors import UsageError, explain
 from .base import Codec, aligned
 
-_MAX_ELEMENTS = 2**31  # positions are sent as int32
+_MAX_ELEMENTS = 2**31  # the greatest length of a row, because positions are sent as int32
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class Sparsifier(Codec):
             raise UsageError(explain("k must be a share below 1 or a count", value=self.k, fix=fix))
 
     def _count(self, num_elements: int) -> int:
-        """Return how many elements of a row are sent: ``k`` or that share of them; at least one, at most all."""
+        """Return how many elements of a row are sent: ``k``, or the share ``k`` of them; at least one, at most all."""
         return max(1, min(num_elements, int(self.k) if self.k >= 1 else int(self.k * num_elements)))
 
 
 @dataclass(frozen=True)
 class TopK(Sparsifier):
-    """Sends the elements of greatest magnitude.
+    """Sends the elements of greatest magnitude in each row, and their positions.
 
     Args:
         k: if below 1, the share of elements that are sent; else the number of elements per row.
@@ -75,7 +75,7 @@ class TopK(Sparsifier):
         codes[:, 4 * count :].view(torch.float32).copy_(rows.gather(1, places))
 
     def decode(self, codes: Tensor, rows: Tensor) -> None:
-        """Write the values at their places, and zeros elsewhere."""
+        """Write the sent values at their positions in each row, and zeros elsewhere."""
         count = self._count(rows.shape[1])
         places = codes[:, : 4 * count].view(torch.int32).to(torch.int64)
         rows.zero_().scatter_(1, places, codes[:, 4 * count :].view(torch.float32))
@@ -83,7 +83,7 @@ class TopK(Sparsifier):
 
 @dataclass(frozen=True)
 class RandomK(Sparsifier):
-    """Sends elements drawn at random.
+    """Sends elements of each row that are drawn at random, and the seed from which their positions follow.
 
     Args:
         k: if below 1, the share of elements that are sent; else the number of elements per row.
@@ -109,7 +109,7 @@ class RandomK(Sparsifier):
         codes[:, 8 : 8 + 4 * count].view(torch.float32).copy_(rows[:, self._places(seed[0], rows.shape[1])])
 
     def decode(self, codes: Tensor, rows: Tensor) -> None:
-        """Write the values at their places, and zeros elsewhere."""
+        """Write the sent values at their positions in each row, and zeros elsewhere."""
         count = self._count(rows.shape[1])
         rows.zero_()
         for code, row in zip(codes, rows, strict=True):  # rows may come from different ranks, each with its own seed

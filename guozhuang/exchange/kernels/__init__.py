@@ -25,7 +25,7 @@ _MAX_ROWS = 4096
 
 
 class CodeKind(enum.IntEnum):
-    """The codes that the kernel can compute; _codes.c has the same numbers."""
+    """The lossy codes that the C kernel can compute; the numbers must be those in _codes.c."""
 
     MIN_MAX_8 = 0
     DITHERING = 1
@@ -35,7 +35,7 @@ class CodeKind(enum.IntEnum):
 
 
 class Task(enum.IntEnum):
-    """The tasks of the kernel; _codes.c has the same numbers.
+    """The tasks of the C kernel; the numbers must be those in _codes.c.
 
     MEAN writes one row: the decoded values of all codes, added in the order of the codes, and divided by their number.
     """
@@ -67,7 +67,7 @@ def run(
     seeds: tuple[int, int] = (0, 0),
     lost: Tensor | None = None,
 ) -> None:
-    """Run a task; :func:`serves` must have returned True.
+    """Encode or decode rows in the C kernel; :func:`serves` must have returned True for these tensors.
 
     Args:
         kind: the code.

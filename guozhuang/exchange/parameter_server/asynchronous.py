@@ -37,7 +37,7 @@ _log = logging.getLogger("guozhuang")
 
 @dataclass
 class AsyncServersState:
-    """A worker's weights as flat tensors, and its client.
+    """The state of :class:`AsyncParameterServer`: a worker's weights as flat tensors, and its connections to the servers.
 
     Attributes:
         group: the workers.

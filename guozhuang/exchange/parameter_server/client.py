@@ -1,4 +1,4 @@
-"""The worker's side: cuts tensors into parts, and sends them over a connection to each server, most urgent first.
+"""The worker's side of parameter servers: cuts tensors into parts, and sends these to the servers, most urgent first.
 
 [Note: credit] A more urgent request cannot overtake bytes that gloo already has, so a connection gives gloo only enough to keep
 the link busy: ``CREDIT_PARTS`` parts whose sending has not ended. Further requests wait in a queue, ordered by urgency. Answers
@@ -41,9 +41,9 @@ from .protocol import HEADER, PAYLOAD, REPLY, Announcement, Opcode, ServerGroup,
 from .service import Service, copy_into
 
 CREDIT_PARTS = 2
-_CREDIT_MESSAGES = 16  # the most messages in sending at a time, which limits small parts
+_CREDIT_MESSAGES = 16  # at most this many messages are being sent at a time; small parts reach this limit
 _GOODBYE_S = 5.0
-# With fewer bytes per server, the cost of further messages is higher than the gain of using all links.
+# A tensor with fewer bytes per server is not cut for all servers: more messages would cost more than all links gain.
 _WORTH_SHARING_BYTES = 64 * 1024
 
 
@@ -144,7 +144,7 @@ class Connection:
         self._group, self._server, self._service, self._part_bytes = group, group.servers[server], service, part_bytes
         self._sender, self._receiver = (SerialThread("guozhuang to server", "message") for _ in range(2))
         self._leaving: collections.deque[tuple[int, list[Any], Tensor | None]] = collections.deque()
-        self._open: set[PartRequest] = set()  # requests to the service of this process that were not answered yet
+        self._open: set[PartRequest] = set()  # requests that the service of this process has not answered yet
         self._lock = threading.Lock()
         self._failed: BaseException | None = None
         self._has_left = False
@@ -194,7 +194,7 @@ class Connection:
         if payload is not None:
             works.append(group.send(wire(payload), self._server, PAYLOAD))
         self._leaving.append((0 if payload is None else payload.nbytes, works, payload))
-        while self._leaving and (is_last or not self._has_credit()):  # see [Note: credit]
+        while self._leaving and (is_last or not self._has_credit()):  # bounds bytes in flight: [Note: credit]
             for work in self._leaving.popleft()[1]:
                 work.wait(group.limit)
 
@@ -233,7 +233,7 @@ class Connection:
         self._fail(doing, RuntimeError(text), None)
 
     def _fail(self, doing: str, error: BaseException, request: PartRequest | None) -> None:
-        """End ``request``, the requests without an answer at the own service, and all later ones, with the first error."""
+        """End ``request``, unanswered requests to this process's own service, and all later requests with the first error."""
         if self._failed is None and isinstance(error, RuntimeError) and not isinstance(error, WorldError):
             error = self._group.error_of(self._server, doing, error)
         elif self._failed is None:
@@ -348,7 +348,7 @@ def on_cpu(flat: Tensor) -> Tensor:
 
 
 def check_numbers(part_bytes: int, servers: int | None) -> None:
-    """Check the settings that both exchanges share.
+    """Check the settings that the two exchanges through parameter servers share.
 
     Raises:
         UsageError: ``part_bytes`` is below 1, or ``servers`` is below 0.

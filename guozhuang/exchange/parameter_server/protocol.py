@@ -48,9 +48,9 @@ _DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
     *(torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool),
 )
-_PATIENCE_S = 1.0  # how long to look for the first cause, which the process that noticed it writes into the store
+_PATIENCE_S = 1.0  # how long to wait until the process that first noticed a failure has written its cause to the store
 _FAILURE = "failure"
-_PREFIX = "guozhuang servers"  # of keys: with several hosts, the ranks use the same store
+_PREFIX = "guozhuang servers"  # prefix of keys, because with several hosts the ranks use the same store
 
 
 class Opcode(enum.IntEnum):
@@ -107,7 +107,7 @@ class ServerMessage:
         return cls(Opcode(opcode), layout, part, number, _DTYPES[dtype], extent // 2, bool(extent % 2))
 
     def __str__(self) -> str:
-        """Return a description for error texts."""
+        """Return a description of the message for error texts, such as "weights of part 0"."""
         what = {Opcode.SUM: f"the sum of step {self.number}", Opcode.SEED: "the first weights", Opcode.DELTA: "weights"}
         return f"{what.get(self.opcode, 'the agreed weights')} of part {self.part}"
 
@@ -148,7 +148,7 @@ def address_of(address: str) -> MeetingPoint:
 
 
 def keep(address: str, limit_s: float) -> WorldStore:
-    """Start the servers' store at ``host:port`` of this host, behind a door if it is on the network and the run has a secret.
+    """Start the servers' store at ``host:port`` of this host; on a network the run's secret, if it has one, protects it.
 
     Raises:
         UsageError: this process cannot listen at the address.
@@ -157,7 +157,7 @@ def keep(address: str, limit_s: float) -> WorldStore:
 
 
 def connect(address: str, limit_s: float) -> dist.Store:
-    """Connect to the store of the servers, through its door where it is on the network and the run has a secret.
+    """Connect to the store of the servers; prove to know the run's secret if it has one and the store is on a network.
 
     Args:
         address: ``host:port``.
@@ -169,7 +169,7 @@ def connect(address: str, limit_s: float) -> dist.Store:
     try:
         return open_store(
             address_of(address), 1, limit_s, log_notices=False
-        ).store  # the connection through the door stays open until this process ends
+        ).store  # the connection under this store stays open until the process ends
     except (WorldError, RuntimeError) as error:
         what = f"the store of the parameter servers at {address} does not answer: {error}"
         raise WorldError(explain(what, fix="look at the output of `guozhuang run`, which keeps it")) from error
@@ -220,7 +220,7 @@ class ServerGroup:
 
     @property
     def limit(self) -> timedelta:
-        """The limit of each wait for another process."""
+        """The longest time to wait for another process, as a ``timedelta``."""
         return timedelta(seconds=self.limit_s)
 
     @property
@@ -229,11 +229,11 @@ class ServerGroup:
         return self.servers[0] < self.num_workers
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Any:
-        """Start to send; the returned work keeps the tensor's memory alive until it was waited for."""
+        """Start to send a tensor to rank ``to``; the returned work keeps the tensor's memory alive until it was waited for."""
         return self.crossing.group.send([tensor], to, tag)
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Any:
-        """Start to receive; return the work."""
+        """Start to receive a tensor from rank ``source``; return the work."""
         return self.crossing.group.recv([tensor], source, tag)
 
     def _report(self, cause: _FirstCause) -> None:
@@ -241,7 +241,7 @@ class ServerGroup:
             self.store.compare_set(_FAILURE, "", json.dumps(cause))  # unless another process reported a cause before
 
     def abort(self, lost: int | None, text: str) -> None:
-        """Report a cause, and close all connections, so that every wait of the group fails in all processes."""
+        """Report the cause of a failure and close all connections, so that every wait of the group fails in all processes."""
         self._report(_FirstCause(lost, text))
         self.crossing.cut()
 

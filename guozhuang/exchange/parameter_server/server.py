@@ -37,7 +37,7 @@ _log = logging.getLogger("guozhuang")
 
 
 class _ServedGroup:
-    """Serves one announced group, in a thread of its own."""
+    """Serves one announced group of workers, in a thread of its own."""
 
     def __init__(self, make: Callable[[], ServerGroup]) -> None:
         self.failed = False
@@ -60,7 +60,7 @@ class _ServedGroup:
 
 
 def serve(store: dist.Store, place: int, count: int, stay: bool, keeper: str = "", linger_s: float = _LINGER_S) -> int:
-    """Serve until the work is done; return the exit code.
+    """Serve groups of workers until all have left, or with ``stay`` until the store is gone; return the exit code.
 
     Args:
         store: the store in which workers announce groups.
@@ -104,7 +104,7 @@ def serve(store: dist.Store, place: int, count: int, stay: bool, keeper: str = "
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a server with command-line arguments; return the exit code."""
+    """Run a parameter server with these command-line arguments; return the exit code."""
     parser = argparse.ArgumentParser(prog="guozhuang parameter server", allow_abbrev=False)
     parser.add_argument("--store", required=True)
     parser.add_argument("--number", type=int, required=True)

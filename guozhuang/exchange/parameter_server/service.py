@@ -30,7 +30,7 @@ from .protocol import HEADER, PAYLOAD, REPLY, Opcode, ServerGroup, ServerMessage
 
 _FOR_EVER = timedelta(days=3650)
 _WATCH_S = 0.5
-_SHARE_OF_LIMIT = 0.9  # of the workers' limit: the server names late workers before the waits of others time out
+_SHARE_OF_LIMIT = 0.9  # share of the time-out after which the server names late workers, before other workers time out
 _log = logging.getLogger("guozhuang")
 
 #: Starts to send an answer; returns a function that waits until it was sent. Call that before reusing the answer's memory.
@@ -105,7 +105,7 @@ class HeldParts:
 
 
 class _HeldPart:
-    """One part; its methods must be called with ``lock`` held.
+    """A part that this server keeps for its workers; a caller of its methods must hold ``lock``.
 
     Attributes:
         lock: protects the part.
@@ -158,7 +158,7 @@ class _HeldSum(_HeldPart):
                 self._total += values
             self._next += 1
         if self._next == len(self._all):
-            for has_left in self._sent:  # the last step's answers; workers received them before they sent again
+            for has_left in self._sent:  # returns at once: workers send again only after the last step's answers
                 has_left()
             assert self._total is not None
             total, replies = self._total, self._replies
@@ -233,7 +233,7 @@ class _HeldWeights(_HeldPart):
             raise MismatchError(_difference(worker, message, other, known))
 
     def _answer_the_ready(self) -> None:
-        """Answer the workers that need not wait for others."""
+        """Answer the workers that no longer have to wait for other workers."""
         here = [w for w in self._all if w not in self._gone]
         if self._seeding and all(w in self._seeding for w in here):
             assert self._seed is not None, "worker 0 sends the weights"
@@ -280,7 +280,7 @@ def copy_into(into: Tensor) -> Reply:
 
 
 class Service:
-    """A server of one group. The constructor starts its threads; they end when all workers have left, or one is lost.
+    """A server of one group of workers. Its threads start at once, and end when all workers have left, or one is lost.
 
     Args:
         group: the group of workers and servers, in which this process is a server.
@@ -344,7 +344,7 @@ class Service:
         self._listeners.append(listener)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until all threads have ended, because all workers have left or it failed; return whether they have ended."""
+        """Wait until all threads have ended, because all workers left or the service failed; return whether they have ended."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         left = [t.join(None if deadline is None else max(0.0, deadline - time.monotonic())) for t in self._threads]
         return all(left)

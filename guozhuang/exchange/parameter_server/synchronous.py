@@ -124,7 +124,7 @@ class _ServedBucket:
                 self._copied = torch.cuda.current_stream(bucket.flat.device).record_event()
 
     def look_at(self, values: Tensor) -> None:
-        """Warn if gradients are not finite, which are sent nevertheless; called in the sending thread."""
+        """Warn if gradients are not finite; they are sent nevertheless. Called in the sending thread."""
         if self._copied is not None:
             self._copied.synchronize()
         if not self._warned:
