@@ -74,5 +74,5 @@ class LocalSGD(WeightExchange[AverageState]):
         state.settled = True
 
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> float:
-        """Return the bytes of a ring all-reduce divided by ``every``; each of the first ``start_step`` steps sends all bytes."""
+        """Return the bytes of a ring all-reduce divided by ``every``; each of the first ``start_step`` steps sends all."""
         return Average().traffic(num_elements, element_bytes, world_size) / self.every

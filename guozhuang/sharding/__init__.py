@@ -1,4 +1,4 @@
-"""Training with a divided optimizer: each rank updates its part of the weights (stage 1); stages 2, 3 by ``fully_shard``.
+"""Training with a divided optimizer: each rank updates its part of the weights (stage 1); ``fully_shard`` does stages 2 and 3.
 
 Method: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020, arXiv:1910.02054.
 """

@@ -17,7 +17,7 @@ from .parts import Block, Layout
 
 
 class Carrier(ABC):
-    """Moves gradients to the ranks that own them, and new weights back. All methods are collective unless they say otherwise.
+    """Moves gradients to the ranks that own them, and new weights back. Methods are collective unless they say otherwise.
 
     A subclass makes the flat weights, places the parameters' data there and calls this constructor last. It is constructed on
     all ranks, which hold equal weights already. ``ShardedOptimizer`` does the rest: closures, hooks, the optimizer's
@@ -54,7 +54,7 @@ class Carrier(ABC):
         self._separate: frozenset[int] = frozenset()
         self._unused: frozenset[int] = frozenset()  # parameters without a gradient on any rank in this step
         self._is_open = self.is_collected = self._came_late = False
-        self._kept: list[Tensor | None] = []  # the gradients when they were collected
+        self._kept: list[Tensor | None] = []  # each parameter's ``grad`` at the time of ``collect``
         self._make_blocks()
         self._handles: list[Any] = [
             p.register_post_accumulate_grad_hook(Arrival(self, i)) for i, p in enumerate(parameters)
@@ -86,7 +86,7 @@ class Carrier(ABC):
             raise UsageError(explain(what, rank=self._rank, fix=fix))
 
     def stretches(self) -> Iterator[Sequence[int]]:
-        """Yield the blocks in parts, each as soon as its gradients have arrived; call it in place of ``collect``.
+        """Yield this rank's blocks in parts, each as soon as its mean gradients are there; called instead of ``collect``.
 
         Every rank must iterate to the end, and then call ``publish``. ``blocks`` and ``weights`` may be replaced before the
         first part, not later. After ``collect`` all blocks come as one part.
@@ -103,18 +103,18 @@ class Carrier(ABC):
             yield from self._means(keep=False)
 
     def publish(self) -> None:
-        """After the step, let every rank see all new weights before it reads any. Drops the blocks' gradients."""
+        """Make all ranks' new weights visible to every rank after the step; drop the blocks' gradients."""
         assert self._is_open
         self._publish()
         self._drop()
 
     def skip(self) -> None:
-        """Drop collected gradients without a step: those of blocks become None. Does nothing if nothing was collected."""
+        """Drop the collected gradients of the blocks (set them to None) without a step, if any were collected."""
         if self._is_open:
             self._drop()
 
     def split(self, separate: frozenset[int]) -> None:
-        """Give each of these parameters blocks of its own, as earlier ones keep theirs, on all ranks. Not after ``collect``."""
+        """Give each of these parameters blocks that no other parameter shares, on all ranks. Not after ``collect``."""
         if not separate <= self._separate:
             self._separate |= separate
             self._make_blocks()
@@ -125,7 +125,7 @@ class Carrier(ABC):
             if self.parameters[index].grad is self._kept[index]:
                 self._came_late = True
                 return
-            self._drop()  # the collected gradients were set to None, and a new step begins
+            self._drop()  # the program has set the collected gradient to None, so a new step begins
         self._on_gradient(index)
 
     def close(self) -> None:
@@ -136,7 +136,7 @@ class Carrier(ABC):
             handle.remove()
 
     def _open(self) -> None:
-        if self._is_open:  # the optimizer raised in the middle of the step before
+        if self._is_open:  # the optimizer raised in the middle of the last step, so drop that step's gradients
             self._drop()
         self._unused = self._meet()
         self._is_open = True
@@ -166,19 +166,19 @@ class Carrier(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until this rank can read every weight. Not collective."""
+        """Wait until this rank has the new values of all weights. Not collective."""
 
     @abstractmethod
     def _use_blocks(self) -> None:
-        """Prepare for new ``blocks``."""
+        """Prepare what depends on ``blocks`` and ``weights``, which were replaced."""
 
     @abstractmethod
     def _on_gradient(self, index: int) -> None:
-        """Handle a gradient that has arrived before the step."""
+        """Handle the gradient of parameter ``index``, which autograd has accumulated before the step."""
 
     @abstractmethod
     def _meet(self) -> frozenset[int]:
-        """Bring together the gradients of all ranks; return the parameters for which no rank has one."""
+        """Wait for all ranks' gradients, or start to exchange them; return the parameters for which no rank has a gradient."""
 
     @abstractmethod
     def _means(self, keep: bool) -> Iterator[Sequence[int]]:
@@ -190,11 +190,11 @@ class Carrier(ABC):
 
     @abstractmethod
     def _publish(self) -> None:
-        """Send the new weights, or what is left of them."""
+        """Send those new weights that ``_means`` has not sent yet."""
 
     @abstractmethod
     def _start_over(self) -> None:
-        """Forget what was kept of this step's gradients."""
+        """Drop everything that was kept about this step's gradients."""
 
 
 class Arrival:
@@ -212,31 +212,31 @@ class Arrival:
 
     @property
     def carrier(self) -> Carrier:
-        """The carrier, while it is alive."""
+        """The carrier that registered this hook; it must still be alive."""
         carrier = self._carrier()
         assert carrier is not None
         return carrier
 
     @property
     def is_alive(self) -> bool:
-        """Whether the carrier is alive."""
+        """Whether the carrier that registered this hook still exists."""
         return self._carrier() is not None
 
     def __call__(self, parameter: Tensor) -> None:
-        """Handle the gradient in ``parameter.grad``."""
+        """Pass the gradient in ``parameter.grad`` to the carrier, if that still exists."""
         carrier = self._carrier()
         if carrier is not None:
             carrier.arrived(self.parameter)
 
 
 def arrival_of(parameter: Tensor) -> Arrival | None:
-    """Return the hook by which a carrier watches this parameter; None if it belongs to no carrier that is alive."""
+    """Return the hook that a carrier registered on this parameter; None if there is none, or its carrier is gone."""
     hooks: dict[int, Any] | None = getattr(parameter, "_post_accumulate_grad_hooks", None)
     return next((hook for hook in (hooks or {}).values() if isinstance(hook, Arrival) and hook.is_alive), None)
 
 
 def put_back(parameter: Tensor, place: Tensor, name: str, rank: int) -> None:
-    """Copy a parameter that was given other memory (``p.data = ...``) to its place, and make that its memory again.
+    """Copy a parameter that was given other memory (``p.data = ...``) to ``place``, and make ``place`` its memory again.
 
     Raises:
         UsageError: it has another dtype, device or shape now.

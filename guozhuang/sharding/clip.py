@@ -100,14 +100,14 @@ def _parts(carrier: Carrier, only: set[int]) -> list[Tensor]:
 
 
 def _total(parts: Sequence[Tensor], carriers: Sequence[Carrier], norm_type: float) -> Tensor:
-    """Return the norm over all parts of all ranks."""
+    """Return the norm of order ``norm_type`` over the gradients in ``parts`` of all ranks. Every rank must call."""
     devices = {p.device for c in carriers for p in c.parameters}
     dtypes = [p.dtype for c in carriers for p in c.parameters]
     dtype = dtypes[0]
     for other in dtypes[1:]:
         dtype = torch.promote_types(dtype, other)
     device = next(iter(devices))
-    # In float64, because many norms are summed, and their powers could overflow.
+    # Norms are computed in float64, because many of them are summed, and their powers could overflow.
     norms = (
         [n.to(device=device, dtype=torch.float64) for n in torch._foreach_norm(list(parts), norm_type)] if parts else []
     )
@@ -125,7 +125,7 @@ def _total(parts: Sequence[Tensor], carriers: Sequence[Carrier], norm_type: floa
 def _clip_distributed(
     chosen: Sequence[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None
 ) -> Tensor:
-    """Clip gradients that are DTensors, together with others that are not."""
+    """Clip the norm of DTensor gradients and of ordinary gradients together."""
     gradients = [p.grad for p in chosen if p.grad is not None]
     divided = [g for g in gradients if is_dtensor(g)]
     rest = [g for g in gradients if not is_dtensor(g)]

@@ -1,4 +1,4 @@
-"""Tells which optimizers act element by element, so that a rank can step its part of the weights without the rest."""
+"""Tells which optimizers act element by element, so that a rank can step its part of the weights without the others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.ASGD,
     torch.optim.Rprop,
 )
-# Methods that a subclass must not override to count as stepping like its parent.
+# A subclass that overrides none of these methods steps as its parent does.
 _STEPS_BY = ("step", "_init_group")
 WHY_NOT = {
     "LBFGS": "it searches along a line through all weights at once",

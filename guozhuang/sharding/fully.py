@@ -29,7 +29,7 @@ from .state import is_elementwise
 
 _log = logging.getLogger("guozhuang")
 
-# Optimizers that keep their parameters, or the parameters' shapes, in attributes of their own.
+# These optimizers keep parameters, or their shapes, in attributes, so parameters cannot be replaced by DTensors.
 _CANNOT_FOLLOW = ("LBFGS", "SparseAdam", "Adafactor")
 
 
@@ -103,7 +103,7 @@ def shard_fully(
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the parts that a model repeats: members of a ModuleList, and composite members of one class in a Sequential.
+    """Return the modules that a model repeats: members of a ModuleList, and composite members of one class in a Sequential.
 
     Only the outermost ones that have parameters, none of which another part of the model uses. A block must be called as
     a module: a model that reads a block's weights outside its forward cannot be divided this way.
@@ -132,6 +132,6 @@ def _repeated(part: nn.Module) -> Iterator[nn.Module]:
 
 
 def _like(parameter: Any, value: Tensor) -> Tensor:
-    """Return this rank's part of a whole tensor, divided as the parameter is."""
+    """Return a whole tensor as a DTensor that is divided among ranks as ``parameter`` is. Not collective."""
     with torch.no_grad():
         return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -75,7 +75,7 @@ class GatheredCarrier(Carrier):
                 Bucket(b.index, is_last, *members, False, allocate, offsets=b.offsets, num_elements=b.num_elements)
             )
         placement = Placement([b.parameters for b in layout.buckets], buckets, [b for b, _ in layout.places])
-        # SyncBatchNorm communicates in backward: ranks could send early buckets in another order relative to its collectives.
+        # SyncBatchNorm has collectives in backward: with it, buckets sent in backward could be in another order on each rank.
         may_send_early = not any(isinstance(part, nn.SyncBatchNorm) for part in model.modules())
         method = Scatter() if exchange is None else KeepPart(exchange, layout)
         self._reducer = StepReducer(names, parameters, placement, group, method, may_send_early)
@@ -129,7 +129,7 @@ class GatheredCarrier(Carrier):
 
     @override
     def _publish(self) -> None:
-        # Never set back to True: torch._dynamo.reset() clears the record, but compiled modules still run.
+        # Overlap stays off once it was switched off: torch._dynamo.reset() clears the record, but compiled modules still run.
         self._overlap_gather = self._overlap_gather and not reads_past_python(self._model)
         for bucket in self.layout.buckets:
             self._send(bucket.index)
@@ -139,7 +139,7 @@ class GatheredCarrier(Carrier):
             readers = [self.parameters[i] for i in bucket.parameters]
             if not self._overlap_gather or not all(
                 type(p) is nn.Parameter for p in readers
-            ):  # a subclass stays as it is
+            ):  # a subclass of Parameter must keep its class, so wait here
                 work.wait()
             else:
                 self._gatherings.append(Gathering(work, readers))
@@ -175,7 +175,7 @@ FREE = _free()
 
 
 class Gathering:
-    """Parameters whose new values arrive by one all-gather.
+    """A running all-gather, and the parameters whose new values it brings.
 
     Args:
         work: the running all-gather.
@@ -190,7 +190,7 @@ class Gathering:
             parameter.__class__ = Arriving
 
     def finish(self) -> None:
-        """Wait for the all-gather, and restore the parameters' class. A second call does nothing."""
+        """Wait for the all-gather, and restore the class of its parameters. A second call does nothing."""
         self._work.wait()
         for parameter in self._parameters:
             if type(parameter) is Arriving:
@@ -203,7 +203,7 @@ class Arriving(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Wait for every such parameter among the arguments, then run the operation."""
+        """Wait for the new values of all ``Arriving`` parameters among the arguments, then run the operation."""
         if func in FREE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -212,14 +212,14 @@ class Arriving(nn.Parameter):
                 _finish(leaf)
         return func(*args, **(kwargs or {}))
 
-    # Copying and pickling test the parameter's class before they read it, so these two wait themselves.
+    # Copying and pickling look at the parameter's class before they read it, so these two methods wait first.
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """Wait for the values, then copy the parameter."""
+        """Wait for the parameter's new values, then copy it."""
         _finish(self)
         return cast(nn.Parameter, cast(Any, nn.Parameter).__deepcopy__(self, memo))
 
     def __reduce_ex__(self, proto: SupportsIndex) -> Any:
-        """Wait for the values, then pickle the parameter."""
+        """Wait for the parameter's new values, then pickle it."""
         _finish(self)
         return cast(Any, nn.Parameter).__reduce_ex__(self, proto)
 
@@ -228,7 +228,7 @@ def _finish(parameter: nn.Parameter) -> None:
     gathering = parameter.__dict__.get("_gathering")
     if gathering is not None:
         gathering.finish()
-    elif type(parameter) is Arriving:  # another thread has restored it meanwhile, or this is a shallow copy
+    elif type(parameter) is Arriving:  # another thread ended the wait meanwhile, or this is a shallow copy
         cast(Any, parameter).__class__ = nn.Parameter
 
 

@@ -37,7 +37,7 @@ MakeCarrier = Callable[[Sequence[str], Sequence[nn.Parameter], Layout], Carrier]
 
 
 class ShardedOptimizer(WrappedOptimizer):
-    """Steps this rank's part of the weights with the user's optimizer, and lets every rank see all new weights.
+    """Steps this rank's part of the weights with the user's optimizer, and sends the new weights to all ranks.
 
     Made by :func:`guozhuang.sharding.shard`. Every rank must call ``step``, ``state_dict`` and ``load_state_dict``.
     ``param_groups`` are those of the user's optimizer. Changes of them (a learning rate, ``add_param_group``, a parameter
@@ -54,7 +54,7 @@ class ShardedOptimizer(WrappedOptimizer):
         self.group, self._model, self._make_carrier = group, model, make_carrier
         self._who = type(inner).__name__
         self._kinds_checked = False
-        # A subclass may count its calls of step(): then step() is called once for all blocks.
+        # A subclass may do more in step(), such as count its calls, so its step() is called once for all blocks.
         self._steps_in_parts = steps_as_torch(type(inner))
         self.carrier: Carrier
         own = {p: inner.state.pop(p) for g in inner.param_groups for p in g["params"] if p in inner.state}
@@ -64,7 +64,7 @@ class ShardedOptimizer(WrappedOptimizer):
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:  # type: ignore[override]
-        """This rank's state now: for each parameter that it has a part of, the elements of that part, 1-dimensional.
+        """This rank's present state: for each parameter of which it owns a part, that part's elements, 1-dimensional.
 
         A copy, for inspection; ``state_dict()`` returns the state of whole parameters.
         """
@@ -91,7 +91,7 @@ class ShardedOptimizer(WrappedOptimizer):
     # ---- a step ------------------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: Any = None) -> Any:
-        """Average gradients, step this rank's part, and share the new weights. Every rank must call it.
+        """Average gradients, step this rank's part, and send the new weights to all ranks. Every rank must call it.
 
         Args:
             closure: computes the loss and the gradients; called once, before gradients are averaged.
@@ -127,7 +127,7 @@ class ShardedOptimizer(WrappedOptimizer):
             check_kinds(((w, self.inner.state.get(w, {})) for w in self.carrier.weights), self._who)
             self._kinds_checked = bool(self.inner.state)
         changed = [p for p in self._parameters if p.grad is not None]
-        torch.autograd.graph.increment_version(changed)  # a graph that saved the old values then raises in its backward
+        torch.autograd.graph.increment_version(changed)  # so that a graph that saved old values raises in backward
         self.carrier.publish()
         return loss
 
@@ -162,7 +162,7 @@ class ShardedOptimizer(WrappedOptimizer):
         self._follow_splits()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, also the averages that ``clip_grad_norm_`` has computed already."""
+        """Drop the gradients, and the averages of them that ``clip_grad_norm_`` may have computed."""
         super().zero_grad(set_to_none)
         self.carrier.skip()
 
@@ -205,7 +205,7 @@ class ShardedOptimizer(WrappedOptimizer):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load this rank's part of a whole state, saved here or in an unsharded run. Every rank must call it.
+        """Load this rank's part of a whole state, which a sharded or an unsharded run saved. Every rank must call it.
 
         Raises:
             ValueError: the state has other groups, or other numbers of parameters in them, than this optimizer.
@@ -249,7 +249,7 @@ class ShardedOptimizer(WrappedOptimizer):
             post_hook(self)
 
     def exchange_state_dict(self) -> dict[str, Any]:
-        """Return the state with which an exchange given to ``shard`` continues exactly from a checkpoint; empty without one.
+        """Return the state that an exchange given to ``shard`` needs to resume exactly; empty without such an exchange.
 
         Every rank must call; each saves its own.
         """
@@ -273,7 +273,7 @@ class ShardedOptimizer(WrappedOptimizer):
     # ---- the two views -----------------------------------------------------------------------------------------------------
 
     def _as_blocks(self, chosen: Iterable[int] | None = None) -> AbstractContextManager[None]:
-        """Let the inner optimizer hold the chosen blocks, by default all. See [Note: two views of one optimizer]."""
+        """Put the chosen blocks, by default all, into the user's optimizer. See [Note: two views of one optimizer]."""
         parts: list[list[nn.Parameter]] = [[] for _ in self.param_groups]
         for i in range(len(self._blocks)) if chosen is None else chosen:
             parts[self._blocks[i].group].append(self._weights[i])
@@ -286,26 +286,26 @@ class ShardedOptimizer(WrappedOptimizer):
         return [(b, self.inner.state.get(w, {})) for b, w in zip(blocks, weights, strict=True)]
 
     def _follow_splits(self) -> None:
-        """Convert the state if the carrier has replaced its blocks by finer ones."""
+        """Convert the optimizer's state if the carrier has replaced its blocks by finer ones."""
         if self.carrier.blocks is not self._blocks:
             self._follow(regroup(self._values(self._blocks, self._weights), self.carrier.blocks, self.carrier.weights))
 
     def _follow(self, per_block: Sequence[Values]) -> None:
-        """Use the carrier's present blocks, with this state, one entry per block."""
+        """Use the carrier's present blocks, and make ``per_block``, with an entry for each, the optimizer's state."""
         self._blocks, self._weights = self.carrier.blocks, self.carrier.weights
         rest = {key: value for key, value in self.inner.state.items() if not isinstance(key, Tensor)}
         self.inner.state = defaultdict(dict, rest)
         self.inner.state.update((w, v) for w, v in zip(self._weights, per_block, strict=True) if v)
 
     def _divide(self, full: dict[int, Values]) -> list[Values]:
-        """Cut the state of whole parameters into the carrier's blocks, made finer where parameters' numbers differ."""
+        """Cut the state of whole parameters into the carrier's blocks; split blocks whose parameters have unequal numbers."""
         self.carrier.split(apart(full, self.carrier.layout, self._parameters, self._who))
         per_block = cut(full, self._parameters, self.carrier.blocks, self.carrier.weights, self._who)
         self._follow(per_block)
         return per_block
 
     def _connect(self, own: dict[Any, Values]) -> None:
-        """Divide the parameters that the groups hold now, and their state, which is given for whole parameters."""
+        """Divide the parameters in the optimizer's groups, and ``own``, the state of whole parameters, among the ranks."""
         position = {id(p): i for i, p in enumerate(self._model.parameters())}
         name_of = {id(p): name for name, p in self._model.named_parameters()}
         chosen = [(g, p) for g, group in enumerate(self.param_groups) for p in group["params"] if p.requires_grad]
@@ -333,10 +333,10 @@ class ShardedOptimizer(WrappedOptimizer):
         return {self._parameters[i]: v for i, v in full.items()} | self._others
 
     def _rebuild(self) -> None:
-        """Divide all parameters again after a change of the groups."""
+        """Divide all parameters among the ranks again, after the optimizer's groups were changed."""
         own = self._whole()
         for group in self.param_groups:
-            # Some optimizers (Adagrad) make the state of a new parameter when it is added.
+            # Some optimizers (Adagrad) create the state of a parameter as soon as it is added to a group.
             own.update({p: self.inner.state.pop(p) for p in group["params"] if p in self.inner.state})
         self.carrier.close()
         self._connect(own)

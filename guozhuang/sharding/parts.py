@@ -1,4 +1,4 @@
-"""Assigns elements to ranks: parameters are put in buckets, buckets cut in slices, slices in blocks. No communication.
+"""Assigns weights to ranks: parameters are put in buckets, buckets cut in slices, slices in blocks. No communication.
 
 A bucket is one flat tensor that holds parameters of one optimizer group, dtype and device, one after the other. Rank r
 owns the r-th of its ``num_ranks`` equal slices. The user's optimizer sees a slice as blocks: 1-dimensional
@@ -24,7 +24,7 @@ BLOCK_ELEMENTS = 1 << 17
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """The facts about one parameter that the layout depends on.
+    """The properties of one parameter on which the layout depends.
 
     Attributes:
         num_elements: may be 0.
@@ -158,7 +158,7 @@ class Layout:
                 yield Piece(parameter, first - offset, last - offset, bucket.index, first)
 
     def describe(self) -> list[str]:
-        """Return one line per bucket, by which ranks compare their layouts."""
+        """Return a text for each bucket; ranks compare these texts to find different layouts."""
         return [
             f"bucket {b.index} of group {b.group}: {b.num_elements} {str(b.dtype).removeprefix('torch.')}, "
             f"parameters {', '.join(map(str, b.parameters))}"
@@ -210,7 +210,7 @@ def lay_out(
         block_elements: upper bound of a block, a multiple of :data:`ALIGN_ELEMENTS`.
     """
     assert num_ranks > 0 and block_elements > 0 and block_elements % ALIGN_ELEMENTS == 0
-    found: list[tuple[int, tuple[int, ...]]] = []  # (position of the parameter whose gradient arrives last, the bucket)
+    found: list[tuple[int, tuple[int, ...]]] = []  # buckets, each with the position of its last parameter in backward
     for group in sorted({m.group for m in members}):
         indices = [i for i, m in enumerate(members) if m.group == group]
         indices.sort(key=lambda i: -members[i].position)

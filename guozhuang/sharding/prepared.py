@@ -1,4 +1,4 @@
-"""``shard``: divides the training of a model among the ranks of a group, each of which steps a part of the weights."""
+"""``shard``: divides the optimizer's work among the ranks of a group, each of which steps a part of the weights."""
 
 from __future__ import annotations
 

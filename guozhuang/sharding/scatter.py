@@ -1,4 +1,4 @@
-"""Exchanges of gradients after which each rank has the mean of its part of every bucket, and the bucket is as it was.
+"""Exchanges of gradients that give each rank the mean of its part of every bucket, and leave the bucket unchanged.
 
 ``Scatter`` sums exactly, by a reduce-scatter. ``KeepPart`` lets any other exchange of gradients, such as a code or a hierarchy,
 average whole buckets, and keeps this rank's part of the results. That exchange gets buckets of its own with copies of the
@@ -26,7 +26,7 @@ from .parts import Layout, in_memory_order
 
 @dataclass
 class Parts:
-    """The state of both exchanges.
+    """The state of :class:`Scatter` and of :class:`KeepPart`.
 
     Attributes:
         group: the ranks.
@@ -50,7 +50,7 @@ def _parts(buckets: Sequence[Bucket], group: dist.ProcessGroup) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Scatter(GradientExchange[Parts]):
-    """The exact mean of this rank's part of each bucket. Buckets must have a multiple of the number of ranks as their size."""
+    """Computes the exact mean of this rank's part of each bucket. A bucket's size must be a multiple of the number of ranks."""
 
     @property
     @override
@@ -74,7 +74,7 @@ class Scatter(GradientExchange[Parts]):
 
 @dataclass(frozen=True)
 class KeepPart(AroundGradients[Parts]):
-    """This rank's part of each mean that another exchange of gradients computes.
+    """Keeps this rank's part of each bucket's mean, which another exchange of gradients computes.
 
     Args:
         inner: averages the gradients.
@@ -121,5 +121,5 @@ class KeepPart(AroundGradients[Parts]):
 
 
 def _keep(pieces: list[Tensor], places: list[Tensor]) -> None:
-    if pieces:  # a rank may own nothing of a small bucket but padding
+    if pieces:  # of a small bucket, a rank may own only padding
         torch._foreach_copy_(places, pieces)

@@ -23,12 +23,12 @@ from .parts import Block, Layout, Piece, in_memory_order
 
 #: State of one parameter or one block, by name.
 Values: TypeAlias = dict[str, Any]
-# Keys under which PyTorch's optimizers keep one number per parameter; needed if the weight itself has 0 dimensions.
+# Keys under which PyTorch's optimizers keep one number per parameter: for a weight of 0 dimensions the shape does not tell.
 _NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 
 
 def is_elementwise(key: str, value: object, weight: Tensor, who: str) -> bool:
-    """Tell whether a value of the state is elementwise.
+    """Tell whether a value of an optimizer's state has an element for each element of the weight.
 
     Args:
         key: name of the value.
@@ -82,7 +82,7 @@ def regroup(old: Sequence[tuple[Block, Values]], blocks: Sequence[Block], weight
 
 
 def apart(full: Mapping[int, Values], layout: Layout, parameters: Sequence[Tensor], who: str) -> frozenset[int]:
-    """Return the parameters that cannot share blocks, because their numbers differ from the most common ones of their group.
+    """Return the parameters that cannot share blocks: numbers in their state differ from the usual ones of their group.
 
     Args:
         full: state by index of the parameter; parameters without state may be missing.
@@ -167,7 +167,7 @@ def whole(
                     new = torch.empty_strided(like.shape, dense_stride(like), dtype=dtype, device=like.device)
                     in_memory_order(new, like).copy_(flat[offset : offset + like.numel()])
                     found[i][key] = new
-    # Keys in the order in which the optimizer made them.
+    # Give each parameter's values the order in which the optimizer made them.
     return {i: {key: found[i][key] for key in known[i]} for i in found}
 
 
@@ -194,7 +194,7 @@ def _gather_flat(
 def _known_by_any(
     blocks: Sequence[Block], values: Sequence[Values], group: dist.ProcessGroup
 ) -> dict[int, dict[str, tuple[bool, Any]]]:
-    """Return for each parameter and key, from its first owner: (True, dtype) if elementwise, else (False, value)."""
+    """Return for each parameter and key of its state, as any rank has it: (True, dtype) if elementwise, else (False, value)."""
     own: dict[int, dict[str, tuple[bool, Any]]] = {}
     for block, state in zip(blocks, values, strict=True):
         for piece in block.pieces:
@@ -211,7 +211,7 @@ def _known_by_any(
 def _summary(value: object, block: Block) -> tuple[bool, Any]:
     if isinstance(value, Tensor) and value.shape == (block.num_elements,):
         return True, str(value.dtype).removeprefix("torch.")
-    # A clone, because the optimizer goes on counting in its own tensor, and the checkpoint must not change.
+    # Clone the tensor, because the optimizer will change its own, and the checkpoint must not change with it.
     return False, value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
@@ -228,12 +228,12 @@ def _sign(values: Values, parameter: Tensor, who: str) -> str:
 
 
 def signs(full: Mapping[int, Values], parameters: Sequence[Tensor], who: str) -> list[str]:
-    """Return a line on the state of each parameter, for ranks to compare: names, dtypes, numbers."""
+    """Return a text for each parameter's state, with its keys, dtypes and numbers; ranks compare these texts."""
     return [f"parameter {i}: {_sign(full[i], parameters[i], who)}" for i in sorted(full)]
 
 
 def check_kinds(pairs: Iterable[tuple[Tensor, Values]], who: str) -> None:
-    """Refuse state that is neither elementwise nor one number per parameter.
+    """Raise if a value of the state is neither elementwise nor one number per parameter.
 
     Raises:
         UsageError: see :func:`is_elementwise`.

@@ -16,12 +16,12 @@ def is_dtensor(tensor: object) -> bool:
 
 
 def is_divided(model: nn.Module) -> bool:
-    """Tell whether parameters of the model are DTensors: then its forward is a collective that all ranks must call."""
+    """Tell whether the model has DTensors as parameters, so that its forward is a collective that all ranks must call."""
     return any(is_dtensor(p) for p in model.parameters())
 
 
 def full_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return every parameter as a whole, detached, by name; DTensors are gathered. Every rank must call it if there are any.
+    """Return whole parameters by name, detached; DTensors are gathered. Every rank must call it if there are DTensors.
 
     Other parameters are returned without a copy.
     """

@@ -1,1 +1,1 @@
-"""Weights of several ranks: made equal at the start, copied to flat tensors, exchanged around optimizer steps."""
+"""Functions that make the ranks' weights equal, copy them to flat tensors, and exchange them around optimizer steps."""

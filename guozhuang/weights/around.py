@@ -26,14 +26,14 @@ _NO_SYNC = "run all forwards of a step but the last one in no_sync()"
 
 
 class HookOf:
-    """A hook that calls a method if its first argument is a given object and both are alive; a copy of it calls nothing."""
+    """A hook that calls a method if it is called for a given object and both still exist; a copy of the hook does nothing."""
 
     def __init__(self, whose: object = None, method: Callable[[object], object] | None = None) -> None:
         self._whose = None if whose is None else weakref.ref(whose)
         self._method = None if method is None else weakref.WeakMethod(method)
 
     def __call__(self, caller: object, *_: object) -> None:
-        """Call the method with ``caller``, if that is the given object."""
+        """Call the method with ``caller`` if that is the object that the hook was made for."""
         if self._whose is not None and self._method is not None and caller is self._whose():
             method = self._method()
             if method is not None:
@@ -79,12 +79,12 @@ class AroundSteps:
         self.exchange = exchange
         self.step = 0
         self.changed = False
-        self._loaded: set[nn.Module] = set()  # parts of the module that were loaded since the exchange began
+        self._loaded: set[nn.Module] = set()  # submodules whose weights were loaded since the exchange was prepared
         self._saved: Mapping[str, Any] | None = (
-            None  # state loaded before any step; used again if weights are loaded later
+            None  # the exchange's state, loaded before a step; loaded again if weights follow
         )
         self._forward_of = -1  # the step of the last synchronized forward, in which ranks without data take part
-        self._stale = False  # this rank shadowed steps with averaged gradients, and so did not make them
+        self._stale = False  # whether this rank, being without data, missed steps with averaged gradients
         self._group, self._module, self._optimizer = group, module, optimizer
         self._averages_buffers, self._ignored = averages_buffers, ignored
         self._is_shadowed = is_shadowed
@@ -92,7 +92,7 @@ class AroundSteps:
         self._num_held = _num_held(optimizer)
         self._held = [exchange.prepare(self._named, self._group)]
         self._steps = StepsBehind(self._group)
-        # The module and the optimizer may outlive this object, or be copied; then these hooks do nothing.
+        # These hooks do nothing if the module or the optimizer outlives this object, or is copied.
         optimizer.register_step_pre_hook(HookOf(optimizer, self._on_before))
         optimizer.register_step_post_hook(HookOf(optimizer, self._on_after))
         module.register_state_dict_pre_hook(HookOf(module, self._on_state_dict))
@@ -106,11 +106,11 @@ class AroundSteps:
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether the gradients of the coming step stay local."""
+        """Whether the gradients of the coming step stay on this rank, because the exchange does not average them."""
         return not self.exchange.averages_gradients(self.step)
 
     def note_forward(self, synchronizes: bool = True) -> None:
-        """Note that training continues: from here on the weights of the ranks may differ.
+        """Record that a training forward runs, so that from here on the weights of the ranks may differ.
 
         Args:
             synchronizes: whether ranks without data take part in the step of this forward.
@@ -128,7 +128,7 @@ class AroundSteps:
             self._forward_of = self.step
 
     def take_up(self) -> bool:
-        """Restart the exchange if weights were loaded or moved; return whether it did. All ranks must call it at one point."""
+        """Restart the exchange if weights were loaded or moved; return whether it was. All ranks must call it at one point."""
         if not self._loaded and not self._moved():
             return False
         self._start_anew()
@@ -147,7 +147,7 @@ class AroundSteps:
             self.exchange.rest(self._state)
 
     def agree(self) -> None:
-        """Make the weights of all ranks equal, if there was a step since or weights were loaded. Every rank must call it.
+        """Make the weights of all ranks equal, if a step was made or weights were loaded since. Every rank must call it.
 
         Raises:
             WorldError: a rank did not call within the group's time-out, or made fewer steps; the text names it.
@@ -159,7 +159,7 @@ class AroundSteps:
             if self.take_up():
                 return
             self._saved = None
-            if self._in_step:  # an asynchronous method synchronizes in its own way
+            if self._in_step:  # not for asynchronous methods, whose ``agree`` waits for all ranks itself
                 self._meet("trained")
                 self._refresh()
             self.exchange.agree(self._state)
@@ -168,12 +168,12 @@ class AroundSteps:
             self.changed = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps, and the state of the method."""
+        """Return the number of optimizer steps, and the state of the exchange. Every rank must call it."""
         self.agree()
         return {"step": self.step, "exchange": self.exchange.state_dict(self._state)}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Continue from a state of :meth:`state_dict` of this rank; weights may be loaded before, or until the next step."""
+        """Restore what :meth:`state_dict` returned on this rank; weights may be loaded before, or until the next step."""
         self._loaded.add(self._module)
         self._saved = None
         self._start_anew()
@@ -215,7 +215,7 @@ class AroundSteps:
     def _after(self) -> None:
         averages = self.exchange.averages_over_all
         with self._steps.inside(self.step):
-            if averages(self.step) and not averages(self.step + 1):  # from the next step on weights are exchanged
+            if averages(self.step) and not averages(self.step + 1):  # the last step that averages gradients
                 if self._group.size() > 1:
                     point = "end the steps in which gradients are averaged"
                     self._steps.gather(point, timeout_s(self._group), None, _EVERY_STEP)
@@ -226,18 +226,18 @@ class AroundSteps:
     # ---- other weights -------------------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Record which parameters are exchanged, and their addresses."""
+        """Record the parameters that are exchanged, and the addresses of their memory."""
         found = exchanged_parameters(self._module, self._optimizer, self._ignored)
         self._parameters = [p for _, p in found]
         self._named = [(name, torch.view_as_real(p.detach()) if p.is_complex() else p.detach()) for name, p in found]
         self._places = [p.data_ptr() for p in self._parameters]
 
     def _moved(self) -> bool:
-        """Tell whether ``p.data`` was set since, for example by ``vector_to_parameters`` or ``module.half()``."""
+        """Tell whether a parameter got other memory (``p.data = ...``), as by ``vector_to_parameters`` or ``module.half()``."""
         return self._places != [p.data_ptr() for p in self._parameters]
 
     def _start_anew(self) -> None:
-        """Make replaced weights equal on all ranks, and prepare the exchange again: its old state no longer holds."""
+        """Make replaced weights equal on all ranks, and prepare the exchange again, whose state is of the old weights."""
         with ordinary_tensors():
             self._look()
             given, buffers = self._given()
@@ -251,7 +251,7 @@ class AroundSteps:
             else:
                 what = "parameters were given other memory (p.data): the exchange begins anew from their mean"
                 _log.warning("%s", explain(what, rank=self._group.rank(), fix="set values in place: p.copy_(...)"))
-            if self._module not in self._loaded:  # else all values are rank 0's already
+            if self._module not in self._loaded:  # if all was loaded, all ranks have rank 0's values already
                 take_mean(self._named, self._group)
                 if self._averages_buffers:
                     self._average_buffers()
@@ -265,9 +265,9 @@ class AroundSteps:
         self._steps.restart()
 
     def _given(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the weights and the buffers that were loaded; all of them, if parameters were moved."""
+        """Return the weights and the buffers that were loaded; all of both, if parameters were only given other memory."""
         all_were = self._module in self._loaded or not self._loaded
-        # By identity: a tied weight has one name, and is loaded by any module that holds it.
+        # Compare tensors by identity: a tied weight has one name, but is loaded with any module that holds it.
         loaded = {id(t) for part in self._loaded for t in (*part.parameters(), *part.buffers())}
         both = zip(self._parameters, self._named, strict=True)
         weights = [t for p, (_, t) in both if all_were or id(p) in loaded]
@@ -275,7 +275,7 @@ class AroundSteps:
         return weights, [b for _, b in buffers if all_were or id(b) in loaded]
 
     def _loaded_parts(self) -> str:
-        """Return the names of the loaded parts, without those inside other loaded parts."""
+        """Return the names of the loaded submodules, without those inside other loaded submodules."""
         if self._module in self._loaded:
             return "all"
         names = [name for name, part in self._module.named_modules() if part in self._loaded]
@@ -290,7 +290,7 @@ class AroundSteps:
 
     @property
     def _in_step(self) -> bool:
-        """Whether all ranks make the coming step together."""
+        """Whether all ranks make the coming step together, because they exchange weights or average gradients in it."""
         return self.exchange.in_step or not self.keeps_gradients
 
     def _meet(self, weights: str) -> None:
@@ -313,7 +313,7 @@ class AroundSteps:
         return [int(each) for each in most.tolist()]
 
     def _refresh(self) -> None:
-        """Copy the weights of a rank that made all steps to ranks that only shadowed steps with averaged gradients."""
+        """Copy the weights of a rank that made all steps to ranks that missed steps with averaged gradients."""
         if self._group.size() == 1:
             return
         source, any_stale = self._most(-1 if self._stale else self._group.rank(), int(self._stale))

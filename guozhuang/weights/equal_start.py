@@ -1,4 +1,4 @@
-"""Makes ranks equal at the start: compares parameters by name, shape, dtype and memory layout, then copies values."""
+"""Makes the models of all ranks equal at the start: compares parameters, and copies their values from rank 0."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup, sourc
 
 
 def state_of(module: nn.Module, ignored: frozenset[str], buffers: bool) -> list[tuple[str, Tensor]]:
-    """Return the parameters and, if asked, the buffers, without the ignored ones, with their names."""
+    """Return (name, tensor) pairs of the parameters and, if ``buffers``, of the buffers, without the ignored ones."""
     named: list[tuple[str, Tensor]] = list(module.named_parameters())
     if buffers:
         named += list(module.named_buffers())
@@ -118,7 +118,7 @@ def state_of(module: nn.Module, ignored: frozenset[str], buffers: bool) -> list[
 
 
 def take_mean(named: Sequence[tuple[str, Tensor]], group: dist.ProcessGroup) -> None:
-    """Average over ranks where they differ from rank 0; equal values stay bit-identical, also infinities."""
+    """Average tensors over ranks, in place; elements that are equal on all ranks stay bit-identical, also infinities."""
     if group.size() == 1:
         return
     wide = torch.float64 if any(t.dtype == torch.float64 for _, t in named) else torch.float32
@@ -145,6 +145,6 @@ def kept(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def ordinary_tensors() -> Iterator[None]:
-    """Let tensors made in this context be written to later, also if the user evaluates in ``torch.inference_mode()``."""
+    """Make tensors in this context ordinary ones, which later code may write to, also inside ``torch.inference_mode()``."""
     with torch.inference_mode(False), torch.no_grad():
         yield

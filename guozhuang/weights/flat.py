@@ -41,7 +41,7 @@ class FlatWeights:
         return len(self._groups)
 
     def empty(self) -> list[Tensor]:
-        """Allocate the flat tensors, not filled."""
+        """Allocate the flat tensors, with undefined values."""
         sizes = [sum(p.numel() for p in group) for group in self._groups]
         return [
             torch.empty(n, dtype=dtype, device=device) for n, (device, dtype) in zip(sizes, self._kinds, strict=True)
@@ -79,25 +79,25 @@ class FlatWeights:
 
     @torch.no_grad()
     def subtract_from(self, flats: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-        """Write flat tensors minus the parameters to ``out``, in the dtype of the copies."""
+        """Write ``flats`` minus the parameters to ``out``, computed in the dtype of the flat tensors."""
         for views, outs, group in zip(self.views(flats), self.views(out), self._groups, strict=True):
             for view, result, parameter in zip(views, outs, group, strict=True):
                 torch.sub(view, parameter, out=result)
 
     @torch.no_grad()
     def mix(self, source: Sequence[Tensor], kept: float) -> None:
-        """Set each parameter p to ``kept`` * p + (1 - ``kept``) * flat value, rounded to its dtype once."""
+        """Set each parameter p to ``kept`` * p + (1 - ``kept``) * its values in ``source``, rounded to p's dtype once."""
         for views, group in zip(self.views(source), self._groups, strict=True):
             if all(view.dtype == parameter.dtype for view, parameter in zip(views, group, strict=True)):
                 torch._foreach_mul_(group, kept)
                 torch._foreach_add_(group, views, alpha=1 - kept)
             else:
-                for v, p in zip(views, group, strict=True):  # makes one wide copy at a time
+                for v, p in zip(views, group, strict=True):  # one by one, to hold only one copy in a wide dtype
                     p.copy_(p.to(v.dtype).mul_(kept).add_(v, alpha=1 - kept))
 
     @torch.no_grad()
     def add(self, source: Sequence[Tensor]) -> None:
-        """Add flat tensors to the parameters, rounded to their dtype once."""
+        """Add flat tensors to the parameters; the sum is rounded once, to the parameter's dtype."""
         for views, group in zip(self.views(source), self._groups, strict=True):
             for v, p in zip(views, group, strict=True):
                 if v.dtype == p.dtype:

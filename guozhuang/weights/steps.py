@@ -1,4 +1,4 @@
-"""Finds ranks that made fewer optimizer steps than others, where all ranks meet, and names them before a time-out.
+"""Finds ranks that made fewer optimizer steps than others, where all ranks wait for each other, and names them in errors.
 
 [Note: who is behind] A rank that left out one step stays one step behind: its exchange of step n meets that of the others
 an iteration later, and nothing fails until it comes to evaluation while the others wait for it in their last step. It
@@ -32,7 +32,7 @@ from ..groups.agreement import store_of
 from ..groups.serial import SerialThread
 
 _log = logging.getLogger("guozhuang")
-_PATIENCE_S = 1.0  # in a step, before its number is written; at a meeting, before numbers are read, and between reads
+_PATIENCE_S = 1.0  # a rank writes a step's number when it has waited so long in it; numbers are read at this interval
 _WARN_AFTER_S = 30.0
 
 MAKE_EVERY_STEP = "make every step on every rank: GradScaler with a fused optimizer, join() where inputs are uneven"
@@ -40,13 +40,13 @@ MAKE_EVERY_STEP = "make every step on every rank: GradScaler with a fused optimi
 
 @dataclass
 class _Waiting:
-    """The step in whose exchange this rank is, since when (monotonic seconds), and the key prefix. A thread reads it."""
+    """(the step in whose exchange this rank waits, since when in monotonic seconds, key prefix), for a thread that reads it."""
 
     inside: tuple[int, float, str] | None = None
 
 
 class StepsBehind:
-    """Publishes in which steps ranks wait, and finds ranks that are behind. Every rank must construct it at one point.
+    """Publishes the steps in which ranks wait, and finds ranks that left out steps. Every rank must construct it at one point.
 
     Args:
         group: the ranks.
@@ -54,7 +54,7 @@ class StepsBehind:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._rank, self._size, self._store = group.rank(), group.size(), store_of(group)
-        # Each rank counts its objects in the store, so that no process needs a counter.
+        # Each rank counts its objects of this class in the store, so that all ranks use the same number for the same object.
         number = self._store.add(f"guozhuang/steps/turns/{self._rank}", 1)
         self._prefix = f"guozhuang/steps/{number}"
         self._turns: dict[str, int] = {}
@@ -75,7 +75,7 @@ class StepsBehind:
 
     @contextlib.contextmanager
     def inside(self, step: int) -> Iterator[None]:
-        """Declare that this rank may wait for others inside this context, in the exchange of that step.
+        """Record that inside this context this rank may wait for other ranks, in the exchange of step ``step``.
 
         Raises:
             WorldError: the exchange failed, and another rank has left a notice that it left out this step.
@@ -145,7 +145,7 @@ class StepsBehind:
             raise MismatchError(f"{text}\n{table}")
 
     def _behind(self, what: str) -> WorldError:
-        """Return the error of a rank that is behind, and write its text where ranks that wait in a step read it."""
+        """Return the error of a rank that left out a step, and write its text to the store for ranks that wait in a step."""
         text = explain(what, rank=self._rank, fix=MAKE_EVERY_STEP)
         with contextlib.suppress(RuntimeError):
             self._store.set(f"{self._waits}/behind", text)
@@ -182,6 +182,6 @@ def _watch(waiting: _Waiting, rank: int, store: dist.Store, ended: threading.Eve
         if inside is not None and inside != left and time.monotonic() - inside[1] > _PATIENCE_S:
             left = inside
             step, _, waits = inside
-            with contextlib.suppress(RuntimeError):  # the store is gone, or the process group
+            with contextlib.suppress(RuntimeError):  # the store or the process group may have ended
                 store.set(f"{waits}/{rank}", str(step))
-                store.add(f"{waits}/count", 1)  # after the number, so that readers of it find the number
+                store.add(f"{waits}/count", 1)  # last, so that a rank that reads the count finds the number

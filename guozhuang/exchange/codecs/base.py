@@ -103,7 +103,7 @@ class KernelCodec(Codec):
     def run(
         self, task: Task, rows: Tensor, codes: Tensor, seeds: tuple[int, int] = (0, 0), lost: Tensor | None = None
     ) -> bool:
-        """Run a task in the C kernel if it supports these tensors; return whether it did. For the arguments see ``kernels.run``."""
+        """Run a task in the C kernel if it supports these tensors; return whether it did. For arguments see ``kernels.run``."""
         kind = self.kernel if task is Task.ENCODE else self.kernel_to_decode
         if kind is None or not kernels.serves(rows, codes):
             return False

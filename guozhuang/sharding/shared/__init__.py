@@ -1,1 +1,1 @@
-"""Sharding for ranks of one node: one copy of the weights in shared memory; each rank reads the others' gradients there."""
+"""Sharding for ranks of one node: shared memory holds one copy of the weights, and each rank's gradients for all ranks."""

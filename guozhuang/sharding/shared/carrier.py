@@ -1,4 +1,4 @@
-"""The carrier for ranks of one node: one copy of the weights, gradients read from other ranks' memory, no all-gather.
+"""The ``Carrier`` for ranks of one node: one copy of the weights, gradients read from other ranks' memory, no all-gather.
 
 A step has two meetings of all ranks (see [Note: one copy of the weights] in weights.py). Between them each rank sums its
 part of all ranks' gradients and steps it, one stretch after another, so that a sum is still in the cache when the
@@ -29,7 +29,7 @@ from .weights import SegmentPlaces, SharedWeights
 
 #: Bytes that are summed before they are stepped. Larger stretches leave the cache, smaller ones cost more optimizer calls.
 STRETCH_BYTES: Final = 4 << 20
-_REPORT: Final = struct.Struct("<?Q")  # whether all parameters have a gradient; digest of changed weights
+_REPORT: Final = struct.Struct("<?Q")  # per rank: whether all parameters have a gradient; digest of changed weights
 
 
 def shared_memory_of(group: dist.ProcessGroup) -> SharedMemoryGroup | None:
@@ -102,7 +102,7 @@ class SharedCarrier(Carrier):
 
     @override
     def _meet(self) -> frozenset[int]:
-        """Hold the first meeting of a step: from here to the second one the gradients of all ranks stay unchanged."""
+        """Wait for all ranks at the step's first barrier; until its second one all ranks' gradients stay unchanged."""
         changed = self._shared.changed()
         has_all = self.gradients.take()
         report = _REPORT.pack(has_all, self._shared.digest(changed))
@@ -115,7 +115,7 @@ class SharedCarrier(Carrier):
 
     @override
     def _means(self, keep: bool) -> Iterator[Sequence[int]]:
-        """Sum one stretch after another. With ``keep`` all sums are held at once, which is slower and needs more memory."""
+        """Sum one stretch of blocks after another. With ``keep`` all sums stay valid, which is slower and needs more memory."""
         into, at = self._scratch, 0
         if keep:
             into = torch.empty(sum(run.num_bytes for run in self._runs), dtype=torch.uint8)
@@ -124,7 +124,7 @@ class SharedCarrier(Carrier):
             yield run.blocks
             at += run.num_bytes if keep else 0
         if keep:
-            self._segments.meet(b"sharded: gradients were read")  # a backward may write to them again
+            self._segments.meet(b"sharded: gradients were read")  # from here on a backward may write gradients again
 
     def _sum(self, run: Stretch, into: Tensor) -> None:
         """Sum the gradients of a run of blocks, and assign them to the blocks' ``weight.grad``."""
@@ -154,7 +154,7 @@ class SharedCarrier(Carrier):
 
     @override
     def _start_over(self) -> None:
-        """Do nothing: all is read anew from ``p.grad`` at the next step."""
+        """Do nothing: the next step reads all gradients from ``p.grad`` again."""
 
     @override
     def synchronize(self) -> None:

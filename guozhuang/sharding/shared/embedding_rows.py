@@ -1,4 +1,4 @@
-"""Gradients of embeddings without writing zeros: a batch's rows are written into a gradient that is zero already.
+"""Gradients of embeddings without writing zeros: the rows of a batch are added to a gradient that is zero already.
 
 [Note: a gradient that is lent]
 PyTorch allocates the gradient of an embedding in each backward: memory for all rows, zeros in it, then the few rows
@@ -33,7 +33,7 @@ _SAMPLES: Final = 64
 
 
 class LentGradient:
-    """The persistent gradient of one embedding, and which of its rows may be nonzero. See [Note: a gradient that is lent].
+    """One embedding's persistent gradient, and the rows of it that may be nonzero. See [Note: a gradient that is lent].
 
     Args:
         parameter: the weight, num_rows x width, row-major.
@@ -77,7 +77,7 @@ class LentGradient:
         return alias
 
     def rows_of(self, gradient: Tensor) -> Tensor | None:
-        """Return the rows of ``p.grad`` that may be nonzero; None if any row may be."""
+        """Return the rows of a ``p.grad`` that may be nonzero; None if all may be, because it was changed or is not lent."""
         if (
             gradient.data_ptr() != self._view.data_ptr()
             or gradient.shape != self._view.shape
@@ -87,13 +87,13 @@ class LentGradient:
             return None
         held = self._view[self._sample, 0] != 0
         if held.any() and not torch.isin(self._sample[held], self._rows).all():
-            self._version = -1  # the next ``lend`` clears the whole gradient
+            self._version = -1  # a version that never matches, so that the next ``lend`` clears the whole gradient
             return None
         return self._rows
 
 
 class RowPlace:
-    """A copy of such a gradient in memory that other ranks read, with a mark per page (groups/shared_memory/sparse.py).
+    """A copy of an embedding's gradient in memory that other ranks read, with a mark for each page that may be nonzero.
 
     Args:
         view: num_rows x width, zeros, row-major; the memory for the copy.
@@ -117,7 +117,7 @@ class RowPlace:
                 self._mark(self._rows, 0)
             self._view.index_copy_(0, rows, gradient.index_select(0, rows))
             self._mark(rows, 1)
-        self._marks[0] = self._marks[-1] = 1  # other parameters may share the first and the last page
+        self._marks[0] = self._marks[-1] = 1  # always marked: other parameters may share the first and the last page
         self._rows = rows
 
     def forget(self) -> None:

@@ -34,12 +34,12 @@ from .embedding_rows import LentGradient, RowPlace
 from .linear_gradients import GradientPlace
 from .weights import ALIGN_BYTES, SegmentPlaces
 
-EAGER_BYTES: Final = 1 << 16  # below this, a hook that copies costs more than it saves
-_MOSTLY: Final = 0.5  # a parameter with a larger share of nonzero pages is copied eagerly
+EAGER_BYTES: Final = 1 << 16  # smaller gradients are copied at the step: a hook for them would cost more than it saves
+_MOSTLY: Final = 0.5  # a gradient with a larger share of nonzero pages is copied by a hook during backward
 
 
 class Stretch(NamedTuple):
-    """A range of a bucket that is summed at once.
+    """A range of a bucket whose gradients are summed over the ranks at once.
 
     Attributes:
         start: offset in the segment, in bytes.
@@ -55,7 +55,7 @@ class Stretch(NamedTuple):
 
 
 class SharedGradients:
-    """The gradient buffers. Every rank must make one, with an equal layout. See [Note: which way a gradient goes].
+    """The gradient buffers of a node. Every rank must make one, with an equal layout. See [Note: which way a gradient goes].
 
     Attributes:
         views: each parameter's part of this rank's buffer, in the parameter's shape.
@@ -72,7 +72,7 @@ class SharedGradients:
     ) -> None:
         self._names, self._parameters, self._layout, self._where = names, parameters, layout, where
         self._rank, self._scale = segments.rank, 1.0 / segments.size
-        # Behind the gradients lie a mark per page, and a flag per parameter: whether this rank has a gradient for it.
+        # Behind the gradients, a buffer holds a mark for each page, and a flag for each parameter that has a gradient.
         self._marks_start = where.num_bytes
         self._used_start = self._marks_start + where.num_bytes // PAGE_BYTES
         made = segments.make(self._used_start + max(len(parameters), 1), "gradients")
@@ -97,7 +97,7 @@ class SharedGradients:
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def lend(self, index: int) -> LentGradient:
-        """Return the object that lends an embedding its gradient."""
+        """Return the object that lends the embedding weight ``index`` a persistent gradient."""
         if index not in self._lent:
             place = RowPlace(self.views[index], self._marks_of(index))
             self._lent[index] = LentGradient(self._parameters[index]), place
@@ -112,7 +112,7 @@ class SharedGradients:
     # ---- this rank's gradients ------------------------------------------------------------
 
     def on_gradient(self, index: int) -> None:
-        """Copy a gradient to the buffer when autograd has accumulated it, if it goes there eagerly."""
+        """Copy a gradient to the buffer as soon as autograd has accumulated it, if the parameter is copied eagerly."""
         if not self._is_eager[index]:
             return
         view, gradient = self.views[index], self._parameters[index].grad
@@ -122,7 +122,7 @@ class SharedGradients:
             return
         check_gradient(gradient, view, self._names[index], self._rank)
         if gradient.stride() == view.stride():
-            if gradient.data_ptr() != view.data_ptr():  # else it was computed in the buffer
+            if gradient.data_ptr() != view.data_ptr():  # not if backward has computed the gradient in the buffer
                 take([(view.data_ptr(), gradient.data_ptr(), self._where.sizes[index], 0)])
         else:
             with torch.no_grad():
@@ -131,7 +131,7 @@ class SharedGradients:
         self._parameters[index].grad = self.handed.hand(index)
 
     def take(self) -> bool:
-        """Copy all gradients that are not in the buffer yet. Not collective; called before the first meeting of a step.
+        """Copy all gradients that are not in the buffer yet. Not collective; called before the first barrier of a step.
 
         Returns:
             Whether every parameter has a gradient.
@@ -206,7 +206,7 @@ class SharedGradients:
         return [bool(flag) for flag in torch.stack(self._used).amax(0).tolist()] if self._used[0].numel() else []
 
     def runs(self, blocks: Sequence[Block], cap_bytes: int) -> list[Stretch]:
-        """Join neighbouring blocks up to a size, so that a sum is still in the cache when it is stepped.
+        """Join neighbouring blocks to stretches so small that a sum is still in the cache when the optimizer steps it.
 
         The last blocks of the buffer come first: their gradients arrived last, and are in the cache.
         """

@@ -36,11 +36,11 @@ class GradientPlace:
 
     def __init__(self, parameter: nn.Parameter, view: Tensor) -> None:
         self.parameter, self.view = parameter, view
-        self.is_used = False  # whether gradients are to be computed here at all
+        self.is_used = False  # whether gradients are computed in this buffer at all; decided in the first step
         self._num_holders = holders_of(view)
 
     def is_free(self, accumulate: Any) -> bool:
-        """Tell whether a gradient that goes to this AccumulateGrad node of autograd may be computed here."""
+        """Tell whether a gradient for this AccumulateGrad node of autograd may be computed in this part of the buffer."""
         if not self.is_used or self.parameter.grad is not None or self.parameter._backward_hooks:
             return False
         return holders_of(self.view) == self._num_holders and _goes_to_grad(accumulate)
@@ -49,7 +49,7 @@ class GradientPlace:
 def _goes_to_grad(accumulate: Any) -> bool:
     try:
         return bool(torch._C._will_engine_execute_node(accumulate))
-    except RuntimeError:  # raised under autograd.grad
+    except RuntimeError:  # PyTorch raises if autograd.grad() runs this backward
         return False
 
 
@@ -67,7 +67,7 @@ class PlacingHook(OutputHook):
         if not place.is_used or module.weight is not place.parameter or not _is_product(output, module.weight):
             return None
         apply: Any = _Product.apply
-        result: Tensor = apply(args[0], module.weight, module.bias, (output, place))  # in a tuple, unseen by autograd
+        result: Tensor = apply(args[0], module.weight, module.bias, (output, place))  # autograd ignores a tuple
         return result
 
 
@@ -85,7 +85,7 @@ def _is_product(output: Tensor, weight: Tensor) -> bool:
 
 
 class _Product(torch.autograd.Function):
-    """A linear layer with another backward; ``told[0]`` is the output of ``nn.functional.linear(input, weight, bias)``."""
+    """A linear layer's product with another backward; ``told[0]`` is its output, computed by PyTorch's forward."""
 
     @staticmethod
     def forward(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class OutputHook:
-    """A forward hook that works only on the model it was made for: copies and pickles of the model get :class:`NoHook`."""
+    """A forward hook for one model only: copies and pickles of the model get a :class:`NoHook` in its place."""
 
     def __reduce__(self) -> Any:
         return NoHook, ()
@@ -19,11 +19,11 @@ class NoHook:
     """The hook that a copy of the model has instead of an :class:`OutputHook`; does nothing."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
-        """Do nothing."""
+        """Do nothing; the layer's output stays as it is."""
 
 
 def is_traced() -> bool:
-    """Tell whether a compiler, tracer or transform records what runs: it must see PyTorch's own functions."""
+    """Tell whether a compiler, tracer or functorch transform is active, which must see PyTorch's own functions."""
     return bool(
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()

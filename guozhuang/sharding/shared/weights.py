@@ -44,8 +44,8 @@ from ..carrier import put_back
 from ..parts import Layout
 
 ALIGN_BYTES: Final = 1 << 16  # every bucket begins at a page boundary, also on systems with 64 KiB pages
-_FULL_LOOKS: Final = 3  # number of first steps that test all pages: most programs show their habits in them
-_LOOK_SHARE: Final = 32  # after that, each step tests one of this many parts
+_FULL_LOOKS: Final = 3  # so many first steps test all pages for hidden writes: most programs make theirs in each step
+_LOOK_SHARE: Final = 32  # each later step tests one of this many parts of the weights for hidden writes
 
 
 class SegmentPlaces:
@@ -77,7 +77,7 @@ class SharedWeights:
     See [Note: one copy of the weights] and [Note: changes between steps].
 
     Attributes:
-        flats: the one copy of each bucket, as a flat tensor; written only between the two meetings of a step.
+        flats: the shared copy of each bucket, as a flat tensor; written only between the two barriers of a step.
         places: the tensor in the private mapping that is each parameter's ``data``.
     """
 
@@ -91,7 +91,7 @@ class SharedWeights:
     ) -> None:
         self._names, self._parameters, self._layout, self._where = names, parameters, layout, where
         self._rank = segments.rank
-        # One page more for each rank, on which it tests that the private mapping shows changes of the segment.
+        # Each rank needs a further page, on which it tests that the private mapping shows changes of the segment.
         num_bytes = where.num_bytes + segments.size * mmap.PAGESIZE
         made = segments.make(num_bytes if segments.rank == 0 else 0, "weights")
         assert made[0] is not None
@@ -124,7 +124,7 @@ class SharedWeights:
         self.remember()
 
     def remember(self) -> None:
-        """Record the present version of every parameter as its unchanged state."""
+        """Record the version counter of every parameter, by which :meth:`changed` finds later changes."""
         self._versions = [p._version for p in self._parameters]
 
     def changed(self) -> list[int]:
@@ -151,7 +151,7 @@ class SharedWeights:
         return digest
 
     def take_up(self, changed: Sequence[int]) -> None:
-        """Copy the changes into the one copy, each rank its own part, and drop this rank's private pages.
+        """Copy this rank's part of the changed weights to the shared copy, and drop this rank's private pages of them.
 
         Every rank must call it, between the two meetings of a step.
         """
@@ -179,13 +179,13 @@ class SharedWeights:
         for i, (start, size) in enumerate(zip(self._where.starts, self._where.sizes, strict=True)):
             if i in known or not any(at < start + size and start < at + mmap.PAGESIZE for at in own):
                 continue
-            # Nobody writes to the one copy now. Equal bytes are no change, and the page may be private for a neighbour's sake.
+            # No rank writes to the shared copy now. Equal bytes are no change: another parameter made the page private.
             mine = (ctypes.c_char * size).from_address(self._view.address + start)
             if bytes(mine) != bytes((ctypes.c_char * size).from_address(self._segment.address + start)):
                 what = f"{self._names[i]} was written to through .data or .numpy(), which hides the change from the optimizer"
                 fix = "write `with torch.no_grad(): p.mul_(...)`, on every rank"
                 raise UsageError(explain(what, rank=self._rank, fix=fix))
         spans = [(self._where.starts[i], self._where.starts[i] + self._where.sizes[i]) for i in known]
-        for at in own:  # a page that stays private would not show later changes of the one copy
+        for at in own:  # drop private pages, which would not show later changes of the shared copy
             if not any(start < at + mmap.PAGESIZE and at < end for start, end in spans):
                 self._view.forget(at, at + mmap.PAGESIZE)
