@@ -230,7 +230,7 @@ class DataParallel(Module, Generic[_T]):
         return _scatter_gather.gather(outputs, _device(output_device), self.dim)
 
     def imbalance(self, *, reset: bool = False) -> Imbalance:
-        """Return the time that the forwards so far spent on all devices, and on one device alone.
+        """Return how much time all forwards so far spent on all devices, and how much on one device alone.
 
         Args:
             reset: set all sums to zero afterwards.

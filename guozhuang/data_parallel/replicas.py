@@ -1,4 +1,4 @@
-"""Twins (replicas) of one module for several devices, and the threads in which they run in parallel.
+"""Makes replicas (twins) of one module for several devices, and runs them in parallel threads.
 
 [Note: replicas on one device share the parameters]
 A replica on the device of the original uses the original's parameter tensors themselves: nothing is copied, and
@@ -45,19 +45,19 @@ _T = TypeVar("_T", bound=Module)
 
 
 def replicate(module: _T, devices: Sequence[torch.device]) -> list[_T]:
-    """Make one twin of ``module`` per device; gradients of all twins are added to the module's own parameters.
+    """Make one replica of ``module`` per device; gradients of all replicas are added to the module's own parameters.
 
-    A twin has the module's class, attributes, hooks and training flags, and its own submodules. Attributes that its
+    A replica has the module's class, attributes, hooks and training flags, and its own submodules. Attributes that its
     forward assigns are lost with it. Plain attributes that hold modules or tensors (in a list, for example)
     refer to the original. See [Note: replicas on one device share the parameters] and
     [Note: replica 0 owns the buffers].
 
     Args:
         module: its parameters and buffers are on ``devices[0]``.
-        devices: one per twin; entries may repeat.
+        devices: one per replica; entries may repeat.
 
     Raises:
-        UsageError: the module contains a compiled module, which would call the original instead of the twin; a lazy module
+        UsageError: the module contains a compiled module, which would call the original, not the replica; a lazy module
             that has not yet seen its first batch; or a ScriptModule with children written in Python.
     """
     originals = list(module.modules())
@@ -81,7 +81,7 @@ def replicate(module: _T, devices: Sequence[torch.device]) -> list[_T]:
 
 
 def _refuse_unreplicable(modules: Sequence[Module]) -> None:
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # if it is not imported, no module was compiled
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # None if it was not imported: then no module was compiled
     for module in modules:
         wrapped = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
         if wrapped or getattr(module, "_compiled_call_impl", None) is not None:
@@ -133,8 +133,8 @@ def _twin(root: _T, originals: Sequence[Module], tensors: dict[int, Tensor]) -> 
         twin = twin_of[id(module)]
         scripted = isinstance(module, torch.jit.ScriptModule)
         if not scripted:
-            twin._parameters = {}  # a graph module has filled it in `_replicate_for_data_parallel`
-        # `setattr`, because some modules override it: recurrent ones update their flat list of weights there.
+            twin._parameters = {}  # empty it, because `_replicate_for_data_parallel` fills it for a graph module
+        # `setattr` must be called, because some modules override it: recurrent ones update their flat list of weights there.
         for name, child in module._modules.items():
             if child is not None:
                 setattr(twin, name, twin_of[id(child)])
@@ -154,7 +154,7 @@ def _twin(root: _T, originals: Sequence[Module], tensors: dict[int, Tensor]) -> 
             if buffer is not None:
                 setattr(twin, name, tensors[id(buffer)])
         for name, value in list(twin.__dict__.items()):
-            # A method set as an attribute (`self.forward = self.other_forward`) is bound to the original: bind it to the twin.
+            # A method set as an attribute (`self.forward = self.other_forward`) is bound to the original: bind it to `twin`.
             if isinstance(value, types.MethodType) and id(value.__self__) in twin_of:
                 twin.__dict__[name] = types.MethodType(value.__func__, twin_of[id(value.__self__)])
     root_twin: _T = twin_of[id(root)]
@@ -162,7 +162,7 @@ def _twin(root: _T, originals: Sequence[Module], tensors: dict[int, Tensor]) -> 
 
 
 class Workers:
-    """A pool with one thread per replica, kept from forward to forward.
+    """A pool of threads, one per replica, which are kept from one forward to the next.
 
     A thread starts when its replica first runs, always runs the same replica number (so that an accelerator keeps one
     set of library handles per thread), and ends when the object is collected or the interpreter exits. A copy
@@ -178,16 +178,16 @@ class Workers:
         self._pid = os.getpid()
         self._threads: list[ThreadPoolExecutor] = []
         self._idents: set[int] = set()
-        # Held while all calls of a forward are queued: all threads then run two simultaneous forwards in the same order,
-        # so replicas of one forward that wait for each other cannot block those of the other.
+        # The lock is held while all calls of a forward are queued. All threads then run two simultaneous forwards in the same
+        # order, so replicas of one forward that wait for each other cannot block those of the other forward.
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[type[Workers], tuple[()]]:
         return (Workers, ())
 
     def submit(self, calls: Sequence[Callable[[], Any]]) -> list[Future[Any]]:
-        """Start one call per thread."""
-        if self._pid != os.getpid():  # this process was forked: the threads exist in its parent only
+        """Start the calls, call i in thread i; return a future for each."""
+        if self._pid != os.getpid():  # the process was forked, and the threads exist only in its parent
             self._reset()
         if threading.get_ident() in self._idents:
             # A replica called its own wrapper: its thread would wait for itself, so this call gets new threads, which end

@@ -84,7 +84,7 @@ def _open(value: Any) -> dict[Any, Any] | None:
                 fix="hand padded tensors to the module, and pack and unpack inside its forward",
             )
         )
-    if isinstance(value, Mapping):  # before dataclasses: the outputs of transformers are both
+    if isinstance(value, Mapping):  # tested before dataclasses: the outputs of transformers are both
         return dict(value.items())
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return dict(zip(value._fields, value, strict=True))
@@ -103,7 +103,7 @@ def _rebuild(like: Any, parts: dict[Any, Any]) -> Any:
         return type(like)(parts.values())
     try:
         if isinstance(like, (dict, UserDict)):
-            # A copy keeps state that a constructor call would lose: a default factory, further attributes.
+            # Copying keeps state that a call of the constructor would lose: a default factory, further attributes.
             new: Any = copy.copy(like)
             for key, part in parts.items():
                 new[key] = part
@@ -116,10 +116,10 @@ def _rebuild(like: Any, parts: dict[Any, Any]) -> Any:
             return type(like)(list(parts.values()))
         new = copy.copy(like)
         for name, part in parts.items():
-            object.__setattr__(new, name, part)  # also where the dataclass is frozen
+            object.__setattr__(new, name, part)  # works for a frozen dataclass too
         for name in list(getattr(new, "__dict__", ())):
             if isinstance(getattr(type(new), name, None), cached_property):
-                del new.__dict__[name]  # the cached value was computed from the fields of `like`
+                del new.__dict__[name]  # drop a cached property, which was computed from the fields of `like`
         return new
     except (TypeError, AttributeError) as error:
         raise UsageError(
@@ -182,15 +182,15 @@ def _cut(value: Any, devices: list[torch.device], dim: int) -> list[Any]:
             # torch's own scatter copies from CPU memory in background streams. It views a complex tensor as a real one
             # with one more dimension at the end, so `dim` must be counted from the front.
             return list(torch_scatter_gather.scatter(value, devices, dim % value.dim()))
-        # `chunk` and not `narrow`: autograd refuses in-place changes of a chunk. With separate views by `narrow`, replicas
-        # that change their shares in place would rewrite the autograd history of one tensor from two threads at once.
+        # Use `chunk`, not `narrow`: autograd refuses in-place changes of chunks. Views by `narrow` would allow them, and so two
+        # replicas, in two threads, would rewrite the autograd history of one tensor at once.
         return [part.to(device) for part, device in zip(value.chunk(len(devices), dim), devices, strict=True)]
     parts = _open(value)
     if parts is None or (not parts and type(value) not in (dict, list)):
         return [value] * len(devices)
     cut = {key: _cut(part, devices, dim) for key, part in parts.items()}
     if not isinstance(value, (dict, list)) and all(cut[key][0] is part for key, part in parts.items()):
-        return [value] * len(devices)  # nothing inside was cut, moved or copied
+        return [value] * len(devices)  # all shares are the same object, because nothing inside was cut or moved
     return [_rebuild(value, {key: shares[i] for key, shares in cut.items()}) for i in range(len(devices))]
 
 
@@ -251,7 +251,7 @@ def _equal(one: Any, other: Any) -> bool:
         return True
     try:
         return bool(one == other)
-    except Exception:  # `==` of a foreign type may raise anything, or give no truth value
+    except Exception:  # `==` of an unknown type may raise any error, or give no truth value: count it as unequal
         return False
 
 

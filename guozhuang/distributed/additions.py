@@ -15,8 +15,8 @@ from torch.nn.modules.module import (
 
 from ..errors import UsageError, explain
 
-# It guards the set of all objects of the class below and what each of them notes: other threads may build modules at any
-# time. It is reentrant because a finalizer that builds a module may interrupt the thread that holds it.
+# The lock guards the set of all ``Additions`` and their notes, because other threads may build modules at any time. It is
+# reentrant, because a finalizer that builds a module may interrupt the thread that holds the lock.
 _LOCK: Final = threading.RLock()
 _ALL: Final[weakref.WeakSet[Additions]] = weakref.WeakSet()
 
@@ -27,13 +27,13 @@ def _note(owner: nn.Module, name: str, value: Any) -> None:
             additions.note(owner)
 
 
-# They are registered once and stay: PyTorch iterates over these hooks without a lock whenever any thread builds a module.
+# These hooks are registered once and never removed: PyTorch iterates over them without a lock whenever a module is built.
 register_module_parameter_registration_hook(_note)
 register_module_module_registration_hook(_note)
 
 
 class Additions:
-    """Finds added parameters without a search in each step: PyTorch calls a hook when a module gets a parameter or a part.
+    """Finds added parameters without a search in each step: PyTorch calls a hook when a module gets a parameter or submodule.
 
     Only registered parameters count: ``torch.func.functional_call`` replaces parameters by other tensors for a while.
 
@@ -43,18 +43,18 @@ class Additions:
 
     def __init__(self, known: Sequence[tuple[str, nn.Parameter]]) -> None:
         self._known = [p for _, p in known]
-        # Modules that were given a parameter or a part, also those of other models.
+        # Modules of any model that got a parameter or a submodule since the last check.
         self._changed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._added: list[tuple[str, nn.Parameter]] = []
         with _LOCK:
             _ALL.add(self)
 
     def note(self, owner: nn.Module) -> None:
-        """Remember that a module was given a parameter or a part; called with the lock held."""
+        """Record that a module got a parameter or a submodule; called with the lock held."""
         self._changed.add(owner)
 
     def refuse(self, module: nn.Module, ignored: frozenset[str], rank: int) -> None:
-        """Raise if there are added parameters that are trained and not averaged.
+        """Raise if parameters were added to the module that are trained but not averaged.
 
         Args:
             module: the module without the wrapper.
@@ -76,7 +76,7 @@ class Additions:
             ]
         trained = [name for name, p in self._added if p.requires_grad]
         if trained:
-            held = {id(p) for p in module.parameters()}  # some may have been removed again
+            held = {id(p) for p in module.parameters()}  # ignore parameters that were removed again
             self._added = [(name, p) for name, p in self._added if id(p) in held]
             trained = [name for name, p in self._added if p.requires_grad]
         if trained:

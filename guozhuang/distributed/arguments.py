@@ -35,7 +35,7 @@ def choose_group(process_group: dist.ProcessGroup | None, device_mesh: Any, modu
         raise RuntimeError(explain("the device mesh must have one axis", value=device_mesh, fix='slice it: mesh["dp"]'))
     if (
         device_mesh._get_root_mesh() != device_mesh
-    ):  # a slice of a larger mesh: parameters may be DTensors of another axis
+    ):  # for a slice of a larger mesh: parameters may be DTensors over another axis of that mesh
         from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 
         _pre_dp_module_transform(module)
@@ -44,7 +44,7 @@ def choose_group(process_group: dist.ProcessGroup | None, device_mesh: Any, modu
 
 
 def bucket_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> Caps:
-    """Return the size limits of the buckets. The list, if given, wins; its last entry holds for all further buckets.
+    """Return the size limits of the buckets, from the list if given; its last entry holds for all further buckets.
 
     Raises:
         UsageError: a cap is not positive.
@@ -86,7 +86,7 @@ def sync_choices(broadcast_buffers: bool | None, forward_sync_buffers: bool | No
 def choose_devices(
     parameters: Sequence[nn.Parameter], device_ids: Sequence[Any] | None, output_device: Any
 ) -> tuple[list[int] | None, int | None]:
-    """Return the accelerator's index for inputs and outputs, (None, None) for CPU modules and modules on several devices.
+    """Return the accelerator indices for inputs (in a list) and outputs; (None, None) on the CPU or on several devices.
 
     Raises:
         UsageError: more than one device id, parameters on devices of several types, or ids where they have no meaning.
@@ -139,12 +139,12 @@ def _index_of(device: Any, own: torch.device) -> int:
 
 
 def refuse_optimizers_in_backward(parameters: Iterable[nn.Parameter]) -> None:
-    """Raise if an optimizer was applied in backward to any of the parameters.
+    """Raise if an optimizer steps one of these parameters during backward.
 
     Raises:
         RuntimeError: the optimizer would step before gradients are averaged.
     """
-    if any(hasattr(p, "_in_backward_optimizers") for p in parameters):  # set by torch.distributed.optim
+    if any(hasattr(p, "_in_backward_optimizers") for p in parameters):  # torch.distributed.optim sets this attribute
         raise RuntimeError(
             explain(
                 "an optimizer was applied in backward to the module; it would step before gradients are averaged",

@@ -1,4 +1,4 @@
-"""The choice of the wrapper's gradient or weight exchange before the first backward, and its state in checkpoints."""
+"""Methods of the wrapper that choose its gradient or weight exchange, and save and load the exchange's state."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Exchanging:
 
         @property
         def reducer(self) -> Reducer | None:
-            """See ``DistributedDataParallel``."""
+            """Declared for type checkers; ``DistributedDataParallel`` defines it."""
 
     @property
     def exchange(self) -> GradientExchange[Any]:
-        """The exchange of full buckets: an all-reduce unless another was chosen."""
+        """The exchange by which gradients are averaged: an all-reduce unless another exchange was chosen."""
         if self._chosen is not None:
             return self._chosen
         wire = None if self._precision is None else self._precision.wire_dtype
@@ -91,7 +91,7 @@ class Exchanging:
         if self._reducer is not None:
             self._reducer.use(exchange)
         else:
-            _ = self.reducer  # created now, so that errors about this exchange are raised here
+            _ = self.reducer  # create the reducer now, so that errors about this exchange are raised here
 
     def exchange_state_dict(self) -> dict[str, Any]:
         """Return the exchange's state, to continue exactly from a checkpoint. Every rank must call; each saves its own.
@@ -108,7 +108,7 @@ class Exchanging:
         return {"step": self.reducer.step, "exchange": kept, "layout": layout, **around}
 
     def load_exchange_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Continue from a state of ``exchange_state_dict`` of this rank. Every rank must call, after the exchange was chosen.
+        """Restore what ``exchange_state_dict`` returned on this rank. Every rank must call, after the exchange was chosen.
 
         With a weight exchange, weights may be loaded before or after this, but before the next step. Buckets are assigned as
         in the saved run, whatever their size limit is now, as codes may depend on it, unless other parameters are trained.
@@ -178,9 +178,9 @@ class Exchanging:
             averages_buffers=ddp.forward_sync_buffers,
             is_shadowed=weakly(self._is_shadowed),
         )
-        ddp.forward_sync_buffers = False  # set last, when no check can fail any more
-        if gradients is not None and ddp.reducer is not None:  # it counts the optimizer's steps
-            this = weakref.proxy(around)  # a parameter's hooks may keep the reducer longer than the wrapper
+        ddp.forward_sync_buffers = False  # changed only after all checks have passed
+        if gradients is not None and ddp.reducer is not None:  # this exchange of gradients counts optimizer steps
+            this = weakref.proxy(around)  # weak: a parameter's hooks may keep the reducer longer than the wrapper
             ddp.reducer.exchange_step = lambda: this.step
         elif not exchange.averages_gradients(0):
             ddp.leave_gradients_local()
@@ -191,7 +191,7 @@ class Exchanging:
         return self.around is not None and self.around.keeps_gradients
 
     def _is_shadowed(self) -> bool:
-        """Tell whether the wrapper is in a join context, where ranks without data shadow the steps of the others."""
+        """Tell whether the wrapper is in a ``join()`` context, where ranks without data take part in the others' steps."""
         ddp = cast("DistributedDataParallel", self)
         config = ddp._join_config
         return bool(ddp.in_join_context and config.enable and not config.throw_on_early_termination)
@@ -206,7 +206,7 @@ class Exchanging:
             self.around.agree()
 
     def train(self, mode: bool = True) -> Any:
-        """Switch between training and evaluation. A weight exchange makes weights equal before evaluation: all must call."""
+        """Switch to training or evaluation. A weight exchange makes weights equal before evaluation: every rank must call."""
         if not mode:
             self.agree()
         return super().train(mode)  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Joining with uneven inputs: a rank that has run out of batches shadows the steps of ranks that still have data.
+"""``join()`` for uneven inputs: a rank that has run out of batches takes part in the steps of ranks that still have data.
 
 Built on ``torch.distributed.algorithms.join``, whose context calls the hook below; it therefore works together with other
 joinable objects (ZeroRedundancyOptimizer). For every collective that an active rank issues in a step, the hook issues the
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class ShadowSteps(JoinHook):
-    """Issues the collectives of a step on a rank without data, while other ranks still have data.
+    """The hook that issues the collectives of each step on a rank without data, while other ranks still have data.
 
     Args:
         ddp: the wrapper of this rank.
@@ -47,7 +47,7 @@ class ShadowSteps(JoinHook):
         ddp.require_forward_param_sync = anyone_synchronizes
         if not anyone_synchronizes:
             return
-        # The reducer has no bucket while all parameters are frozen.
+        # While all parameters are frozen the reducer has no bucket, and there is nothing to exchange.
         if not ddp.keeps_gradients and reducer is not None and reducer.buckets:
             reducer.shadow()
         if ddp.around is not None:
@@ -56,9 +56,9 @@ class ShadowSteps(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Copy the model of a rank that joined last; with a weight exchange, make all ranks' weights equal instead."""
         ddp = self._ddp
-        ddp.in_join_context = False  # PyTorch's own mark of the context, ``_join_config``, is not reset
+        ddp.in_join_context = False  # needed because PyTorch does not reset its own ``_join_config`` after the context
         if ddp.around is not None:
-            ddp.around.changed = True  # this rank may have made no step, but others did
+            ddp.around.changed = True  # other ranks made steps, even if this rank made none
             ddp.agree()
             return
         source = _common_rank(ddp, is_last_joiner)
@@ -93,7 +93,7 @@ def check_can_join(ddp: DistributedDataParallel) -> None:
 
 
 def refuse_switch(changed: Sequence[str], rank: int) -> None:
-    """Raise if ``requires_grad`` was switched: ranks that have run out of data would not notice.
+    """Raise if ``requires_grad`` was switched in a join context, where ranks without data would not notice it.
 
     Raises:
         UsageError: ``changed`` is not empty; it names the parameters.
@@ -110,14 +110,14 @@ def refuse_switch(changed: Sequence[str], rank: int) -> None:
 
 
 def tell_synchronization(ddp: DistributedDataParallel, synchronizes: bool) -> bool:
-    """Return whether any rank exchanges gradients in this step (no rank does inside ``no_sync``)."""
+    """Return whether any rank passes ``synchronizes=True``, so that gradients are exchanged in this step. All must call."""
     flag = torch.tensor([float(synchronizes)], device=ddp.device)
     dist.all_reduce(flag, group=ddp.process_group)
     return bool(flag.item())
 
 
 def _common_rank(ddp: DistributedDataParallel, candidate: bool) -> int:
-    """Return the highest rank of the group that passes ``candidate=True``."""
+    """Return the highest rank of the group that passes ``candidate=True``. Every rank must call."""
     rank = torch.tensor([ddp.process_group.rank() if candidate else -1], device=ddp.device)
     dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=ddp.process_group)
     chosen = int(rank.item())

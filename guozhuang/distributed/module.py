@@ -152,7 +152,7 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
         self.require_forward_param_sync = True
         self.divide_by_initial_world_size = True
         self.in_join_context = False
-        self._checked_optimizers = False  # the check is repeated at the first forward: an optimizer may be added late
+        self._checked_optimizers = False  # the first forward checks again for optimizers that step during backward
         self._caps = bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
         self._delayed_names = [name for name, _ in delayed]
         self._trigger = (param_to_hook_all_reduce,)  # in a tuple, so that it does not become a parameter of the wrapper
@@ -192,7 +192,7 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
 
     @property
     def reducer(self) -> Reducer | None:
-        """The reducer that averages gradients, created when first needed: its buckets take as much memory as the gradients.
+        """The reducer that averages gradients, created when first needed, because its buckets need as much memory as gradients.
 
         None if gradients stay local: all parameters were frozen at construction, or a weight exchange needs no reducer.
         """
@@ -231,14 +231,14 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
         return {key: value for key, value in self.__dict__.items() if key not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore on the default group of the process that loads; every rank must load."""
+        """Restore a pickled wrapper, with the default group of the process that loads it; every rank must load."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.process_group = choose_group(None, None, self.module)
         self._connect()
 
     @property
     def timeline(self) -> Timeline | None:
-        """The timeline that records buckets and exchanges; None to record nothing."""
+        """The timeline on which buckets and exchanges are recorded; None if nothing is recorded."""
         return None if self.reducer is None else self.reducer.timeline
 
     @timeline.setter
@@ -299,7 +299,7 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
             self.reducer.after_forward(tensors_with_graph(outputs))
 
     def take_up_changes(self) -> None:
-        """Account for the last backward, and compare ranks if ``requires_grad`` was switched. Every rank must call it.
+        """Finish the last backward, and compare ranks if ``requires_grad`` was switched since. Every rank must call it.
 
         Raises:
             UsageError: ``requires_grad`` was switched inside a join context.
@@ -331,11 +331,11 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
             return False
         return any(
             name not in self.parameters_to_ignore for name, _ in self.module.named_buffers()
-        )  # stops at the first name found
+        )  # a generator, so that the search stops at the first such buffer
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep gradients local: those of forwards inside accumulate, and the next backward outside sends the sum.
+        """Accumulate the gradients of forwards in this context locally; the next backward outside exchanges the sum.
 
         The average over N micro-batches inside and one outside equals that of one batch N+1 times as large when each loss is
         divided by N+1.
@@ -358,8 +358,8 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
             divide_by_initial_world_size: True: sums of gradients are divided by all ranks, so every batch weighs the same;
                 False: they are divided by the ranks that still have data. With a mean loss, a sample of a short last batch then
                 weighs more than others: divide the sum of its losses by the full batch size instead.
-                enable: False makes the context do nothing.
-                throw_on_early_termination: raise RuntimeError on every rank as soon as one rank has run out of data.
+            enable: False makes the context do nothing.
+            throw_on_early_termination: raise RuntimeError on every rank as soon as one rank has run out of data.
 
         Raises:
             UsageError: the module has a SyncBatchNorm part, and ranks may run out of data.
@@ -373,7 +373,7 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
     def join_hook(self, **kwargs: Any) -> ShadowSteps:
         """Return the hook that acts for this rank when it has no more data; called by ``torch.distributed.algorithms.Join``."""
         self.in_join_context = False
-        self.take_up_changes()  # compare switches of requires_grad here, since every rank calls this
+        self.take_up_changes()  # compares switches of requires_grad at a point that every rank reaches
         if self.around is not None:
             self.around.take_up()
         self.in_join_context = True

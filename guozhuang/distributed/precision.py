@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 
 class MixedPrecision(Protocol):
-    """The three dtypes of PyTorch's ``_MixedPrecision``; None leaves that kind of tensor as it is."""
+    """The dtypes that PyTorch's ``_MixedPrecision`` holds; None leaves tensors of that kind as they are."""
 
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
@@ -28,7 +28,7 @@ class Precision:
 
     Args:
         param_dtype: dtype of parameters and floating-point inputs during forward and backward.
-        reduce_dtype: dtype of gradients on the wire; ``param_dtype`` if None.
+        reduce_dtype: dtype in which gradients are sent; ``param_dtype`` if None.
         buffer_dtype: dtype of floating-point buffers.
         ignored: names of parameters and buffers that are not cast.
     """
@@ -40,11 +40,11 @@ class Precision:
 
     @property
     def wire_dtype(self) -> torch.dtype | None:
-        """The dtype of gradients on the wire; None to send them in their own."""
+        """The dtype in which gradients are sent; None to send each gradient in its own dtype."""
         return self.reduce_dtype or self.param_dtype
 
     def cast_buffers(self, module: nn.Module) -> None:
-        """Cast the floating-point buffers permanently."""
+        """Cast the module's floating-point buffers to ``buffer_dtype``, permanently."""
         if self.buffer_dtype is None:
             return
         for name, buffer in module.named_buffers():

@@ -1,4 +1,4 @@
-"""Further methods of PyTorch's wrapper that programs and libraries call, under PyTorch's names."""
+"""Methods and attributes of PyTorch's DistributedDataParallel that programs and libraries use outside a training step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..gradients.reducer import Reducer
 
 
 class TorchSurface:
-    """The part of ``DistributedDataParallel`` that a training step does not need."""
+    """The part of ``DistributedDataParallel`` that programs use as with PyTorch's class, outside a training step."""
 
     module: nn.Module
     _reducer: Reducer | None
@@ -40,13 +40,13 @@ class TorchSurface:
     if TYPE_CHECKING:
 
         def register_comm_hook(self, state: object, hook: Hook) -> None:
-            """See ``DistributedDataParallel``."""
+            """Declared for type checkers; ``DistributedDataParallel`` defines it."""
 
         def _connect(self) -> None: ...
 
         @property
         def reducer(self) -> Reducer | None:
-            """See ``DistributedDataParallel``."""
+            """Declared for type checkers; ``DistributedDataParallel`` defines it."""
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -59,12 +59,12 @@ class TorchSurface:
 
     @property
     def named_module_buffers(self) -> dict[str, Tensor]:
-        """The buffers that are broadcast, by name, as the module holds them now."""
+        """The module's present buffers that are broadcast, by name."""
         return {name: b for name, b in self.module.named_buffers() if name not in self.parameters_to_ignore}
 
     @property
     def modules_buffers(self) -> list[Tensor]:
-        """The buffers that are broadcast, as the module holds them now."""
+        """The module's present buffers that are broadcast, as a list."""
         return list(self.named_module_buffers.values())
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[Any]) -> Any:
@@ -131,7 +131,7 @@ class TorchSurface:
         }
 
     def _remove_autograd_hooks(self) -> None:
-        """Remove the hooks from the parameters; their gradients stay local from then on."""
+        """Remove the reducer's hooks from the parameters, whose gradients then stay on this rank."""
         if self.reducer is not None:
             self.reducer.close()
 
@@ -154,7 +154,7 @@ class TorchSurface:
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
     ) -> None:
-        """Name parameters and buffers of a bare module that a later wrapper must leave alone."""
+        """Mark parameters and buffers of a module, by name, that a later wrapper must neither average nor broadcast."""
         names = list(params_and_buffers_to_ignore)
         module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
         tensors: Mapping[str, Any] = {**dict(module.named_parameters()), **dict(module.named_buffers())}

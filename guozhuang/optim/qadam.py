@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class QAdam(WrappedOptimizer):
-    """Adam that sends few bytes: ``ddp.use_exchange(optimizer.exchange())``. Use it with the same settings on every rank.
+    """Adam that sends few bytes, by ``ddp.use_exchange(optimizer.exchange())``. Its settings must be equal on all ranks.
 
     It steps an Adam or AdamW of torch, ``inner``, and shares its ``param_groups`` and ``state``, so checkpoints are Adam's and
     can be loaded into Adam. With ``torch.amp.GradScaler``, it gets the scale in the first ``scaler.step(optimizer)``; a run
@@ -91,7 +91,7 @@ class QAdam(WrappedOptimizer):
         error_feedback: bool = False,
         seed: int = 0,
     ) -> QAdam:
-        """Make a QAdam around an Adam or AdamW of torch, with its groups and its schedulers; step only the QAdam afterwards.
+        """Make a QAdam that steps an Adam or AdamW of torch, with its groups and schedulers; call only QAdam's ``step()`` then.
 
         Args:
             optimizer: a ``torch.optim.Adam`` or ``AdamW``, not of a subclass, new or already stepped.
@@ -143,7 +143,7 @@ class QAdam(WrappedOptimizer):
     # ---- called by the exchange --------------------------------------------------------------------------------------------
 
     def momenta(self, parameters: Sequence[Tensor]) -> list[tuple[Tensor | None, float]]:
-        """Return for each parameter its momentum, with the sign of gradients, and b1. The tensors must not be changed.
+        """Return for each parameter (its momentum, with the sign of gradients; b1). The tensors must not be changed.
 
         The pair is (None, 0.0) for a parameter that is not in the optimizer, and (None, b1) before the first step.
         """
@@ -169,14 +169,14 @@ class QAdam(WrappedOptimizer):
     # ---- a step ------------------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: Any = None) -> Any:
-        """Step with ``p.grad``, the mean over ranks.
+        """Step the parameters with ``p.grad``, which holds the mean gradient over ranks.
 
         Args:
             closure: computes the loss and the gradients.
             grad_scaler: given by ``torch.amp.GradScaler.step``.
 
         Returns:
-            What ``closure`` returned, else None.
+            The result of ``closure``, else None.
 
         Raises:
             UsageError: gradients were exchanged as if they were not scaled, but a GradScaler calls this step.
@@ -212,7 +212,7 @@ class QAdam(WrappedOptimizer):
         return not any(value.item() for value in found["found_inf_per_device"].values())
 
     def _divide(self) -> tuple[list[list[Tensor]], bool]:
-        """Return, by group, the parameters with a gradient and a frozen v, and whether torch's Adam is to step others."""
+        """Return the parameters with a gradient and a frozen second moment, by group; and whether Adam must step others."""
         used = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
         self._freeze([(p, group) for group, some in zip(self.param_groups, used, strict=True) for p in some])
         frozen = [[p for p in some if p in self._frozen] for some in used]
@@ -220,7 +220,7 @@ class QAdam(WrappedOptimizer):
         return (frozen if num_frozen else []), num_frozen < num_used or not num_used
 
     def _freeze(self, used: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
-        """Freeze v of parameters whose warm-up has ended. See [Note: an element without a second moment].
+        """Freeze the second moment v of parameters whose warm-up has ended. See [Note: an element without a second moment].
 
         ``state["frozen_at"]`` is the number of steps in which v was updated: W, or more for a loaded state of Adam.
         """
@@ -237,7 +237,7 @@ class QAdam(WrappedOptimizer):
                 num = int(torch.count_nonzero(v))
                 if num == 0:
                     break
-                if num < v.numel():  # in float64, so that the order of the sum, which may differ by host, has no effect
+                if num < v.numel():  # sums in float64, so that their order, which may differ by host, has no effect
                     v.masked_fill_(v == 0, float(v.sum(dtype=torch.float64) / num))
             else:
                 state["frozen_at"] = count
@@ -277,7 +277,7 @@ class QAdam(WrappedOptimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The state of ``inner``."""
+        """The state of the user's optimizer, ``inner``, which steps."""
         return self.inner.state
 
     def __repr__(self) -> str:

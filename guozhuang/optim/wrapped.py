@@ -1,4 +1,4 @@
-"""The base class of optimizers that wrap the user's own one, which makes the steps."""
+"""The base class of optimizers that wrap the user's own optimizer and let it make the steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STATE_HOOKS = (
 
 
 class WrappedOptimizer(Optimizer):
-    """An optimizer whose steps another one makes; a subclass calls :meth:`wrap` in place of ``Optimizer.__init__``.
+    """An optimizer that lets the user's optimizer step; a subclass calls :meth:`wrap` in place of ``Optimizer.__init__``.
 
     [Note: a wrapped optimizer] The user's instance makes the steps, so that its class, its groups, its schedulers and all edits
     of ``param_groups`` keep their meaning. Its hooks are moved to the wrapper, which the program calls; a direct call of the
@@ -33,11 +33,11 @@ class WrappedOptimizer(Optimizer):
 
     inner: Optimizer
 
-    # Makes GradScaler pass itself to step(), which can then read the scale, and unscale or skip by itself.
+    # GradScaler passes itself to step() if this is True; step() can then read the scale, and unscale or skip by itself.
     _step_supports_amp_scaling = True
 
     def wrap(self, inner: Optimizer, moves_state_hooks: bool) -> None:
-        """Take over an optimizer.
+        """Make this object the wrapper of the user's optimizer: share its groups, and move its hooks here.
 
         Args:
             inner: the user's optimizer.
@@ -46,12 +46,12 @@ class WrappedOptimizer(Optimizer):
         # Optimizer.__init__ is not called: it would create groups and state separate from those of ``inner``.
         self.inner, self.defaults, self._is_stepping = inner, inner.defaults, False
         for name in (*_STEP_HOOKS, *_STATE_HOOKS):
-            setattr(self, name, getattr(inner, name))  # the same dictionaries: the user's handles still remove hooks
+            setattr(self, name, getattr(inner, name))  # the same dictionary, so that the user's handles still work
             if moves_state_hooks or name in _STEP_HOOKS:
                 setattr(inner, name, OrderedDict())
         self._patch_step_function()
         inner.register_step_pre_hook(self._refuse_other_steps)
-        # A warning to authors of optimizers, which is shown to users: GradScaler may stop passing itself to step().
+        # Hide a warning that is meant for authors of optimizers: GradScaler may stop passing itself to step().
         warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)
 
     @property
@@ -61,7 +61,7 @@ class WrappedOptimizer(Optimizer):
 
     @contextmanager
     def inner_holds(self, parameters: Iterable[list[Any]]) -> Iterator[None]:
-        """Let the groups of ``inner`` hold other parameters inside this context, and allow ``inner.step()`` there.
+        """Put other parameters into the groups of ``inner`` inside this context, and allow ``inner.step()`` there.
 
         Args:
             parameters: the parameters of each group.
@@ -74,7 +74,7 @@ class WrappedOptimizer(Optimizer):
             yield
         finally:
             self._is_stepping = False
-            for group, params in zip(self.param_groups, whole, strict=True):  # loading a state makes new groups
+            for group, params in zip(self.param_groups, whole, strict=True):  # loading may have replaced the groups
                 group["params"] = params
 
     def _refuse_other_steps(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -26,7 +26,7 @@ _log = logging.getLogger("guozhuang")
 def prepare(
     model: nn.Module, optimizer: Optimizer, strategy: str | None = None, *, num_replicas: int | None = None
 ) -> PreparedPair:
-    """Make a plain model and its optimizer train over the whole world. Every rank must call this, after ``init()``.
+    """Prepare a plain model and its optimizer to train over the whole world. Every rank must call this, after ``init()``.
 
     Under ``guozhuang run --groups K`` the buckets of a strategy that exchanges gradients go to K process groups in turn.
     Under ``guozhuang run --timeline FILE`` the steps of the model and the optimizer are recorded from now on, and written to a
@@ -123,7 +123,7 @@ def _place(model: nn.Module, optimizer: Optimizer, world: World) -> None:
         raise UsageError(explain(what, rank=world.rank, fix=fix))
     before = {id(parameter) for parameter in model.parameters()}
     model.to(world.device)
-    # CUDA keeps the Parameter objects, to which the optimizer refers; for some other devices torch makes new ones.
+    # On CUDA the move keeps the Parameter objects that the optimizer holds; for some other devices torch makes new ones.
     if before != {id(parameter) for parameter in model.parameters()}:
         what = f"moving the model to {world.device} made new parameters, which the optimizer does not know"
         raise UsageError(explain(what, rank=world.rank, fix=fix))
@@ -151,7 +151,7 @@ def _record_steps(model: nn.Module, optimizer: Optimizer, timeline: Timeline) ->
         if "backward" not in began_ns:
             begin("backward")
             queue = torch.autograd.Variable._execution_engine.queue_callback
-            # Callbacks run in the order in which they were queued: the inner one runs after those that wait for exchanges.
+            # Queue from within a callback, so that the end is recorded after all callbacks that wait for exchanges have run.
             queue(lambda: queue(lambda: end("backward")))
 
     if isinstance(model, DistributedDataParallel):

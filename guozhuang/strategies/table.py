@@ -21,16 +21,16 @@ from guozhuang.strategies.ways import Lazy, Setup, WithExchange
 
 DEFAULT = "ddp"
 
-# Steps after which Adam's second moment is assumed to have settled; 100 are too few for BERT from scratch.
+# Adam's second moment is assumed to have settled after this many steps; 100 are too few for BERT from scratch.
 _ADAM_WARMUP_STEPS = 300
-# First steps in which methods with error feedback send whole gradients, because these are large; 20 are too few for BERT from
-# scratch: benchmarks/convergence.py.
+# Methods with error feedback send whole gradients in this many first steps, in which gradients are large; 20 are too few for
+# BERT from scratch (benchmarks/convergence.py).
 _WARMUP_STEPS = 100
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """One complete way to train.
+    """One complete way to train a model on the ranks of a world, and its properties.
 
     Attributes:
         name: the word that selects the strategy.
@@ -90,7 +90,7 @@ _ALLREDUCE = Lazy("exchange.allreduce:AllReduce")
 _QUANTIZE8 = _compressed("quantize8:MinMax8")
 _LOCAL_SGD = Lazy("exchange.local_sgd:LocalSGD", every=16)
 
-# Ordered from the simplest to use: if measurements tie, the earlier strategy is recommended.
+# Strategies are ordered from the simplest to use: if measurements tie, the earlier one is recommended.
 _TABLE: dict[str, Strategy] = {
     strategy.name: strategy
     for strategy in (
@@ -352,7 +352,7 @@ STRATEGIES: Mapping[str, Strategy] = MappingProxyType(_TABLE)
 
 
 def register(strategy: Strategy, after: str) -> None:
-    """Add a strategy to the table; for packages that this module may not import, which call it when they are imported.
+    """Add a strategy to the table. A package that this module may not import calls this when it is imported itself.
 
     Args:
         strategy: the new strategy.
@@ -365,7 +365,7 @@ def register(strategy: Strategy, after: str) -> None:
 
 
 def get(name: str) -> Strategy:
-    """Return the strategy of a name.
+    """Return the strategy with this name.
 
     Raises:
         UsageError: there is no strategy of that name; the text lists all names.

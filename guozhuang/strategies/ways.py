@@ -73,7 +73,7 @@ class Step(Protocol):
 
 
 class PlainStep:
-    """The step of strategies that do not own it: forward, backward, optimizer step and zero_grad, as in a script's loop."""
+    """The step of strategies without a step of their own: forward, backward, optimizer step and zero_grad."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
@@ -100,7 +100,7 @@ class PlainStep:
 
 
 class PreparedPair(tuple[nn.Module, Optimizer]):
-    """The tuple ``model, optimizer`` with the step of the strategy. See [Note: who owns the step].
+    """The tuple ``model, optimizer``, with the strategy's training step as an attribute. See [Note: who owns the step].
 
     Args:
         model: the model to be called in place of the user's.
@@ -116,7 +116,7 @@ class PreparedPair(tuple[nn.Module, Optimizer]):
     owns_step: bool
 
     def __new__(cls, model: nn.Module, optimizer: Optimizer, step: Step | None = None) -> PreparedPair:
-        """Make the pair."""
+        """Make the tuple; without ``step``, a plain forward, backward and optimizer step is used."""
         made = super().__new__(cls, (model, optimizer))
         made.step, made.owns_step = step or PlainStep(model, optimizer), step is not None
         return made
@@ -186,7 +186,7 @@ class WithExchange:
         return (brought.exchange() if self.exchange is None else self.exchange()), optimizer
 
     def __call__(self, model: nn.Module, optimizer: Optimizer, setup: Setup) -> tuple[nn.Module, Optimizer]:
-        """Prepare a model."""
+        """Return the model and the optimizer to use in place of the user's. Every rank must call."""
         exchange, optimizer = self.make(optimizer)
         wrapped = DistributedDataParallel(model, device_ids=_device_ids(model))
         if isinstance(exchange, GradientExchange):
@@ -213,7 +213,7 @@ class Sharded:
     exchange: Lazy | None = None
 
     def __call__(self, model: nn.Module, optimizer: Optimizer, setup: Setup) -> tuple[nn.Module, Optimizer]:
-        """Prepare a model."""
+        """Return the model and the optimizer to use in place of the user's. Every rank must call."""
         from guozhuang.sharding import shard
 
         return shard(model, optimizer, exchange=None if self.exchange is None else self.exchange())
@@ -221,7 +221,7 @@ class Sharded:
 
 def sharded_gradients(model: nn.Module, optimizer: Optimizer, setup: Setup) -> tuple[nn.Module, Optimizer]:
     """Divide gradients and the optimizer's state by PyTorch's fully_shard."""
-    from guozhuang.sharding.fully import shard_fully  # imported late, because it imports DTensor
+    from guozhuang.sharding.fully import shard_fully  # imported here, because it imports DTensor, which is slow
 
     return shard_fully(model, optimizer, keep_weights=True)
 
