@@ -1,1 +1,1 @@
-"""Connections to other processes, with time limits and errors that name the silent one: stores, doors and the roll call."""
+"""Connections to other processes, with time limits and errors that name the silent one: to stores and to rank 0."""

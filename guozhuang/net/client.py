@@ -1,4 +1,4 @@
-"""Calls to a store, or to another process, with a time limit: signals are handled meanwhile, and errors name the silent side.
+"""Calls to a store, or to another process, with a time limit: signals are handled meanwhile, errors name the silent process.
 
 [Note: waiting for a store] A client of torch's store waits inside C++, where Python handles no signal. Torch limits the wait
 for a key to be set, but not the wait for the server's answer: if the server's process is stopped, its host is off or its cable
@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from guozhuang.errors import WorldError, explain
 
-ANSWER_S = 10.0  # a store that has not answered by then counts as lost
+ANSWER_S = 10.0  # in seconds: a store that takes longer to answer a call counts as lost
 # A waiting process logs a first notice after 10 s, and further ones every 60 s.
 FIRST_NOTICE_S, NEXT_NOTICE_S = 10.0, 60.0
 LOOK_AT_THE_KEEPER = "look whether its process is there and not stopped, and whether its node can be reached"
@@ -31,9 +31,8 @@ _SLICE_S = 0.1
 _HURRY_S = 2.0
 # The pause between two polls of a key: a fraction of the wait so far, within bounds. Hundreds of ranks may poll the same key.
 _SHORTEST_LOOK_S, _LONGEST_LOOK_S, _LOOK_PART = 0.002, 0.2, 0.05
-LONGEST_LOOK_S = (
-    0.5  # where many processes poll: they poll 2000 times per second together, unless the pause would be longer
-)
+# The longest pause if many processes poll one store: pauses grow with their number, for 2000 polls per second in all.
+LONGEST_LOOK_S = 0.5
 _LOOKS_PER_S = 2000
 # The pause between two tries to connect grows from the first to the longest.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.5
@@ -162,7 +161,7 @@ class Client:
     def _run(self) -> None:
         while (asked := self._calls.get()) is not None:
             asked.make()
-            del asked  # it refers to the store, which must be freed once nothing else refers to it
+            del asked  # the call refers to the store, which is freed only when no reference to it is left
 
 
 def look_s(waited_s: float, num_pollers: int = 1) -> float:
@@ -177,7 +176,7 @@ def look_s(waited_s: float, num_pollers: int = 1) -> float:
 
 
 def tries(deadline: float, over: threading.Event | None = None) -> Iterator[float]:
-    """Yield the seconds that are left, once for each try of a caller that tries again until it succeeds.
+    """Yield the seconds left until ``deadline``, once for each try of a caller that repeats a call until it succeeds.
 
     There is at least one try. Pauses grow, and are random because thousands of ranks may be trying at once.
 
@@ -232,7 +231,7 @@ class PatientStore:
 
     @property
     def whole(self) -> PatientStore:
-        """The whole store, with keys without a prefix."""
+        """The whole store: its keys are used without a prefix."""
         return self._with_prefix("")
 
     def _with_prefix(self, prefix: str) -> PatientStore:
@@ -245,11 +244,11 @@ class PatientStore:
         return self._client.lost
 
     def hurry(self) -> None:
-        """Limit every further answer to two seconds, because this process is about to end."""
+        """Wait at most two seconds for each further answer of the store, because this process is about to end."""
         self._client.limit_s = min(self._client.limit_s, _HURRY_S)
 
     def close(self) -> None:
-        """End the calls of this store and of all its parts."""
+        """End the thread that makes the calls of this store and of the parts returned by ``within``."""
         self._client.close()
 
     def set(self, key: str, value: str | bytes) -> None:

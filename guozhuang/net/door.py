@@ -40,15 +40,15 @@ _log = logging.getLogger("guozhuang")
 
 
 class NotOurDoorError(Exception):
-    """The program that listens at the address is not a door that knows our secret; the text says what it did instead."""
+    """The program that listens at an address is not a ``Door`` of this run; the text says what that program did instead."""
 
 
 class WrongSecretError(NotOurDoorError):
-    """The door belongs to another run: it does not know our secret."""
+    """The ``Door`` at an address belongs to another run: it does not know the secret of this run."""
 
 
 class Door:
-    """A listener that relays clients that know the secret to a store on loopback, in its own thread, which ``close`` ends.
+    """A listener that relays clients that know the secret to a store on loopback, in a thread of its own until ``close``.
 
     Args:
         listener: a bound and listening socket on the interface that other nodes can reach; the door owns it from now on.
@@ -74,7 +74,7 @@ class Door:
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        if len(self._strangers) >= _MAX_STRANGERS:  # see [Note: strangers]
+        if len(self._strangers) >= _MAX_STRANGERS:  # drop the oldest client without a proof: [Note: strangers]
             oldest = next(iter(self._strangers))
             why = f"{_MAX_STRANGERS} other connections began before its handshake was done"
             self._log_once(self._strangers.pop(oldest), why)
@@ -100,7 +100,7 @@ class Door:
         await relay_both_ways(reader, writer, inside)
 
     async def _examine(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
-        """Do the door's side of [Note: the handshake]; return "" if the client knows the secret, else why it is refused."""
+        """Do the door's side of the handshake; return "" if the client knows the secret, else the reason for refusing it."""
         if await reader.readexactly(len(_MAGIC)) != _MAGIC:
             return "it did not begin the handshake of a rank"
         theirs, ours = await reader.readexactly(_NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
@@ -115,7 +115,7 @@ class Door:
 
     def _log_once(self, writer: asyncio.StreamWriter, why: str) -> None:
         peer = str((writer.get_extra_info("peername") or ("an unknown address",))[0])
-        # Once per address and cause: a port scanner may run on a host before ranks with a wrong secret do.
+        # Log once per address and cause, not per address: after a port scan from a host, log its ranks' wrong secret too.
         if (peer, why) not in self._named and len(self._named) < _MAX_NAMED:
             self._named.add((peer, why))
             where = "{}:{}".format(*self.address)
@@ -124,7 +124,7 @@ class Door:
 
 @dataclass(frozen=True)
 class OpenDoor:
-    """A door that let this process in, and the connection through it; a context manager of the connection.
+    """A connection through a ``Door`` that accepted this process, with the door's address; as a context it closes at the end.
 
     Attributes:
         connection: a connection that passed the door's handshake; the door relays it to the store.
@@ -146,18 +146,18 @@ class OpenDoor:
 
 
 class Passage(tuple[str, int]):
-    """A ``(host, port)`` on loopback of this node that is relayed through a door. ``close`` ends the relaying thread."""
+    """The loopback ``(host, port)`` of a listener that relays its connections through a ``Door``; ``close`` ends the relay."""
 
     _relay: Relay
 
     @property
     def host(self) -> str:
-        """The loopback address."""
+        """The loopback address at which the listener accepts connections."""
         return self[0]
 
     @property
     def port(self) -> int:
-        """The TCP port."""
+        """The TCP port at which the listener accepts connections."""
         return self[1]
 
     def close(self) -> None:
@@ -225,7 +225,7 @@ def pass_through(
 
 
 def passage_from(first: OpenDoor, secret: bytes) -> Passage:
-    """Return a passage to a door that let this process in.
+    """Return a ``Passage`` through the ``Door`` that accepted the connection ``first``.
 
     Args:
         first: the result of ``knock``; the passage owns its connection from now on, and uses it for its first client.
@@ -259,7 +259,7 @@ def passage_from(first: OpenDoor, secret: bytes) -> Passage:
 
 
 def knock(host: str, port: int, secret: bytes, timeout_s: float) -> OpenDoor:
-    """Connect to the door at ``host:port``; do the client's side of [Note: the handshake].
+    """Connect to the ``Door`` at ``host:port`` and prove to it that we know the secret; see [Note: the handshake].
 
     Args:
         host: name or address.

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from guozhuang.errors import UsageError, WorldError, explain
 
-# The environment variables in which gloo and NCCL read the interface.
+# The environment variables from which gloo and NCCL read the name of the network interface to use.
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 # Bridges that container and VM managers create within one node. br0 and the like are not listed: they may lead to the network.
 _LOCAL_BRIDGE = re.compile(r"docker\d+|virbr\d+|lxcbr\d+|lxdbr\d+|podman\d+|cni-podman\d+|br-[0-9a-f]{12}")
@@ -217,7 +217,7 @@ def listen_at(address: str, port: int = 0, backlog: int | None = None) -> socket
         OSError: the address is not one of this node, or the port is taken or not open to this user.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    where = socket.getaddrinfo(address, port, family, socket.SOCK_STREAM)[0][4]  # with the zone of a link-local address
+    where = socket.getaddrinfo(address, port, family, socket.SOCK_STREAM)[0][4]  # with the zone of link-local addresses
     return socket.create_server(where, family=family, backlog=backlog)
 
 
@@ -237,15 +237,15 @@ def own_address(hints: Sequence[str], others: Sequence[str]) -> str:
         if found is not None:
             return found
         if known:
-            break  # an address of another node, or a translated one: later hints are less likely, and may match by chance
-    # A name can mean loopback on its own node alone (Debian's 127.0.1.1): take the address of the route to the other nodes.
+            break  # the hint means another node, or is translated: a later, less likely hint could match by chance
+    # A node's name may mean loopback on the node itself (Debian's 127.0.1.1): take the address of the route to other nodes.
     for other in (*others, *hints):
         with contextlib.suppress(WorldError):
             address = own_address_towards(other)
             if not is_loopback(address) and address not in inner:
                 return address
     if any(is_address(hint) and is_loopback(hint) for hint in hints):
-        return LOOPBACK  # the other ranks look there: all "nodes" are on this machine
+        return LOOPBACK  # the other ranks connect to loopback: all "nodes" are on this machine
     return _outward_address(mine)
 
 
@@ -258,7 +258,7 @@ def resolve(host: str) -> list[str]:
 
 
 def look_up(host: str) -> list[str]:
-    """Return what ``resolve`` returns; raise the OSError of the system's resolver if the name cannot be resolved."""
+    """Return the addresses of a name as ``resolve`` does, but raise the system's OSError if the name cannot be resolved."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return sorted(dict.fromkeys(str(info[4][0]) for info in found), key=lambda a: ":" in a)
 

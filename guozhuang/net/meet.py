@@ -1,4 +1,4 @@
-"""The meeting of the ranks of a world: a shared store, and a roll call that names missing ranks."""
+"""Find the other ranks of a world: connect each rank to one store, and wait in a roll call that names missing ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from guozhuang.watch.processes import node_identity
 
 # After a verdict (a failed roll call) rank 0 keeps the store open for a while, so that the other ranks can read the reason.
 _AFTER_VERDICT_S = 3 * client.LONGEST_LOOK_S
-_GRACE_S = _AFTER_VERDICT_S + 1.0  # how much longer than the whole roll call an answer of the store may take
+_GRACE_S = _AFTER_VERDICT_S + 1.0  # seconds that an answer of the store may take beyond the roll call's limit
 _MOST_NAMED = 16
 _LOOPBACK_KEY = "guozhuang/loopback address"
 _log = logging.getLogger("guozhuang")
@@ -48,12 +48,12 @@ class WorldStore:
     local: tuple[str, int] = ("", 0)
 
     def remove_note(self) -> None:
-        """Remove the note, because all ranks (or agents) have joined. The process that wrote it must call."""
+        """Remove the file with the store's address, which only late ranks need: all have joined. Its writer must call this."""
         if self.note is not None:
             search.remove_note(self.note)
 
     def close(self) -> None:
-        """Close the doors and passages of this process; connections to the store end with them. A second call does nothing."""
+        """Close each ``Door`` and ``Passage`` of this process, and so their connections. A second call does nothing."""
         self.remove_note()
         for door in self.doors:
             door.close()
@@ -61,7 +61,7 @@ class WorldStore:
 
 @dataclass(frozen=True)
 class RankCard:
-    """The card that one rank publishes about itself in the roll call.
+    """The data that one rank publishes about itself in the roll call.
 
     Attributes:
         host: identity of the rank's node (``node_identity``).
@@ -107,7 +107,7 @@ def open_store(
             kept.store.set(_LOOPBACK_KEY, f"{kept.host}:{point.port}")
         return kept
     if _is_open(point) and point.secret and point.is_kept_by_launcher and rank == 0:
-        # Only our own launcher has a door in front of its store, and then it gives its ranks a loopback address.
+        # `guozhuang run` gives its ranks a loopback address: a launcher's store at another address has no door in front of it.
         _log.warning(
             "GUOZHUANG_SECRET is set, but the launcher that keeps the store at %s:%d checks no secret: every process that "
             "reaches it can use it. Start with `guozhuang run`, which puts a door in front of it",
@@ -117,7 +117,7 @@ def open_store(
 
 
 def keep(point: MeetingPoint | PortSequence, timeout_s: float) -> WorldStore:
-    """Start a store of this process; with a secret, and if other nodes reach it, behind a door.
+    """Start a store in this process; if other nodes can reach it and there is a secret, put a ``Door`` in front of it.
 
     Args:
         point: the address, or the ports of which the first free one is taken; then a note is written for the other nodes.
@@ -198,7 +198,7 @@ def _is_open(point: MeetingPoint) -> bool:
 
 
 def keep_behind_door(listener: socket.socket, secret: bytes, host: str, timeout_s: float) -> WorldStore:
-    """Start a store of this process on loopback, at a port that the system chooses, and the door in front of it.
+    """Start a store in this process on loopback, at a port that the system chooses, and a ``Door`` in front of it.
 
     Args:
         listener: a bound and listening socket that other nodes reach; the door owns it from now on.
@@ -218,7 +218,7 @@ def keep_behind_door(listener: socket.socket, secret: bytes, host: str, timeout_
 
 
 def claim(store: PatientStore, rank: int, size: int) -> None:
-    """Take this rank's number in the store; every rank calls once.
+    """Register this rank's number in the store, where no other process may use it again; every rank must call once.
 
     Raises:
         UsageError: another process has the number. Ranks that wait in a roll call raise the same text.
@@ -255,7 +255,7 @@ def roll_call(store: dist.Store, rank: int, size: int, timeout_s: float, note: s
 
 
 class _RollCall:
-    """One rank's part of the roll call."""
+    """The roll call as one rank runs it: publish its own card, wait for those of all ranks, or name the missing ranks."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float, note: str) -> None:
         self._rank, self._size, self._timeout_s, self._note = rank, size, timeout_s, note
@@ -287,7 +287,7 @@ class _RollCall:
             self._notices.say(self._missing_ranks("are not here yet") + self._loopback_hint())
 
     def _is_to_log(self, turn: int) -> bool:
-        """Return whether this rank logs the missing ranks: rank 0 does; while it is missing, the first rank that asks."""
+        """Return whether this rank logs the missing ranks: rank 0 does; if rank 0 is missing too, the first that asks."""
         return self._rank == 0 or (not self._store.check(["host/0"]) and self._store.add(f"logged/{turn}", 1) == 1)
 
     def _missing_ranks(self, what: str) -> str:
@@ -297,7 +297,7 @@ class _RollCall:
         return f"{len(missing)} of {self._size} ranks {what}: {names}"
 
     def _loopback_hint(self) -> str:
-        """Return a text with a likely cause if there is one: rank 0 listens on loopback, which other hosts cannot reach."""
+        """Return a text for errors if rank 0 listens on loopback, the likely cause of missing ranks on other hosts; else ""."""
         where = self._root.read(_LOOPBACK_KEY)
         if where is None:
             return ""
@@ -314,7 +314,7 @@ class _RollCall:
 
 
 def _missing(store: PatientStore, ranks: Sequence[int]) -> list[int]:
-    """Return the ranks without a card, by halving: one request checks whether all of many keys exist."""
+    """Return those of ``ranks`` that have not joined yet, by bisection: one request checks whether all of many keys exist."""
     if not ranks or store.check([f"host/{r}" for r in ranks]):
         return []
     if len(ranks) == 1:
@@ -324,7 +324,7 @@ def _missing(store: PatientStore, ranks: Sequence[int]) -> list[int]:
 
 
 def _address(store: dist.Store) -> str:
-    """Return the address of the store for a text; "" if it is loopback, which may be just this node's end of a passage."""
+    """Return the store's address for errors; "" for loopback, which may be only the local end of a relayed connection."""
     store = stores.innermost(store)
     if not isinstance(store, dist.TCPStore) or store.host == "localhost":
         return ""

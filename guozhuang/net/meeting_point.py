@@ -1,4 +1,4 @@
-"""The place where the ranks of a run meet: a given address, or ports and a secret derived from values of the launcher."""
+"""The address at which the ranks of a run find each other: a given one, or ports and a secret computed from launcher values."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-# Below Linux's ephemeral ports (32768 and up), which any program may be using, and below torchrun's 29400 and 29500.
+# The range of ports to try: below Linux's ephemeral ports (from 32768), which any program may use, and torchrun's 29400 and up.
 _FIRST, _END = 15000, 29000
 _NUM_PORTS = 12
 
 
 @dataclass(frozen=True)
 class MeetingPoint:
-    """The TCP store through which ranks find each other.
+    """The address of the TCP store through which ranks find each other, and the process that starts that store.
 
     Attributes:
         host: name or address of the machine that keeps the store.
@@ -39,7 +39,7 @@ class MeetingPoint:
 
 @dataclass(frozen=True)
 class PortSequence:
-    """Ports for ranks whose launcher gives none: rank 0 opens a door at the first free one, the other ranks try all.
+    """Ports for ranks whose launcher gives none: rank 0 opens a ``Door`` at the first free port, the other ranks try all.
 
     See [Note: meeting without a message] in ``search``.
 
@@ -63,7 +63,7 @@ class PortSequence:
 
 
 def sequence(key: Sequence[str]) -> tuple[int, ...]:
-    """Return the ports to try, in order: the same on every rank with this key, others for another key."""
+    """Return the ports to try, in order: ranks with the same key get the same ports, a run with another key gets others."""
     found: dict[int, None] = {}
     turn = 0
     while len(found) < _NUM_PORTS:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 _CHUNK_BYTES = 1 << 16
-_END_S = 10.0  # how long ``close`` waits for the thread to end
+_END_S = 10.0  # seconds that ``close`` waits for the thread to end
 _log = logging.getLogger("guozhuang")
 
 
@@ -94,7 +94,7 @@ async def relay_both_ways(
     writer: asyncio.StreamWriter,
     other: tuple[asyncio.StreamReader, asyncio.StreamWriter],
 ) -> None:
-    """Relay until either side ends its connection; a store and its clients never close one direction only."""
+    """Relay bytes in both directions until either connection ends; a store and its clients never close just one direction."""
     try:
         _configure(other[1])
         pumps = [asyncio.create_task(_pump(reader, other[1])), asyncio.create_task(_pump(other[0], writer))]
@@ -111,7 +111,7 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     with contextlib.suppress(OSError):  # a broken connection counts as an ended one
         while data := await reader.read(_CHUNK_BYTES):
             writer.write(data)
-            await writer.drain()  # bounds memory: read on only when the receiver has taken enough
+            await writer.drain()  # bounds memory: read more only after the receiver has taken enough
 
 
 def _configure(writer: asyncio.StreamWriter) -> None:

@@ -36,7 +36,7 @@ from guozhuang.net import client, interfaces
 from guozhuang.net.door import NotOurDoorError, OpenDoor, knock
 from guozhuang.net.meeting_point import PortSequence
 
-# The time limit of a knock grows per round: a silent foreign program must not cost much, a busy rank 0 may need a moment.
+# The limit of one try to connect grows per round: a silent foreign program must not cost much, a busy rank 0 may be slow.
 _FIRST_KNOCK_S, _LONGEST_KNOCK_S = 1.0, 5.0
 _STALE_NOTE_S = 24 * 3600.0
 _log = logging.getLogger("guozhuang")
@@ -63,7 +63,7 @@ def listener_of(point: PortSequence) -> socket.socket:
 
 
 def find(point: PortSequence, rank: int, timeout_s: float, *, log_notices: bool = True) -> OpenDoor:
-    """Knock, on every rank but 0, at all addresses where rank 0's door may be, until it answers.
+    """Try all addresses at which rank 0's ``Door`` may listen, until it answers; every rank but 0 must call this.
 
     Args:
         point: the hosts and ports to try.
@@ -107,7 +107,8 @@ class _Search:
             for host in dict.fromkeys(self.point.hosts):
                 threads.append(self._start(host, self.point.ports))
             if not self.point.is_one_node:
-                # "" stands for `own_address`, as rank 0 computes it: on its node its name may mean loopback, without a door.
+                # "" stands for the result of `own_address`: if this rank runs on rank 0's node, rank 0 listens there, though
+                # the node's name may mean loopback here.
                 threads.append(self._start("", self.point.ports))
             followed: set[tuple[str, int]] = set()
             while True:
@@ -186,7 +187,7 @@ class _Search:
 
 
 def write_note(point: PortSequence, address: tuple[str, int]) -> bool:
-    """Write the door's address into a file of the shared folder, atomically and readable by this user alone.
+    """Write the address of rank 0's door into a file of the shared folder, atomically and readable by this user alone.
 
     Returns:
         Whether the file was written. If not, the log says why; the other ranks may find the door by the launcher's hints.
@@ -215,7 +216,7 @@ def write_note(point: PortSequence, address: tuple[str, int]) -> bool:
 
 
 def read_note(point: PortSequence) -> tuple[str, int] | None:
-    """Return host and port from rank 0's note; None if there is no note yet, or another run or user wrote it."""
+    """Return host and port from the file of ``write_note``; None if there is none yet, or another run or user wrote it."""
     if not point.note:
         return None
     try:
@@ -231,7 +232,7 @@ def read_note(point: PortSequence) -> tuple[str, int] | None:
 
 
 def remove_note(point: PortSequence) -> None:
-    """Remove the note of ``write_note``, because all ranks have joined."""
+    """Remove the file with rank 0's address that ``write_note`` wrote, because all ranks have joined."""
     if read_note(point) is not None:
         with contextlib.suppress(OSError):
             os.unlink(point.note)

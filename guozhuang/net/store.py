@@ -36,7 +36,7 @@ def loopback_address(host: str) -> str | None:
 
 
 def listening_address(point: MeetingPoint) -> str:
-    """Return the address of the keeper's node at which the store (or its door) listens. See [Note: where rank 0 listens]."""
+    """Return the address of this node at which its store, or the store's door, listens. See [Note: where rank 0 listens]."""
     found = interfaces.resolve(point.host)
     is_looped = loopback_address(point.host) is not None
     if is_looped and point.is_loopback_meant:
@@ -56,7 +56,7 @@ def listening_address(point: MeetingPoint) -> str:
 
 
 def connect_host(point: MeetingPoint) -> str:
-    """Return the host by which this node reaches the socket of ``listen``: ``point.host``, unless that means loopback here."""
+    """Return the host by which this node connects to the store: ``point.host`` unless that is loopback here by accident."""
     if point.is_loopback_meant or loopback_address(point.host) is None:
         return point.host
     return listening_address(point)
@@ -203,7 +203,7 @@ def reach(
 def _wait_for_listener(
     host: str, port: int, deadline: float, over: threading.Event, seen: list[OSError | None]
 ) -> None:
-    """Try until a connection is accepted; ``seen[0]`` is the error of the last try, which is raised at the deadline."""
+    """Connect again and again until a program accepts; put each error into ``seen[0]``, raise the last at the deadline."""
     for left_s in client.tries(deadline, over):
         try:
             with socket.create_connection((host, port), timeout=max(0.1, min(_ONE_TRY_S, left_s))) as found:

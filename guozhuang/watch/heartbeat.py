@@ -49,9 +49,9 @@ from guozhuang.watch.processes import GONE, SEE_EACH_OTHER, node_identity, state
 from guozhuang.watch.report import EXIT_CODE, end
 from guozhuang.watch.watcher import Report, Watcher, WatcherStatus, look_at_neighbours, read_reports, use_store
 
-# How often the main thread is sampled: more samples make it likelier to see that a thread in a loop moves.
+# Samples of the main thread's stack per beat: with more of them it is likelier to see that a thread in a loop moves.
 _LOOKS_PER_BEAT = 4
-# How much longer the rank that keeps the store (or watches) stays, so that all other ranks can read the last report.
+# Seconds that the watcher and the rank that keeps the store end later than the other ranks, which can read the last report.
 _LONGER_S = 1.0
 _JOIN_S = 2.0
 _log = logging.getLogger("guozhuang")
@@ -68,7 +68,7 @@ def start(
     interval_s: float | None = None,
     error_file: str = "",
 ) -> Heartbeat | None:
-    """Start to publish heartbeats and to watch the other ranks. Every rank must call, after the group was made.
+    """Start to publish heartbeats and to watch the other ranks. Every rank must call this, after its group was made.
 
     Returns at once. In a world of one, and with a store that is not a ``TCPStore`` (a file would grow with every beat), nothing
     is started, which is logged.
@@ -101,7 +101,7 @@ def start(
         return None
     limits = Limits.usual(size, behind_door) if interval_s is None else Limits.of(interval_s)
     prefixed: Any = dist.PrefixStore("heartbeat", store)
-    own = prefixed.clone()  # See [Note: two threads].
+    own = prefixed.clone()  # a connection that only one thread uses: see [Note: two threads]
     own.set_timeout(timedelta(seconds=limits.lost_s))
     running = Heartbeat(own, rank, size, hang_timeout_s, limits, keeps_store, error_file)
     running.start()
@@ -109,7 +109,7 @@ def start(
 
 
 class Heartbeat:
-    """The heartbeat of one rank, from ``start`` to ``stop``.
+    """The threads that publish one rank's heartbeat and watch the other ranks, from ``start`` to ``stop``.
 
     Args:
         store: a client that no other thread uses.
@@ -137,10 +137,10 @@ class Heartbeat:
         self._clock = AwakeClock(2 * limits.interval_s)
         # The node's identity is hashed to 12 digits, because it is in every beat.
         self._me = this_process(hashlib.sha256(node_identity(SEE_EACH_OTHER).encode()).hexdigest()[:12])
-        # Written by the guard, read by the thread that talks to the store.
+        # The guard thread writes the position of the main thread; the thread that talks to the store reads it.
         self._main = stacks.MainThread(0.0)
         self._collectives, self._idle_since_s = (0, -1), 0.0
-        # Written by the thread that talks to the store, read by the guard.
+        # The thread that talks to the store writes the state of its connection and of the watch; the guard thread reads it.
         self._num_answers = 0
         self._trouble = ""
         self._closing = self._is_ending = self._is_cut_off = False
@@ -151,14 +151,14 @@ class Heartbeat:
         self._watch: Watcher | None = None
         self._leave_reason: str | None = None
         self._texts: set[str] = set()
-        # Written by the main thread: the exception from a collective because of which it leaves.
+        # The exception of a collective because of which this rank leaves; the main thread sets it in ``stop``.
         self._error: BaseException | None = None
         self._is_cause_reported = threading.Event()
         self._guarding = self._thread("guard", self._guard)
         self._line = self._thread("store", self._use_store)
 
     def start(self) -> None:
-        """Start both threads. Returns at once."""
+        """Start the two threads of the heartbeat and return at once."""
         self._look()
         self._guarding.start()
         self._line.start()
@@ -189,14 +189,14 @@ class Heartbeat:
         self._stopped.set()
         self._wake.set()
         for thread in (self._guarding, self._line):
-            # No limit while a thread is ending the process: the main thread may get here because another rank ended first.
-            # Otherwise a thread that is blocked by the store is abandoned; being a daemon, it does no harm.
+            # Wait without a limit for a thread that ends this process; the main thread may be here because another rank ended.
+            # Any other thread is abandoned if the store blocks it: it is a daemon thread, and does no harm.
             thread.join(None if self._is_ending else 0.0 if self._is_cut_off else _JOIN_S)
 
     def _wait_for_report(self) -> None:
         status = self._status
         if status is not None and status.lost and self._last_report >= status.report:
-            return  # this rank has reported the loss already
+            return  # no need to wait: this rank has logged the report of the loss already
         began_s, limits = time.monotonic(), self._limits
         while self._line.is_alive() and not self._is_cut_off and not self._is_cause_reported.wait(0.02):
             is_gathered = self._status is not None and self._status.stacks_request > 0
@@ -287,7 +287,7 @@ class Heartbeat:
             if not self._closing:
                 self._publish_leave()
         except RuntimeError as error:  # DistNetworkError, DistStoreError
-            # Torch's client does not reconnect, and writes a page to stderr for each further call: make none.
+            # Torch's client does not reconnect, and each further call writes a page to stderr: make no further call.
             self._trouble = str(error).splitlines()[0] if str(error) else type(error).__name__
 
     def _round(self) -> None:
@@ -328,7 +328,7 @@ class Heartbeat:
         clock_s, before = self._clock(), self._status
         silent_s = clock_s - self._status_since_s
         if before is None and self.rank != 0 and silent_s < self._limits.mute_s:
-            return  # rank 0 is the first watcher
+            return  # rank 0 becomes the first watcher, and may still need time to publish a status
         is_given_away = before is not None and before.watcher < 0 and self._tried <= before.term
         if before is not None and not is_given_away and silent_s < self._patience_s(before, silent_s):
             return
@@ -348,7 +348,7 @@ class Heartbeat:
             _log.info("[rank %d] is now the watcher", self.rank)
 
     def _patience_s(self, status: WatcherStatus, silent_s: float) -> float:
-        """Return for how many seconds the watcher's status may stay the same before this rank takes the watch over."""
+        """Return for how many seconds the watcher's status may stay the same before this rank becomes the watcher."""
         is_urgent = self._error is not None
         looks = is_urgent or silent_s > 1.5 * self._limits.interval_s
         watcher = status.process
@@ -405,7 +405,7 @@ class Heartbeat:
             # Ranks read the report once per interval; the rank that keeps the store, and the watcher, end last.
             keeps = self._keeps_store or self._watch is not None
             end(text, 2.5 * self._limits.interval_s + (_LONGER_S if keeps else 0.0), report.hang, self._error_file)
-        elif text not in self._texts:  # a new watcher publishes again what the one before it reported
+        elif text not in self._texts:  # a new watcher publishes its predecessor's reports again: log each once
             self._texts.add(text)
             _log.error("%s", text)
         if self._error is not None:

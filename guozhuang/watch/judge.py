@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass, field
 
 from guozhuang.watch.processes import GONE, STOPPED
 
-# Behind a door every request passes through Python code in rank 0's process, beside its training.
+# Ranks that may send a beat per second: fewer behind a ``Door``, whose Python code in rank 0's process handles every request.
 _RANKS_PER_SECOND, _RANKS_PER_SECOND_BEHIND_A_DOOR = 500, 50
 
 
@@ -63,7 +63,7 @@ class AwakeClock:
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a watch, in seconds.
+    """The time limits of the heartbeat and of its watcher, in seconds.
 
     Attributes:
         interval_s: between two beats of a rank.
@@ -108,7 +108,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Beat:
-    """The status of one rank, which it publishes once per interval. An agent of a node publishes only how its process is.
+    """The status that one rank publishes once per interval. The agent of a node publishes one with its process's state alone.
 
     Attributes:
         count: number of the beat.
@@ -178,7 +178,7 @@ class Judge:
         self._began_s = now_s
 
     def take(self, rank: int, beat: Beat, now_s: float) -> None:
-        """Store a beat that was read of ``rank``; it may be the one that is known already."""
+        """Record the beat just read from the store for ``rank``; it may be the same one as at the last read."""
         known = self._known[rank]
         if known.beat is None and known.silent_since_s is not None:
             known.beat, known.changed_s = beat, known.silent_since_s
@@ -209,7 +209,7 @@ class Judge:
         return [rank for rank, known in enumerate(self._known) if known.beat is None]
 
     def silent(self, now_s: float) -> list[int]:
-        """Return the silent ranks: other ranks of their node are to look at their processes."""
+        """Return the ranks that sent no beat for ``silent_s`` seconds: ranks of their nodes look at their processes then."""
         return [
             rank
             for rank, beat in self.beats().items()
@@ -217,20 +217,20 @@ class Judge:
         ]
 
     def failed(self) -> dict[int, str]:
-        """Return the ranks that ended by an exception, with its text, except those whose collective raised it."""
+        """Return the exception's text for each rank that ended by one, except ranks on which a collective raised it."""
         return {rank: beat.left for rank, beat in self.beats().items() if beat.left and not beat.trouble}
 
     def troubled(self) -> dict[int, str]:
-        """Return the ranks on which a collective raised an exception and which have not left yet, with its text."""
+        """Return the exception's text for each rank on which a collective raised one and which has not left yet."""
         return {rank: beat.trouble for rank, beat in self.beats().items() if beat.trouble and beat.left is None}
 
     def lost(self, now_s: float) -> dict[int, str]:
-        """Return the lost ranks, with a text about each. See [Note: what a loss is]."""
+        """Return for each lost rank a text that says why it counts as lost. See [Note: what a loss is]."""
         lost, mute = self._missing(now_s)
         return lost if self.hang_timeout_s is None else dict(sorted({**lost, **mute}.items()))
 
     def mute(self, now_s: float) -> dict[int, str]:
-        """Return the ranks without beats that have no known fault; empty with a hang time-out, as ``lost`` has them then."""
+        """Return a text for each rank that is silent without a known fault; {} with a hang time-out: it counts as lost then."""
         return self._missing(now_s)[1] if self.hang_timeout_s is None else {}
 
     def _missing(self, now_s: float) -> tuple[dict[int, str], dict[int, str]]:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 GONE, STOPPED = "gone", "stopped"
-#: The kernel namespaces that processes share if their ``node_identity`` is equal, by what they need to do with each other.
+#: The kernel namespaces that processes must share to connect to each other, to see each other, and to share memory.
 REACH_EACH_OTHER, SEE_EACH_OTHER, SHARE_MEMORY = ("net",), ("net", "pid"), ("net", "pid", "user")
 #: The folder in which the kernel shows its own state and that of processes.
 PROC = "/proc"
@@ -29,7 +29,7 @@ _STATES = {
 # Numbers of system calls, for a Python that was built without a wrapper for them.
 _PIDFD_OPEN = 434
 _MEMFD_CREATE = {"x86_64": 319, "aarch64": 279, "riscv64": 279, "ppc64le": 360, "s390x": 350}
-# Constants of fcntl(2) that such a Python lacks too.
+# Constants of fcntl(2), for a Python that was built without them.
 _ADD_SEALS, _GET_SEALS = 1033, 1034
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
 _MOST_ANCESTORS = 64
@@ -84,7 +84,7 @@ def state_of(pid: int, start: int) -> str:
 
 
 class Process(NamedTuple):
-    """A process of some node.
+    """A process, identified across nodes and reboots by its number, its start time and its node.
 
     Attributes:
         pid: its number on that node.
@@ -98,7 +98,7 @@ class Process(NamedTuple):
 
     @classmethod
     def read(cls, card: str) -> Process:
-        """Return the process whose ``str`` is ``card``."""
+        """Return the ``Process`` that ``str`` turned into the text ``card``."""
         pid, start, node = card.split(" ", 2)
         return cls(int(pid), int(start), node)
 
@@ -111,7 +111,7 @@ class Process(NamedTuple):
 
 
 def this_process(node: str) -> Process:
-    """Return this process; ``node`` is the identity of its node."""
+    """Return the ``Process`` that runs this code; ``node`` is the identity of its node."""
     return Process(os.getpid(), start_of(os.getpid()), node)
 
 

@@ -1,4 +1,4 @@
-"""The texts of a report (pure): lost ranks, cause of a hang, places, stacks; ``end`` writes it and ends the process."""
+"""Format reports about lost ranks, hangs and failed collectives as text; ``end`` writes a report and ends the process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def losses(lost: Mapping[int, str], size: int) -> str:
 
 
 def hang(judge: Judge, lost: Mapping[int, str], now_s: float, held_up: str) -> str:
-    """Describe a hang: for how long, and which rank holds the others up (``held_up``, the line of ``held_up_by``)."""
+    """Describe a hang: how long it has lasted, and which rank holds up the others (``held_up``, from ``held_up_by``)."""
     idle_s = min(beat.idle_s + judge.age_s(rank, now_s) for rank, beat in judge.live(lost).items())
     text = f"hang: no rank has started a collective for {idle_s:.0f} s (--hang-timeout {judge.hang_timeout_s:g})"
     return f"{text}\n{held_up}"
@@ -55,7 +55,7 @@ def trouble(troubled: Mapping[int, str], held_up: str) -> str:
 
 
 def _first(lines: Sequence[str]) -> list[str]:
-    """Return these lines; of too many the first ones, and how many more there are."""
+    """Return these lines; if they are too many, the first ones and a line that counts the rest."""
     more = [f"and {len(lines) - _MAX_NAMED} lines more like these"] if len(lines) > _MAX_NAMED else []
     return [*lines[:_MAX_NAMED], *more]
 
@@ -140,7 +140,7 @@ def _seconds(seconds: float | None) -> str:
 
 
 def stacks(given: Mapping[int, str], missing: Sequence[int]) -> str:
-    """Return the stacks of all ranks that sent one; equal stacks are shown once, with their ranks."""
+    """Return the stacks that ranks sent (``given``) as one text; equal stacks are shown once, with their ranks."""
     parts = [f"---- {ranks_text(ranks)}:\n{text}" for ranks, text in merged(given)]
     if missing:
         parts.append(f"---- {ranks_text(missing)}: gave no stack")

@@ -1,4 +1,4 @@
-"""The positions of this process's threads: the place of the main thread, all stacks as text, the number of collectives.
+"""Read where this process's threads are: the place of the main thread, all stacks as text, the number of collectives.
 
 This module only reads: it starts no thread, handles no signal and opens no file (a source file may lie on a disk that does not
 answer, which may be the very reason for a hang). Frames are released at once, because a reference to a frame keeps its
@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 from guozhuang.errors import WorldError
 
-# The names of the heartbeat's own threads begin so; they are left out of the stacks.
+# The names of the heartbeat's own threads begin with this text; those threads are left out of the stacks.
 OWN_THREADS = "guozhuang heartbeat"
-# Enough for a deep stack of the main thread and some others; small enough for the store to hold one of every rank.
+# The most bytes of one rank's stacks: enough for a deep main thread and some other threads, small enough for the store.
 MAX_STACK_BYTES = 16_384
 _OUTER_FRAMES, _INNER_FRAMES = 10, 50
 
@@ -46,7 +46,7 @@ _LIBRARIES = tuple(
         os.path.dirname(os.path.dirname(os.path.abspath(torch.__file__))) + _SEP,
     }
 )
-# Names of functions that only call another function.
+# Names of functions that only call another function, and so are not shown as the place of a thread.
 _WRAPPERS = {"wrapper", "inner", "_fn", "_wrapped_call_impl", "_call_impl", "decorate_context"}
 
 
@@ -93,7 +93,7 @@ def is_of_a_collective(error: BaseException) -> bool:
     return (
         isinstance(error, WorldError | dist.DistError)
         or bool(place_of_error(error).waits_in)
-        # An error of a collective that the backward pass waited for, in C++.
+        # The backward pass waited in C++ for a collective that failed: no Python frame of the collective is on the stack.
         or (isinstance(error, RuntimeError) and ("gloo/transport" in text or "NCCL" in text))
     )
 
@@ -135,7 +135,7 @@ class MainThread:
         self._since_s = now_s
 
     def look(self, now_s: float) -> None:
-        """Sample the stack. To be called often, because a move away and back between two samples is missed."""
+        """Sample the main thread's stack. Call this often, because a move away and back between two samples is missed."""
         frame = _main_frame()
         position = tuple((id(each.f_code), each.f_lasti) for each in _frames(frame))
         if position != self._position:

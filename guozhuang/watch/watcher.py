@@ -18,7 +18,7 @@ from guozhuang.watch import report as texts
 from guozhuang.watch.judge import Beat, Judge, Limits
 from guozhuang.watch.processes import state_of
 
-# More reports than can be published between two reads of a rank.
+# The number of reports kept in the store: more than the watcher can publish between two reads of a rank.
 _KEPT_REPORTS = 4
 _MAX_ASKED = 256
 
@@ -78,7 +78,7 @@ class _Gathering:
 
 @dataclass(frozen=True)
 class Report:
-    """A finished report.
+    """A finished report of the watcher on lost ranks, failed collectives, exceptions or a hang.
 
     Attributes:
         number: higher than the number of any earlier report.
@@ -96,7 +96,7 @@ class Report:
 
     @property
     def full(self) -> str:
-        """The text with the stacks."""
+        """The text of the report, followed by the stacks of all ranks if it has them."""
         return f"{self.short}\n{self.stacks}" if self.stacks else self.short
 
 
@@ -113,7 +113,7 @@ class Watcher:
     def __init__(self, store: dist.Store, size: int, status: WatcherStatus, judge: Judge) -> None:
         self._store, self._size, self._judge = store, size, judge
         self.status = status
-        # Above all report numbers of earlier terms, which only the earlier watchers knew.
+        # Number reports from above all those of earlier terms: this rank does not know which numbers were used then.
         self._number = self.status.term * 1_000_000
         self._reported_lost: set[int] = set()
         self._reported_mute: set[int] = set()
@@ -124,7 +124,7 @@ class Watcher:
 
     @property
     def limits(self) -> Limits:
-        """The limits of the judge."""
+        """The time limits by which this watcher's ``Judge`` decides."""
         return self._judge.limits
 
     @property
@@ -174,7 +174,7 @@ class Watcher:
         self._gathering = None
         new = {rank: text for rank, text in lost.items() if rank not in self._reported_lost}
         if not hangs and not new and not troubled:
-            return None  # the trouble has ended while the stacks were gathered
+            return None  # nothing to report: the trouble ended while the stacks were gathered
         answered = [rank for rank in asked if rank not in late]
         given = (
             dict(zip(answered, map(_text, self._store.multi_get([f"stacks/{r}" for r in answered])), strict=True))
@@ -238,7 +238,7 @@ def read_reports(store: dist.Store, after: int) -> list[Report]:
 
 def read_beats(store: dist.Store | PatientStore, size: int, judge: Judge, clock_s: float) -> None:
     """Read the last beats of all ranks, and give them to the judge."""
-    # Reading a missing key would block; a key stays once its rank has set it.
+    # Reading a missing key would block, so the keys of ranks without a beat are checked first; no key is ever removed.
     absent = {rank for rank in judge.without_beat() if not store.check([f"beat/{rank}"])}
     present = [rank for rank in range(size) if rank not in absent]
     for rank, data in zip(present, store.multi_get([f"beat/{r}" for r in present]), strict=True):

@@ -4,7 +4,7 @@ Read in this order: ``identity`` (values from a launcher), ``torchrun``, ``slurm
 list of launchers), ``guozhuang.net.meet`` (how ranks find each other), ``session`` (``init`` and ``shutdown``).
 """
 
-# Imported first, because it raises if PyTorch is too old or was built without torch.distributed.
+# This module is imported first, because it raises if PyTorch is too old or was built without torch.distributed.
 from guozhuang.world import versions
 
 # isort: split

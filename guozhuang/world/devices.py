@@ -15,7 +15,7 @@ from guozhuang.world.identity import Identity
 
 # The backend of guozhuang.groups for ranks that share memory; `import guozhuang` registers the name.
 SHARED_MEMORY = "shm"
-# Stands for the UUID of a device that has none of its own: all parts of a GPU (MIG) may report the UUID of the whole.
+# Used as the UUID of a device that has none of its own: all parts of a GPU (MIG) may report the UUID of the whole GPU.
 UNKNOWN = "?"
 #: Launchers that may give each process a device of its own, so that it sees no other device.
 BIND_DEVICES = ("slurm", "openmpi", "hydra")
@@ -49,7 +49,7 @@ def choose(
     is_bound: bool = False,
     launcher: str = "environment",
 ) -> tuple[str, torch.device]:
-    """Choose backend and device where the user left them open.
+    """Return the backend and the device of this rank: as the user gave them, with defaults for those left open.
 
     Args:
         backend: "gloo", "nccl", another registered name, one per device type as in "cpu:gloo,cuda:nccl", or None:
@@ -134,7 +134,7 @@ def own_indices(hosts: Sequence[str], seen: Sequence[Sequence[str]]) -> list[int
 
 
 def own_index(rank: int, local_rank: int, hosts: Sequence[str], seen: Sequence[Sequence[str]]) -> int | None:
-    """Return the position of this rank's device in its own list; None if it does not follow from the UUIDs.
+    """Return the index of this rank's device among the devices it sees; None if the UUIDs do not determine it.
 
     If all ranks of the node see the same devices, the position is the launcher's ``local_rank``.
     """
@@ -169,7 +169,7 @@ def _devices(found: Sequence[str]) -> str:
 
 
 def _fix(launcher: str, num: int) -> str:
-    """Return a remedy that gives each rank of a node with ``num`` devices one of its own, under this launcher."""
+    """Return a remedy for errors: how this launcher gives each rank of a node with ``num`` devices one of its own."""
     at_most = f"start at most {num}"
     ways = {
         "slurm": f"ask for a GPU per task (srun --gpus-per-task=1), or {at_most} on a node (--ntasks-per-node={num})",
@@ -196,7 +196,7 @@ def choose_own(
     environ: Mapping[str, str],
     cpu_backend: str = dist.Backend.GLOO,
 ) -> tuple[str, torch.device]:
-    """Choose as ``choose`` does, with the device index that follows from the UUIDs in the ``notes`` of all ranks.
+    """Return backend and device as ``choose`` does, with the device index that the UUIDs of all ranks (``notes``) determine.
 
     If these are not known the index is the local rank.
     """
@@ -248,7 +248,7 @@ def served_types(backend: str) -> set[str]:
 def _default_type(backend: str | None, serves: set[str] | None, num_cuda: int) -> str:
     if backend is None or serves is None:
         return "cuda" if num_cuda else "cpu"
-    # Gloo serves both; "gloo" alone selects the CPU, also on a machine with GPUs. "cpu:gloo,cuda:nccl" selects the GPU.
+    # Gloo serves CPU and CUDA; "gloo" alone selects the CPU, also on a machine with GPUs. "cpu:gloo,cuda:nccl" selects the GPU.
     if "cuda" in serves and num_cuda and (":" in backend or "cpu" not in serves):
         return "cuda"
     return "cpu" if "cpu" in serves else sorted(serves)[0]

@@ -10,7 +10,7 @@ from guozhuang.world import alone, mpi, slurm, torchrun
 from guozhuang.world.identity import Identity
 from guozhuang.world.variables import number
 
-# In the order of trying: mpirun inside a Slurm job starts its helpers by srun, whose variables the ranks inherit.
+# Tried in this order: under mpirun inside a Slurm job ranks inherit srun's variables too, so Open MPI comes before Slurm.
 # To add a launcher, write one file with such a function, and add one line here.
 LAUNCHERS: tuple[Callable[[Mapping[str, str]], Identity | None], ...] = (
     mpi.read_open_mpi,

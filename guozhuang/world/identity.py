@@ -56,7 +56,7 @@ class LaunchedNode:
 
 @dataclass(frozen=True)
 class Identity:
-    """The rank and node of this process as its environment gives them; None: not given, to be found out in the roll call.
+    """The rank and node of this process as its environment gives them; a field is None if the roll call must determine it.
 
     ``meeting_point`` is None in a world of one, which has no other ranks to meet.
     """

@@ -95,7 +95,7 @@ def lineage() -> list[str]:
 
 @dataclass(frozen=True)
 class _Run:
-    """A run as all its processes know it: a key that no other run has, and hosts on which rank 0 may be."""
+    """The values by which all processes of a run find each other: a key that no other run has, and likely hosts of rank 0."""
 
     key: Sequence[str]
     hosts: Sequence[str]
@@ -113,7 +113,7 @@ def _read(launcher: _Launcher, environ: Mapping[str, str], run: Callable[[Mappin
         size=size,
         local_rank=local_rank,
         local_size=local_size,
-        # With several nodes neither launcher gives the node: it is determined in the roll call.
+        # On several nodes neither Open MPI nor Hydra gives the node of a process: the roll call determines it.
         node_rank=0 if is_one_node else None,
         num_nodes=1 if is_one_node else None,
         meeting_point=_meeting_point(launcher, environ, size, is_one_node=is_one_node, run=run),
@@ -151,12 +151,12 @@ def _meeting_point(
         raise UsageError(explain(what, fix=fix))
     key = [launcher.name, str(size), *found.key]
     secret = points.secret(given, key)
-    # Inside a Slurm job the first of its nodes is a good candidate too.
+    # Inside a Slurm job, rank 0 is likely to be on the job's first node, so that node is tried too.
     nodes = node_lists.expand(environ["SLURM_JOB_NODELIST"]) if environ.get("SLURM_JOB_NODELIST") else []
     hosts = ("127.0.0.1",) if is_one_node else tuple(dict.fromkeys([*asked_host, *found.hosts, *nodes[:1]]))
     return PortSequence(
         hosts=hosts,
-        # The given secret is part of the key, because it keeps the ports of two runs apart where the launcher gives no key.
+        # The ports depend on the user's secret too: it keeps the ports of two runs apart if the launcher gives no key.
         ports=tuple(dict.fromkeys([*asked_port, *points.sequence([*key, points.secret(given, ["ports"]).hex()])])),
         secret=secret,
         is_one_node=is_one_node,
@@ -173,7 +173,7 @@ def _note(environ: Mapping[str, str], name: str) -> str:
 
 
 def _open_mpi_run(environ: Mapping[str, str]) -> _Run:
-    """Read a run of Open MPI: version 4 gives all ranks mpirun's addresses and 128 random bits, 5 mpirun's host and pid."""
+    """Identify a run of Open MPI: version 4 gives all ranks mpirun's addresses and 128 random bits, 5 its host and pid."""
     uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
     namespace = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid") or ""
     hosts: list[str] = []
@@ -184,18 +184,18 @@ def _open_mpi_run(environ: Mapping[str, str]) -> _Run:
     hosts += [launcher[1]] if launcher else []
     key = [namespace, environ.get("OMPI_MCA_orte_precondition_transports", "")]
     if environ.get(OPEN_MPI.local_size) == environ.get(OPEN_MPI.size):
-        # All ranks have the same daemon, at a port that no other run has; runs in containers may have the rest in common.
+        # All ranks of one node have the same PMIx daemon, whose port no other run has; runs in containers may share the rest.
         key += [environ[name] for name in sorted(environ) if re.fullmatch("PMIX_SERVER_URI[0-9]*", name)]
     return _Run(key, hosts)
 
 
 def _hydra_run(environ: Mapping[str, str]) -> _Run:
-    """Read a run of Hydra from the command line of its proxy, which has mpiexec's address; no variable identifies the run."""
+    """Identify a run of Hydra by mpiexec's address in the command line of Hydra's proxy, since no variable identifies it."""
     del environ
     for command in lineage():
         if re.search(r"hydra_(pmi|bstrap)_proxy", command):
             match = re.search(r"--control-port ([^\s:]+):([0-9]+)", command)
-            if match is None:  # Intel MPI
+            if match is None:  # Intel MPI has other options
                 match = re.search(r"--upstream-host (\S+) --upstream-port ([0-9]+)", command)
             if match is not None:
                 return _Run([match[1], match[2]], [match[1]])

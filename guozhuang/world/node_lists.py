@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from guozhuang.errors import UsageError, explain
 
-# The most names or numbers of a list, more than any cluster has: a damaged list must not fill the memory.
+# The most names or numbers that a list may have, more than any cluster has: a damaged list must not fill the memory.
 _MOST = 1 << 20
 _NUM_PORTS = 1 << 16
 _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", re.ASCII)
@@ -69,7 +69,7 @@ def ports(text: str) -> list[int]:
 
 
 def _split(text: str) -> list[str]:
-    """Split at the commas outside of brackets."""
+    """Split a Slurm list of nodes at the commas outside of brackets."""
     return re.split(r",(?![^\[\]]*\])", text)
 
 

@@ -27,7 +27,7 @@ def requested_backend() -> str | None:
 
 
 def requested_groups() -> int:
-    """Return the number of ``guozhuang run --groups K`` (environment GUOZHUANG_GROUPS); 1 if none was given.
+    """Return the number of process groups, K of ``guozhuang run --groups K`` (environment GUOZHUANG_GROUPS); 1 by default.
 
     Raises:
         UsageError: the variable holds no whole number of at least 1.
@@ -77,7 +77,7 @@ def requested_timeline() -> str | None:
 
 
 def requested_hang_timeout() -> HangTimeout:
-    """Return the value of ``guozhuang run --hang-timeout`` (environment GUOZHUANG_HANG_TIMEOUT); None if none was given.
+    """Return the seconds (or "off") of ``guozhuang run --hang-timeout`` (environment GUOZHUANG_HANG_TIMEOUT); None by default.
 
     Raises:
         UsageError: the variable holds neither a number of seconds above 0 nor "off".

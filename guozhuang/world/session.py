@@ -1,4 +1,4 @@
-"""Enter the world and leave it: ``init``, ``shutdown``, ``current``.
+"""Enter and leave the world, which is all processes of a run: ``init``, ``shutdown``, ``current``.
 
 [Note: leaving] Gloo cannot cancel a collective. Destroying a group that still has one in flight waits until the peers
 answer, leave or run into the time-out; without destroying it the interpreter would wait all the same, or abort. A rank
@@ -40,13 +40,13 @@ from guozhuang.world.identity import Identity, World
 from guozhuang.world.requests import HangTimeout, requested_backend, requested_hang_timeout
 from guozhuang.world.versions import default_store
 
-# Modules about launchers and meeting are imported inside the functions that need them, to keep ``import guozhuang`` cheap.
+# Modules about launchers and stores are imported inside the functions that need them, to keep ``import guozhuang`` cheap.
 if TYPE_CHECKING:
     from guozhuang.net.meet import WorldStore
     from guozhuang.watch.heartbeat import Heartbeat
 
 DEFAULT_TIMEOUT_S = 600.0
-# See [Note: leaving].
+# After an uncaught exception the process ends within so many seconds, also with a collective in flight: [Note: leaving].
 _LEAVE_AFTER_ERROR_S = 5.0
 _LAST_WORK_S = 0.02
 _log = logging.getLogger("guozhuang")
@@ -125,7 +125,7 @@ def init(
 
     identity = discover()
     hang_timeout = requested_hang_timeout()
-    # Before any wait, so that impossible arguments raise at once. The device's index is chosen after the roll call.
+    # Check the arguments before any wait, so that impossible ones raise at once. The roll call determines the device's index.
     note = devices_seen(backend, device)
     if identity.launcher == "alone" and slurm.hint(os.environ):
         _log.warning("%s", slurm.hint(os.environ))
@@ -169,7 +169,7 @@ def init(
 def current() -> World | None:
     """Return the world that ``init`` entered and ``shutdown`` has not left yet; None without one."""
     if _session.world is not None and not dist.is_initialized():
-        _forget()  # the user destroyed the group
+        _forget()  # the user destroyed the group, and so left the world
     return _session.world
 
 
@@ -320,13 +320,13 @@ def _adopt(backend: str | None, device: str | torch.device | None, timeout_s: fl
     hang_timeout = requested_hang_timeout()
     known = found if found in dist.Backend.backend_list and found != dist.Backend.UNDEFINED else None
     given = Identity("environment", rank, size)
-    # A group made by hand needs no environment, so errors in a half set one are ignored.
+    # A process group made by hand needs no variables of a launcher, so errors in half set ones are ignored.
     with contextlib.suppress(UsageError):
         identity = discover()
         given = identity if (identity.rank, identity.size) == (rank, size) else given
     store = default_store()
     if size > 1:
-        # Each rank counts its calls in the store, so that a group that is adopted again gets keys that were not used before.
+        # Each rank counts in the store how often it adopted the user's group, so that each time gets keys not used before.
         store = dist.PrefixStore(f"guozhuang/adopted/{store.add(f'guozhuang/adopted/turns/{rank}', 1)}", store)
     note = devices_seen(known, device)
     cards = [RankCard("", note)]
@@ -347,7 +347,7 @@ def _adopt(backend: str | None, device: str | torch.device | None, timeout_s: fl
 
 
 def meet(identity: Identity, timeout_s: float) -> tuple[dist.Store, WorldStore]:
-    """Return the store of this world: a new one, or the next part of the store of an earlier world of this process.
+    """Return the store of this world: a new one, or a new key prefix in the store of an earlier world of this process.
 
     Every rank must call equally often. ``init`` calls it too; a program that calls it earlier gets another part.
 
@@ -367,7 +367,7 @@ def meet(identity: Identity, timeout_s: float) -> tuple[dist.Store, WorldStore]:
             is_one_node=identity.local_size == identity.size,
         )
         _session.generation, _session.met_at = 0, identity.meeting_point
-        # At exit, because the threads that serve a door must end before the interpreter does.
+        # The store is closed at exit, because the threads that serve its ``Door`` must end before the interpreter does.
         atexit.unregister(_leave_meeting)
         atexit.register(_leave_meeting)
     _session.generation += 1
@@ -382,7 +382,7 @@ def _leave_meeting() -> None:
 
 
 def _complete(identity: Identity, hosts: list[str]) -> Identity:
-    """Fill in the fields that the environment did not give, from the host of each rank."""
+    """Return ``identity`` with the fields that the environment did not give filled in from the host of each rank."""
     from guozhuang.net.meet import places
 
     local_rank, local_size, node_rank, num_nodes = places(hosts, identity.rank) if len(hosts) > 1 else (0, 1, 0, 1)
@@ -399,7 +399,7 @@ def _set_interfaces(is_remote: bool, host: str | None) -> None:
     from guozhuang.net import interfaces
 
     wanted = interfaces.variables_of_ranks(host if is_remote else None, os.environ)
-    # Set for as long as the world lasts, because groups that are made later read these variables too.
+    # The variables stay set as long as the world lasts, because groups that are made later read them too.
     os.environ.update(wanted)
     _session.set_interfaces = tuple(wanted)
 

@@ -20,7 +20,7 @@ from guozhuang.world.variables import asked_meeting, number
 _FIX = "start the script with srun, which sets it; or unset the SLURM_ variables to run as one process"
 # The most reserved ports, and candidates for rank 0's node, that are tried: more would only make each round longer.
 _MAX_RESERVED, _MAX_GUESSES = 16, 64
-# Set in each task of a step that spans the parts of a heterogeneous job (older versions of Slurm use the second name).
+# Variables in each task of a step that spans the parts of a heterogeneous job (older versions of Slurm use the second).
 _PARTS = ("SLURM_HET_SIZE", "SLURM_PACK_SIZE")
 
 
@@ -87,7 +87,7 @@ def hint(environ: Mapping[str, str] | None = None, command: str = "python ...") 
     environ = os.environ if environ is None else environ
     if environ.get("SLURM_STEP_NUM_TASKS") is not None or not environ.get("SLURM_JOB_ID"):
         return ""
-    # Without -n a job has no SLURM_NTASKS, however many nodes it has.
+    # The nodes are checked too, because a job without -n has no SLURM_NTASKS, however many nodes it has.
     for name, things in (("SLURM_NTASKS", "tasks"), ("SLURM_JOB_NUM_NODES", "nodes")):
         text = environ.get(name, "").strip()
         if text.isascii() and text.isdigit() and int(text) > 1:
@@ -102,7 +102,7 @@ def _step(environ: Mapping[str, str]) -> _Step | None:
     size = number(environ, "SLURM_STEP_NUM_TASKS", at_least=1, fix=_FIX)
     if size is None:
         return None
-    # MPI launchers start one helper per node by srun, whose variables the ranks inherit: if MPI's own differ, these count.
+    # MPI launchers start a helper per node by srun, whose variables the ranks inherit: where MPI's numbers differ, they count.
     for mpi in ("PMI", "OMPI_COMM_WORLD"):
         theirs = environ.get(f"{mpi}_SIZE", str(size)), environ.get(f"{mpi}_RANK", environ.get("SLURM_PROCID"))
         if theirs != (str(size), environ.get("SLURM_PROCID")):
@@ -145,7 +145,7 @@ def _meeting_point(environ: Mapping[str, str], step: _Step) -> PortSequence:
     is_anywhere = environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary")
     firsts = nodes[: _MAX_GUESSES if is_anywhere else 1]
     is_one_node = step.num_nodes == 1
-    # If a batch script runs srun, rank 0 is on srun's node. A wrong candidate does no harm.
+    # If a batch script runs srun, rank 0 is on the node where srun runs. A wrong candidate does no harm.
     guesses = [*asked_host, *firsts, environ.get("SLURM_LAUNCH_NODE_IPADDR", "").strip()]
     hosts = ("127.0.0.1",) if is_one_node else tuple(dict.fromkeys(each for each in guesses if each))
     return PortSequence(

@@ -12,9 +12,9 @@ from guozhuang.world.requests import requested_secret
 from guozhuang.world.variables import bare_host, number
 
 _NEEDED = ("RANK", "WORLD_SIZE")
-# Any of these without both of the above is an error: a launcher meant this process to be one of several.
+# Any of these without both RANK and WORLD_SIZE is an error: a launcher meant this process to be one of several.
 _SIGNS = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
-# Names that always mean this machine itself.
+# Host names that always mean this machine itself.
 _LOCAL_NAMES = {"localhost", "localhost.localdomain", "localhost4", "localhost6", "ip6-localhost", "ip6-loopback"}
 _FIX = "start the script with `guozhuang run` or torchrun, which set it, or export it for each process"
 
@@ -103,7 +103,7 @@ def _meeting_point(environ: Mapping[str, str], is_one_node: bool) -> MeetingPoin
     assert port is not None
     host = bare_host(environ["MASTER_ADDR"])
     is_kept_by_launcher = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    # See [Note: where rank 0 listens] in ``net.store``.
+    # A node's own name may mean loopback on that node alone: see [Note: where rank 0 listens] in ``net.store``.
     has_own_name = not (is_address(host) or host.lower() in _LOCAL_NAMES)
     return MeetingPoint(
         host=host,

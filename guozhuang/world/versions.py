@@ -1,4 +1,4 @@
-"""All differences between versions of PyTorch that matter here: the check of the oldest one, and one name for each call."""
+"""Hide the differences between versions of PyTorch: raise if it is too old, and give each renamed function one name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from guozhuang.errors import explain
 
-# The first version with all that is used: stores on a given socket, process groups written in Python, and their names.
+# The oldest version of PyTorch that works: it has stores on a given socket, process groups written in Python, and their names.
 OLDEST = (2, 11)
 
 #: The renamed methods of a process group, each with its name in older versions. PyTorch's own backends have the older names
@@ -49,9 +49,9 @@ def require(part: str, oldest: tuple[int, int] = OLDEST, version: str = torch.__
         raise ImportError(explain(what, fix="install a build from pytorch.org or PyPI"))
 
 
-require("guozhuang.world")  # before anything below is looked up
+require("guozhuang.world")  # before the lines below look up functions that older versions lack
 
-# By getattr, because older versions lack these functions.
+# These two functions are looked up by getattr, because older versions of PyTorch lack them.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
