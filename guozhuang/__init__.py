@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-# First: it says so where PyTorch is too old, or was built without torch.distributed.
+# The world is imported first: it raises if PyTorch is too old, or was built without torch.distributed.
 from .world import World, init, shutdown
 
 # isort: split
@@ -34,13 +34,13 @@ __all__ = [
     "shutdown",
 ]
 
-_register()  # the backend name "shm"; starts nothing
+_register()  # makes the backend name "shm" known to torch; starts nothing
 for _after, _fields in _strategies_of_others:
     _register_strategy(_Strategy(**_fields), _after)
 
 
 def __getattr__(name: str) -> Any:
-    if name == "clip_grad_norm_":  # the sharded optimizer is imported by those who use it
+    if name == "clip_grad_norm_":  # the sharded optimizer is imported at its first use only
         from .sharding import clip_grad_norm_
 
         globals()[name] = clip_grad_norm_

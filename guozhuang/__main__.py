@@ -1,4 +1,4 @@
-"""``python -m guozhuang``."""
+"""Let ``python -m guozhuang`` run the command ``guozhuang``."""
 
 import sys
 

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if command is not None:
             return command(arguments[1:])
-        _parser().parse_args(arguments or ["--help"])  # ends the process: no command was given
+        _parser().parse_args(arguments or ["--help"])  # ends the process: no known command was given
         return 2
     except (UsageError, WorldError) as error:
         say(str(error), "guozhuang")
@@ -39,12 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_closed() -> None:
-    """Open standard streams that were closed (``2>&-``): else a file or socket would get their number, and printed text."""
+    """Open standard streams that were closed (``2>&-``): else a file or socket would get their number, and what is printed."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            opened = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            opened = os.open(os.devnull, os.O_RDWR)  # gets the lowest free number: this one
             os.set_inheritable(opened, True)
 
 

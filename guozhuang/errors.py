@@ -75,7 +75,7 @@ class PeerLost(WorldError):
         self.waiting_in = waiting_in
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Keep the attributes when the exception goes to another process."""
+        """Keep the attributes when the exception is pickled, to be sent to another process."""
         return _peer_lost, (str(self), self.rank, self.pid, self.waiting_in)
 
 

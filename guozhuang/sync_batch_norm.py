@@ -49,7 +49,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         ValueError: the input has fewer than two dimensions, or only one value per channel on all ranks together.
     """
 
-    def forward(self, input: Tensor) -> Tensor:  # the name is PyTorch's
+    def forward(self, input: Tensor) -> Tensor:  # PyTorch's name for the argument
         """Normalize by the statistics of the joined batch in training mode, by the running statistics in evaluation mode."""
         if input.device.type != "cpu":
             return super().forward(input)

@@ -27,7 +27,7 @@ _CLOSING: Final = b"\n]\n"
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took time: it lasted from ``start_ns`` to ``end_ns`` (monotonic clock), on a track."""
+    """A recorded activity, which lasted from ``start_ns`` to ``end_ns`` (monotonic clock); a viewer shows it on ``track``."""
 
     name: str
     track: str
@@ -38,7 +38,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Instant:
-    """Something that happened at one moment: ``at_ns`` on the monotonic clock, on a track."""
+    """A recorded event without a duration, at ``at_ns`` on the monotonic clock; a viewer shows it on ``track``."""
 
     name: str
     track: str
@@ -99,7 +99,7 @@ class Timeline:
 
 
 class TraceStream:
-    """A trace to which events are written as they come, for programs that may end at any time.
+    """A trace file to which each event is written at once, for programs that may end at any time.
 
     Each track is a process of the trace. The file is one JSON array that is complete at every moment: each write replaces the
     closing bracket by an event and a bracket. If a write fails, on a full disk for example, the file ends there and the program
@@ -109,7 +109,7 @@ class TraceStream:
         path: the file, whose old contents are replaced.
 
     Attributes:
-        path: the same.
+        path: path of the file.
         is_on: whether events are still written.
 
     Raises:
@@ -130,7 +130,7 @@ class TraceStream:
             raise
 
     def record(self, event: Span | Instant) -> None:
-        """Write an event; do nothing after the end of the file."""
+        """Write an event to the file; do nothing if the file was closed, or an earlier write failed."""
         with self._lock:
             if not self.is_on:
                 return

@@ -109,7 +109,7 @@ def short_time(seconds: float | None) -> str:
 
 
 def listed(names: Iterable[str], most: int = 6) -> str:
-    """Return ``a, b and c``, each name once; of more than ``most`` names the first ones, and how many more there are."""
+    """Return ``a, b and c``, each name once; if there are more than ``most``, the first ones and the number of the rest."""
     all_names = list(dict.fromkeys(names))
     if len(all_names) > most:
         return f"{', '.join(all_names[:most])} and {len(all_names) - most} more"
@@ -145,7 +145,7 @@ def _three_digits(value: float) -> str:
 
 
 def terminal_table(title: str, headings: Sequence[str], num_left: int, *, no_wrap: bool = False) -> Table:
-    """Return an empty table of the terminal.
+    """Return an empty table that ``rich`` can print in the terminal.
 
     Args:
         title: printed above it.

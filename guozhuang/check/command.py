@@ -1,4 +1,4 @@
-"""``guozhuang check``: its options; takes part as a rank, or starts the ranks itself and prints their result."""
+"""The command ``guozhuang check``: take part as a rank under a launcher, or else start the ranks and print their result."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from guozhuang.world import slurm
 from guozhuang.world.devices import num_cuda
 from guozhuang.world.discovery import discover
 
-_START_S = 30.0  # time for processes to start
-_GRACE_S = 20.0  # time for the launcher to end its processes
+_START_S = 30.0  # seconds for processes to start
+_GRACE_S = 20.0  # seconds for the launcher to end its processes
 _MOST_AT_ONCE = 64  # number of simultaneous ssh processes
 _REASON_LINES = 3
-_SIGNALLED = {128 + number for number in ENDING}  # the launcher's code after a signal to it
+_SIGNALLED = {128 + number for number in ENDING}  # the launcher's exit codes after a signal to it
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -99,7 +99,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def show(results: CheckResults, as_json: bool) -> int:
-    """Print a result and return its exit code."""
+    """Print the results of a check, as tables or as JSON, and return the exit code."""
     from rich.console import Console
 
     from guozhuang.check import table
@@ -114,7 +114,7 @@ def show(results: CheckResults, as_json: bool) -> int:
 
 
 def _here(options: argparse.Namespace) -> CheckResults:
-    """Start ranks on this node, and return their result."""
+    """Start ranks on this node, and return the results of their check."""
     if options.interface is not None:
         what = "--interface serves several hosts; ranks of one node use loopback"
         raise UsageError(explain(what, value=options.interface, fix="leave it out, or give -H"))
@@ -123,7 +123,7 @@ def _here(options: argparse.Namespace) -> CheckResults:
 
 
 def _over_hosts(options: argparse.Namespace) -> CheckResults:
-    """Start ranks on the hosts that accept ssh connections; report the other hosts in the result."""
+    """Start ranks on the hosts that accept ssh connections, and return the results; the other hosts count as absent in them."""
     placed = placement.place(hosts.named_hosts(options), options.np, None)
     how = ssh.SshOptions(options.ssh_port, options.ssh_identity, options.ssh_config)
     remote = [name for name, _ in placed if not ssh.is_this_machine(name, how)]
@@ -146,7 +146,7 @@ def _over_hosts(options: argparse.Namespace) -> CheckResults:
 
 
 def _forwarded(options: argparse.Namespace) -> list[str]:
-    """Return the other options for several hosts as command-line words, to pass on to ``guozhuang run``."""
+    """Return the options for several hosts besides -H and -np, as command-line words to pass on to ``guozhuang run``."""
     given = {
         "--ssh-port": options.ssh_port,
         "--ssh-identity": options.ssh_identity,
@@ -169,7 +169,7 @@ def _run(start: Sequence[str], num_ranks: int, timeout_s: float, start_s: float)
     with _captured() as streams, _limited(limit_s, streams) as over:
         try:
             code = launch.main(command, Request(report=reports.append))
-        except SystemExit as error:  # raised by its argument parser; the error text is in the stream
+        except SystemExit as error:  # raised by the launcher's argument parser; its text is in streams.err
             code = error.code if isinstance(error.code, int) else 1
     text = printed_result(streams.out)
     if text is not None:
@@ -179,7 +179,7 @@ def _run(start: Sequence[str], num_ranks: int, timeout_s: float, start_s: float)
     failed = reports[-1] if reports else RunReport()
     if over:
         reason = f"no result within {limit_s:g} s"
-    elif code in _SIGNALLED and not (failed.who or failed.host):  # no rank and no host failed
+    elif code in _SIGNALLED and not (failed.who or failed.host):  # interrupted by the user: no rank and no host failed
         raise KeyboardInterrupt
     else:
         found = _lines(failed.text) or ours or lines
@@ -239,7 +239,7 @@ class _Streams:
 
 @contextlib.contextmanager
 def _captured() -> Iterator[_Streams]:
-    """Redirect both streams of this process and its children to anonymous files."""
+    """Capture stdout and stderr of this process and its children in the ``with`` block; its end fills the yielded streams."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         with redirected({1: out.fileno(), 2: err.fileno()}) as kept:
             streams = _Streams(kept[2])

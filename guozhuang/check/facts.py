@@ -1,4 +1,4 @@
-"""Collects the facts about one rank: host, versions, network, resources. It asks the system only, no other rank."""
+"""Collects the facts about one rank from its own system, without other ranks: host, versions, network, resources."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from guozhuang.world import machine, requested_backend, requested_gloo_interface
 from guozhuang.world.devices import BIND_DEVICES, SHARED_MEMORY, choose, num_cuda
 from guozhuang.world.identity import Identity
 
-_RESOLVE_S = 3.0  # limit, because asking a name server that is down takes half a minute
+_RESOLVE_S = 3.0  # seconds after which the look-up of a name is abandoned; if a name server is down, it takes 30 s
 _PACKAGES = ("torch", "guozhuang", "numpy")
 
 
@@ -83,7 +83,7 @@ def versions() -> dict[str, str]:
 
 
 def network(meeting_host: str) -> Network:
-    """Return the network of this process, and its interface to the host where ranks meet."""
+    """Return the addresses and interfaces of this host, and the interface that leads to the host where the ranks meet."""
     interfaces = _interfaces()
     met, meeting_error = _resolve(meeting_host) if meeting_host else ((), "")
     named, name_error = _resolve(socket.gethostname())
@@ -116,7 +116,7 @@ def address_on(here: Network, name: str | None) -> str:
 
 
 def resources() -> Resources:
-    """Return the limits and free resources of the node for this process."""
+    """Return the cores, memory and limits that this process has on its node, and how much of the memory is free."""
     memory = psutil.virtual_memory()
     shm = shm_free = None
     with contextlib.suppress(OSError):

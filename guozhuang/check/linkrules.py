@@ -25,7 +25,7 @@ _FIX = "test that cable, switch port and card (`ethtool`), what else uses it, an
 
 
 def broken(results: CheckResults) -> Iterator[Finding]:
-    """Find pairs that could not be measured although both ranks were present; one finding per pair of nodes."""
+    """Find pairs of ranks whose link could not be measured although both were present; one finding per pair of nodes."""
     lost = {each.rank for each in results.absences}
     wrong = [each for each in results.links if each.failure and not {each.a, each.b} & lost]
     by_nodes: dict[tuple[str, str], list[MeasuredLink]] = {}
@@ -88,7 +88,7 @@ def bandwidths(results: CheckResults) -> Iterator[Finding]:
 def _slow_pairs(
     results: CheckResults, carried: Mapping[MeasuredLink, float], kind: str, share: float
 ) -> Iterator[Finding]:
-    """Find links that carry less than this share of the median of their kind."""
+    """Find links that carry less than ``share`` of the median bandwidth of their kind."""
     if len(carried) < 3:
         return
     median = statistics.median(carried.values())
@@ -107,7 +107,7 @@ def _slow_pairs(
 def _below_floor(
     results: CheckResults, carried: Mapping[MeasuredLink, float], kind: str, floor: float
 ) -> Iterator[Finding]:
-    """Find that the links of a kind are slow in general, so that no single link is far below their median."""
+    """Find links below an absolute bandwidth if half of a kind are: then none of them is far below the median of the kind."""
     slow = [link for link, value in carried.items() if value < floor]
     if not slow or 2 * len(slow) < len(carried):
         return
@@ -128,7 +128,7 @@ def _below_floor(
 
 
 def _below_card(results: CheckResults, carried: Mapping[MeasuredLink, float]) -> Iterator[Finding]:
-    """Find that the median link between nodes carries far less than the slower of its two cards reports."""
+    """Find a median link between nodes that carries far less than the slower of its two network cards reports."""
     if not carried:
         return
     usual = sorted(carried, key=lambda each: carried[each], reverse=True)[len(carried) // 2]

@@ -24,7 +24,7 @@ from guozhuang.errors import WorldError
 from guozhuang.net.client import within
 from guozhuang.world.devices import SHARED_MEMORY
 
-#: The time limit of one pair.
+#: The time limit for measuring one pair of ranks, in seconds.
 PAIR_LIMIT_S = 6.0
 #: The beginning of the failure text of a pair that was connected.
 CONNECTED = "connected, but "
@@ -32,9 +32,9 @@ _SMALL_BYTES = 8
 _MODES = ("echo", "take", "give")
 _SMALL_REPEATS, _SMALL_BUDGET_S = 100, 0.05
 _FIRST_BYTES, _MOST_BYTES = 64 << 10, 16 << 20
-_LONG_ENOUGH_S = 0.008  # a message that takes longer is large enough
+_LONG_ENOUGH_S = 0.008  # a message that takes longer is large enough to measure bandwidth
 _LARGE_REPEATS, _LARGE_BUDGET_S = 5, 0.25
-#: More rounds would take too long.
+#: The most rounds of measurements that a check makes: more would take too long.
 MAX_ROUNDS = 30
 _MAX_PAIRS_OF_RANKS = 240
 #: Sizes for all_reduce: a small tensor shows the cost of a call, one of a DDP bucket's size the bandwidth.
@@ -56,7 +56,7 @@ class Schedule:
 
 
 def schedule(node_of: Mapping[int, str], max_rounds: int = MAX_ROUNDS) -> Schedule:
-    """Plan every pair of ranks; if that takes too many rounds, one pair per pair of nodes, as many as fit. No I/O.
+    """Plan to measure every pair of ranks; if that takes too many rounds, one pair per pair of nodes, as many as fit. No I/O.
 
     Args:
         node_of: the node of each rank.
@@ -72,7 +72,7 @@ def schedule(node_of: Mapping[int, str], max_rounds: int = MAX_ROUNDS) -> Schedu
     for rank in ranks:
         members.setdefault(node_of[rank], []).append(rank)
     groups = list(members.values())
-    # A pair inside each node costs one round, because nodes do not disturb each other.
+    # Pairs inside different nodes do not disturb each other, so one round measures a pair inside every node.
     inside = tuple((group[0], group[1]) for group in groups if len(group) > 1)
     between = _tournament([group[0] for group in groups])
     fitting = between[: max_rounds - 1]
@@ -89,7 +89,7 @@ def schedule(node_of: Mapping[int, str], max_rounds: int = MAX_ROUNDS) -> Schedu
 
 
 def _packed(pairs: Sequence[tuple[int, int]], node_of: Mapping[int, str]) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Put each pair in the first round in which both of its nodes are free."""
+    """Return rounds of measurements: each pair of ranks is put in the first round in which both of its nodes are free."""
     rounds: list[list[tuple[int, int]]] = []
     busy: list[set[str]] = []
     for a, b in pairs:
@@ -146,7 +146,7 @@ class Pair:
         self._peer = 1 if is_first else 0
         self.limit(limit_s)
 
-        def make() -> Any:  # torch's stubs lack its send and recv
+        def make() -> Any:  # Any, because torch's type stubs of the group lack send and recv
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._threads = 1
             options._timeout = datetime.timedelta(seconds=limit_s)
@@ -161,7 +161,7 @@ class Pair:
             raise PairError(why) from error
 
     def limit(self, limit_s: float) -> None:
-        """Set a new limit for all further messages together."""
+        """Set a new time limit, for all further messages of this pair together."""
         self._deadline = time.monotonic() + limit_s
 
     def send(self, tensor: torch.Tensor) -> None:
@@ -177,7 +177,7 @@ class Pair:
         self._finish(lambda: self._group.recv([tensor], self._peer, 0), tensor)
 
     def has_ended(self, limit_s: float) -> bool:
-        """Tell whether the peer has closed the connection. Ends this pair: gloo closes it when the limit passes."""
+        """Return whether the peer has closed the connection. Ends this pair: gloo closes it when the limit has passed."""
         self.limit(limit_s)
         try:
             self.receive(torch.empty(1, dtype=torch.uint8))
@@ -198,7 +198,7 @@ class Pair:
 
 
 def lead(pair: Pair) -> dict[str, Any]:
-    """Measure as the lower rank of a pair; return the measured fields of a ``MeasuredLink``.
+    """Measure latency and bandwidth as the lower rank of a pair; return the measured fields of a ``MeasuredLink``.
 
     Raises:
         PairError: a message did not arrive.
@@ -221,7 +221,7 @@ def lead(pair: Pair) -> dict[str, Any]:
 
 
 def follow(pair: Pair) -> dict[str, Any]:
-    """Answer as the higher rank of a pair until the lower one ends it; returns an empty dict, raises like :func:`lead`."""
+    """Answer the messages of :func:`lead` as the higher rank of a pair, until it ends; return {}, raise like :func:`lead`."""
     order = torch.zeros(3, dtype=torch.int64)
     pair.receive(order)
     while num := int(order[2]):
@@ -241,7 +241,7 @@ def _messages(mode: str, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _exchange(pair: Pair, mode: str, num_bytes: int, num: int) -> list[float]:
-    """Return the seconds of each message: there and back ("echo"), to the higher rank ("take") or from it ("give")."""
+    """Return the seconds of each message: to the higher rank and back ("echo"), only to it ("take"), or from it ("give")."""
     order = torch.tensor([_MODES.index(mode), num_bytes, num])
     pair.send(order)
     sends, receives = _messages(mode, num_bytes)
@@ -314,7 +314,7 @@ def _reduction(
 
     for _ in range(2):  # the first call creates connections and memory
         once()
-    # All ranks must use the same number of repeats, so it follows from the slowest rank's time.
+    # All ranks must repeat equally often, so the time of the slowest rank determines the number of repeats.
     slowest = torch.tensor([once()], dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
     num_repeats = max(3, min(_MOST_REDUCTIONS, int(_REDUCTIONS_BUDGET_S / max(slowest.item(), 1e-6))))

@@ -25,7 +25,7 @@ def interfaces(results: CheckResults) -> Iterator[Finding]:
 
 
 def _interface(ranks: Sequence[Facts], num_ranks: int) -> Iterator[Problem]:
-    """Check the interface in use on a node."""
+    """Find faults of the interface that a node uses towards other nodes: it does not exist, is down, or does not lead there."""
     here = ranks[0].network
     used = here.interface(here.in_use)
     fix = "unset GLOO_SOCKET_IFNAME" if here.requested else "give the right one with --interface or GLOO_SOCKET_IFNAME"
@@ -51,7 +51,7 @@ def _interface(ranks: Sequence[Facts], num_ranks: int) -> Iterator[Problem]:
 
 
 def _of_nccl(ranks: Sequence[Facts], num_ranks: int) -> Iterator[Problem]:
-    """Check NCCL_SOCKET_IFNAME on a node with CUDA devices."""
+    """Find values of NCCL_SOCKET_IFNAME with which NCCL cannot reach other nodes; only on nodes with CUDA devices."""
     here = ranks[0].network
     if not ranks[0].num_devices or not here.nccl_requested:
         return
@@ -74,17 +74,17 @@ def _of_nccl(ranks: Sequence[Facts], num_ranks: int) -> Iterator[Problem]:
 
 
 def _chosen_by_nccl(here: Network) -> list[NetworkInterface]:
-    """Return the interfaces that the variable admits: names are prefixes; after "=" whole names; after "^" exclusions."""
+    """Return the interfaces that NCCL_SOCKET_IFNAME admits: it lists prefixes, after "=" whole names, after "^" exclusions."""
     text = here.nccl_requested or ""
     is_refusal, text = text.startswith("^"), text.removeprefix("^")
     is_whole, text = text.startswith("="), text.removeprefix("=")
-    # An entry may end with a colon and the port of a card.
+    # An entry of NCCL_SOCKET_IFNAME may end with a colon and the port of a card, which are cut off here.
     asked = [each.strip().partition(":")[0] for each in text.split(",") if each.strip()]
 
     def fits(name: str) -> bool:
         return any(name == each if is_whole else name.startswith(each) for each in asked)
 
-    # NCCL avoids loopback and docker's bridge by itself only if the variable is not set.
+    # Loopback and docker's bridge count too: NCCL avoids them by itself only if NCCL_SOCKET_IFNAME is not set.
     return [each for each in here.interfaces if each.addresses and each.is_up and fits(each.name) is not is_refusal]
 
 

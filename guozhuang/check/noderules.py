@@ -19,7 +19,7 @@ MIN_OPEN_FILES = 1024
 
 
 class Problem(NamedTuple):
-    """A finding whose nodes are not collected yet; ``{}`` in the text stands for their names."""
+    """A problem of one node; nodes with an equal problem share a finding, in which their names replace ``{}`` in the text."""
 
     level: str
     kind: str
@@ -32,7 +32,7 @@ NodeRule = Callable[[Sequence[Facts], int], Iterator[Problem]]
 
 
 def all_of_them(results: CheckResults) -> Iterator[Finding]:
-    """Apply all rules of this module except the one for devices."""
+    """Find problems of single nodes by all rules of this module but ``devices``."""
     return of_nodes(results, _RULES)
 
 

@@ -109,7 +109,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts about one rank.
+    """The facts about one rank that a check collects: its host, device, versions, network and resources.
 
     Attributes:
         rank: the rank that the facts are about.
@@ -163,7 +163,7 @@ class ClockOffset:
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """A pair of ranks, measured over one TCP connection. None: not measured.
+    """The latency and bandwidth between two ranks, measured over one TCP connection; None if a value was not measured.
 
     Attributes:
         a: the lower rank.
@@ -191,7 +191,7 @@ class MeasuredLink:
 
     @property
     def slower_bytes_per_s(self) -> float | None:
-        """The bandwidth of the slower direction."""
+        """The bandwidth of the link's slower direction; None if neither direction was measured."""
         known = [each for each in (self.forward_bytes_per_s, self.backward_bytes_per_s) if each is not None]
         return min(known, default=None)
 
@@ -260,7 +260,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class CheckResults:
-    """The result of a check.
+    """The result of a check: facts about the ranks, measurements between them, and the ranks and hosts that are missing.
 
     Attributes:
         num_ranks: the number of ranks that should take part.
@@ -305,7 +305,7 @@ def exit_code(findings: Sequence[Finding]) -> int:
 
 
 def to_json(results: CheckResults, findings: Sequence[Finding]) -> str:
-    """Return a JSON document of the records, the findings and the exit code."""
+    """Return a JSON document of the results of a check, the findings and the exit code."""
     document = asdict(results)
     document["findings"] = [asdict(each) for each in findings]
     document["exit_code"] = exit_code(findings)
@@ -313,7 +313,7 @@ def to_json(results: CheckResults, findings: Sequence[Finding]) -> str:
 
 
 def from_json(text: str) -> CheckResults:
-    """Rebuild the records from JSON; findings are computed again, not read.
+    """Return the ``CheckResults`` in a JSON document of ``to_json``; the findings in it are not read.
 
     Raises:
         UsageError: the text is not such a document, or has another schema version.

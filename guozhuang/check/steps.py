@@ -28,16 +28,16 @@ from guozhuang.net.client import Client, OverdueError, PatientStore, attempt, lo
 from guozhuang.net.meet import WorldStore
 from guozhuang.world.identity import Identity
 
-_ANSWER_S = 5.0  # limit of store calls that are answered at once
-_CONNECT_S, _CONNECT_ONE_S = 10.0, 3.0  # limit of all connections to rank 0 together, and of each
+_ANSWER_S = 5.0  # seconds within which the store must answer a call
+_CONNECT_S, _CONNECT_ONE_S = 10.0, 3.0  # seconds for all connections to rank 0 together, and for each
 _CLOCKS_S, _CLOCK_REPEATS = 10.0, 16
 _REDUCE_GRACE_S = 2.0
-_GRACE_S = 0.5  # between the limit of a pair and the deadline for its answers
-ENDED_S = 0.3  # time to wait for the end of a connection to be noticed
+_GRACE_S = 0.5  # seconds between the limit of a pair and the deadline for its answers
+ENDED_S = 0.3  # seconds to wait until gloo notices that a connection was closed
 
 
 def steps_limit_s(timeout_s: float) -> float:
-    """Return how long the steps take at most.
+    """Return the seconds that all steps of a check take together at most.
 
     Args:
         timeout_s: limit of the step for links, and of that for all_reduce.
@@ -53,7 +53,7 @@ def store_of(meeting: WorldStore, store: dist.Store, identity: Identity) -> Pati
 
 
 def write(store: PatientStore, key: str, value: Any) -> None:
-    """Write a value that JSON can represent to the store."""
+    """Write a value to the store as JSON."""
     store.set(key, json.dumps(value))
 
 
@@ -90,7 +90,7 @@ class CheckState:
         self.absences.append(Absence(rank, host, what, self.step, reason))
 
     def results(self, identity: Identity, duration_s: float) -> CheckResults:
-        """Return the result so far."""
+        """Return the results of the check from the facts and measurements so far."""
         return CheckResults(
             num_ranks=identity.size,
             launcher=identity.launcher,
@@ -105,7 +105,7 @@ class CheckState:
 
 
 class Steps:
-    """Runs the steps of one rank.
+    """The steps of a check as one rank runs them: connect to rank 0, compare clocks, measure links, measure all_reduce.
 
     Args:
         store: the store of the world.
@@ -133,10 +133,10 @@ class Steps:
         self._address = address
         self._state = state
         self._ended: set[int] = set()  # on rank 0: the ranks whose connection was closed
-        self._control: dict[int, Pair] = {}  # on rank 0: the connection to each other rank; elsewhere that to rank 0
+        self._control: dict[int, Pair] = {}  # on rank 0: by rank, the connections to others; elsewhere one, to rank 0
 
     def take(self) -> None:
-        """Run all steps; call it in a thread, because calls into torch do not react to signals."""
+        """Run all steps of the check; call this in a thread, because calls into torch do not react to signals."""
         self._connect()
         self._state.step = "clocks were compared"
         self._compare_clocks()
@@ -149,7 +149,7 @@ class Steps:
             self._store.add("left", 1)
 
     def _connect(self) -> None:
-        """Connect every rank to rank 0, through the interface that leads there. Ranks that fail are still measured."""
+        """Connect each rank with rank 0, through the interface that leads there. A rank without this connection stays in."""
         deadline = time.monotonic() + _CONNECT_S
         alone = len(set(self._node_of.values())) == 1
         here = self._state.facts[self._rank].network
@@ -248,7 +248,7 @@ class Steps:
             self._note_reductions(self._collect(key_of, [list(key_of)], deadline))
 
     def _reduced(self, sizes: Sequence[int]) -> dict[str, Any] | None:
-        """Measure all_reduce; None if it hangs, although roll call, connections and collectives have limits of their own."""
+        """Measure all_reduce; return times or the failure, None if it hangs although each of its parts has a time limit."""
         timings: list[dict[str, Any]] = []
 
         def reduce() -> None:
@@ -259,14 +259,14 @@ class Steps:
         except OverdueError:
             self._state.is_stuck = True
             return None
-        except Exception as error:  # also a bug: a rank without an answer would look like a stuck one
+        except Exception as error:  # bugs are reported too: a rank without an answer would look stuck
             is_expected = isinstance(error, RuntimeError | ValueError | OSError) and str(error)
             text, refused = str(error) if is_expected else repr(error), isinstance(error, UsageError)
             return {"timings": timings, "failure": text, "refused": refused}
         return {"timings": timings, "failure": "", "refused": False}
 
     def _note_reductions(self, answers: dict[int, dict[str, Any]]) -> None:
-        # Ranks that refused come first: they are the cause, ranks that waited for them are a consequence.
+        # Ranks on which ``gz.init`` refused (UsageError) are named first: ranks that waited for them failed in consequence.
         failed = sorted((r for r in answers if answers[r]["failure"]), key=lambda r: not answers[r]["refused"])
         timings = [each["timings"] for each in answers.values()]
         common = min(map(len, timings)) if len(timings) == self._size else 0
@@ -283,7 +283,7 @@ class Steps:
         self._state.reductions.append(replace(known, num_bytes=0, median_s=None, num_repeats=0, failure=failure))
 
     def _bucket_bytes(self) -> int:
-        """Return the size of a usual bucket, or a smaller one if the slowest link needs it."""
+        """Return the bytes of a usual bucket of gradients, or fewer if the slowest link cannot carry that in time."""
         slowest = min((each.slower_bytes_per_s for each in self._state.links if each.slower_bytes_per_s), default=1e12)
         # Six all_reduces, each sending 2 (n - 1) / n of the bucket, must fit in a third of the time limit.
         size = measure.LARGE_TENSOR_BYTES
@@ -294,7 +294,7 @@ class Steps:
     def _collect(
         self, key_of: Mapping[int, str], groups: Sequence[Sequence[int]], deadline: float
     ) -> dict[int, dict[str, Any]]:
-        """Read the answers of ranks on rank 0; a rank without an answer at the deadline is lost.
+        """Read, on rank 0, the answers that ranks write to the store; a rank without an answer at the deadline is lost.
 
         Args:
             key_of: the key under which each rank writes its answer.
@@ -318,7 +318,7 @@ class Steps:
         return found
 
     def _wait_for(self, key: str) -> Any:
-        """Read the key by which rank 0 starts a step; the limit allows for other ranks using up the step before."""
+        """Wait for the key by which rank 0 starts a step; other ranks may use all the time of the step before."""
         limit_s = 2 * self._timeout_s + _CONNECT_S + _CLOCKS_S + measure.PAIR_LIMIT_S
         found = read(self._store, key, limit_s)
         if found is None:
@@ -341,14 +341,14 @@ class Steps:
         return ""
 
     def has_ended(self, rank: int) -> bool:
-        """Tell whether a rank's connection to rank 0 was closed. Clocks, its only other use, were compared before."""
+        """Return whether ``rank`` closed its connection to rank 0. This ends the connection, which clocks need no longer."""
         if (pair := self._control.pop(rank, None)) is not None and pair.has_ended(ENDED_S):
             self._ended.add(rank)
         return rank in self._ended
 
 
 def _clock(rank: int, pair: Pair) -> ClockOffset:
-    """Compare clocks over a pair, as NTP does: the result is that of the fastest exchange."""
+    """Compare this rank's clock with that of ``rank``, as NTP does: return the result of the fastest exchange of messages."""
     found = []
     clock = torch.zeros(1, dtype=torch.float64)
     for _ in range(_CLOCK_REPEATS):
@@ -362,7 +362,7 @@ def _clock(rank: int, pair: Pair) -> ClockOffset:
 
 
 def _measured_pair(store: dist.Store, key: str, is_first: bool, address: str, limit_s: float) -> dict[str, Any]:
-    """Measure one pair as one of its ends; only the first end returns values."""
+    """Measure the link of a pair as one of its two ranks; only the lower rank (``is_first``) returns values."""
     try:
         pair = Pair(store, key, is_first, address, limit_s)
         figures = measure.lead(pair) if is_first else measure.follow(pair)

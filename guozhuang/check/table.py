@@ -23,7 +23,7 @@ _LABELS = {"fail": "breaks training", "warn": "look at this", "note": "note"}
 
 
 def show(console: Console, results: CheckResults, findings: Sequence[Finding]) -> None:
-    """Print the tables and findings; unknown parts are left out."""
+    """Print the tables and findings of a check; tables without data are left out."""
     from rich.padding import Padding
     from rich.text import Text
 

@@ -29,7 +29,7 @@ def judge(results: CheckResults) -> tuple[Finding, ...]:
 
 
 def headline(findings: Sequence[Finding], results: CheckResults) -> str:
-    """Return the verdict in one sentence."""
+    """Return the verdict of a check in one sentence: whether training will run, and how many problems were found."""
     levels = [each.level for each in findings]
     num_fail, num_warn = levels.count("fail"), levels.count("warn")
     if num_fail:
@@ -51,7 +51,7 @@ def _absences(results: CheckResults) -> Iterator[Finding]:
             yield _unreachable_host(each)
         elif each.rank is None:
             yield Finding("fail", "ended", f"The check {each.what} while {each.when}: {each.reason.rstrip('.')}.")
-        elif each.what != "was ended" or not stopped:  # ranks ended because of another are no cause
+        elif each.what != "was ended" or not stopped:  # a rank ended because of another is no cause
             together.setdefault(replace(each, rank=None), []).append(each.rank)
     for alike, ranks in together.items():
         if alike.what == "did not come":
@@ -115,7 +115,7 @@ def _versions(results: CheckResults) -> Iterator[Finding]:
         what = f"{name} differs between ranks"
         if name == SOURCE:
             if "guozhuang" in found:
-                continue  # the version was reported already
+                continue  # the difference of version was reported already
             what, parts = "The source files of guozhuang differ between ranks", f"digest {parts}"
         level = "fail" if name in _MUST_AGREE else "warn"
         yield Finding(level, "differing-versions", f"{what} ({parts}).", _SAME_VERSION)
@@ -135,7 +135,7 @@ def differing(results: CheckResults) -> dict[str, dict[str, str]]:
 
 
 def _where(there: Sequence[Facts], results: CheckResults) -> str:
-    """Name the hosts if all ranks of their nodes are included, else the ranks."""
+    """Return a text that names these ranks: the hosts if all ranks of the hosts' nodes are among them, else the numbers."""
     own = {each.rank for each in there}
     nodes = dict.fromkeys(each.node for each in there)
     whole = all({one.rank for one in results.nodes[node]} <= own for node in nodes)
@@ -154,7 +154,7 @@ def _clocks(results: CheckResults) -> Iterator[Finding]:
 
 
 Rule = Callable[[CheckResults], Iterable[Finding]]
-#: In the order in which findings of one level are printed.
+#: All rules, in the order in which their findings of one level are printed.
 RULES: tuple[Rule, ...] = (
     netrules.interfaces,
     _absences,

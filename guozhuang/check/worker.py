@@ -39,7 +39,7 @@ from guozhuang.world.identity import Identity
 
 DEFAULT_TIMEOUT_S = 20.0
 _FACTS_S = 15.0
-_LATE_S = 5.0  # rank 0 may start its wait this much later
+_LATE_S = 5.0  # seconds by which rank 0 may start to wait for the ranks later than another rank does
 _LEAVE_S = 3.0
 _CHUNK = 900  # characters of a line of the printed result: some pipes and terminals fold or cut long lines
 _PRINTED = re.compile(r"guozhuang-check (\d+)/(\d+) ([A-Za-z0-9+/=]+)")
@@ -50,7 +50,7 @@ class CheckEnded(Exception):
 
 
 class ExcludedError(WorldError):
-    """This rank could not take part; rank 0 may never learn the reason.
+    """This rank could not take part in the check; rank 0 may never learn the reason.
 
     Attributes:
         facts: facts about this rank.
@@ -62,7 +62,7 @@ class ExcludedError(WorldError):
 
 
 def longest_s(timeout_s: float) -> float:
-    """Return how long a check takes at most, from the start of the ranks to rank 0's result.
+    """Return the seconds that a check takes at most, from the start of the ranks to rank 0's result.
 
     Args:
         timeout_s: limit of each step: the meeting (once for the store, once for the ranks), links, all_reduce.
@@ -71,7 +71,7 @@ def longest_s(timeout_s: float) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Take part as a rank; rank 0 prints its result on stdout in a form that ``guozhuang check`` parses."""
+    """Take part in a check as a rank; rank 0 prints the result on stdout in a form that ``guozhuang check`` parses."""
     parser = argparse.ArgumentParser(prog="python -m guozhuang.check.worker")
     parser.add_argument("--timeout", type=float, default=DEFAULT_TIMEOUT_S, metavar="S", help="limit of each step")
     return take_part(parser.parse_args(arguments).timeout, print_result)
@@ -95,7 +95,7 @@ def printed_result(printed: str) -> str | None:
 
 
 def take_part(timeout_s: float, show: Callable[[CheckResults], int]) -> int:
-    """Run one rank of the check. Every rank must call it.
+    """Run the check on this rank. Every rank must call this.
 
     Args:
         timeout_s: limit of each step: the meeting, the links, all_reduce.
@@ -129,7 +129,7 @@ def take_part(timeout_s: float, show: Callable[[CheckResults], int]) -> int:
 
 
 class CheckRank:
-    """Runs one rank of a check.
+    """One rank of a check, which collects its facts, finds the other ranks, runs the steps and, on rank 0, returns the result.
 
     Args:
         identity: identity of this process.
@@ -148,7 +148,7 @@ class CheckRank:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether a call in a thread has not returned."""
+        """Whether a call into torch or to the store hangs in its thread, so that this process cannot end as usual."""
         return self._state.is_stuck or bool(self._store and self._store.lost)
 
     def run(self) -> CheckResults | None:
@@ -185,7 +185,7 @@ class CheckRank:
                 self._state.add_absence(0, "could not meet the others", text)
             self._release()
             self._is_over = True
-        except CheckEnded as error:  # on rank 0, at most once, raised anywhere above
+        except CheckEnded as error:  # raised on rank 0 by its signal handler, at most once, anywhere above
             self._state.is_stuck = self._steps is not None
             self._note_end(error)
             self._release()
@@ -197,7 +197,7 @@ class CheckRank:
         return self._store, self._meeting
 
     def _lead(self, store: PatientStore, meeting: WorldStore) -> tuple[dict[int, str], str]:
-        """Meet the others as rank 0; return the node of each rank that came, and the address of this rank."""
+        """Collect the facts of all ranks as rank 0; return the node of each rank that joined, and the address of this rank."""
         deadline = time.monotonic() + self._timeout_s
         facts = self._state.facts
         if meeting.host and meeting.host != facts[0].network.meeting_host:
@@ -219,7 +219,7 @@ class CheckRank:
         return {rank: each.node for rank, each in facts.items()}, address_of[0]
 
     def _follow(self, store: PatientStore, meeting: WorldStore) -> tuple[dict[int, str], str]:
-        """Meet the others as any other rank; returns the same as :meth:`_lead`."""
+        """Publish the facts of a rank other than 0, and wait for rank 0's list of ranks; return the same as :meth:`_lead`."""
         limit_s = self._timeout_s + _LATE_S
         own = self._state.facts[self._rank] = self._with_network(store, meeting, limit_s)
         write(store, f"facts/{self._rank}", asdict(own))
@@ -233,7 +233,7 @@ class CheckRank:
         return {int(rank): node for rank, (node, _) in roster.items()}, str(roster[str(self._rank)][1])
 
     def _with_network(self, store: PatientStore, meeting: WorldStore, limit_s: float) -> Facts:
-        """Return the facts, with the network as known after the meeting.
+        """Return this rank's facts, with the network towards the address of rank 0 that is known once the store was reached.
 
         If the launcher connects every node to rank 0 through a tunnel on its own loopback, rank 0's facts give its address.
         """
@@ -251,7 +251,7 @@ class CheckRank:
         return replace(facts, network=network(address)) if address and not is_loopback(address) else facts
 
     def _note_end(self, error: CheckEnded) -> None:
-        """Record the ranks that a signal ended besides rank 0, and those that had stopped before."""
+        """Record, after a signal to rank 0, the other ranks that a signal ended, and those that had stopped before."""
         state = self._state
         if self._steps is not None:
             time.sleep(ENDED_S)
@@ -262,7 +262,7 @@ class CheckRank:
             state.absences.append(Absence(None, "", "was ended", state.step, str(error)))
 
     def _release(self) -> None:
-        """Let the other ranks exit, and wait until they have, so that the launcher sees them end before rank 0 does."""
+        """Let the other ranks end, and wait until they have, so that the launcher sees them end before rank 0 does."""
         if not self._leads or self._store is None or self._meeting is None:
             return
         deadline, num_others = time.monotonic() + _LEAVE_S, len(self._state.present) - 1

@@ -1,4 +1,4 @@
-"""Batches of a rank's samples. ``loader``: torch's DataLoader over a rank's share, resumable in mid-epoch."""
+"""Make the batches of a rank's share of a dataset: ``loader`` wraps torch's DataLoader, and can resume in mid-epoch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def loader(
     stride_stream: bool = False,
     **options: Any,
 ) -> Loader:
-    """Make the batches of this rank's share of a dataset.
+    """Return an iterable over the batches of this rank's share of a dataset.
 
     The k-th batches of n ranks together are the k-th batch of one process with ``n * batch_size``.
 
@@ -108,7 +108,7 @@ def loader(
 
 
 class BatchSampler:
-    """An iterable of the index lists of the batches of a sampler's current pass; iterating it changes no state."""
+    """An iterable over the batches of a sampler's current pass, each a list of sample indices; iterating changes no state."""
 
     def __init__(self, sampler: DistributedSampler, batch_size: int, drop_last: bool) -> None:
         self.sampler = sampler
@@ -120,11 +120,11 @@ class BatchSampler:
         return _num_batches(len(self.sampler), self.batch_size, self.drop_last)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Iterate over lists of indices; the epoch is fixed by this call, not at the first list."""
+        """Return an iterator over lists of sample indices, one per batch; this call fixes the epoch, not the first list."""
         return self._batches(self.sampler.epoch, self.sampler.progress.start)
 
     def _batches(self, epoch: int, start: int) -> Iterator[list[int]]:
-        # A generator, so that indices are made at the first ``next``: torch calls iter() twice with workers, and uses one.
+        # As a generator it makes indices at the first ``next`` only: with workers torch calls iter() twice, and uses one.
         batch = []
         for index in self.sampler.indices(epoch, start):
             batch.append(index)
@@ -177,7 +177,7 @@ class Loader:
         return _num_batches(len(self.sampler), self.batch_size, self.drop_last)
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin a pass; for the rules of its epoch see ``DistributedSampler``.
+        """Begin a pass over this rank's batches; for the rules of its epoch see ``DistributedSampler``.
 
         Raises:
             UsageError: raised by the iterator if a newer pass has taken over its persistent workers.
@@ -221,7 +221,7 @@ class Loader:
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the sample after the last that was trained on; every rank loads the same state.
+        """Resume after the last sample that was trained on; every rank must load the same state.
 
         Raises:
             UsageError: the state has another dataset length, seed or shuffle, or is not from ``state_dict``.

@@ -68,7 +68,7 @@ class Progress:
         self._warned = False
 
     def begin(self, full_at: int | None) -> EpochPass:
-        """Begin a pass.
+        """Begin a pass through the current or the next epoch, by the rules of ``Progress``; return its counter.
 
         Args:
             full_at: samples on one rank with which the last pass counts as full; None: only if it ran out.
@@ -89,7 +89,7 @@ class Progress:
         return self.newest
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next pass; see the rules of the class."""
+        """Choose the epoch of the next pass; see the rules in ``Progress``."""
         epoch = whole_number("epoch", epoch)
         if not (self.resumed and epoch == self.epoch):
             self.start = 0
@@ -98,11 +98,11 @@ class Progress:
         self._restart()
 
     def consumed(self) -> int:
-        """Return how many places of the order all ranks together have used; in the last step it may exceed the length."""
+        """Return how many samples of the epoch all ranks together have used; after the last step it may exceed the length."""
         return self.start + self.num_replicas * self.taken
 
     def load(self, epoch: int, consumed: int, finished: bool) -> None:
-        """Resume at a saved position."""
+        """Set the epoch and the position to those of a saved state, from which the next pass continues."""
         self.epoch = epoch
         self.start = consumed
         self._restart()
@@ -116,7 +116,7 @@ class Progress:
 
 
 def whole_number(name: str, value: object, least: int | None = None) -> int:
-    """Return ``value`` as an int, or raise ``UsageError`` naming it."""
+    """Return ``value`` as an int; raise ``UsageError``, which names it, if it is no whole number or below ``least``."""
     bound = "" if least is None else f" of at least {least}"
     try:
         number = operator.index(value)  # type: ignore[arg-type]
@@ -130,7 +130,7 @@ def whole_number(name: str, value: object, least: int | None = None) -> int:
 
 
 def check_state(state: Mapping[str, Any], mine: Mapping[str, Any], rank: int) -> tuple[int, int, bool]:
-    """Compare a saved state with the object it is loaded into.
+    """Check that a saved state fits the sampler or stream that loads it, and return the position that it holds.
 
     Args:
         state: a return value of ``state_dict``.

@@ -1,4 +1,4 @@
-"""The choice of a rank's samples. ``DistributedSampler``: as torch's, and resumable on any number of ranks."""
+"""Choose the samples of a rank: ``DistributedSampler`` gives the same as torch's, and can resume on any number of ranks."""
 
 from __future__ import annotations
 
@@ -97,12 +97,12 @@ class DistributedSampler(Sampler[int]):
         return self.num_samples
 
     def __iter__(self) -> Iterator[int]:
-        """Begin a pass; for the rules of its epoch see the class's description."""
+        """Begin a pass over this rank's indices; for the rules of its epoch see ``DistributedSampler``."""
         run = self.begin(self.smallest_share())
         return _counted(run, self.indices(self.epoch, self.progress.start))
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next pass; every rank must choose the same. See the class's description."""
+        """Choose the epoch of the next pass; every rank must choose the same. See ``DistributedSampler``."""
         self.progress.set_epoch(epoch)
 
     def smallest_share(self) -> int:
@@ -133,9 +133,9 @@ class DistributedSampler(Sampler[int]):
         if not self.shuffle:
             return _walk_range(places[:-1], places[-1] % length) if wraps else iter(places)
         generator = torch.Generator().manual_seed(self.seed + epoch)
-        dtype = torch.int32 if length < 2**31 else torch.int64  # the order does not depend on it
+        dtype = torch.int32 if length < 2**31 else torch.int64  # the order does not depend on the type
         order = torch.randperm(length, generator=generator, dtype=dtype)
-        # A copy, so that the whole order is freed here.
+        # This rank's indices are copied, so that the whole order is freed at the end of this method.
         mine = order[places.start :: self.num_replicas][:num_mine].clone()
         if wraps:
             mine = torch.cat([mine, order[places[-1] % length].reshape(1)])
@@ -207,7 +207,7 @@ def replica(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
 
 
 def check_ends(ends: str | None, drop_last: bool) -> Ends:
-    """Return the choice of ends, or raise ``UsageError``."""
+    """Return the value of the option ``ends``; raise ``UsageError`` if it is unknown or contradicts ``drop_last``."""
     if ends is None:
         return "drop" if drop_last else "pad"
     if ends not in get_args(Ends):

@@ -1,4 +1,4 @@
-"""The choice of a rank's samples of a stream. ``StridedStream``: every rank reads the whole stream and keeps every n-th."""
+"""Choose the samples of a rank in a stream: with ``StridedStream`` every rank reads the whole stream, keeps every n-th."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class StridedStream(IterableDataset[Any]):
         return None
 
     def begin(self, full_at: int | None) -> EpochPass:
-        """Begin a pass and return its counter."""
+        """Begin a pass through the stream and return the ``EpochPass`` that counts its samples."""
         run = self.progress.begin(full_at)
         self._where[0], self._where[1] = self.progress.epoch, self.progress.start
         return run
@@ -105,7 +105,7 @@ class StridedStream(IterableDataset[Any]):
         self.progress.load(*check_state(state, _IDENTITY, self.rank))
 
     def _share(self, start: int) -> Iterator[tuple[int, Any]]:
-        """Yield (turn, sample): ``turn`` is how many samples this rank got before in this pass."""
+        """Yield this rank's samples as (turn, sample): ``turn`` is how many samples it got before in this pass."""
         first: list[Any] = []  # the samples that "pad" repeats at the end
         held: list[Any] = []  # this rank's sample of the current turn, until it is yielded; at most one
         num_read = 0
@@ -130,7 +130,7 @@ _IDENTITY: Mapping[str, Any] = {"stream": True}
 
 
 def check_stream(stride_stream: bool, shuffle: bool, dataset: IterableDataset[Any]) -> None:
-    """Raise ``UsageError`` unless ``stride_stream`` is set and ``shuffle`` is not."""
+    """Raise ``UsageError`` if an ``IterableDataset`` is used without ``stride_stream``, or with ``shuffle``."""
     name = type(dataset).__name__
     if not stride_stream:
         what = "An IterableDataset does not say whether each rank and worker gets the whole stream or a part of it"

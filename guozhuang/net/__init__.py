@@ -1,1 +1,1 @@
-"""Connections to other processes, with time limits and errors that name the silent one: to stores and to rank 0."""
+"""Connections to stores and to other processes, with time limits and errors that name the process that does not answer."""

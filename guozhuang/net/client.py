@@ -109,7 +109,7 @@ class Client:
             self._start()
 
     def call(self, function: Callable[..., _T], *arguments: Any, still: Callable[[], str] = str) -> _T:
-        """Call ``function`` in the thread, and return its result.
+        """Call ``function`` in this client's thread, wait for it, and return its result.
 
         Args:
             function: the function to call. It should end by itself soon after the limit, where it can.
@@ -143,10 +143,10 @@ class Client:
             result: _T = asked.result
             return result
         finally:
-            del asked  # otherwise the exception and this frame would refer to each other
+            del asked  # otherwise the exception and this frame would refer to each other, and keep each other alive
 
     def close(self) -> None:
-        """End the thread; abandon it if it is stuck in a call."""
+        """End this client's thread; abandon it if it is stuck in a call."""
         self.lost = self.lost or "was closed"
         self._calls.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():

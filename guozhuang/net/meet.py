@@ -29,7 +29,7 @@ _log = logging.getLogger("guozhuang")
 
 @dataclass(frozen=True)
 class WorldStore:
-    """A store that several nodes share, and the doors and passages that this process keeps open for it.
+    """A store that several nodes share, and each ``Door`` or ``Passage`` that this process keeps open for it.
 
     Attributes:
         store: the store in which ranks, or the agents of nodes, find each other.
@@ -231,7 +231,7 @@ def claim(store: PatientStore, rank: int, size: int) -> None:
 
 
 def roll_call(store: dist.Store, rank: int, size: int, timeout_s: float, note: str = "") -> list[RankCard]:
-    """Wait until every rank has joined; return the cards of all ranks, in rank order.
+    """Wait until every rank has joined; return the ``RankCard`` of every rank, in rank order.
 
     Every rank must call, with a store (or prefix) that no other call uses.
 

@@ -1,4 +1,4 @@
-"""The search for rank 0 when the launcher gives the ranks no port: rank 0 opens a door, and the other ranks look for it.
+"""The search for rank 0 when the launcher gives the ranks no port: rank 0 opens a ``Door``, and the others look for it.
 
 [Note: meeting without a message] Every rank computes the same sequence of ports and the same secret (``net.meeting_point``).
 Rank 0 opens its door (``net.door``) at the first port of the sequence that it can bind. The other ranks do not know which port

@@ -1,4 +1,4 @@
-"""The rules of the heartbeat: which ranks are lost, and whether all hang. Pure: the clock is an argument.
+"""The rules by which the heartbeat decides which ranks are lost, and whether all hang. No I/O: the clock is an argument.
 
 [Note: what a hang is] Torch has no hook for "a collective has finished" that is cheap and serves all backends. A second
 thread can read three things at no cost, for gloo, NCCL and groups of our own:

@@ -1,4 +1,4 @@
-"""Processes of this node: their identity, state, parents and command lines, and the resources that they share.
+"""Processes of this node: their identity, state, parents and command lines; and system calls that Python may lack.
 
 A process is identified by its number, its start time (numbers are reused) and its node. This file imports the standard
 library alone, because the supervisor of a remote host and the guard of an agent run it without the package; see ``preload``.

@@ -17,7 +17,7 @@ from guozhuang.workloads.tokens import missing
 
 @dataclass(frozen=True)
 class BertSize:
-    """The size of a BERT; the inner width of its feed-forward layers is 4 times ``hidden``.
+    """The size of a BERT model; the inner width of its feed-forward layers is 4 times ``hidden``.
 
     Attributes:
         layers: number of transformer layers.
@@ -42,7 +42,7 @@ SIZES: Mapping[str, BertSize] = MappingProxyType(
     }
 )
 FINE_TUNING_LR = 2e-5
-# Stable with momentum 0.9 (0.3 diverges); SGD from scratch teaches BERT next to nothing in hundreds of steps.
+# The default learning rate of SGD: stable with momentum 0.9 (0.3 diverges). From scratch BERT hardly learns by SGD.
 SGD_LR = 2e-2
 MAX_POSITIONS = 512
 
@@ -51,7 +51,7 @@ _DROPOUT = re.compile(r"(dropout|_drop|pdrop|classifier_dropout|_dropout_prob|dr
 
 
 def find(model: str) -> BertSize | Path:
-    """Return a size by its name, or the folder of a checkpoint.
+    """Return the ``BertSize`` named ``model``, or else the folder of the checkpoint at the path ``model``.
 
     Raises:
         UsageError: it is neither; names on a model hub are not looked up, since nothing is downloaded.
@@ -74,7 +74,7 @@ def find(model: str) -> BertSize | Path:
 
 
 def default_lr(model: BertSize | Path, optimizer: str) -> float:
-    """Return the default learning rate: for AdamW 2e-5 for a checkpoint, else that of the size; for SGD 2e-2."""
+    """Return the default learning rate: 2e-2 for SGD; for AdamW 2e-5 if the model is a checkpoint, else by its size."""
     if optimizer == "sgd":
         return SGD_LR
     return FINE_TUNING_LR if isinstance(model, Path) else model.adamw_lr

@@ -45,7 +45,7 @@ class TokenDataset(Dataset[Sample]):
 
 
 def collate(samples: Sequence[Sample], pad_id: int, length: int | None = None) -> Batch:
-    """Make a batch: ``input_ids`` and ``attention_mask`` (int64, batch × tokens) and ``labels`` (int64, batch).
+    """Make a batch of samples: ``input_ids`` and ``attention_mask`` (int64, batch × tokens) and ``labels`` (int64, batch).
 
     Args:
         samples: at least one.

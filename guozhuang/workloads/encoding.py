@@ -22,7 +22,7 @@ _MARKS = (
 
 @dataclass(frozen=True)
 class Decoded:
-    """The text of a file.
+    """The decoded text of a file, and the encoding by which it was decoded.
 
     Attributes:
         text: the decoded text; undecodable bytes appear in it as lone surrogates, U+DC80 + (byte - 0x80).
@@ -117,7 +117,7 @@ def decode(data: bytes, path: Path, encoding: str | None = None) -> Decoded:
 
 
 def bad_bytes(text: str) -> str:
-    """Return the first byte that ``decode`` could not decode in a part of its text; empty if there is none."""
+    """Return the first byte in ``text`` that ``decode`` could not decode, as "0x93"; "" if there is none."""
     for character in text:
         if "\udc80" <= character <= "\udcff":
             return f"0x{ord(character) - 0xDC00:02x}"
@@ -136,7 +136,7 @@ def _recognised(data: bytes) -> str:
 
 
 def _utf16(data: bytes) -> str:
-    """Return the name of UTF-16 without a mark: in Latin text every second byte is NUL, always on the same side; else ""."""
+    """Return the name of UTF-16 without a byte-order mark if every second byte is NUL, as in Latin text; else ""."""
     sample = data[: 1 << 16]
     half = len(sample) // 2
     if half and len(data) % 2 == 0:
@@ -156,7 +156,7 @@ def _text(data: bytes, encoding: str, path: Path) -> str:
     if not encoding.startswith(("utf-16", "utf-32")):
         try:
             return data.decode(encoding, "surrogateescape")
-        except UnicodeDecodeError as error:  # an ASCII byte may be the second half of a bad pair: no row can be marked
+        except UnicodeDecodeError as error:  # a bad pair may end in an ASCII byte, which no surrogate can mark
             first = error
     line = data[: first.start].decode(encoding, "ignore").count("\n") + 1
     raise UsageError(

@@ -36,7 +36,7 @@ WORKLOADS: Mapping[str, BuiltIn] = MappingProxyType(
 
 
 def load(name: str, given: Mapping[str, Any] | None = None, cache_dir: Path | None = None) -> Workload:
-    """Build a workload. Every process calls it with the same arguments and gets an equal one; nothing is communicated.
+    """Build the named workload. Every process must call this with equal arguments, and gets an equal one; none communicates.
 
     Args:
         name: text, synthetic, or ``module:function``.
@@ -174,14 +174,14 @@ def _find(name: str) -> Callable[..., Any]:
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
         raise UsageError(explain("a workload of your own is named module:function", value=name, fix="give both names"))
-    # Like `python -m`: add the current directory, permanently, since the module may import its neighbours later.
+    # Add the current directory to the path, as `python -m` does; for good, since the module may import its neighbours later.
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name is None or not (module_name + ".").startswith(error.name + "."):  # an import inside it is missing
+        if error.name is None or not (module_name + ".").startswith(error.name + "."):  # the module's own import failed
             raise UsageError(_failed(f"importing {module_name} raised", error)) from error
         raise UsageError(
             explain(

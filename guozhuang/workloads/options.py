@@ -35,7 +35,7 @@ def option(
     low: float | None = None,
     below: float | None = None,
 ) -> Any:
-    """Declare a field of an options dataclass.
+    """Declare an option of the command line, as a field of a dataclass.
 
     Args:
         default: its value if the option is not given; None means that the code which uses it decides.
@@ -86,7 +86,7 @@ def given(options: type, namespace: argparse.Namespace) -> dict[str, OptionValue
 
 
 def read(options: type[Options], values: Mapping[str, Any]) -> Options:
-    """Check a dict of options and fill in the defaults.
+    """Return a dataclass of options from a dict of values, which are checked; the defaults are filled in.
 
     Args:
         options: a frozen dataclass whose fields were made by ``option``.

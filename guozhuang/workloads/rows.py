@@ -37,7 +37,7 @@ _DELIMITERS = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """One row of a file.
+    """One row of a data file: its line number and its cells, not interpreted yet.
 
     Attributes:
         line: the line of the file on which it begins, from 1; in a parquet file the number of the row, from 1.
@@ -52,7 +52,7 @@ class TableRow:
 
 @dataclass(frozen=True)
 class Table:
-    """A file as rows.
+    """A data file that was read into rows, with its format and the names of its columns.
 
     Attributes:
         path: path of the file.
@@ -71,7 +71,7 @@ class Table:
     assumed: tuple[str, ...]
 
     def place(self, line: int) -> str:
-        """Return ``file:line``, by which errors name a row."""
+        """Return ``file:line``, by which errors name the row that begins on this line."""
         return f"{self.path}: row {line}" if self.format == "parquet" else f"{self.path}:{line}"
 
 
@@ -155,7 +155,7 @@ def _first_line(text: str) -> str:
 
 
 def _sniffed(text: str) -> str:
-    """Return the comma, unless it cuts the first rows into unequal numbers of columns and another usual delimiter does not."""
+    """Return the delimiter of csv text: a comma, unless it cuts the first rows unequally and another usual one does not."""
     head = list(itertools.islice(io.StringIO(text, newline=""), 50))
     for delimiter in ",\t;|":
         with contextlib.suppress(csv.Error):
@@ -201,7 +201,7 @@ def _delimited(text: str, delimiter: str, quoted: bool, path: Path) -> list[Tabl
 
 
 def _is_quoted(text: str, delimiter: str) -> bool:
-    """Tell whether a tab-separated file was written with quotes: only if that fits the file better than plain characters.
+    """Return whether a tab-separated file was written with quotes: only if that fits it better than plain characters.
 
     Its quotes must match everywhere. If all rows have the same number of columns only when quotes are parsed, the answer is
     yes; if they have it either way, it is yes when a quoted cell has doubled quotes, or nearly every row has a quoted cell.

@@ -16,7 +16,7 @@ from guozhuang.errors import UsageError, explain
 from guozhuang.workloads.encoding import bad_bytes
 from guozhuang.workloads.rows import Table, TableRow, read_table
 
-# Usual names of these columns in data sets; compared without case.
+# Usual names of the column of labels, and of columns of text, in data sets; compared without case.
 _LABEL_NAMES = (
     "label",
     "labels",
@@ -56,7 +56,7 @@ class Samples:
     columns: str
 
     def place(self, index: int) -> str:
-        """Return ``file:line`` of a sample, for errors that are found later."""
+        """Return ``file:line`` of a sample, for the text of an error."""
         return self.table.place(self.lines[index])
 
 
@@ -316,14 +316,14 @@ def hold_out(classes: Sequence[int], fraction: float, seed: int) -> tuple[list[i
 
 
 def cap(indices: Sequence[int], limit: int, seed: int) -> list[int]:
-    """Return at most ``limit`` of these sample numbers, chosen randomly by the seed, in their order; 0 means all."""
+    """Return at most ``limit`` of the sample numbers ``indices``, chosen randomly by the seed, in their order; 0 means all."""
     if limit == 0 or len(indices) <= limit:
         return list(indices)
     return sorted(random.Random(seed).sample(list(indices), limit))
 
 
 def class_numbers(samples: Samples, classes: Sequence[str], trained_on: Path) -> list[int]:
-    """Return the class numbers of an evaluation file's samples.
+    """Return the class numbers of an evaluation file's samples, by the classes of the training data.
 
     Raises:
         UsageError: a label does not occur in the training data; the text names file and line.

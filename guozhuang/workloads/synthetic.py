@@ -1,4 +1,4 @@
-"""The synthetic workload: the same models on random tokens, to measure speed only; nothing can be learned from it."""
+"""The synthetic workload: the text workload's models on random tokens, to measure speed only; nothing can be learned."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SyntheticOptions(TrainingOptions):
 
 
 class RandomTokens(Dataset[classify.Sample]):
-    """Random samples, generated on access, each from the seed and its own number alone."""
+    """A data set of random samples, each generated on access from the seed and the sample's number alone."""
 
     def __init__(self, num_samples: int, seq_len: int, num_classes: int, vocabulary_size: int, seed: int) -> None:
         self.num_samples = num_samples
@@ -50,7 +50,7 @@ class RandomTokens(Dataset[classify.Sample]):
 
 
 def load(given: Mapping[str, Any], cache: Path | None = None) -> Workload:
-    """Build the workload; nothing is read or written.
+    """Build the synthetic workload; the only file that may be read is a checkpoint's configuration.
 
     Args:
         given: values by field of SyntheticOptions; missing ones take their defaults.

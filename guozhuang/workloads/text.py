@@ -25,7 +25,7 @@ from guozhuang.workloads.rows import FORMATS, QUOTINGS
 from guozhuang.workloads.samples import Samples, cap, class_numbers, classes_of, hold_out, read_samples
 from guozhuang.workloads.training_options import TrainingOptions, classification, find_model
 
-# The default corpus: the Python library's docstrings, labelled by package.
+# The most packages, and texts of each, in the default corpus: the Python library's docstrings, labelled by package.
 NUM_PACKAGES = 16
 MAX_PER_PACKAGE = 1000
 _LEAST_PER_PACKAGE = 50
@@ -78,7 +78,7 @@ class TextOptions(TrainingOptions):
 
 
 def load(given: Mapping[str, Any], cache: Path | None = None) -> Workload:
-    """Build the workload; needs transformers only when its ``model`` is called, tokenizers only to fill the cache.
+    """Build the text workload; needs tokenizers, and transformers at once for a checkpoint, else to call its ``model``.
 
     With dropout above 0 each process draws its own masks, so that the results of strategies cannot be compared
     number for number.
@@ -119,7 +119,7 @@ def load(given: Mapping[str, Any], cache: Path | None = None) -> Workload:
 
 
 def _check_data_options(chosen: TextOptions, given: Mapping[str, Any]) -> None:
-    """Refuse options that would have no effect."""
+    """Raise UsageError for options about data that would have no effect."""
     if chosen.data is None:
         for name in (*_OF_FILES, "eval_data"):
             if given.get(name) is not None:

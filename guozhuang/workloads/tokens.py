@@ -33,7 +33,7 @@ _TOKENIZER_FILES = (
     "spm.model",
 )
 
-# Increase it when the same options and files give other arrays than before.
+# The version of the cached arrays: increase it when the same options and files give other arrays than before.
 _FORMAT = 1
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -41,7 +41,7 @@ SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 @dataclass(frozen=True)
 class Ragged:
-    """Sequences of token numbers, concatenated.
+    """Sequences of token numbers, of different lengths, concatenated in one array.
 
     Attributes:
         tokens: int32, one dimension, all sequences one after the other.
@@ -147,7 +147,7 @@ def encode_with_checkpoint(tokenizer: Any, texts: Sequence[str], max_length: int
 
 
 def ragged(sequences: Sequence[Sequence[int]]) -> Ragged:
-    """Concatenate sequences."""
+    """Concatenate sequences of token numbers into one ``Ragged``."""
     ends = np.cumsum([len(sequence) for sequence in sequences], dtype=np.int64)
     tokens = np.fromiter(
         (token for s in sequences for token in s), dtype=np.int32, count=int(ends[-1]) if len(ends) else 0
@@ -199,7 +199,7 @@ def key(settings: Mapping[str, object], files: Iterable[Path]) -> str:
 
 
 def load_or_make(cache: Path | None, name: str, make: Callable[[], Prepared]) -> Prepared:
-    """Load the data from the folder ``name`` of the cache, or make it and save it there.
+    """Load tokenised data from the folder ``name`` of the cache; if it is not there, make it and save it there.
 
     The folder appears complete or not at all, so processes may race: the first result stays. Every process maps the
     arrays and reads only the pages it needs, which processes of one machine share.

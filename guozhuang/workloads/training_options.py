@@ -54,7 +54,7 @@ class TrainingOptions:
 
 
 def find_model(options: TrainingOptions, given: Mapping[str, Any], length: int, flag: str) -> bert.BertSize | Path:
-    """Return the model; refuse options that it cannot use.
+    """Return the size or the checkpoint of the chosen model; raise if other options do not fit it.
 
     Args:
         options: all options.

@@ -1,4 +1,4 @@
-"""The world of this process: its rank, the number of ranks, its node and device, found out from its environment.
+"""The world of this process: its rank, the number of ranks, its node and device, as its environment gives them.
 
 Read in this order: ``identity`` (values from a launcher), ``torchrun``, ``slurm``, ``mpi`` (launchers), ``discovery`` (the
 list of launchers), ``guozhuang.net.meet`` (how ranks find each other), ``session`` (``init`` and ``shutdown``).

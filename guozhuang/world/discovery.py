@@ -11,7 +11,7 @@ from guozhuang.world.identity import Identity
 from guozhuang.world.variables import number
 
 # Tried in this order: under mpirun inside a Slurm job ranks inherit srun's variables too, so Open MPI comes before Slurm.
-# To add a launcher, write one file with such a function, and add one line here.
+# To add a launcher, write a module with a function like those below, and add the function to this tuple.
 LAUNCHERS: tuple[Callable[[Mapping[str, str]], Identity | None], ...] = (
     mpi.read_open_mpi,
     slurm.read,

@@ -1,4 +1,4 @@
-"""Parsers of Slurm's short forms of lists: of nodes, ``gpu[001-003,7],x5``, and of counts, ``2(x2),1``. Pure."""
+"""Parsers of Slurm's short forms of lists: of nodes, ``gpu[001-003,7],x5``, and of counts, ``2(x2),1``. No I/O."""
 
 from __future__ import annotations
 

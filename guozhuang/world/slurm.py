@@ -130,8 +130,8 @@ def _meeting_point(environ: Mapping[str, str], step: _Step) -> PortSequence:
     if not environ.get("SLURM_JOB_ID") or not environ.get("SLURM_STEP_ID"):
         what = "SLURM_STEP_NUM_TASKS is set, but SLURM_JOB_ID or SLURM_STEP_ID is not, so the ranks cannot tell steps apart"
         raise UsageError(explain(what, fix=_FIX))
-    # The key contains no port of srun (SLURM_STEP_LAUNCHER_PORT, SLURM_SRUN_COMM_PORT), because srun has another one for each
-    # part of a step, and not every step with several parts can be recognized.
+    # The key of the run contains no port of srun (SLURM_STEP_LAUNCHER_PORT, SLURM_SRUN_COMM_PORT), because each part of a step
+    # has another port, and not every step with several parts can be recognized.
     key = ["slurm", *(environ.get(name, "") for name in names)]
     asked_host, asked_port = asked_meeting(environ)
     text = environ.get("SLURM_STEP_RESV_PORTS", "").strip()
